@@ -1,0 +1,40 @@
+"""The launcher: ``torchrun ... -m megatron_cg SCRIPT ARGUMENTS`` runs SCRIPT with graphs possible."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from megatron_cg import disable, enable
+from megatron_cg.errors import ConfigurationError
+
+_USAGE = """usage: torchrun [...] -m megatron_cg SCRIPT [the script's own arguments]
+
+Runs a Megatron pretraining script unchanged, with partial CUDA graphs possible under Megatron-FSDP:
+add --cuda-graph-impl transformer_engine --cuda-graph-modules attn --fsdp-double-buffer
+--fsdp-db-use-persist-buf-on-alloc-fail to its arguments. SCRIPT --help shows our group of flags.
+For the other tools: megatron-cg --help."""
+
+
+def main() -> None:
+    """Run the script that is the first argument as ``__main__``, its folder first on the path."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(_USAGE)
+        sys.exit(0 if len(sys.argv) > 1 else 2)
+    script = sys.argv[1]
+    if not os.path.isfile(script):
+        sys.exit(f"megatron_cg: there is no file {script}. " + _USAGE)
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    enable()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except ConfigurationError as error:
+        sys.exit(f"megatron_cg: {error}")
+    finally:
+        disable()
+
+
+if __name__ == "__main__":
+    main()

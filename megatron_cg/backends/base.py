@@ -1,0 +1,42 @@
+"""The protocol of a capture backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from megatron_cg.fsdp.transform import CaptureTimeHooks
+
+
+class GraphedCallable(Protocol):
+    """One layer's graph: called with tensors, differentiable, and releasable."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def reset(self) -> None:
+        """Release the graph; a later call raises."""
+
+
+class Backend(Protocol):
+    """Captures layers into graphs."""
+
+    name: str
+
+    def capture(
+        self,
+        callables: tuple[nn.Module, ...],
+        sample_args: Sequence[tuple[Any, ...]],
+        *,
+        capture_time_hooks: Sequence[CaptureTimeHooks],
+        **options: Any,
+    ) -> tuple[Callable[..., Any], ...]:
+        """Warm the callables up and capture them, with the hooks outside of the graphs.
+
+        ``options`` are those of TE's ``make_graphed_callables``.
+        """
+
+    def preserved(self, callables: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Put back whatever capture leaves changed, also after an exception."""

@@ -1,0 +1,135 @@
+"""CUDA graphs by Transformer Engine: the only file that imports TE.
+
+Relied on: transformer-engine >= 2.19 (seen with 2.20.2), ``transformer_engine.pytorch.graph``:
+``make_graphed_callables`` with ``capture_time_hooks``, ``set_capture_end``, ``is_graph_capturing``;
+``transformer_engine.pytorch.distributed.get_all_rng_states``; ``get_fp8_meta_tensors`` and
+``reset_fp8_meta_tensors`` of ``TransformerEngineBaseModule``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.undo import garbage_collection_kept
+from megatron_cg.versions import installed_version, lookup
+
+_PACKAGE = "transformer-engine"
+_GRAPH = "transformer_engine.pytorch.graph"
+
+
+class TransformerEngineBackend:
+    """Captures through TE's ``make_graphed_callables`` and cleans up what it leaves on failure."""
+
+    name = "transformer_engine"
+
+    def __init__(self) -> None:
+        """Raises UpstreamChangedError where this TE has no capture-time hooks."""
+        self._make: Callable[..., Any] = lookup(
+            _PACKAGE, f"{_GRAPH}:make_graphed_callables", "TE >= 2.19's capture of modules"
+        )
+        if "capture_time_hooks" not in inspect.signature(self._make).parameters:
+            raise UpstreamChangedError(
+                _PACKAGE,
+                installed_version(_PACKAGE) or "unknown version",
+                f"{_GRAPH}:make_graphed_callables",
+                "an argument capture_time_hooks, which TE 2.19 is the first to have",
+            )
+        self._is_capturing: Callable[[], bool] = lookup(
+            _PACKAGE, f"{_GRAPH}:is_graph_capturing", "a query of TE's capturing flag"
+        )
+        self._end_capturing: Callable[[], None] = lookup(
+            _PACKAGE, f"{_GRAPH}:set_capture_end", "a setter of TE's capturing flag"
+        )
+        self._rng_states: Callable[[], dict[str, Any]] = lookup(
+            _PACKAGE,
+            "transformer_engine.pytorch.distributed:get_all_rng_states",
+            "the generators of TE's RNG tracker",
+        )
+
+    def capture(
+        self,
+        callables: tuple[nn.Module, ...],
+        sample_args: Sequence[tuple[Any, ...]],
+        *,
+        capture_time_hooks: Sequence[CaptureTimeHooks],
+        **options: Any,
+    ) -> tuple[Callable[..., Any], ...]:
+        """See :class:`megatron_cg.backends.base.Backend`."""
+        graphs: tuple[Callable[..., Any], ...] = self._make(
+            callables, sample_args, capture_time_hooks=list(capture_time_hooks), **options
+        )
+        return graphs
+
+    @contextmanager
+    def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
+        """Keep RNG, FP8 scales and histories, TE's capturing flag, the classes it patches, and gc.
+
+        TE restores the first three itself when capture succeeds, and nothing when it fails
+        (2.20.2: ``make_graphed_callables`` has no ``finally``).
+        """
+        with ExitStack() as stack:
+            stack.enter_context(garbage_collection_kept())
+            stack.enter_context(_class_calls_kept({type(module) for module in callables}))
+            stack.enter_context(self._generators_kept())
+            stack.enter_context(_fp8_kept(callables))
+            if not self._is_capturing():
+                stack.callback(self._end_capturing)
+            yield
+
+    @contextmanager
+    def _generators_kept(self) -> Iterator[None]:
+        generators: list[torch.Generator] = [torch.default_generator]
+        if torch.cuda.is_available():
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        generators += [
+            state for state in self._rng_states().values() if isinstance(state, torch.Generator)
+        ]
+        saved = [generator.get_state() for generator in generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, saved, strict=True):
+                generator.set_state(state)
+
+
+@contextmanager
+def _class_calls_kept(classes: set[type]) -> Iterator[None]:
+    """TE wraps ``__call__`` of the callables' classes and, on failure, leaves it wrapped."""
+    saved = {cls: cls.__dict__.get("__call__") for cls in classes}
+    try:
+        yield
+    finally:
+        for cls, call in saved.items():
+            if call is not None:
+                setattr(cls, "__call__", call)  # noqa: B010 - mypy refuses the plain assignment
+            elif "__call__" in cls.__dict__:
+                delattr(cls, "__call__")
+
+
+@contextmanager
+def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
+    """Scales and amax histories of delayed scaling, of every TE module below the callables."""
+    saved = []
+    for root in callables:
+        for module in root.modules():
+            if hasattr(module, "get_fp8_meta_tensors") and _has_delayed_scaling(module):
+                saved.append((module, module.get_fp8_meta_tensors()))
+    try:
+        yield
+    finally:
+        for module, tensors in saved:
+            if tensors is not None:
+                module.reset_fp8_meta_tensors(tensors)
+
+
+def _has_delayed_scaling(module: Any) -> bool:
+    meta = getattr(module, "fp8_meta", {})
+    return all(hasattr(meta.get(key), "amax_history") for key in ("scaling_fwd", "scaling_bwd"))

@@ -1,0 +1,65 @@
+"""Typed errors: what was found, why it is wrong, what to type or do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class MegatronCGError(RuntimeError):
+    """Base of every error that this package raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule: ``found`` in the run, ``reason`` it cannot work, ``remedy`` to type."""
+
+    rule: str
+    found: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"[{self.rule}] {self.found}: {self.reason}. Remedy: {self.remedy}."
+
+
+class ConfigurationError(MegatronCGError):
+    """The run as configured cannot be graphed; ``violations`` holds every reason at once.
+
+    Raised before a model is built, so no GPU memory has been taken.
+    """
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        count = len(self.violations)
+        lines = "\n".join(f"  {number}. {item}" for number, item in enumerate(self.violations, 1))
+        super().__init__(
+            f"CUDA graphs cannot be used as configured, {count} reason{'s' * (count != 1)}:\n{lines}"
+        )
+
+
+class UpstreamChangedError(MegatronCGError):
+    """A symbol of Megatron, Megatron-FSDP or TE that we rely on is missing or different."""
+
+    def __init__(self, package: str, version: str, symbol: str, expected: str) -> None:
+        self.package, self.version, self.symbol = package, version, symbol
+        super().__init__(
+            f"{package} {version}: {symbol} is not what megatron_cg relies on ({expected}). "
+            "Install a version named in the README's support table, or report this version."
+        )
+
+
+class HookError(MegatronCGError):
+    """A hook on a module to be captured cannot be carried over to a CUDA graph."""
+
+
+class UnknownFsdpHookError(HookError):
+    """A hook made by Megatron-FSDP whose meaning this package does not know."""
+
+
+class CaptureError(MegatronCGError):
+    """Capture failed; model, hooks, RNG, FP8 state and flags are as before it began."""
+
+
+class PhaseError(MegatronCGError):
+    """An operation was asked of a session in a phase that does not allow it."""

@@ -1,0 +1,15 @@
+"""Megatron-FSDP's hooks, recognised, tagged and given to TE in the phases they belong to."""
+
+from megatron_cg.fsdp.recognise import FsdpRole, classify, fsdp_package_of
+from megatron_cg.fsdp.tag import tag_backward_wrappers
+from megatron_cg.fsdp.transform import CaptureTimeHooks, UnitHooks, transform
+
+__all__ = [
+    "CaptureTimeHooks",
+    "FsdpRole",
+    "UnitHooks",
+    "classify",
+    "fsdp_package_of",
+    "tag_backward_wrappers",
+    "transform",
+]

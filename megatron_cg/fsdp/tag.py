@@ -1,0 +1,43 @@
+"""Sentinels on the hooks that wrap backward handlers, where a release does not set them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.fsdp.recognise import (
+    BACKWARD_HANDLER,
+    BACKWARD_PRE_HANDLER,
+    FsdpRole,
+    classify,
+    wrapped_handler,
+)
+from megatron_cg.hooks.record import module_hooks
+
+_SENTINEL = {
+    FsdpRole.WRAPS_POST_BACKWARD: BACKWARD_HANDLER,
+    FsdpRole.WRAPS_PRE_BACKWARD: BACKWARD_PRE_HANDLER,
+}
+
+
+def tag_backward_wrappers(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Give every untagged wrapper on ``modules`` its sentinel; returns what takes them off again.
+
+    A wrapper that a newer Megatron tagged itself is left alone. Raises UnknownFsdpHookError for a
+    hook of Megatron-FSDP that is not understood; nothing is tagged then.
+    """
+    found: list[tuple[Any, str, Callable[..., Any]]] = []
+    for module in modules:
+        for record in module_hooks(module):
+            role = classify(record)
+            name = _SENTINEL.get(role) if role is not None else None
+            if name is not None and role is not None and not hasattr(record.fn, name):
+                found.append((record.fn, name, wrapped_handler(record, role)))
+    undo = ExitStack()
+    for fn, name, handler in found:
+        setattr(fn, name, handler)
+        undo.callback(delattr, fn, name)
+    return undo.close

@@ -1,0 +1,140 @@
+"""Phase 2 of capture: the hooks of a unit as TE's capture-time hooks.
+
+Contract of TE >= 2.19 (``transformer_engine/pytorch/graph.py``, ``_canonicalize_capture_time_hooks``
+and ``_run_capture_time_hooks``): per callable one dict with the keys below, each ``{id: fn}``,
+every ``fn`` called as ``fn(module)`` outside of the graph and returning None.
+
+Note [Wrappers are withheld]
+    Two of Megatron-FSDP's forward hooks are there only to reach autograd: one inserts a Function
+    in front of the unit, one hangs a multi-grad hook on its output. Run at capture as forward
+    hooks they would act in the forward phase, and what they insert would be recorded. So TE is
+    given the handlers inside them, each in the backward phase that it was written for, and never
+    the wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.errors import HookError
+from megatron_cg.fsdp.recognise import FsdpRole, classify, is_root_handler, wrapped_handler
+from megatron_cg.hooks.record import HookKind, HookRecord, describe
+
+CaptureTimeHook = Callable[[nn.Module], None]
+CaptureTimeHooks = dict[str, dict[int, CaptureTimeHook]]
+"""TE's four keys, each ``{id: fn(module) -> None}``."""
+
+CAPTURE_TIME_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+@dataclass(frozen=True)
+class UnitHooks:
+    """What phase 2 made of one unit's hooks."""
+
+    capture_time: CaptureTimeHooks
+    before_replay: tuple[tuple[Callable[..., None], tuple[nn.Module, ...]], ...] = ()
+    """Unshard hooks of modules inside the graph: (fn, its arguments), run before each replay,
+    because no Python of these modules runs then."""
+    user: tuple[HookRecord, ...] = field(default=())
+    """Hooks that are not FSDP's on the unit itself: they stay, around the replay."""
+
+
+def transform(
+    unit: nn.Module,
+    unit_hooks: Sequence[HookRecord],
+    inner_hooks: Mapping[nn.Module, Sequence[HookRecord]],
+    graphed: Iterable[nn.Module],
+    name: str = "unit",
+) -> UnitHooks:
+    """Sort the hooks of ``unit`` and of the modules inside it into TE's phases.
+
+    Args:
+        unit: the callable that is to be captured.
+        unit_hooks: its own hooks.
+        inner_hooks: the hooks of each module below it, in calling order.
+        graphed: the modules below it whose forward is inside the graph.
+        name: the unit's name, for messages.
+
+    Raises:
+        UnknownFsdpHookError: a hook made by Megatron-FSDP is not understood.
+        HookError: a user's hook could not run where it was meant to.
+    """
+    phases: CaptureTimeHooks = {key: {} for key in CAPTURE_TIME_KEYS}
+    user: list[HookRecord] = []
+    inside = set(graphed)
+    before_replay: list[tuple[Callable[..., None], tuple[nn.Module, ...]]] = []
+    for record in unit_hooks:
+        if classify(record) is None:
+            _check_user_hook(unit, record, name)
+            user.append(record)
+        else:
+            _place(phases, record, target=None)
+    for module, records in inner_hooks.items():
+        for record in records:
+            role = classify(record)
+            if role is None:
+                if module in inside:
+                    raise _never_called(name, module, record)
+                continue
+            if module not in inside:
+                continue
+            _place(phases, record, target=module)
+            if role is FsdpRole.UNSHARD:
+                before_replay.append((_unshard_adapter(record.fn, None), (module,)))
+    return UnitHooks(phases, tuple(before_replay), tuple(user))
+
+
+def _place(phases: CaptureTimeHooks, record: HookRecord, target: nn.Module | None) -> None:
+    """Put an FSDP hook, adapted to ``fn(module)``, under the key of the phase it acts in."""
+    role = classify(record)
+    fn = record.fn
+    if role is FsdpRole.UNSHARD:
+        phases["forward_pre_hooks"][record.hook_id] = _unshard_adapter(fn, target)
+    elif role is FsdpRole.RESHARD:
+        phases["forward_hooks"][record.hook_id] = _adapter(fn, target, (), None)
+    elif role is FsdpRole.RELEASE_TRANSPOSE:
+        phases["forward_hooks"][record.hook_id] = _adapter(fn, target)
+    elif role is FsdpRole.WRAPS_POST_BACKWARD:
+        handler = wrapped_handler(record, role)
+        phases["backward_hooks"][record.hook_id] = _adapter(handler, target)
+    elif role is FsdpRole.WRAPS_PRE_BACKWARD:
+        handler = wrapped_handler(record, role)
+        if not is_root_handler(handler):
+            phases["backward_pre_hooks"][record.hook_id] = _adapter(handler, target, None)
+
+
+def _adapter(fn: Callable[..., Any], target: nn.Module | None, *arguments: Any) -> CaptureTimeHook:
+    """``fn(module, *arguments)`` with its result dropped, as TE demands."""
+
+    def capture_time_hook(module: nn.Module) -> None:
+        fn(module if target is None else target, *arguments)
+
+    return capture_time_hook
+
+
+def _unshard_adapter(fn: Callable[..., Any], target: nn.Module | None) -> CaptureTimeHook:
+    return _adapter(fn, target, (), {})
+
+
+def _check_user_hook(unit: nn.Module, record: HookRecord, name: str) -> None:
+    """Refuse the one kind of hook on the unit itself that a replay would feed wrongly."""
+    if record.kind is HookKind.BACKWARD and unit._is_full_backward_hook is False:
+        raise HookError(
+            f"{name}: {describe(record.fn)} was registered with register_backward_hook, which looks "
+            "at the autograd node of the module's last operation; after capture that node is the "
+            "graph's, so the hook would be given other gradients. Register it with "
+            "register_full_backward_hook, or leave the layer out with --cg-layers."
+        )
+
+
+def _never_called(name: str, module: nn.Module, record: HookRecord) -> HookError:
+    return HookError(
+        f"{name}: {describe(record.fn)} is a {record.kind.value} hook on a {type(module).__name__} "
+        "inside the part that becomes a CUDA graph. A replay runs no Python of that module, so the "
+        "hook would fall silent after capture. Put it on the layer itself, where it runs around "
+        "every replay, remove it, or leave the layer out with --cg-layers."
+    )

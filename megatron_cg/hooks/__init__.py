@@ -1,0 +1,13 @@
+"""What a hook is, and how hooks are taken off a module and put back exactly."""
+
+from megatron_cg.hooks.extract import HookSnapshot, ParameterHookSnapshot
+from megatron_cg.hooks.record import HookKind, HookRecord, describe, module_hooks
+
+__all__ = [
+    "HookKind",
+    "HookRecord",
+    "HookSnapshot",
+    "ParameterHookSnapshot",
+    "describe",
+    "module_hooks",
+]

@@ -1,0 +1,88 @@
+"""What a hook is: which of PyTorch's registries holds it, its id, its function and its flags.
+
+Hooks are read from torch's own registries, order and flags with them, and never from the
+bookkeeping of the library that made them (``MegatronFSDP.forward_pre_hooks`` is keyed by class
+name, so layers overwrite each other there). The registries are the private attributes that
+``torch.nn.Module.__init__`` makes; torch 2.11, ``torch/nn/modules/module.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+
+class HookKind(Enum):
+    """The registry of ``torch.nn.Module`` that holds a hook; the value is its attribute."""
+
+    FORWARD_PRE = "_forward_pre_hooks"
+    FORWARD = "_forward_hooks"
+    BACKWARD_PRE = "_backward_pre_hooks"
+    BACKWARD = "_backward_hooks"
+
+
+FLAG_REGISTRIES = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Registries that hold one flag per hook id beside the four of :class:`HookKind`."""
+
+
+@dataclass(frozen=True)
+class HookRecord:
+    """One hook as torch holds it."""
+
+    kind: HookKind
+    hook_id: int
+    fn: Callable[..., Any]
+    with_kwargs: bool = False
+    always_called: bool = False
+
+
+def module_hooks(module: nn.Module) -> Iterator[HookRecord]:
+    """The hooks of ``module`` itself (not of its children), each registry in calling order."""
+    with_kwargs = {
+        HookKind.FORWARD_PRE: module._forward_pre_hooks_with_kwargs,
+        HookKind.FORWARD: module._forward_hooks_with_kwargs,
+    }
+    for kind in HookKind:
+        for hook_id, fn in getattr(module, kind.value).items():
+            yield HookRecord(
+                kind,
+                hook_id,
+                fn,
+                with_kwargs=hook_id in with_kwargs.get(kind, {}),
+                always_called=kind is HookKind.FORWARD
+                and hook_id in module._forward_hooks_always_called,
+            )
+
+
+def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function below partials and decorators (``torch.compiler.disable`` is one)."""
+    while True:
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+            continue
+        inner = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "__wrapped__", None)
+        if inner is None:
+            return fn
+        fn = inner
+
+
+def describe(fn: Callable[..., Any]) -> str:
+    """A name that finds the hook in its source: module, qualified name and line."""
+    inner = innermost(fn)
+    if inspect.ismethod(inner):
+        inner = inner.__func__
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    home = getattr(inner, "__module__", type(inner).__module__)
+    code = getattr(inner, "__code__", None)
+    line = f":{code.co_firstlineno}" if code is not None else ""
+    return f"{home}.{name}{line}"

@@ -1,0 +1,168 @@
+"""Megatron's capture helper for models under Megatron-FSDP.
+
+Relied on: megatron-core 0.19.2, ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper``
+with ``_discover_layers``, ``_get_sample_arguments``, ``create_cudagraphs`` (which sets
+``layer.cuda_graphs``), ``delete_cuda_graphs`` and ``graphs_created``; the module globals
+``make_graphed_callables``, ``_layer_is_graphable``, ``_set_capture_end``. Megatron's own method
+does the capture; this class puts the transaction around it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from torch import nn
+
+from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.backends.transformer_engine import TransformerEngineBackend
+from megatron_cg.capture import Unit
+from megatron_cg.errors import CaptureError, MegatronCGError
+from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.megatron.scopes import LayerConfig, give_scopes
+from megatron_cg.session import Session
+from megatron_cg.undo import set_attribute
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
+    """``TECudaGraphHelper`` that can capture under Megatron-FSDP; elsewhere Megatron's own."""
+
+    selection: LayerSelection = LayerSelection.parse(())
+    on_failure: str = "error"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._scopes: dict[nn.Module, list[Any]] = {}
+        self.session: Session | None = None
+        super().__init__(*args, **kwargs)
+
+    def _discover_layers(self) -> None:
+        super()._discover_layers()
+        self._fsdp = find_megatron_fsdp(self.model[0])
+        if self._fsdp is None:
+            return
+        layers = list(self.chunks_with_decoder[0].decoder.layers) if self._graphable() else []
+        for index, layer in enumerate(layers):
+            self._scopes[layer] = self._scopes_of(index, len(layers))
+        self._keep_only(lambda layer: self._is_selected(layer))
+
+    def _graphable(self) -> bool:
+        return bool(self.flattened_callables)
+
+    def _scopes_of(self, index: int, num_layers: int) -> list[Any]:
+        by_name = {module.name: module for module in self.config.cuda_graph_modules}
+        names = self.selection.scopes(index, num_layers, tuple(by_name) or ("layer",))
+        return [by_name.get(name, name) for name in names]
+
+    def _is_selected(self, layer: nn.Module) -> bool:
+        scopes = self._scopes.get(layer, list(self.config.cuda_graph_modules) or ["layer"])
+        if scopes == ["layer"]:
+            return True
+        view = LayerConfig(self.config, scopes)
+        return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
+
+    def _keep_only(self, wanted: Any) -> None:
+        pairs = [
+            [(c, mtp) for c, mtp in zip(*chunk, strict=True) if wanted(c)]
+            for chunk in zip(self.callables_per_chunk, self.callables_per_chunk_is_mtp, strict=True)
+        ]
+        self.callables_per_chunk = [[c for c, _ in chunk] for chunk in pairs]
+        self.callables_per_chunk_is_mtp = [[mtp for _, mtp in chunk] for chunk in pairs]
+        self.num_layers_per_chunk = [len(chunk) for chunk in pairs]
+        self.flattened_callables = [c for chunk in pairs for c, _ in chunk]
+        self.flattened_callables_is_mtp = [mtp for chunk in pairs for _, mtp in chunk]
+
+    def _get_sample_arguments(self, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+        """Megatron's, less the rotary table of layers whose attention is not captured.
+
+        Megatron decides on the table once for the model; with ``--cg-layers`` it depends on the
+        layer, and TE demands at replay every keyword that it saw at capture.
+        """
+        sample_args, sample_kwargs = super()._get_sample_arguments(*args, **kwargs)
+        if self._fsdp is not None:
+            for index, layer in enumerate(self.flattened_callables):
+                scopes = [getattr(scope, "name", scope) for scope in self._layer_scopes(layer)]
+                if scopes != ["layer"] and "attn" not in scopes:
+                    kept = dict(sample_kwargs[index])
+                    kept.pop("rotary_pos_emb", None)
+                    sample_kwargs[index] = kept
+        return sample_args, sample_kwargs
+
+    def _layer_scopes(self, layer: nn.Module) -> list[Any]:
+        return self._scopes.get(layer, list(self.config.cuda_graph_modules) or ["layer"])
+
+    def create_cudagraphs(self) -> None:
+        """Capture, as Megatron does, inside a transaction; see ``Session.capturing``.
+
+        Raises CaptureError, unless ``--cg-on-failure eager`` was given: then the failure is
+        logged and training goes on without graphs.
+        """
+        if self._fsdp is None:
+            super().create_cudagraphs()
+            return
+        try:
+            self._create_cudagraphs_under_fsdp()
+        except Exception as error:
+            self._graphs_created = False
+            failure = _as_capture_error(error)
+            if self.on_failure != "eager":
+                raise failure from error
+            logger.error("%s Training goes on eagerly (--cg-on-failure eager).", failure)
+            self._capture_finished = True
+
+    def _create_cudagraphs_under_fsdp(self) -> None:
+        backend = TransformerEngineBackend()
+        with ExitStack() as scopes:
+            for layer in self.flattened_callables:
+                if self._layer_scopes(layer) != ["layer"]:
+                    scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
+            session = Session(self.model[0], self._units(), backend)
+            with session.capturing() as hooks, ExitStack() as stack:
+                capture = partial(backend.capture, capture_time_hooks=hooks)
+                stack.callback(set_attribute(cuda_graphs, "make_graphed_callables", capture))
+                stack.callback(cuda_graphs._set_capture_end)
+                super().create_cudagraphs()
+            self.session = session
+            self._undo_scopes = scopes.pop_all()
+
+    def _units(self) -> list[Unit]:
+        units = []
+        for layer in self.flattened_callables:
+            name = f"layer {layer.layer_number - 1}"
+            units.append(Unit(name, layer, graphed_modules(layer)))
+        return units
+
+    def delete_cuda_graphs(self) -> None:
+        """Delete the graphs and undo all that capture changed."""
+        if self.session is None:
+            super().delete_cuda_graphs()
+            return
+        torch.cuda.synchronize()
+        self.session.close()
+        self._undo_scopes.close()
+        self.session = None
+        self._graphs_created = False
+
+
+def graphed_modules(layer: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules below ``layer`` whose forward runs inside its graph."""
+    covered = cast(Sequence[nn.Module], cast(Any, layer)._get_submodules_under_cudagraphs())
+    found = {id(m): m for root in covered for m in root.modules() if m is not layer}
+    return tuple(found.values())
+
+
+def _as_capture_error(error: Exception) -> MegatronCGError:
+    if isinstance(error, MegatronCGError):
+        return error
+    return CaptureError(
+        f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG and "
+        "FP8 state are as before. To train without graphs: --cuda-graph-impl none, or "
+        "--cg-on-failure eager."
+    )

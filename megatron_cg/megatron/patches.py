@@ -1,0 +1,144 @@
+"""What ``enable()`` changes in Megatron, and how all of it is undone.
+
+Relied on: megatron-core 0.19.2. ``megatron.training.arguments.add_megatron_arguments`` and
+``validate_args`` (called by ``parse_and_validate_args`` as globals of that module),
+``megatron.training.training.TECudaGraphHelper`` (looked up when ``train`` runs) and
+``megatron.core.datasets.utils.compile_helpers`` (imported when ``initialize_megatron`` runs).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.session import close_all_sessions
+from megatron_cg.undo import set_attribute
+from megatron_cg.versions import lookup
+
+_PACKAGE = "megatron-core"
+_active: ExitStack | None = None
+
+
+def enable() -> None:
+    """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
+
+    Adds our argument group and its rules to Megatron's parser and puts our capture helper in the
+    place of Megatron's. A run that does not ask for graphs under Megatron-FSDP is not affected.
+    Call it before the arguments are parsed; a second call changes nothing.
+
+    Raises UpstreamChangedError when a symbol that we replace is not there; nothing is changed
+    then.
+    """
+    global _active
+    if _active is not None:
+        return
+    with ExitStack() as undo:
+        undo.callback(_extend_parser())
+        undo.callback(_extend_validation(undo))
+        undo.callback(_allow_prebuilt_dataset_helpers())
+        _active = undo.pop_all()
+
+
+def disable() -> None:
+    """Release all graphs and undo all that :func:`enable` did. Safe to run twice."""
+    global _active
+    close_all_sessions()
+    if _active is not None:
+        _active.close()
+        _active = None
+
+
+def _replace(path: str, expected: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace ``module:name`` with ``make(old)``; returns the undo."""
+    module_name, _, name = path.partition(":")
+    old = lookup(_PACKAGE, path, expected)
+    return set_attribute(lookup(_PACKAGE, module_name, "a module"), name, make(old))
+
+
+def _extend_parser() -> Callable[[], None]:
+    from megatron_cg.arguments.megatron import add_arguments
+
+    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(old)
+        def add_megatron_arguments(parser: Any) -> Any:
+            return add_arguments(old(parser))
+
+        return add_megatron_arguments
+
+    return _replace(
+        "megatron.training.arguments:add_megatron_arguments", "what fills the parser", extended
+    )
+
+
+def _extend_validation(undo: ExitStack) -> Callable[[], None]:
+    from megatron_cg.arguments import megatron as flags
+
+    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(old)
+        def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            flags.validate(args)
+            result = old(args, *rest, **kwargs)
+            _start(flags.read(args)[1], wants_graphs=flags.wants_graphs(args))
+            return result
+
+        return validate_args
+
+    return _replace("megatron.training.arguments:validate_args", "Megatron's own rules", extended)
+
+
+def _start(settings: Any, wants_graphs: bool) -> None:
+    """After validation: the recorder, and our helper, for the run that asks for them."""
+    if _active is None:
+        return
+    if settings.cg_record is not None:
+        from megatron_cg.align.record import install_recorder
+
+        _active.callback(install_recorder(settings.cg_record))
+    if wants_graphs:
+        _active.callback(_replace_helper(settings))
+
+
+def _replace_helper(settings: Any) -> Callable[[], None]:
+    from megatron_cg.arguments.layers import LayerSelection
+    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+
+    helper = type(
+        "FsdpCudaGraphHelper",
+        (FsdpCudaGraphHelper,),
+        {
+            "selection": LayerSelection.parse(settings.cg_layers),
+            "on_failure": settings.cg_on_failure,
+        },
+    )
+    return _replace(
+        "megatron.training.training:TECudaGraphHelper",
+        "the capture helper that train() makes",
+        lambda _old: helper,
+    )
+
+
+def _allow_prebuilt_dataset_helpers() -> Callable[[], None]:
+    """Let an installed megatron-core run, whose wheel has the compiled helpers and no Makefile."""
+
+    def extended(old: Callable[[], None]) -> Callable[[], None]:
+        @wraps(old)
+        def compile_helpers() -> None:
+            folder = Path(old.__code__.co_filename).parent
+            built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+            if (folder / "Makefile").exists() or built is None:
+                old()
+                return
+            print(
+                f"megatron_cg: {folder} has no Makefile, as in every wheel of megatron-core; the "
+                f"dataset helpers that came compiled with it are used ({built.origin})."
+            )
+
+        return compile_helpers
+
+    return _replace(
+        "megatron.core.datasets.utils:compile_helpers", "what runs make for datasets", extended
+    )

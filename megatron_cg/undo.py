@@ -1,0 +1,44 @@
+"""Changes that come with their own undo."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_ABSENT = object()
+
+
+def set_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute in ``owner``'s own dictionary; the returned function puts back the old one.
+
+    An attribute that was only inherited is deleted again, so that nothing of ours stays behind.
+    """
+    old = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if old is not _ABSENT:
+            setattr(owner, name, old)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+    return undo
+
+
+@contextmanager
+def garbage_collection_kept() -> Iterator[None]:
+    """Put automatic garbage collection back on or off, as it was.
+
+    TE switches it off around each graph and, after an exception in one, not on again
+    (TE 2.20.2, ``graph.py``, ``_graph_context_wrapper``).
+    """
+    enabled = gc.isenabled()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+        else:
+            gc.disable()

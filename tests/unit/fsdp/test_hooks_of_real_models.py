@@ -1,0 +1,194 @@
+"""Megatron-FSDP's own hooks, as its two packages put them on real modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.capture import Unit, read_hooks
+from megatron_cg.errors import HookError, UnknownFsdpHookError
+from megatron_cg.fsdp import FsdpRole, classify, tag_backward_wrappers, transform
+from megatron_cg.fsdp.recognise import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER
+from megatron_cg.hooks import HookKind, HookRecord, module_hooks
+from megatron_cg.hooks.record import innermost
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    from megatron_cg.cpu.model import transformer_layers
+
+    return list(transformer_layers(model))
+
+
+def standalone_model() -> nn.Module:
+    """The separate megatron_fsdp package around a plain PyTorch module."""
+    import megatron_fsdp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 8), nn.Linear(4, 4))
+    return megatron_fsdp.fully_shard_model(
+        model,
+        fsdp_unit_modules=[nn.TransformerEncoderLayer],
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        zero_dp_strategy="optim_grads_params",
+    )
+
+
+@pytest.fixture(params=["megatron-core", "megatron-fsdp"])
+def unit(request: pytest.FixtureRequest, one_rank: None) -> nn.Module:
+    if request.param == "megatron-core":
+        return layers_of(request.getfixturevalue("dense_model"))[0]
+    model = standalone_model()
+    return next(m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
+
+
+def record_of(unit: nn.Module, role: FsdpRole) -> HookRecord:
+    return next(record for record in module_hooks(unit) if classify(record) is role)
+
+
+def test_every_hook_of_a_unit_has_a_role(unit: nn.Module) -> None:
+    roles = [(record.kind, classify(record)) for record in module_hooks(unit)]
+    assert roles == [
+        (HookKind.FORWARD_PRE, FsdpRole.UNSHARD),
+        (HookKind.FORWARD_PRE, FsdpRole.WRAPS_POST_BACKWARD),
+        (HookKind.FORWARD, FsdpRole.RESHARD),
+        (HookKind.FORWARD, FsdpRole.WRAPS_PRE_BACKWARD),
+    ]
+
+
+def test_tags_hold_the_wrapped_handlers_and_are_taken_off(unit: nn.Module) -> None:
+    post = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD).fn
+    pre = record_of(unit, FsdpRole.WRAPS_PRE_BACKWARD).fn
+    undo = tag_backward_wrappers(unit.modules())
+    assert getattr(post, BACKWARD_HANDLER).__name__ == "_post_backward_release_module"
+    handler = innermost(getattr(pre, BACKWARD_PRE_HANDLER))
+    assert handler.__name__ == "_pre_backward_param_unshard"
+    undo()
+    undo()
+    assert not hasattr(post, BACKWARD_HANDLER)
+    assert not hasattr(pre, BACKWARD_PRE_HANDLER)
+
+
+def test_a_tag_that_megatron_set_itself_is_kept_and_used(unit: nn.Module) -> None:
+    calls: list[nn.Module] = []
+    record = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD)
+    setattr(record.fn, BACKWARD_HANDLER, calls.append)
+    try:
+        tag_backward_wrappers(unit.modules())()
+        assert getattr(record.fn, BACKWARD_HANDLER) == calls.append
+        hooks = transform(unit, [record], {}, ())
+        hooks.capture_time["backward_hooks"][record.hook_id](unit)
+        assert calls == [unit]
+    finally:
+        delattr(record.fn, BACKWARD_HANDLER)
+
+
+def test_wrappers_are_withheld_and_handlers_change_phase(unit: nn.Module) -> None:
+    records = {classify(record): record for record in module_hooks(unit)}
+    hooks = transform(unit, tuple(module_hooks(unit)), {}, ())
+    keys = {name: list(found) for name, found in hooks.capture_time.items()}
+    assert keys == {
+        "forward_pre_hooks": [records[FsdpRole.UNSHARD].hook_id],
+        "forward_hooks": [records[FsdpRole.RESHARD].hook_id],
+        "backward_pre_hooks": [records[FsdpRole.WRAPS_PRE_BACKWARD].hook_id],
+        "backward_hooks": [records[FsdpRole.WRAPS_POST_BACKWARD].hook_id],
+    }
+    assert hooks.user == ()
+
+
+def test_adapters_take_the_module_alone_and_return_nothing(dense_model: Any) -> None:
+    unit = layers_of(dense_model)[0]
+    dense_model.module._replace_param_with_raw_if_needed()
+    hooks = transform(unit, tuple(module_hooks(unit)), {}, ())
+    weight = next(unit.parameters())
+    for phase in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
+        for hook in hooks.capture_time[phase].values():
+            assert hook(unit) is None
+        if phase.endswith("pre_hooks"):
+            assert torch.isfinite(weight).all()
+            assert weight.abs().sum() > 0
+    assert unit._training_state.name == "IDLE"
+
+
+def unknown(module: nn.Module, *_args: object) -> None:
+    """A hook that a future Megatron-FSDP might add."""
+
+
+@pytest.mark.parametrize(
+    ("home", "package"),
+    [
+        ("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "megatron-core 0.19.2"),
+        ("megatron_fsdp.megatron_fsdp", "megatron-fsdp 0.6.1"),
+    ],
+)
+def test_a_hook_of_fsdp_that_is_not_known_is_an_error_that_names_it(
+    home: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unknown, "__module__", home)
+    record = HookRecord(HookKind.FORWARD, 7, functools.partial(unknown))
+    with pytest.raises(UnknownFsdpHookError) as error:
+        classify(record)
+    assert package in str(error.value)
+    assert f"{home}.unknown" in str(error.value)
+
+
+def test_a_known_hook_in_another_registry_is_an_error(unit: nn.Module) -> None:
+    record = record_of(unit, FsdpRole.RESHARD)
+    moved = HookRecord(HookKind.BACKWARD, record.hook_id, record.fn)
+    with pytest.raises(UnknownFsdpHookError, match="_post_forward"):
+        classify(moved)
+
+
+def test_a_wrapper_without_a_handler_is_an_error(unit: nn.Module) -> None:
+    record = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD)
+    empty = HookRecord(record.kind, record.hook_id, functools.partial(record.fn.func))
+    with pytest.raises(UnknownFsdpHookError, match="handler it wraps cannot be found"):
+        transform(unit, [empty], {}, ())
+
+
+def user_hook(*_args: object) -> None:
+    """A hook that a user registered."""
+
+
+def test_user_hooks_on_the_unit_stay_out_of_capture(dense_model: Any) -> None:
+    unit = layers_of(dense_model)[0]
+    handles = [
+        unit.register_forward_pre_hook(user_hook),
+        unit.register_full_backward_hook(user_hook),
+    ]
+    hooks = read_hooks(Unit("layer 0", unit, tuple(unit.children())))
+    assert [record.hook_id for record in hooks.user] == [handle.id for handle in handles]
+    captured = [key for phase in hooks.capture_time.values() for key in phase]
+    assert not {handle.id for handle in handles} & set(captured)
+
+
+@pytest.mark.parametrize(
+    ("register", "words"),
+    [
+        (lambda unit: unit.register_backward_hook(user_hook), "register_full_backward_hook"),
+        (lambda unit: unit.self_attention.register_forward_hook(user_hook), "inside the part"),
+    ],
+)
+def test_user_hooks_that_would_lie_or_fall_silent_are_refused_by_name(
+    dense_model: Any, register: Callable[[Any], object], words: str
+) -> None:
+    unit = layers_of(dense_model)[0]
+    register(unit)
+    with pytest.raises(HookError, match=words) as error:
+        read_hooks(Unit("layer 0", unit, (unit.self_attention,)))
+    assert "layer 0" in str(error.value)
+    assert "user_hook" in str(error.value)
+    assert "--cg-layers" in str(error.value)
+
+
+def test_a_user_hook_on_a_module_that_stays_eager_is_left_alone(dense_model: Any) -> None:
+    unit = layers_of(dense_model)[0]
+    unit.mlp.register_forward_hook(user_hook)
+    assert read_hooks(Unit("layer 0", unit, (unit.self_attention,))).user == ()

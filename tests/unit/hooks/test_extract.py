@@ -1,0 +1,126 @@
+"""Hooks are taken off and put back as the identical objects, in the identical order."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.hooks import HookKind, HookSnapshot, ParameterHookSnapshot, describe, module_hooks
+from megatron_cg.hooks.record import FLAG_REGISTRIES
+
+
+def plain(*_args: object) -> None:
+    """A hook that does nothing."""
+
+
+def with_kwargs(*_args: object) -> None:
+    """Another one, for the registries that take keyword arguments."""
+
+
+@pytest.fixture
+def module() -> nn.Linear:
+    linear = nn.Linear(3, 3)
+    linear.register_forward_pre_hook(plain)
+    linear.register_forward_pre_hook(with_kwargs, prepend=True, with_kwargs=True)
+    linear.register_forward_hook(plain)
+    linear.register_forward_hook(with_kwargs, with_kwargs=True)
+    linear.register_forward_hook(plain, always_call=True)
+    linear.register_full_backward_pre_hook(plain)
+    linear.register_full_backward_hook(plain)
+    return linear
+
+
+def contents(module: nn.Module) -> dict[str, list[tuple[int, object]]]:
+    """Every registry of a module, in order; functions by identity."""
+    names = (*(kind.value for kind in HookKind), *FLAG_REGISTRIES)
+    found = {name: [(key, value) for key, value in getattr(module, name).items()] for name in names}
+    found["_is_full_backward_hook"] = [(0, module._is_full_backward_hook)]
+    return found
+
+
+def test_clear_takes_every_hook_off(module: nn.Linear) -> None:
+    HookSnapshot(module).clear()
+    assert list(module_hooks(module)) == []
+    assert all(not getattr(module, name) for name in FLAG_REGISTRIES)
+
+
+def test_restore_gives_back_the_identical_hooks_in_order(module: nn.Linear) -> None:
+    before = contents(module)
+    snapshot = HookSnapshot(module)
+    snapshot.clear()
+    snapshot.restore()
+    after = contents(module)
+    assert after == before
+    for name, items in before.items():
+        for (_, old), (_, new) in zip(items, after[name], strict=True):
+            assert new is old
+
+
+def test_restore_is_safe_to_run_twice(module: nn.Linear) -> None:
+    before = contents(module)
+    snapshot = HookSnapshot(module)
+    snapshot.clear()
+    snapshot.restore()
+    snapshot.restore()
+    assert contents(module) == before
+
+
+def test_handles_made_before_still_remove_their_hook(module: nn.Linear) -> None:
+    handle = module.register_forward_hook(plain)
+    snapshot = HookSnapshot(module)
+    snapshot.clear()
+    snapshot.restore()
+    handle.remove()
+    assert handle.id not in module._forward_hooks
+
+
+def test_hooks_left_by_somebody_else_are_gone_after_restore(module: nn.Linear) -> None:
+    before = contents(module)
+    snapshot = HookSnapshot(module)
+    snapshot.clear()
+    module.register_forward_hook(plain)
+    snapshot.restore()
+    assert contents(module) == before
+
+
+def test_records_keep_kind_order_and_flags(module: nn.Linear) -> None:
+    records = HookSnapshot(module).records
+    pre = [record for record in records if record.kind is HookKind.FORWARD_PRE]
+    post = [record for record in records if record.kind is HookKind.FORWARD]
+    assert [record.fn for record in pre] == [with_kwargs, plain]
+    assert [record.with_kwargs for record in pre] == [True, False]
+    assert [record.with_kwargs for record in post] == [False, True, False]
+    assert [record.always_called for record in post] == [False, False, True]
+
+
+def test_parameter_hooks_are_quiet_and_come_back() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    calls: list[str] = []
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    parameter.register_hook(lambda gradient: calls.append("gradient"))
+    snapshot = ParameterHookSnapshot([parameter])
+    assert len(snapshot) == 2
+    snapshot.clear()
+    parameter.sum().backward()
+    assert calls == []
+    snapshot.restore()
+    snapshot.restore()
+    parameter.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+
+
+def test_a_parameter_without_hooks_is_left_alone() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    snapshot = ParameterHookSnapshot([parameter])
+    snapshot.clear()
+    snapshot.restore()
+    assert len(snapshot) == 0
+    assert parameter._post_accumulate_grad_hooks is None
+
+
+def test_describe_looks_below_partials_and_decorators() -> None:
+    wrapped = functools.partial(torch.compiler.disable(plain), 1)
+    assert describe(wrapped).startswith(f"{__name__}.plain:")
