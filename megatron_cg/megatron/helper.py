@@ -18,9 +18,12 @@ from typing import Any, cast
 import torch
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer.enums import CudaGraphModule
 from torch import nn
 
+from megatron_cg.align.record import note
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
 from megatron_cg.errors import CaptureError, MegatronCGError
@@ -58,12 +61,19 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
     def _scopes_of(self, index: int, num_layers: int) -> list[Any]:
         by_name = {module.name: module for module in self.config.cuda_graph_modules}
-        names = self.selection.scopes(index, num_layers, tuple(by_name) or ("layer",))
+        names = self.selection.scopes(index, num_layers, tuple(by_name))
         return [by_name.get(name, name) for name in names]
 
+    def _layer_scopes(self, layer: nn.Module) -> list[Any]:
+        """What is captured of one layer; all that the run captures for a layer not counted."""
+        return self._scopes.get(layer, self._run_scopes())
+
+    def _run_scopes(self) -> list[Any]:
+        return list(self.config.cuda_graph_modules) or [WHOLE_LAYER]
+
     def _is_selected(self, layer: nn.Module) -> bool:
-        scopes = self._scopes.get(layer, list(self.config.cuda_graph_modules) or ["layer"])
-        if scopes == ["layer"]:
+        scopes = self._layer_scopes(layer)
+        if scopes == self._run_scopes():
             return True
         view = LayerConfig(self.config, scopes)
         return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
@@ -88,15 +98,12 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         sample_args, sample_kwargs = super()._get_sample_arguments(*args, **kwargs)
         if self._fsdp is not None:
             for index, layer in enumerate(self.flattened_callables):
-                scopes = [getattr(scope, "name", scope) for scope in self._layer_scopes(layer)]
-                if scopes != ["layer"] and "attn" not in scopes:
+                scopes = self._layer_scopes(layer)
+                if scopes != self._run_scopes() and CudaGraphModule.attn not in scopes:
                     kept = dict(sample_kwargs[index])
                     kept.pop("rotary_pos_emb", None)
                     sample_kwargs[index] = kept
         return sample_args, sample_kwargs
-
-    def _layer_scopes(self, layer: nn.Module) -> list[Any]:
-        return self._scopes.get(layer, list(self.config.cuda_graph_modules) or ["layer"])
 
     def create_cudagraphs(self) -> None:
         """Capture, as Megatron does, inside a transaction; see ``Session.capturing``.
@@ -121,7 +128,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         backend = TransformerEngineBackend()
         with ExitStack() as scopes:
             for layer in self.flattened_callables:
-                if self._layer_scopes(layer) != ["layer"]:
+                if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
             session = Session(self.model[0], self._units(), backend)
             with session.capturing() as hooks, ExitStack() as stack:
@@ -144,6 +151,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         if self.session is None:
             super().delete_cuda_graphs()
             return
+        note("graphs", self.session.counters.as_dict())
         torch.cuda.synchronize()
         self.session.close()
         self._undo_scopes.close()

@@ -38,7 +38,7 @@ def enable() -> None:
         return
     with ExitStack() as undo:
         undo.callback(_extend_parser())
-        undo.callback(_extend_validation(undo))
+        undo.callback(_extend_validation())
         undo.callback(_allow_prebuilt_dataset_helpers())
         _active = undo.pop_all()
 
@@ -74,7 +74,7 @@ def _extend_parser() -> Callable[[], None]:
     )
 
 
-def _extend_validation(undo: ExitStack) -> Callable[[], None]:
+def _extend_validation() -> Callable[[], None]:
     from megatron_cg.arguments import megatron as flags
 
     def extended(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,227 @@
+"""``--cg-layers``: which scopes are captured on which decoder layer. Pure.
+
+Grammar: ``SCOPE:RANGE[,RANGE...]`` where RANGE is ``N``, ``N-M`` or ``N-``, indices from 0, both
+ends included. A scope may be named more than once; its ranges must not overlap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
+from megatron_cg.errors import ConfigurationError, Violation
+
+_RULE = "cg-layers"
+_RANGE = re.compile(r"(?P<first>\d+)(?P<dash>-(?P<last>\d*))?", re.ASCII)
+_EXAMPLE = "--cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Layers ``first`` to ``last``, both included; ``last`` None means to the model's end."""
+
+    first: int
+    last: int | None
+
+    def __contains__(self, index: int) -> bool:
+        return self.first <= index and (self.last is None or index <= self.last)
+
+    def __str__(self) -> str:
+        if self.last == self.first:
+            return str(self.first)
+        return f"{self.first}-{'' if self.last is None else self.last}"
+
+    def overlaps(self, other: LayerRange) -> bool:
+        """Whether some layer is in both."""
+        return self.first in other or other.first in self
+
+
+@dataclass(frozen=True)
+class LayerSelection:
+    """The ranges of each scope named in ``--cg-layers``, in the order they were given."""
+
+    ranges: tuple[tuple[str, tuple[LayerRange, ...]], ...] = ()
+
+    @classmethod
+    def parse(cls, tokens: Sequence[str]) -> LayerSelection:
+        """Read the values of ``--cg-layers``; no values select every scope on every layer.
+
+        Raises ConfigurationError with every malformed token, unknown scope, reversed and
+        overlapping range at once.
+        """
+        selection, broken = read_tokens(tokens)
+        if broken:
+            raise ConfigurationError(broken)
+        return selection
+
+    def scopes(self, layer_index: int, num_layers: int, scopes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the run's ``scopes`` that are captured on one layer, in the same order.
+
+        Args:
+            layer_index: index from 0 of the layer in the decoder.
+            num_layers: layers of the decoder.
+            scopes: names from ``--cuda-graph-modules``; none at all means the whole layer, as
+                does the name ``layer``, which is then what is returned.
+
+        Raises IndexError for a layer that is not in the decoder.
+        """
+        if not 0 <= layer_index < num_layers:
+            raise IndexError(f"layer {layer_index} of a decoder with {num_layers} layers")
+        named = dict(self.ranges)
+        return tuple(
+            scope
+            for scope in tuple(scopes) or (WHOLE_LAYER,)
+            if scope not in named or any(layer_index in layers for layers in named[scope])
+        )
+
+    def violations(
+        self,
+        scopes: Sequence[str],
+        num_layers: int | None,
+        available: Sequence[Container[str]] | None = None,
+    ) -> tuple[Violation, ...]:
+        """What of this selection does not fit a run's scopes and layers, all at once.
+
+        Args:
+            scopes: as for :meth:`scopes`.
+            num_layers: layers of the decoder; None skips what needs the number.
+            available: the scopes that exist on each layer; None takes every layer for a MoE one.
+        """
+        run_scopes = tuple(scopes) or (WHOLE_LAYER,)
+        return (
+            *self._not_in_run(run_scopes),
+            *self._beyond_the_end(num_layers),
+            *self._preprocess_without_router(run_scopes, num_layers, available),
+        )
+
+    def _not_in_run(self, run_scopes: Sequence[str]) -> Iterator[Violation]:
+        for scope, ranges in self.ranges:
+            if scope in run_scopes:
+                continue
+            token = f"--cg-layers {_token(scope, ranges)}"
+            if scope == WHOLE_LAYER:
+                reason = (
+                    "'layer' selects whole layers, which are captured only with an empty scope "
+                    f"list, and this run has --cuda-graph-modules {' '.join(run_scopes)}"
+                )
+                remedy = f"name one of {', '.join(run_scopes)}, or drop --cuda-graph-modules"
+            elif tuple(run_scopes) == (WHOLE_LAYER,):
+                reason = "--cuda-graph-modules is empty, so whole layers are captured, not scopes"
+                remedy = (
+                    f"type --cg-layers {_token(WHOLE_LAYER, ranges)}, or --cuda-graph-modules "
+                    f"{scope}"
+                )
+            else:
+                reason = (
+                    f"{scope} is not among --cuda-graph-modules {' '.join(run_scopes)}, so there "
+                    "is nothing to restrict"
+                )
+                remedy = f"type --cuda-graph-modules {' '.join((*run_scopes, scope))}, or drop it"
+            yield Violation(_RULE, token, reason, remedy)
+
+    def _beyond_the_end(self, num_layers: int | None) -> Iterator[Violation]:
+        if num_layers is None:
+            return
+        for scope, ranges in self.ranges:
+            for layers in ranges:
+                end = layers.first if layers.last is None else layers.last
+                if end >= num_layers:
+                    fixed = LayerRange(min(layers.first, num_layers - 1), None)
+                    yield Violation(
+                        _RULE,
+                        f"--cg-layers {scope}:{layers}",
+                        f"the model has {num_layers} layers, so the last index is "
+                        f"{num_layers - 1} and there is no layer {end}",
+                        f"type --cg-layers {scope}:{fixed} (an open range ends at the last layer)",
+                    )
+
+    def _preprocess_without_router(
+        self,
+        run_scopes: Sequence[str],
+        num_layers: int | None,
+        available: Sequence[Container[str]] | None,
+    ) -> Iterator[Violation]:
+        if "moe_preprocess" not in run_scopes or "moe_router" not in run_scopes:
+            return
+        count = num_layers or self._count_that_shows_every_range()
+        alone = [
+            index
+            for index in range(count)
+            if "moe_preprocess" in (active := self.scopes(index, count, run_scopes))
+            and "moe_router" not in active
+            and (available is None or "moe_preprocess" in available[index])
+        ]
+        if alone:
+            router = dict(self.ranges)["moe_router"]
+            yield Violation(
+                _RULE,
+                f"--cg-layers selects moe_preprocess without moe_router on layer {alone[0]}"
+                + (f" and {len(alone) - 1} more" if len(alone) > 1 else ""),
+                "Megatron captures moe_preprocess only as the continuation of the router's graph",
+                f"type --cg-layers {_token('moe_router', router)} "
+                f"{_token('moe_preprocess', router)}",
+            )
+
+    def _count_that_shows_every_range(self) -> int:
+        ends = [
+            layers.first if layers.last is None else layers.last
+            for _, ranges in self.ranges
+            for layers in ranges
+        ]
+        return max(ends, default=0) + 2
+
+
+def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation, ...]]:
+    """The selection that the well-formed tokens make, and a violation for each other one."""
+    found: dict[str, list[LayerRange]] = {}
+    broken: list[Violation] = []
+    for token in tokens:
+        scope, colon, texts = token.partition(":")
+        if not colon:
+            broken.append(_bad(token, "it has no colon between a scope and its layers"))
+            continue
+        if scope not in (*SCOPES, WHOLE_LAYER):
+            known = ", ".join((*SCOPES, WHOLE_LAYER))
+            broken.append(_bad(token, f"there is no scope '{scope}'; there are {known}"))
+            continue
+        ranges = found.setdefault(scope, [])
+        for text in texts.split(","):
+            layers = _read_range(text)
+            if isinstance(layers, str):
+                broken.append(_bad(token, layers))
+            elif clash := next((other for other in ranges if layers.overlaps(other)), None):
+                broken.append(
+                    _bad(
+                        token,
+                        f"ranges {clash} and {layers} of {scope} overlap: which one is meant?",
+                    )
+                )
+            else:
+                ranges.append(layers)
+    return LayerSelection(tuple((scope, tuple(r)) for scope, r in found.items() if r)), tuple(
+        broken
+    )
+
+
+def _read_range(text: str) -> LayerRange | str:
+    """The range, or why ``text`` is none."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        return f"'{text}' is not a layer index N, a range N-M or an open range N-"
+    first = int(match["first"])
+    if match["dash"] is None:
+        return LayerRange(first, first)
+    last = int(match["last"]) if match["last"] else None
+    if last is not None and last < first:
+        return f"range {text} is reversed: it ends before it begins, write {last}-{first}"
+    return LayerRange(first, last)
+
+
+def _bad(token: str, reason: str) -> Violation:
+    return Violation(_RULE, f"--cg-layers {token}", reason, f"for example type {_EXAMPLE}")
+
+
+def _token(scope: str, ranges: Iterable[LayerRange]) -> str:
+    return f"{scope}:{','.join(map(str, ranges))}"

@@ -1,0 +1,201 @@
+"""Between Megatron's parser and our dataclasses: the only file that knows Megatron's namespace.
+
+Relied on: megatron-core 0.19.2, the namespace of ``megatron.training.arguments``, as ``parse_args``
+returns it or as ``validate_args`` leaves it. What ``validate_args`` derives from other flags is
+derived here too, so both give the same :class:`RunArguments` for what the rules read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_cg.arguments.layout import decoder_symbols
+from megatron_cg.arguments.schema import SCOPES, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.validation import notices, violations
+from megatron_cg.errors import ConfigurationError, UpstreamChangedError
+from megatron_cg.versions import installed_version
+
+logger = logging.getLogger(__name__)
+
+_GROUP = "megatron_cg"
+_DERIVED = {
+    "cuda_graph_impl",
+    "cuda_graph_modules",
+    "fsdp_double_buffer",
+    "num_layers",
+    "hybrid_layer_pattern",
+    "custom_layers",
+    "moe_layer_freq",
+    "recompute_granularity",
+    "recompute_modules",
+    "cpu_offloading",
+}
+_UNCHANGED = tuple(
+    field.name for field in dataclasses.fields(RunArguments) if field.name not in _DERIVED
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group ``megatron_cg`` with a flag for each field of GraphArguments; returns it."""
+    group = parser.add_argument_group(title=_GROUP)
+    for field in dataclasses.fields(GraphArguments):
+        group.add_argument(
+            "--" + field.name.replace("_", "-"),
+            default=field.default,
+            help=field.metadata["help"],
+            **field.metadata["argparse"],
+        )
+    return parser
+
+
+def wants_graphs(namespace: argparse.Namespace) -> bool:
+    """Whether the run asks for layerwise graphs under Megatron-FSDP.
+
+    Reads no more than it needs, so that a run without graphs cannot fail here over a setting that
+    only graphs need.
+    """
+    if not getattr(namespace, "use_megatron_fsdp", False):
+        return False
+    return RunArguments(use_megatron_fsdp=True, **_graph_settings(namespace)).wants_graphs
+
+
+def read(namespace: argparse.Namespace) -> tuple[RunArguments, GraphArguments]:
+    """The settings of a run from Megatron's namespace.
+
+    Raises UpstreamChangedError when an attribute of Megatron that is relied on is not there.
+    """
+    return read_run(namespace), read_graph(namespace)
+
+
+def read_graph(namespace: argparse.Namespace) -> GraphArguments:
+    """Our own flags; a flag that the parser did not know has its default."""
+    default = GraphArguments()
+    return GraphArguments(
+        cg_layers=tuple(getattr(namespace, "cg_layers", default.cg_layers)),
+        cg_on_failure=getattr(namespace, "cg_on_failure", default.cg_on_failure),
+        cg_record=getattr(namespace, "cg_record", default.cg_record),
+    )
+
+
+def read_run(namespace: argparse.Namespace) -> RunArguments:
+    """Megatron's settings, with those derived that ``validate_args`` derives.
+
+    Raises UpstreamChangedError when an attribute of Megatron that is relied on is not there.
+    """
+    return RunArguments(
+        **{name: _get(namespace, name) for name in _UNCHANGED},
+        **_graph_settings(namespace),
+        **_layer_settings(namespace),
+        **_recompute_settings(namespace),
+        fsdp_double_buffer=_any(
+            namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
+        ),
+        cpu_offloading=_get(namespace, "cpu_offloading_num_layers") > 0,
+    )
+
+
+def validate(namespace: argparse.Namespace, environment: Environment | None = None) -> None:
+    """Check a run before Megatron's ``validate_args``; notices go to the log of rank 0.
+
+    Args:
+        namespace: what Megatron's ``parse_args`` returned.
+        environment: versions and variables; those of this process when None.
+
+    Raises ConfigurationError with every violation at once, and nothing for a run that neither
+    asks for layerwise graphs under Megatron-FSDP nor uses our flags about them.
+    Raises UpstreamChangedError as :func:`read` does.
+    """
+    graph = read_graph(namespace)
+    if not wants_graphs(namespace) and graph == GraphArguments(cg_record=graph.cg_record):
+        return
+    run = read_run(namespace)
+    environment = environment or Environment.read()
+    broken = violations(run, graph, environment)
+    if broken:
+        raise ConfigurationError(broken)
+    if getattr(namespace, "rank", 0) == 0:
+        for line in notices(run, graph, environment):
+            logger.warning("megatron_cg: %s", line)
+
+
+def _get(namespace: argparse.Namespace, name: str) -> Any:
+    try:
+        return getattr(namespace, name)
+    except AttributeError as error:
+        raise UpstreamChangedError(
+            "megatron-core",
+            installed_version("megatron-core") or "not installed",
+            f"megatron.training.arguments: args.{name}",
+            "an attribute of the parsed arguments",
+        ) from error
+
+
+def _any(namespace: argparse.Namespace, *names: str) -> bool:
+    """Whether one of the attributes is set; all of them must be there."""
+    return any([_get(namespace, name) for name in names])  # noqa: C419
+
+
+def _optional(namespace: argparse.Namespace, name: str) -> Any:
+    """An attribute that ``validate_args`` of 0.19.2 deletes once it has used it."""
+    return getattr(namespace, name, None)
+
+
+def _graph_settings(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Implementation and scopes, from the present and the deprecated flags for them."""
+    implementation = _get(namespace, "cuda_graph_impl")
+    if _optional(namespace, "external_cuda_graph"):
+        implementation = "transformer_engine"
+    elif _optional(namespace, "enable_cuda_graph"):
+        implementation = "local"
+    given = _optional(namespace, "cuda_graph_scope_deprecated")
+    modules = _scope_names(_get(namespace, "cuda_graph_modules") if given is None else given)
+    if "full_iteration" in modules and implementation in ("none", "local"):
+        implementation = "full_iteration"
+    return {
+        "cuda_graph_impl": implementation,
+        "cuda_graph_modules": tuple(name for name in modules if name in SCOPES),
+    }
+
+
+def _scope_names(modules: Any) -> list[str]:
+    """Names, from what ``normalize_cuda_graph_modules`` takes and from what it returns."""
+    if modules is None:
+        return []
+    if isinstance(modules, str):
+        return [name for name in modules.split(",") if name]
+    entries = modules if isinstance(modules, Iterable) else [modules]
+    return [getattr(entry, "name", entry) for entry in entries]
+
+
+def _layer_settings(namespace: argparse.Namespace) -> dict[str, Any]:
+    pattern = _get(namespace, "hybrid_layer_pattern") or _get(namespace, "hybrid_override_pattern")
+    num_layers = _get(namespace, "num_layers") or _get(namespace, "encoder_num_layers")
+    frequency = _get(namespace, "moe_layer_freq")
+    return {
+        "hybrid_layer_pattern": pattern,
+        "num_layers": num_layers if pattern is None else len(decoder_symbols(pattern)),
+        "custom_layers": _any(
+            namespace,
+            "spec",
+            "heterogeneous_layers_config_path",
+            "heterogeneous_layers_config_encoded_json",
+        ),
+        "moe_layer_freq": frequency if isinstance(frequency, int) else tuple(frequency),
+    }
+
+
+def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Megatron's config defaults the modules, and turns the deprecated flags into modules."""
+    granularity = _get(namespace, "recompute_granularity")
+    modules = _get(namespace, "recompute_modules")
+    modules = ["core_attn"] if modules is None else list(modules)
+    if _optional(namespace, "recompute_activations"):
+        granularity = "selective"
+    if _get(namespace, "moe_layer_recompute") and granularity != "full":
+        granularity = "selective"
+        modules.append("moe")
+    return {"recompute_granularity": granularity, "recompute_modules": tuple(modules)}

@@ -1,0 +1,117 @@
+"""Installed versions and environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.version import InvalidVersion, Version
+
+from megatron_cg.arguments.rule import Rule
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.errors import Violation
+
+_TE = "transformer-engine"
+_OLDEST = {
+    _TE: (
+        (2, 19),
+        "its make_graphed_callables has no capture_time_hooks before 2.19, so the hooks of FSDP "
+        "units cannot run during capture",
+    ),
+    "megatron-core": (
+        (0, 19),
+        "releases before 0.19 have no --fsdp-db-use-persist-buf-on-alloc-fail, without which "
+        "unsharded parameters move",
+    ),
+}
+_SEEN = {
+    "megatron-core": (0, 19, 2),
+    "megatron-fsdp": (0, 6, 1),
+    _TE: (2, 20, 2),
+    "torch": (2, 11, 0),
+}
+"""The versions that this package was written against and measured with."""
+
+
+def _release(version: str) -> tuple[int, ...] | None:
+    """The numbers of a version, without suffixes such as ``+cu130`` or ``.dev0``."""
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return None
+
+
+def too_old(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """Versions that are known not to have what is relied on."""
+    for name, (oldest, reason) in _OLDEST.items():
+        if name == _TE and environment.backend != "transformer_engine":
+            continue
+        wanted = ".".join(map(str, oldest))
+        version = environment.versions.get(name)
+        if version is None:
+            found, why = f"{name} is not installed", f"version {wanted} or newer is needed"
+        elif (release := _release(version)) is None or release >= oldest:
+            continue
+        else:
+            found, why = f"{name} {version}", reason
+        extra = "[pytorch]" if name == _TE else ""
+        yield Violation(
+            f"{name}-version", found, why, f"type pip install '{name}{extra}>={wanted}'"
+        )
+
+
+def expandable_segments(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """Expandable segments need NCCL's registration of graph buffers off.
+
+    torch 2.11 reads the setting from PYTORCH_ALLOC_CONF also, which Megatron's own check does not.
+    """
+    if environment.backend != "transformer_engine":
+        return
+    variables = environment.variables
+    if variables.get("NCCL_GRAPH_REGISTER") == "0":
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in variables.get(name, "").replace(" ", ""):
+            yield Violation(
+                "expandable-segments",
+                f"{name}={variables[name]} without NCCL_GRAPH_REGISTER=0",
+                "NCCL registers the buffers of a captured collective, and with expandable segments "
+                "their memory may be unmapped later: illegal memory access in a replay",
+                "type export NCCL_GRAPH_REGISTER=0, or take expandable_segments:True out of "
+                f"{name}",
+            )
+
+
+def max_connections(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """Megatron-FSDP refuses one connection, after which its gathers could not overlap."""
+    if environment.variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        yield Violation(
+            "max-connections",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1",
+            "all streams then share one hardware queue, so Megatron-FSDP's gathers wait for the "
+            "compute they should overlap with, and it refuses to start",
+            "type unset CUDA_DEVICE_MAX_CONNECTIONS",
+        )
+
+
+RULES: tuple[Rule, ...] = (too_old, expandable_segments, max_connections)
+
+
+def unseen_versions(environment: Environment) -> Iterator[str]:
+    """A sentence for each installed version that this package was never run with."""
+    for name, seen in _SEEN.items():
+        version = environment.versions.get(name)
+        if version is None:
+            continue
+        release = _release(version)
+        if release is None or release[: len(seen)] != seen:
+            measured = ".".join(map(str, seen))
+            yield (
+                f"{name} {version} was never run with this package, {measured} was. Compare a "
+                "short run with and without graphs before a long one: megatron-cg align."
+            )

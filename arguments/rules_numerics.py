@@ -1,0 +1,72 @@
+"""What of the numbers and shapes of a run a graph cannot hold, and combinations still open."""
+
+from __future__ import annotations
+
+from megatron_cg.arguments.rule import Refusal, Rule
+from megatron_cg.arguments.schema import RunArguments
+
+_ROUTER_SCOPES = ("moe", "moe_router", "moe_preprocess")
+
+
+def _captures_shared_expert(run: RunArguments) -> bool:
+    return run.is_whole_layer or any(s in _ROUTER_SCOPES for s in run.cuda_graph_modules)
+
+
+RULES: tuple[Rule, ...] = (
+    Refusal(
+        "not-bf16",
+        lambda run: not run.bf16,
+        "the run is not in bfloat16",
+        "Megatron's capture helper makes its sample inputs in bfloat16 (get_layer_static_inputs), "
+        "whatever the model's type",
+        "add --bf16",
+    ),
+    Refusal(
+        "fp8-primary-weights",
+        lambda run: run.fp8 is not None
+        and run.fp8_param_gather
+        and not run.keep_fp8_transpose_cache,
+        "--fp8-param-gather without --keep-fp8-transpose-cache",
+        "Megatron-FSDP then throws the weights' transposes away after each use and makes new ones "
+        "elsewhere, and a replayed backward reads the old places: the gradient norm is NaN",
+        "add --keep-fp8-transpose-cache, or drop --fp8-param-gather and keep --fp8-format",
+    ),
+    Refusal(
+        "shared-expert-overlap",
+        lambda run: run.moe_shared_expert_overlap and _captures_shared_expert(run),
+        "--moe-shared-expert-overlap with a captured MoE router",
+        "open: the shared expert's own streams and states are not idle in the warmup of a capture",
+        "drop --moe-shared-expert-overlap, or type --cuda-graph-modules attn",
+    ),
+    Refusal(
+        "optimizer-graph",
+        lambda run: run.optimizer_cuda_graph,
+        "--optimizer-cuda-graph with layerwise graphs",
+        "under Megatron-FSDP this ended in 'CUDA error: invalid argument'",
+        "drop --optimizer-cuda-graph",
+    ),
+    Refusal(
+        "packed-sequences",
+        lambda run: run.sft or run.rl_use_sequence_packing,
+        "packed sequences (--sft or --rl-use-sequence-packing)",
+        "the lengths of the sequences in a pack differ from step to step, and a graph keeps the "
+        "shapes and lengths it was captured with",
+        "drop the flag and train on sequences of one length, or type --cuda-graph-impl none",
+    ),
+    Refusal(
+        "hybrid-context-parallel",
+        lambda run: run.hybrid_context_parallel,
+        "--hybrid-context-parallel",
+        "sequences of several lengths are spread over changing groups of ranks, and a graph keeps "
+        "the shapes and groups it was captured with",
+        "drop --hybrid-context-parallel",
+    ),
+    Refusal(
+        "inference-rng-tracker",
+        lambda run: run.inference_rng_tracker,
+        "--inference-rng-tracker",
+        "that tracker keeps no random states and its fork() does nothing, so training does not "
+        "draw the numbers it should and a graph has no state to register",
+        "drop --inference-rng-tracker and add --te-rng-tracker",
+    ),
+)

@@ -1,0 +1,170 @@
+"""What a run is configured to do, as frozen values: the input of every rule.
+
+``GraphArguments`` are the flags this package adds, ``RunArguments`` the settings of Megatron that
+the rules read, ``Environment`` the installed versions and environment variables. None of them
+imports torch or Megatron; ``megatron.py`` fills the first two from Megatron's namespace.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from megatron_cg.versions import installed_version
+
+WHOLE_LAYER = "layer"
+"""Our name for capture of a whole layer, which Megatron writes as an empty scope list."""
+
+SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+"""Megatron's scope names: ``megatron.core.transformer.enums.CudaGraphModule`` of 0.19.2."""
+
+PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine", "torch")
+"""The distributions whose versions the rules read."""
+
+VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_GRAPH_REGISTER",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""The environment variables that the rules read."""
+
+
+def _flag(default: Any, text: str, **argparse_options: Any) -> Any:
+    """A field with its help text, and what else argparse is to be told about its flag."""
+    return field(default=default, metadata={"help": text, "argparse": argparse_options})
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class GraphArguments:
+    """The flags of this package; the flag of a field is its name with dashes."""
+
+    cg_layers: tuple[str, ...] = _flag(
+        (),
+        "Capture a scope on some layers only: SCOPE:RANGES, where RANGES are layer indices from "
+        "0 of the decoder, such as attn:0-23 moe_router:4- mlp:0-3,8. SCOPE is a name from "
+        "--cuda-graph-modules, or 'layer' where that is empty. A scope that is not named here is "
+        "captured on all layers. Multi-token-prediction layers are not counted and not affected.",
+        nargs="+",
+        metavar="SCOPE:RANGES",
+    )
+    cg_on_failure: Literal["error", "eager"] = _flag(
+        "error",
+        "What to do when capture fails: stop with the error (default), or log it and go on "
+        "training without graphs.",
+        choices=("error", "eager"),
+    )
+    cg_record: str | None = _flag(
+        None,
+        "Write each step's loss and gradient norm, and at the end the digest of every parameter "
+        "shard, as JSON into this folder; 'megatron-cg align' compares two such folders.",
+        metavar="DIR",
+    )
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """Those settings of a Megatron run that the rules read, after Megatron's own derivations.
+
+    A field has the name of Megatron's attribute (megatron-core 0.19.2) where nothing had to be
+    derived. The defaults are those of Megatron's parser.
+    """
+
+    use_megatron_fsdp: bool = _setting(False, "Megatron-FSDP wraps the model")
+    cuda_graph_impl: str = _setting("none", "which implementation of CUDA graphs")
+    cuda_graph_modules: tuple[str, ...] = _setting((), "scopes by name; empty is the whole layer")
+    optimizer_cuda_graph: bool = _setting(False, "the optimizer's step is a graph of its own")
+
+    fsdp_double_buffer: bool = _setting(False, "unsharded parameters live in two fixed buffers")
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(
+        False, "units that do not fit the two buffers get buffers that stay"
+    )
+    gradient_accumulation_fusion: bool = _setting(True, "weight gradients go into main_grad in TE")
+
+    num_layers: int | None = _setting(None, "decoder layers, without multi-token prediction")
+    hybrid_layer_pattern: str | None = _setting(None, "one letter a layer, of a hybrid model")
+    custom_layers: bool = _setting(False, "a layer spec or heterogeneous config decides the layers")
+    num_experts: int | None = _setting(None, "experts of a MoE layer")
+    moe_layer_freq: int | tuple[int, ...] = _setting(1, "which layers are MoE: every Nth, or 0/1")
+    moe_expert_capacity_factor: float | None = _setting(None, "capacity of an expert")
+    moe_pad_expert_input_to_capacity: bool = _setting(False, "every expert gets that many tokens")
+    moe_token_dispatcher_type: str = _setting("allgather", "how tokens reach their experts")
+    moe_router_padding_for_fp8: bool = _setting(False, "tokens of an expert padded for FP8")
+    moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
+    moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
+
+    recompute_granularity: str | None = _setting(None, "None, selective or full")
+    recompute_modules: tuple[str, ...] = _setting(("core_attn",), "what selective recomputes")
+    attention_dropout: float = _setting(0.1, "dropout in attention")
+    hidden_dropout: float = _setting(0.1, "dropout after attention and MLP")
+    cpu_offloading: bool = _setting(False, "activations of whole layers go to the CPU")
+    fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
+
+    bf16: bool = _setting(False, "parameters and activations are bfloat16")
+    fp8: str | None = _setting(None, "FP8 format, if any")
+    fp8_param_gather: bool = _setting(False, "primary weights are FP8")
+    keep_fp8_transpose_cache: bool = _setting(False, "transposes of FP8 weights stay allocated")
+
+    pipeline_model_parallel_size: int = _setting(1, "pipeline stages")
+    overlap_moe_expert_parallel_comm: bool = _setting(False, "1F1B overlap with expert parallel")
+    delay_wgrad_compute: bool = _setting(False, "weight gradients after the layer's backward")
+    hybrid_context_parallel: bool = _setting(False, "sequences of several lengths over ranks")
+
+    sft: bool = _setting(False, "fine-tuning, on packed sequences")
+    rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
+    te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
+    inference_rng_tracker: bool = _setting(False, "a tracker that does not keep states")
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether the run asks for layerwise graphs under Megatron-FSDP, so for this package."""
+        return self.use_megatron_fsdp and self.cuda_graph_impl not in ("none", "full_iteration")
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether Megatron's config takes this for a MoE model."""
+        return self.num_experts is not None and self.num_experts > 1
+
+    @property
+    def is_whole_layer(self) -> bool:
+        """Whether the scope list is empty, which captures whole layers."""
+        return not self.cuda_graph_modules
+
+    @property
+    def scope_names(self) -> tuple[str, ...]:
+        """The run's scopes by the names ``--cg-layers`` uses."""
+        return self.cuda_graph_modules or (WHOLE_LAYER,)
+
+
+def _no_strings() -> Mapping[str, str]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Installed versions and environment variables; what is absent is absent from the mapping.
+
+    ``backend`` is what captures: the rules about Transformer Engine and the CUDA allocator hold
+    only for ``"transformer_engine"``.
+    """
+
+    versions: Mapping[str, str] = field(default_factory=_no_strings)
+    variables: Mapping[str, str] = field(default_factory=_no_strings)
+    backend: str = "transformer_engine"
+
+    @classmethod
+    def read(cls, backend: str = "transformer_engine") -> Environment:
+        """The environment of this process, from ``importlib.metadata`` and ``os.environ``."""
+        versions = {name: installed_version(name) for name in PACKAGES}
+        return cls(
+            versions={name: version for name, version in versions.items() if version is not None},
+            variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+            backend=backend,
+        )

@@ -1,0 +1,1 @@
+"""The same training twice, eagerly and with graphs, compared bit for bit."""

@@ -1,0 +1,172 @@
+"""The two runs as processes of their own, with logs, a time limit and a named end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from megatron_cg.align.compare import FAILED, Comparison, RecordError, compare, read_run
+from megatron_cg.align.outcome import Outcome
+from megatron_cg.errors import MegatronCGError
+
+_TAIL = 40
+_STOP_SECONDS = 20.0
+_NAMED = re.compile(
+    r"^(?:\[rank\d+\]:\s*)?((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b|megatron_cg: ).*)$"
+)
+# torchrun's own account of which process failed, which follows the cause and says nothing of it.
+_TORCHRUN = re.compile(r"^E\d{4} .*\bfailed \(exitcode")
+
+
+class LaunchError(MegatronCGError):
+    """A run cannot be started on this machine, or not as asked."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the two runs are made; ``directory`` gets their logs and records."""
+
+    directory: Path
+    timeout: float
+    """Seconds that one run may take."""
+    parallel: bool = False
+    eager_record: Path | None = None
+    mutation: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The runs to make; ``graphs`` is the last."""
+        return ("graphs",) if self.eager_record else ("eager", "graphs")
+
+
+@dataclass
+class Run:
+    """One run: its command line and environment, and the directory for its log and record."""
+
+    name: str
+    words: Sequence[str]
+    env: dict[str, str]
+    directory: Path
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _deadline: float = field(default=0.0, init=False)
+    _log: IO[bytes] | None = field(default=None, init=False)
+
+    @property
+    def record(self) -> Path:
+        """Where each rank writes its record."""
+        return self.directory / "record"
+
+    @property
+    def log(self) -> Path:
+        """What the run printed, both streams."""
+        return self.directory / "log.txt"
+
+    def start(self, timeout: float) -> None:
+        """Start it in a session of its own, so that its workers can be ended with it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._log = self.log.open("wb")
+        self.process = subprocess.Popen(
+            self.words,
+            env=self.env,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._deadline = time.monotonic() + timeout
+        print(f"{self.name} run started", file=sys.stderr, flush=True)
+
+    def wait(self) -> int:
+        """Its exit code, or -1 after stopping it when its time is over."""
+        assert self.process is not None
+        try:
+            return self.process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.stop()
+            with self.log.open("a") as log:
+                log.write("\nTimeoutError: the run took longer than --timeout allows\n")
+            return -1
+
+    def stop(self) -> None:
+        """End the run and its workers, if it still runs, and close its log."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        if self._log is not None:
+            self._log.close()
+
+    def text(self) -> str:
+        """The log so far."""
+        return self.log.read_text(errors="replace")
+
+
+def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
+    """Make the runs, at once or in turn, and compare their records. Leaves no process behind.
+
+    Raises LaunchError before anything is started when an earlier run's records are in the way.
+    """
+    for run in runs:
+        if run.record.exists():
+            raise LaunchError(f"{run.record} holds an earlier run: give another --work-dir.")
+    commands = {run.name: run.words for run in runs}
+    failed = _run_all(runs, options)
+    if failed is not None:
+        reason = f"the {failed.name} run ended with {_end(failed)}"
+        return Outcome(Comparison(FAILED, reason), commands, _tail(failed.text()))
+    try:
+        eager = read_run(options.eager_record or runs[0].record)
+        graphed = read_run(runs[-1].record)
+    except RecordError as error:
+        return Outcome(Comparison(FAILED, str(error)), commands, _tail(runs[-1].text()))
+    return Outcome(compare(eager, graphed), commands, eager=eager, graphed=graphed)
+
+
+def _run_all(runs: Sequence[Run], options: Options) -> Run | None:
+    """Run all; the first that failed, or None."""
+    groups = [list(runs)] if options.parallel else [[run] for run in runs]
+    try:
+        for group in groups:
+            for run in group:
+                run.start(options.timeout)
+            for run in group:
+                if run.wait() != 0:
+                    return run
+    finally:
+        for run in runs:
+            run.stop()
+    return None
+
+
+def _end(run: Run) -> str:
+    code = run.process.returncode if run.process is not None else None
+    return f"exit code {code}: {named_error(run.text()) or 'no error was named'}"
+
+
+def named_error(log: str) -> str:
+    """The first line of ``log`` that names an exception, as Python prints it; empty if none does.
+
+    The first and not the last: the other ranks and torchrun itself fail as a consequence.
+    """
+    for line in log.splitlines():
+        found = _NAMED.match(line.strip())
+        # torch.multiprocessing names its own exception first, and the cause below it.
+        if found and not found.group(1).endswith(":"):
+            return found.group(1)
+    return ""
+
+
+def _tail(log: str) -> str:
+    lines = log.splitlines()
+    end = next((n for n, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
+    return "\n".join(lines[max(0, end - _TAIL) : end])

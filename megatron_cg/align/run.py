@@ -1,0 +1,98 @@
+"""The two runs of a Megatron pretraining script on GPUs, each under torchrun."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+
+from megatron_cg.align import command
+from megatron_cg.align.data import TokenStream
+from megatron_cg.align.outcome import Outcome
+from megatron_cg.align.processes import LaunchError, Options, Run, run_and_compare
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def example_script() -> Path:
+    """The shipped ``pretrain_gpt.py``; ``megatron_cg/examples`` is a link in a checkout."""
+    script = PACKAGE / "examples" / "pretrain_gpt.py"
+    if not script.is_file():
+        raise LaunchError(f"there is no {script}; name a pretraining script with --script.")
+    return script
+
+
+def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Outcome:
+    """Train eagerly, train with graphs, compare.
+
+    Raises LaunchError before anything is started: too few GPUs, no such script, or an earlier
+    run's records in the way.
+    """
+    if not plan.script.is_file():
+        raise LaunchError(f"--script {plan.script}: there is no such file.")
+    names = options.names
+    shares = _device_shares(plan.nproc, len(names) if options.parallel else 1)
+    ports = _free_ports(len(names))
+    runs = []
+    for index, name in enumerate(names):
+        directory = options.directory / name
+        graphs = name == "graphs"
+        words = command.arguments(
+            plan,
+            graphs=graphs,
+            data=data.flags(directory / "cache"),
+            port=ports[index],
+            record=directory / "record",
+        )
+        env = command.environment(
+            os.environ,
+            root=PACKAGE.parent,
+            cudnn=_torch_cudnn(),
+            mutation=options.mutation if graphs else None,
+            devices=shares[index % len(shares)],
+        )
+        runs.append(Run(name, words, env, directory))
+    return run_and_compare(runs, options)
+
+
+def _device_shares(nproc: int, shares: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES for each run; one share for all where there are too few GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(_gpu_count())]
+    if len(devices) < nproc:
+        raise LaunchError(
+            f"--nproc {nproc} needs as many GPUs, and {len(devices)} can be seen: give a smaller "
+            "--nproc, or --backend tape to compare on the CPU."
+        )
+    if shares < 2 or len(devices) < shares * nproc:
+        return [visible]
+    return [",".join(devices[n * nproc : (n + 1) * nproc]) for n in range(shares)]
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _torch_cudnn() -> Path | None:
+    """The folder of the cuDNN that came with torch, where it is a package of its own."""
+    try:
+        found = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:
+        return None
+    places = list(found.submodule_search_locations or []) if found else []
+    return Path(places[0]) if places else None
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free now, all different, as all are held until the last is known."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

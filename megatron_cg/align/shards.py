@@ -1,0 +1,58 @@
+"""Digests of a model's parameter shards, so that two runs can be compared without their weights.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
+``parameter_groups`` (each with ``params``, ``model_weight_buffer``, ``transpose_weight_buffer``
+and ``main_weight_buffer``), ``param_to_name``, and ``DataParallelBuffer.get_item``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.fsdp.model import find_megatron_fsdp
+
+_BUFFERS = {
+    "main": "main_weight_buffer",
+    "model": "model_weight_buffer",
+    "transpose": "transpose_weight_buffer",
+}
+
+
+def parameter_digests(model: nn.Module) -> dict[str, str]:
+    """SHA-256 of this rank's shard of every parameter, by ``<weights>:<parameter name>``.
+
+    Under Megatron-FSDP the weights are ``main`` (what the optimizer updates), ``model`` (what the
+    layers compute with) and, with FP8 parameters, ``transpose``; without it, or with parameters
+    that are not sharded, they are ``parameter``. Waits for the device.
+    """
+    fsdp: Any = find_megatron_fsdp(model)
+    if fsdp is None:
+        return {f"parameter:{name}": digest(value) for name, value in model.named_parameters()}
+    buffer = fsdp.param_and_grad_buffer
+    digests: dict[str, str] = {}
+    for group in buffer.parameter_groups:
+        kinds = {kind: getattr(group, name) for kind, name in _BUFFERS.items()}
+        present = {kind: weights for kind, weights in kinds.items() if weights is not None}
+        for item, parameter in enumerate(group.params):
+            name = buffer.param_to_name[parameter]
+            if not present:
+                digests[f"parameter:{name}"] = digest(parameter)
+            for kind, weights in present.items():
+                # All of the item that this rank's buffer holds: its shard, or the whole of it where
+                # the buffer is not sharded.
+                digests[f"{kind}:{name}"] = digest(weights.get_item(item))
+    return digests
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes; any dtype, on any device."""
+    value = tensor.detach()
+    local = getattr(value, "to_local", None)
+    value = (local() if local is not None else value).cpu().contiguous()
+    found = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
+    found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,42 @@
+"""One run on the CPU: ``python -m megatron_cg.align.tape_worker PLAN DIRECTORY``, PLAN in JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.cpu.launch import run_plan
+
+
+def main(text: str, directory: str) -> None:
+    """Train as the plan says, in processes joined by gloo; each writes its record."""
+    from megatron_cg.cpu.model import CpuModelConfig
+    from megatron_cg.cpu.train import TrainingPlan
+
+    plan: dict[str, Any] = json.loads(text)
+    shape = plan["shape"]
+    model = CpuModelConfig(
+        layers=shape["layers"],
+        hidden_size=shape["hidden"],
+        ffn_hidden_size=shape["ffn"],
+        heads=shape["heads"],
+        vocabulary=shape["vocab"],
+        sequence_length=shape["seq"],
+        experts=shape["experts"],
+        topk=shape["topk"],
+        graph_modules=tuple(shape["scopes"]),
+    )
+    training = TrainingPlan(
+        model=model,
+        steps=plan["steps"],
+        warmup_steps=plan["warmup_steps"],
+        graphs=plan["graphs"],
+        tokens=Path(plan["tokens"]),
+    )
+    run_plan(training, Path(directory), plan["processes"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,269 @@
+"""A tape: the ATen operations of one forward or backward, to be run again without its Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from megatron_cg.backends.tape_memory import Pool, Slot
+from megatron_cg.errors import CaptureError
+
+#: ATen factories that leave their result unset: nothing to do again, the memory is just there.
+_UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+#: Tagged by torch as data dependent, though they are so only for some of their arguments.
+_SOMETIMES = frozenset(
+    {"index", "index_put", "index_put_", "_index_put_impl_", "repeat_interleave"}
+)
+#: Methods that read memory on the host without an ATen operation that could be seen.
+_HOST_READS = ("tolist", "numpy", "__array__")
+
+
+class HostSyncError(CaptureError):
+    """The callable reads the device's memory on the host, which no CUDA graph can hold."""
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One ATen call: arguments with slots for tensors, and where its fresh results belong."""
+
+    function: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    #: Per flattened result: the slot to copy it into, or None where nothing is to be copied.
+    results: tuple[Slot | None, ...]
+
+
+@dataclass
+class Tape:
+    """Recorded operations over one pool.
+
+    ``made`` holds the keys of the storages first made here, ``used`` of all that it touches.
+    """
+
+    pool: Pool
+    label: str
+    entries: list[_Operation | Callable[[], None]] = field(default_factory=list)
+    made: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
+
+    def replay(self) -> None:
+        """Run the operations again, in order, on the memory that they were recorded on.
+
+        Raises FreedStorageError when memory outside the pool is gone.
+        """
+        self.pool.poison(self.made)
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for entry in self.entries:
+                if isinstance(entry, _Operation):
+                    self._run(entry)
+                else:
+                    entry()
+
+    def _run(self, operation: _Operation) -> None:
+        def real(value: Any) -> Any:
+            return self.pool.tensor(value) if isinstance(value, Slot) else value
+
+        args = tree_map(real, operation.args)
+        kwargs = tree_map(real, operation.kwargs)
+        flat, _ = tree_flatten(operation.function(*args, **kwargs))
+        _wait_for_collectives(operation.function, flat)
+        for value, slot in zip(flat, operation.results, strict=True):
+            if slot is not None:
+                self.pool.tensor(slot).copy_(value)
+
+
+_recording: list[Tape] = []
+
+
+def recorded_action(action: Callable[[], None]) -> None:
+    """Run ``action`` now and, where a tape is being recorded, again at each of its replays.
+
+    For host-side state that a CUDA graph carries with it, such as the generator that a random
+    kernel draws from (``CUDAGraph.register_generator_state``).
+    """
+    action()
+    if _recording:
+        _recording[-1].entries.append(action)
+
+
+def is_recording() -> bool:
+    """Return whether a tape is being recorded, as ``torch.cuda.is_current_stream_capturing``."""
+    return bool(_recording)
+
+
+@contextmanager
+def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]:
+    """Record what runs in the block on a new tape over ``pool``.
+
+    Memory outside the pool that the block writes is put back at the end: a CUDA graph's capture
+    runs no kernel. Raises HostSyncError inside the block where the host reads a tensor.
+    """
+    tape = Tape(pool, label)
+    recorder = _Recorder(tape, module)
+    _recording.append(tape)
+    try:
+        with ExitStack() as stack:
+            for name in _HOST_READS:
+                stack.enter_context(_refused_read(name, recorder))
+            stack.enter_context(recorder)
+            yield tape
+    finally:
+        _recording.pop()
+        recorder.put_back()
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every ATen call below autograd, runs it and writes it on the tape."""
+
+    def __init__(self, tape: Tape, module: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+        self._module = module
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _reads_on_host(func, args, kwargs):
+            raise self.host_sync(str(func))
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        if func is torch.ops.aten.lift_fresh.default:
+            # A constant made by torch.tensor(...): its value is baked in, and nobody else owns it.
+            self._tape.pool.adopt(args[0])
+        collective = func.namespace == "c10d"
+        writes = tensors if collective else _written(func, args, kwargs)
+        # Slots first: the call may resize or set what it is given.
+        slots = tree_map(self._slot_for(func), (args, kwargs))
+        self._save_outside(writes)
+        result = func(*args, **kwargs)
+        flat, _ = tree_flatten(result)
+        _wait_for_collectives(func, flat)
+        inputs = {t.untyped_storage()._cdata for t in tensors}
+        results = tuple(self._result_slot(value, inputs, func) for value in flat)
+        if not writes and not any(slot is not None for slot in results):
+            return result  # a view, or nothing but host values: there is no kernel to run again
+        if func._schema.name.partition("::")[2] not in _UNSET:
+            self._tape.entries.append(_Operation(func, slots[0], slots[1], results))
+        return result
+
+    def _slot_for(self, func: torch._ops.OpOverload) -> Callable[[Any], Any]:
+        def slot_for(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            slot = self._tape.pool.slot(value, f"{func} of {self._tape.label}")
+            self._tape.used.add(slot.key)
+            return slot
+
+        return slot_for
+
+    def _result_slot(
+        self, value: Any, inputs: set[int], func: torch._ops.OpOverload
+    ) -> Slot | None:
+        """Return where a fresh result lives, or None for one that aliases an argument."""
+        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in inputs:
+            return None
+        self._tape.made.add(self._tape.pool.adopt(value))
+        return self._tape.pool.slot(value, str(func))
+
+    def _save_outside(self, writes: list[torch.Tensor]) -> None:
+        for tensor in writes:
+            storage = tensor.untyped_storage()
+            if self._tape.pool.owns(storage._cdata) or storage._cdata in self._before:
+                continue
+            window = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._before[storage._cdata] = (window, window.clone())
+
+    def put_back(self) -> None:
+        """Undo what recording wrote outside the pool."""
+        for window, before in self._before.values():
+            window.copy_(before)
+        self._before.clear()
+
+    def host_sync(self, what: str) -> HostSyncError:
+        """Return the error for a read on the host by ``what``, with the module that asked."""
+        return HostSyncError(
+            f"{what} in {_innermost_module(self._module)} (captured as {self._tape.label}) waits "
+            "for the device and reads its memory on the host; a CUDA graph has no host in it. "
+            "Leave this module out of --cuda-graph-modules, or keep the value in a tensor."
+        )
+
+
+@contextmanager
+def _refused_read(name: str, recorder: _Recorder) -> Iterator[None]:
+    original = getattr(torch.Tensor, name)
+
+    def refuse(_tensor: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+        raise recorder.host_sync(f"Tensor.{name}")
+
+    own = name in vars(torch.Tensor)
+    setattr(torch.Tensor, name, refuse)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(torch.Tensor, name, original)
+        else:
+            delattr(torch.Tensor, name)
+
+
+def _reads_on_host(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether a CUDA kernel for this call would make the host wait for its data."""
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    name = func._schema.name.partition("::")[2]
+    if name not in _SOMETIMES:
+        return any(tag in func.tags for tag in tags)
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if name == "index":
+        return masks
+    # Torch turns a masked put of one value into masked_fill, which needs no count.
+    return masks and args[2].numel() != 1
+
+
+def _written(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return the tensors among the arguments that the op's schema says it writes."""
+    written: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written.extend(tree_flatten(value)[0])
+    return [value for value in written if isinstance(value, torch.Tensor)]
+
+
+def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
+    """Finish a collective before anything after it reads, as a stream's order would."""
+    if func.namespace != "c10d":
+        return
+    for value in flat:
+        if not isinstance(value, torch.Tensor) and hasattr(value, "wait"):
+            value.wait()
+
+
+def _innermost_module(root: torch.nn.Module) -> str:
+    """Name the module nearest to the current call, as a path below ``root`` and a class."""
+    names = {id(module): name for name, module in root.named_modules()}
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and id(owner) in names:
+            return f"{names[id(owner)] or 'the callable itself'} ({type(owner).__name__})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"the backward of {type(root).__name__}"

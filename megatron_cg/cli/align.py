@@ -1,0 +1,161 @@
+"""Train twice, eagerly and with CUDA graphs, and compare bit for bit.
+
+The same model, data and seed; loss and gradient norm of every step and, at the end, every
+parameter shard. Exit code 0: identical; 1: different; 3: a run failed; 2: cannot be run as asked.
+Arguments after a bare -- are Megatron's own, for both runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_cg.align.command import Plan
+from megatron_cg.align.compare import DIFFERENT, FAILED, IDENTICAL
+from megatron_cg.align.data import TokenStream, existing, from_text, python_sources
+from megatron_cg.align.outcome import Outcome
+from megatron_cg.align.presets import Preset, load_preset, preset_names
+from megatron_cg.align.processes import LaunchError, Options
+from megatron_cg.align.report import as_json, print_report
+from megatron_cg.align.run import align_on_gpus, example_script
+from megatron_cg.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_shape
+
+EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, FAILED: 3}
+TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    names = ", ".join(preset_names())
+    add = parser.add_argument
+    add("--preset", default="llama-tiny", metavar="NAME", help=f"model shape: {names}")
+    add("--steps", type=_positive, default=12, help="training steps (default 12)")
+    add("--warmup-steps", type=_whole, default=3, help="eager steps first (default 3)")
+    add("--scopes", nargs="*", metavar="SCOPE", help="what to capture; none: whole layers")
+    add("--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run")
+    add("--nproc", type=_positive, help="processes, one a GPU (default: the preset's)")
+    add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
+    data = parser.add_mutually_exclusive_group()
+    data.add_argument("--data-path", metavar="PREFIX", help="data in Megatron's indexed format")
+    data.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="text to train on")
+    add("--json", type=Path, metavar="OUT", help="write the whole comparison here")
+    backends = ("auto", TRANSFORMER_ENGINE, TAPE)
+    add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
+    add("--parallel-runs", action="store_true", help="both runs at once")
+    add(
+        "--eager-record", type=Path, metavar="DIR", help="the eager/record of an earlier --work-dir"
+    )
+    add("--mutate", metavar="NAME", help="break the graph run on purpose, to see it found")
+    add("--work-dir", type=Path, metavar="DIR", help="keep data, logs and records here")
+    add("--timeout", type=float, default=1800.0, help="seconds that a run may take")
+
+
+def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Align as asked; print the table, write the JSON, return the exit code."""
+    preset = load_preset(args.preset)
+    backend = args.backend if args.backend != "auto" else _backend_here()
+    console = Console()
+    with _work_directory(args.work_dir) as directory:
+        data = _data(args, directory / "data")
+        console.print(f"preset {preset.name}: {preset.description}", highlight=False, soft_wrap=True)
+        console.print(f"data: {data.description}", highlight=False, soft_wrap=True)
+        outcome = (_on_tape if backend == TAPE else _on_gpus)(args, preset, data, directory, extra)
+    notice = f" ({TAPE_NOTICE})" if backend == TAPE else ""
+    print_report(console, f"{preset.name} on {backend}{notice}", outcome)
+    if args.json is not None:
+        facts = {"preset": preset.name, "backend": backend, "notice": notice.strip(" ()")}
+        text = json.dumps(as_json(outcome, **facts, data=data.description), indent=1)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(text + "\n", encoding="utf-8")
+        console.print(f"written: {args.json}", highlight=False)
+    return EXIT_CODES[outcome.comparison.status]
+
+
+def _on_gpus(
+    args: Any, preset: Preset, data: TokenStream, directory: Path, extra: Sequence[str]
+) -> Outcome:
+    plan = Plan(
+        script=(args.script or example_script()).resolve(),
+        nproc=args.nproc or preset.nproc,
+        model=tuple(preset.arguments()),
+        steps=args.steps,
+        scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
+        warmup_steps=args.warmup_steps,
+        graph_extra=("--cg-layers", *args.cg_layers) if args.cg_layers else (),
+        extra=tuple(extra),
+    )
+    return align_on_gpus(plan, data, _options(args, directory))
+
+
+def _on_tape(
+    args: Any, preset: Preset, data: TokenStream, directory: Path, extra: Sequence[str]
+) -> Outcome:
+    if extra or args.script is not None:
+        what = f"--script {args.script}" if args.script else " ".join(extra)
+        raise LaunchError(
+            f"the tape has a training loop of its own and cannot take {what}: leave it out, or "
+            f"give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."
+        )
+    print(describe(tape_shape(preset)), flush=True)
+    return align_on_tape(
+        preset,
+        data,
+        _options(args, directory),
+        steps=args.steps,
+        warmup_steps=args.warmup_steps,
+        scopes=None if args.scopes is None else tuple(args.scopes),
+        nproc=args.nproc or preset.nproc,
+    )
+
+
+@contextmanager
+def _work_directory(chosen: Path | None) -> Iterator[Path]:
+    """The directory chosen, which is kept, or one that is gone afterwards."""
+    if chosen is not None:
+        yield chosen.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-align-") as temporary:
+        yield Path(temporary)
+
+
+def _options(args: Any, directory: Path) -> Options:
+    return Options(
+        directory=directory,
+        timeout=args.timeout,
+        parallel=args.parallel_runs,
+        eager_record=args.eager_record,
+        mutation=args.mutate,
+    )
+
+
+def _data(args: Any, directory: Path) -> TokenStream:
+    if args.data_path:
+        return existing(args.data_path)
+    if args.text:
+        return from_text(args.text, directory, f"{len(args.text)} text files")
+    return from_text(python_sources(), directory, "the sources of Python's own library")
+
+
+def _backend_here() -> str:
+    import torch
+
+    return TRANSFORMER_ENGINE if torch.cuda.is_available() else TAPE
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if _whole(text) == 0:
+        raise argparse.ArgumentTypeError("0 is too few, give 1 or more")
+    return int(text)

@@ -1,0 +1,45 @@
+"""``megatron-cg COMMAND ...``: finds the command's module and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megatron_cg import __version__
+from megatron_cg.errors import MegatronCGError
+
+COMMANDS = {"align": "megatron_cg.cli.align"}
+"""Each command's module; it has ``add_arguments(parser)`` and ``run(args, extra) -> int``."""
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: its own, or 2 for what cannot be done as asked."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # What follows a bare "--" is for Megatron, whatever it looks like.
+    cut = words.index("--") if "--" in words else len(words)
+    words, extra = words[:cut], words[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="megatron-cg", description="Partial CUDA graphs under Megatron-FSDP, bit for bit."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, path in COMMANDS.items():
+        module = importlib.import_module(path)
+        text = (module.__doc__ or "").strip()
+        sub = commands.add_parser(name, help=text.splitlines()[0], description=text)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    args = parser.parse_args(words)
+    try:
+        return int(args.run(args, extra))
+    except MegatronCGError as error:
+        print(f"megatron-cg {args.command}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The real Megatron-FSDP trained without a GPU: stand-ins, a model, a loop, its processes."""

@@ -1,0 +1,60 @@
+"""Processes on this machine that train together over gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+if TYPE_CHECKING:
+    from megatron_cg.cpu.train import TrainingPlan
+
+
+def run_processes(body: Callable[[], Any], processes: int = 2) -> None:
+    """Run ``body`` in that many processes, under the stand-ins, joined by gloo over loopback.
+
+    ``body`` must be picklable. Raises torch's ProcessRaisedException, with the traceback, when it
+    raises in any of them.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-") as directory:
+        worker = partial(_worker, processes=processes, store=f"{directory}/store", body=body)
+        spawn(worker, nprocs=processes)
+
+
+def _worker(rank: int, processes: int, store: str, body: Callable[[], Any]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank))
+    # A machine's name need not resolve, and no port is left open to others.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The same sums in the same order whatever the machine: one thread a process.
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    from megatron_cg.cpu.standins import cpu_standins
+
+    try:
+        with cpu_standins():
+            body()
+    finally:
+        dist.destroy_process_group()
+
+
+def run_plans(jobs: Sequence[tuple[TrainingPlan, Path]], processes: int = 2) -> None:
+    """Train each plan in turn, in the same processes; see :func:`megatron_cg.cpu.train.train`.
+
+    Each process writes ``rank<N>.json`` in the plan's directory. A plan that fails ends all.
+    """
+    run_processes(partial(_train_all, tuple(jobs)), processes)
+
+
+def _train_all(jobs: Sequence[tuple[TrainingPlan, Path]]) -> None:
+    from megatron_cg.cpu.train import train
+
+    for plan, directory in jobs:
+        train(plan, directory)

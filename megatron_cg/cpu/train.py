@@ -1,0 +1,179 @@
+"""A training loop for the CPU: the real model and FSDP, eager or with tapes after some steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import cuda_graphs
+
+from megatron_cg.align.record import Recorder
+from megatron_cg.backends.base import Backend
+from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.capture import Unit
+from megatron_cg.cpu.data import Batches
+from megatron_cg.cpu.model import CpuModelConfig, build, transformer_layers
+from megatron_cg.megatron.helper import graphed_modules
+from megatron_cg.session import Session
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """One run. ``graphs`` captures after ``warmup_steps`` eager steps; else all steps are eager.
+
+    A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process.
+    ``tokens`` is the prefix of a dataset in Megatron's indexed format; None takes text that comes
+    with Python.
+    """
+
+    model: CpuModelConfig = field(default_factory=CpuModelConfig)
+    steps: int = 6
+    warmup_steps: int = 3
+    graphs: bool = False
+    microbatches: int = 1
+    micro_batch_size: int = 2
+    learning_rate: float = 1e-3
+    tokens: Path | None = None
+
+
+class Trainer:
+    """A built model with its optimizer; needs cpu_standins and a default process group."""
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import (
+            fully_shard_optimizer,
+        )
+
+        self.plan = plan
+        self.model = build(plan.model)
+        self._fsdp: Any = self.model.module
+        self._fsdp._replace_param_with_distributed_if_needed()
+        self._parameters = list(self._fsdp.parameters())
+        self._optimizer = fully_shard_optimizer(
+            torch.optim.Adam(self._parameters, lr=plan.learning_rate)
+        )
+        self._batches = Batches(
+            plan.tokens, plan.micro_batch_size, plan.model.sequence_length, plan.model.vocabulary
+        )
+        self.session: Session | None = None
+
+    def step(self) -> tuple[float, float]:
+        """Train one step; return the mean loss a token over all processes and the gradient norm."""
+        self._optimizer.zero_grad()
+        total = torch.zeros(2, dtype=torch.float64)
+        for microbatch in range(self.plan.microbatches):
+            last = microbatch == self.plan.microbatches - 1
+            with nullcontext() if last else self._fsdp.no_sync():
+                losses = self._forward()
+                losses.sum().backward()
+            total += torch.tensor([losses.detach().double().sum(), losses.numel()])
+        dist.all_reduce(total)
+        self._fsdp.finish_grad_sync()
+        self._fsdp.scale_gradients(1.0 / float(total[1]))
+        norm = self._gradient_norm()
+        self._optimizer.step(sync_grad_before_optimizer_step=False)
+        return float(total[0] / total[1]), norm
+
+    def _forward(self) -> torch.Tensor:
+        """Return the loss of every token of the next microbatch, (batch, sequence) in fp32."""
+        tokens, labels = next(self._batches)
+        length = tokens.shape[1]
+        positions = torch.arange(length).expand_as(tokens)
+        mask = ~torch.tril(torch.ones(length, length, dtype=torch.bool)).reshape(1, 1, length, -1)
+        losses: torch.Tensor = self.model(tokens, positions, mask, labels=labels)
+        return losses.float()
+
+    def _gradient_norm(self) -> float:
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                total += parameter.grad.to_local().double().square().sum()
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    def capture(self, backend: Backend) -> Session:
+        """Capture the transformer layers, which replay from then on until the session is closed.
+
+        Raises what the session and the backend raise; the model is then as it was before.
+        """
+        layers = transformer_layers(self.model)
+        units = [
+            Unit(f"layer {index}", layer, graphed_modules(layer))
+            for index, layer in enumerate(layers)
+        ]
+        session = Session(self.model, units, backend)
+        args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
+        with session.capturing() as hooks, _megatron_capturing():
+            graphs = backend.capture(
+                tuple(layers),
+                args,
+                sample_kwargs=kwargs,
+                capture_time_hooks=hooks,
+                num_warmup_iters=2,
+                allow_unused_input=True,
+                _order=[1, -1],
+                _num_layers_per_chunk=[len(layers)],
+                _reuse_graph_input_output_buffers=True,
+            )
+            for layer, graph in zip(layers, graphs, strict=True):
+                layer.cuda_graphs = [graph]
+        self._optimizer.zero_grad()
+        self.session = session
+        return session
+
+    def _samples(self, layer: Any) -> tuple[tuple[torch.Tensor], dict[str, torch.Tensor]]:
+        """Return static inputs as Megatron's helper makes them, in the model's precision."""
+        shape = self.plan.model
+        inputs = layer.get_layer_static_inputs(shape.sequence_length, self.plan.micro_batch_size)
+        hidden = inputs.pop("hidden_states").detach().to(layer.config.params_dtype)
+        if "attention_mask" in inputs:
+            gpt = next(m for m in self.model.modules() if hasattr(m, "rotary_pos_emb"))
+            inputs["rotary_pos_emb"] = gpt.rotary_pos_emb(shape.sequence_length)
+            # The model passes one mask for the whole batch, so the graph takes that shape.
+            inputs["attention_mask"] = inputs["attention_mask"][:1].clone()
+        return (hidden.requires_grad_(),), inputs
+
+
+@contextmanager
+def _megatron_capturing() -> Iterator[None]:
+    """Set Megatron's capturing flag, by which a layer's call becomes ``_te_cuda_graph_capture``."""
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+def train(plan: TrainingPlan, directory: Path) -> None:
+    """Run ``plan`` in this process and write its record to ``directory/rank<N>.json``.
+
+    The record's file is written also when training fails, with the error's name and text.
+    """
+    recorder = Recorder(directory)
+    try:
+        trainer = Trainer(plan)
+        with ExitStack() as stack:
+            for number in range(plan.steps):
+                if plan.graphs and number == plan.warmup_steps:
+                    stack.callback(trainer.capture(TapeBackend()).close)
+                start = time.perf_counter()
+                loss, norm = trainer.step()
+                losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
+                recorder.add_step(losses, norm, False, start)
+            if trainer.session is not None:
+                counters = trainer.session.counters
+                recorder.note("graphs", dict(vars(counters)))
+            recorder.finish([trainer.model])
+    except BaseException as error:
+        recorder.note("error", f"{type(error).__name__}: {error}")
+        recorder.write()
+        raise
+    finally:
+        parallel_state.destroy_model_parallel()

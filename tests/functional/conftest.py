@@ -1,0 +1,58 @@
+"""What the functional tests share: GPUs, or the reason to skip, and one way to align a case."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_cg.align.command import Plan
+from megatron_cg.align.data import TokenStream, from_text, python_sources
+from megatron_cg.align.outcome import Outcome
+from megatron_cg.align.presets import load_preset
+from megatron_cg.align.run import Options, align_on_gpus, example_script
+from tests.functional.cases import Case
+
+TIMEOUT = 240.0
+
+
+def skip_without(gpus: int) -> None:
+    """Skip the calling test where there are fewer GPUs or no Transformer Engine."""
+    found = torch.cuda.device_count()
+    if found < gpus:
+        pytest.skip(f"needs {gpus} GPUs, and {found} can be seen")
+    if importlib.util.find_spec("transformer_engine_torch") is None:
+        pytest.skip("needs transformer-engine with its PyTorch extension")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+    """Python's own library, one token a byte."""
+    return from_text(python_sources(), tmp_path_factory.mktemp("data"), "Python's own sources")
+
+
+@pytest.fixture
+def align(data: TokenStream, tmp_path: Path) -> Callable[..., Outcome]:
+    """Train a case eagerly and with graphs, at once, and compare."""
+
+    def run(case: Case, *, script: Path | None = None, mutation: str | None = None) -> Outcome:
+        skip_without(case.gpus)
+        if case.needs and importlib.util.find_spec(case.needs) is None:
+            pytest.skip(f"needs {case.needs}")
+        preset = load_preset(case.preset)
+        plan = Plan(
+            script=script or example_script(),
+            nproc=case.gpus,
+            model=tuple(preset.arguments()),
+            steps=case.steps,
+            scopes=case.scopes,
+            graph_extra=case.graph_flags,
+            extra=tuple(word.replace("{directory}", str(tmp_path)) for word in case.flags),
+        )
+        options = Options(tmp_path / "runs", TIMEOUT, parallel=True, mutation=mutation)
+        return align_on_gpus(plan, data, options)
+
+    return run

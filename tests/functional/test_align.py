@@ -1,0 +1,21 @@
+"""Eager and graphed training agree bit for bit in every configuration of the support table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron_cg.align.outcome import Outcome
+from tests.functional.cases import CASES, Case
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_losses_norms_and_shards_are_bit_equal(case: Case, align: Callable[..., Outcome]) -> None:
+    outcome = align(case)
+    comparison = outcome.comparison
+    assert comparison.status == "identical", comparison.reason + "\n" + outcome.log_tail
+    assert comparison.shards > 0
+    assert len({value.step for value in comparison.values}) == case.steps
+    assert comparison.graphs["captured"] > 0
+    assert comparison.graphs["replayed"] > 0

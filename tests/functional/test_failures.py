@@ -1,0 +1,86 @@
+"""The harness can fail, and a capture that fails, or is undone, leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_cg.align.compare import Comparison
+from megatron_cg.align.outcome import Outcome
+from tests.functional.cases import Case, batch
+
+SCRIPT = Path(__file__).with_name("tampered.py")
+Align = Callable[..., Outcome]
+STAGES = (
+    "samples",
+    "warmup-forward",
+    "warmup-backward",
+    "memory",
+    "capture-forward",
+    "capture-forward-end",
+    "capture-backward",
+    "publish",
+)
+
+
+def case(name: str, *graph_flags: str) -> Case:
+    return Case(name, "llama-tiny", ("attn", "mlp"), batch(8), graph_flags=graph_flags)
+
+
+def trained_alike(comparison: Comparison, steps: int) -> bool:
+    """Every number and every shard equal; says nothing of whether graphs replayed."""
+    values = comparison.values
+    complete = len({value.step for value in values}) == steps and comparison.shards > 0
+    return complete and all(v.same for v in values) and not comparison.different_shards
+
+
+@pytest.mark.parametrize(
+    ("mutation", "status", "words"),
+    [
+        ("no-phase-two", "failed", "CaptureError"),
+        ("wrapper-left-in", "failed", "Modules must not have hooks registered"),
+        ("parameter-hooks-on", None, ""),
+        ("buffer-moved", "different", "first difference at step 4"),
+    ],
+)
+def test_a_broken_run_never_passes(
+    mutation: str, status: str | None, words: str, align: Align
+) -> None:
+    outcome = align(case("broken"), script=SCRIPT, mutation=mutation)
+    assert outcome.comparison.status in ("failed", "different")
+    assert status is None or outcome.comparison.status == status
+    assert words in outcome.comparison.reason
+
+
+def test_the_script_of_these_tests_passes_when_nothing_is_broken(align: Align) -> None:
+    outcome = align(case("whole"), script=SCRIPT, mutation="none")
+    assert outcome.comparison.status == "identical", outcome.comparison.reason + outcome.log_tail
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_capture_leaves_an_eager_run(stage: str, align: Align) -> None:
+    outcome = align(case("fail", "--cg-on-failure", "eager"), script=SCRIPT, mutation=f"fail@{stage}")
+    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
+    for rank in outcome.graphed.values():
+        assert rank["after_failure"] == {"same": True}
+    assert outcome.comparison.graphs.get("replayed", 0) == 0
+    assert trained_alike(outcome.comparison, steps=12), outcome.comparison.reason
+
+
+@pytest.mark.parametrize("stage", ["capture-forward", "memory"])
+def test_without_leave_to_go_on_the_run_ends_with_the_error(stage: str, align: Align) -> None:
+    outcome = align(case("fail"), script=SCRIPT, mutation=f"fail@{stage}")
+    assert outcome.comparison.status == "failed"
+    assert "CaptureError: capture failed with" in outcome.comparison.reason
+    assert "Forced" in outcome.comparison.reason or "OutOfMemory" in outcome.comparison.reason
+
+
+def test_deleted_graphs_leave_an_eager_run(align: Align) -> None:
+    outcome = align(case("delete"), script=SCRIPT, mutation="delete@7")
+    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
+    for rank in outcome.graphed.values():
+        assert rank["after_delete"]["same"] is True
+        assert rank["after_delete"]["replayed"] > 0
+    assert trained_alike(outcome.comparison, steps=12), outcome.comparison.reason

@@ -1,0 +1,381 @@
+"""One change to a run that keeps every rule, for each way to break one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """What breaks ``rule``, alone, and the words its violation must say."""
+
+    rule: str
+    change: dict[str, Any] = field(default_factory=dict)
+    found: str = ""
+    reason: str = ""
+    remedy: str = ""
+    layers: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        changed = {**self.change, **self.variables, **self.versions}
+        return f"{self.rule}:{','.join([*changed, *self.layers])}"
+
+
+_SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
+_DROP_AND_PAD: dict[str, Any] = {
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+}
+
+
+def _modules(*names: str, **others: Any) -> dict[str, Any]:
+    return {"cuda_graph_modules": names, **others}
+
+
+FSDP = (
+    Case(
+        "implementation",
+        {"cuda_graph_impl": "local"},
+        "impl local",
+        "Transformer Engine",
+        "--cuda-graph-impl transformer_engine",
+    ),
+    Case(
+        "double-buffer",
+        {"fsdp_double_buffer": False},
+        "without --fsdp-double-buffer",
+        "memory that was freed",
+        "add --fsdp-double-buffer",
+    ),
+    Case(
+        "persistent-fallback",
+        {"fsdp_db_use_persist_buf_on_alloc_fail": False},
+        "without --fsdp-db-use-persist-buf-on-alloc-fail",
+        "a buffer that moves",
+        "add --fsdp-db-use-persist-buf-on-alloc-fail",
+    ),
+    Case(
+        "gradient-accumulation-fusion",
+        {"gradient_accumulation_fusion": True},
+        "on, as it is by default",
+        "grad_added_to_main_grad",
+        "--no-gradient-accumulation-fusion",
+    ),
+    Case(
+        "expert-parallel-overlap",
+        {"overlap_moe_expert_parallel_comm": True},
+        "--overlap-moe-expert-parallel-comm",
+        "neither with double buffers",
+        "drop --overlap-moe-expert-parallel-comm",
+    ),
+    Case(
+        "delayed-weight-gradients",
+        {"delay_wgrad_compute": True},
+        "--delay-wgrad-compute",
+        "after the layer's backward",
+        "drop --delay-wgrad-compute",
+    ),
+    Case(
+        "pipeline-parallel",
+        {"pipeline_model_parallel_size": 2},
+        "--pipeline-model-parallel-size 2",
+        "einops",
+        "--pipeline-model-parallel-size 1",
+    ),
+)
+
+SCOPES = (
+    Case(
+        "moe-and-router",
+        _modules("moe", "moe_router", **_DROP_AND_PAD),
+        "both moe and moe_router",
+        "captured twice",
+        "--cuda-graph-modules attn moe_router",
+    ),
+    Case(
+        "preprocess-without-router",
+        _modules("attn", "moe_preprocess"),
+        "moe_preprocess without moe_router",
+        "continuation of the router's graph",
+        "--cuda-graph-modules attn moe_router moe_preprocess",
+    ),
+    Case(
+        "moe-without-experts",
+        {"num_experts": None},
+        "moe_router in a model without experts",
+        "parts of a MoE layer",
+        "--num-experts 8",
+    ),
+    Case(
+        "moe-without-drop-and-pad",
+        _modules("attn", "moe"),
+        "moe without drop-and-pad",
+        "differs from step to step",
+        "--moe-pad-expert-input-to-capacity",
+    ),
+    Case(
+        "moe-without-drop-and-pad",
+        _modules("attn", "moe", moe_expert_capacity_factor=1.0),
+        "moe without drop-and-pad",
+        "differs from step to step",
+        "--moe-expert-capacity-factor 1.0",
+    ),
+    Case(
+        "preprocess-synchronizes",
+        _modules("moe_router", "moe_preprocess", moe_expert_capacity_factor=1.0),
+        "dispatcher-type alltoall",
+        "waits for them",
+        "drop moe_preprocess",
+    ),
+    Case(
+        "preprocess-synchronizes",
+        _modules("moe_router", "moe_preprocess", moe_router_padding_for_fp8=True),
+        "router padding for FP8",
+        "waits for them",
+        "drop moe_preprocess",
+    ),
+    Case(
+        "scope-selects-nothing",
+        _modules("attn", "mlp"),
+        "--cuda-graph-modules mlp",
+        "none of the model's 4 layers has a dense MLP",
+        "drop mlp",
+    ),
+    Case(
+        "scope-selects-nothing",
+        _modules("attn", "mlp", moe_layer_freq=(1, 1, 1, 1)),
+        "--cuda-graph-modules mlp",
+        "none of the model's 4 layers",
+        "drop mlp",
+    ),
+)
+
+SCOPES_BEYOND_MEGATRON = (
+    Case(
+        "scope-selects-nothing",
+        _modules("attn", "mamba"),
+        "--cuda-graph-modules mamba",
+        "has a Mamba mixer",
+        "drop mamba from --cuda-graph-modules",
+    ),
+    Case(
+        "scope-selects-nothing",
+        _modules("attn", "moe_router", hybrid_layer_pattern="E|E/**"),
+        "--cuda-graph-modules attn",
+        "none of the model's 2 layers has attention",
+        "drop attn",
+    ),
+    Case(
+        "scope-selects-nothing",
+        {"moe_layer_freq": (0, 0, 1, 1)},
+        "leaves moe_router on no layer",
+        "first layer with it is layer 2",
+        "--cg-layers moe_router:2-",
+        layers=("moe_router:0-1",),
+    ),
+    Case(
+        "whole-moe-layer",
+        _modules(),
+        "4 of them MoE layers",
+        "read back to the CPU",
+        "--cuda-graph-modules attn moe_router",
+    ),
+    Case(
+        "whole-moe-layer",
+        _modules(moe_layer_freq=(0, 1, 1, 1)),
+        "the first is layer 2",
+        "read back to the CPU",
+        "--cg-layers layer:0",
+        layers=("layer:0,2-",),
+    ),
+    Case("cg-layers", {}, "--cg-layers attn", "no colon", "attn:0-23", layers=("attn",)),
+    Case(
+        "cg-layers",
+        {},
+        "--cg-layers moe_router:2-9",
+        "last index is 3",
+        "--cg-layers moe_router:2-",
+        layers=("moe_router:2-9",),
+    ),
+)
+
+RECOMPUTE = (
+    Case(
+        "full-recompute",
+        {"recompute_granularity": "full"},
+        "granularity full",
+        "whole layers",
+        "--recompute-granularity selective",
+    ),
+    Case(
+        "moe-recompute-around-router",
+        {**_SELECTIVE, "recompute_modules": ("moe",)},
+        "--recompute-modules moe with",
+        "wholly inside or wholly outside",
+        "--recompute-modules moe_act",
+    ),
+    Case(
+        "dropout-in-recomputed-attention",
+        {**_SELECTIVE},
+        "--attention-dropout 0.1",
+        "same random numbers",
+        "--attention-dropout 0",
+    ),
+    Case(
+        "dropout-in-recomputed-mlp",
+        {**_SELECTIVE, **_modules("mlp"), "recompute_modules": ("mlp",), "num_experts": None},
+        "--hidden-dropout 0.1",
+        "same random numbers",
+        "--hidden-dropout 0",
+    ),
+    Case(
+        "dropout-in-recomputed-mlp",
+        {**_SELECTIVE, **_modules("moe"), **_DROP_AND_PAD, "recompute_modules": ("moe",)},
+        "--hidden-dropout 0.1",
+        "same random numbers",
+        "leave mlp and moe out",
+    ),
+    Case(
+        "jitter-in-recomputed-moe",
+        {
+            **_SELECTIVE,
+            **_modules("moe"),
+            **_DROP_AND_PAD,
+            "recompute_modules": ("moe",),
+            "hidden_dropout": 0.0,
+            "moe_input_jitter_eps": 0.01,
+        },
+        "--moe-input-jitter-eps 0.01",
+        "same random numbers",
+        "drop --moe-input-jitter-eps",
+    ),
+    Case(
+        "cpu-offloading",
+        {"cpu_offloading": True},
+        "--cpu-offloading-num-layers",
+        "Python code that a replay does not run",
+        "drop --cpu-offloading-num-layers",
+    ),
+)
+
+NUMERICS = (
+    Case(
+        "activation-offloading",
+        {"fine_grained_activation_offloading": True},
+        "--fine-grained-activation-offloading",
+        "streams outside of the graph",
+        "drop --fine-grained-activation-offloading",
+    ),
+    Case("not-bf16", {"bf16": False}, "not in bfloat16", "get_layer_static_inputs", "add --bf16"),
+    Case(
+        "fp8-primary-weights",
+        {"fp8": "hybrid", "fp8_param_gather": True},
+        "--fp8-param-gather without --keep-fp8-transpose-cache",
+        "the gradient norm is NaN",
+        "add --keep-fp8-transpose-cache",
+    ),
+    Case(
+        "shared-expert-overlap",
+        {"moe_shared_expert_overlap": True},
+        "with a captured MoE router",
+        "not idle in the warmup",
+        "drop --moe-shared-expert-overlap",
+    ),
+    Case(
+        "optimizer-graph",
+        {"optimizer_cuda_graph": True},
+        "--optimizer-cuda-graph",
+        "invalid argument",
+        "drop --optimizer-cuda-graph",
+    ),
+    Case(
+        "packed-sequences",
+        {"sft": True},
+        "--sft",
+        "differ from step to step",
+        "--cuda-graph-impl none",
+    ),
+    Case(
+        "packed-sequences",
+        {"rl_use_sequence_packing": True},
+        "--rl-use-sequence-packing",
+        "differ from step to step",
+        "--cuda-graph-impl none",
+    ),
+    Case(
+        "hybrid-context-parallel",
+        {"hybrid_context_parallel": True},
+        "--hybrid-context-parallel",
+        "several lengths",
+        "drop --hybrid-context-parallel",
+    ),
+    Case(
+        "inference-rng-tracker",
+        {"inference_rng_tracker": True},
+        "--inference-rng-tracker",
+        "no random states",
+        "add --te-rng-tracker",
+    ),
+)
+
+ENVIRONMENT = (
+    Case(
+        "transformer-engine-version",
+        {},
+        "transformer-engine 2.18.0",
+        "capture_time_hooks",
+        "'transformer-engine[pytorch]>=2.19'",
+        versions={"transformer-engine": "2.18.0"},
+    ),
+    Case(
+        "transformer-engine-version",
+        {},
+        "not installed",
+        "2.19 or newer",
+        "'transformer-engine[pytorch]>=2.19'",
+        versions={"transformer-engine": None},
+    ),
+    Case(
+        "megatron-core-version",
+        {},
+        "megatron-core 0.18.2",
+        "parameters move",
+        "'megatron-core>=0.19'",
+        versions={"megatron-core": "0.18.2"},
+    ),
+    Case(
+        "expandable-segments",
+        {},
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "illegal memory access",
+        "export NCCL_GRAPH_REGISTER=0",
+        variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    ),
+    Case(
+        "expandable-segments",
+        {},
+        "PYTORCH_ALLOC_CONF=",
+        "illegal memory access",
+        "out of PYTORCH_ALLOC_CONF",
+        variables={
+            "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments: True",
+            "NCCL_GRAPH_REGISTER": "1",
+        },
+    ),
+    Case(
+        "max-connections",
+        {},
+        "CUDA_DEVICE_MAX_CONNECTIONS=1",
+        "one hardware queue",
+        "unset CUDA_DEVICE_MAX_CONNECTIONS",
+        variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    ),
+)
+
+MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)
+"""The cases that ``TransformerConfig`` of megatron-core must refuse too."""
+
+ALL = (*FSDP, *SCOPES, *SCOPES_BEYOND_MEGATRON, *RECOMPUTE, *NUMERICS, *ENVIRONMENT)

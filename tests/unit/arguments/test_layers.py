@@ -1,0 +1,160 @@
+"""The grammar of ``--cg-layers`` and what it selects."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_cg.arguments import LayerSelection
+from megatron_cg.errors import ConfigurationError
+
+
+def on(selection: LayerSelection, scope: str, num_layers: int, *scopes: str) -> list[int]:
+    return [
+        index for index in range(num_layers) if scope in selection.scopes(index, num_layers, scopes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [
+        ("attn:0", [0]),
+        ("attn:0-2", [0, 1, 2]),
+        ("attn:2-2", [2]),
+        ("attn:4-", [4, 5]),
+        ("attn:0-1,3", [0, 1, 3]),
+        ("attn:3,0-1,5-", [0, 1, 3, 5]),
+    ],
+)
+def test_ranges(token: str, expected: list[int]) -> None:
+    selection = LayerSelection.parse([token])
+    assert on(selection, "attn", 6, "attn", "mlp") == expected
+    assert on(selection, "mlp", 6, "attn", "mlp") == list(range(6))
+    assert selection.violations(("attn", "mlp"), 6) == ()
+
+
+def test_a_scope_named_twice_has_both_ranges() -> None:
+    selection = LayerSelection.parse(["attn:0", "moe_router:2-", "attn:3-4"])
+    assert on(selection, "attn", 6, "attn", "moe_router") == [0, 3, 4]
+    assert on(selection, "moe_router", 6, "attn", "moe_router") == [2, 3, 4, 5]
+
+
+def test_the_order_of_the_runs_scopes_is_kept() -> None:
+    selection = LayerSelection.parse(["attn:0-3"])
+    assert selection.scopes(1, 4, ("moe_router", "attn")) == ("moe_router", "attn")
+
+
+@pytest.mark.parametrize("scopes", [(), ("layer",)], ids=["empty", "layer"])
+def test_whole_layers_go_by_the_name_layer(scopes: tuple[str, ...]) -> None:
+    selection = LayerSelection.parse(["layer:0-1"])
+    assert [selection.scopes(index, 3, scopes) for index in range(3)] == [
+        ("layer",),
+        ("layer",),
+        (),
+    ]
+    assert LayerSelection.parse([]).scopes(2, 3, scopes) == ("layer",)
+    assert selection.violations(scopes, 3) == ()
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_a_layer_that_is_not_there(index: int) -> None:
+    with pytest.raises(IndexError, match=f"layer {index} of a decoder with 4 layers"):
+        LayerSelection().scopes(index, 4, ("attn",))
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        ("attn", "no colon"),
+        ("0-3", "no colon"),
+        ("", "no colon"),
+        ("attention:0-3", "there is no scope 'attention'; there are attn, mlp, moe, moe_router"),
+        (":0-3", "there is no scope ''"),
+        ("attn:", "'' is not a layer index N"),
+        ("attn:a", "'a' is not a layer index N"),
+        ("attn:-3", "'-3' is not a layer index N"),
+        ("attn:0-3,", "'' is not a layer index N"),
+        ("attn:0-3-5", "'0-3-5' is not a layer index N"),
+        ("attn:1 2", "'1 2' is not a layer index N"),
+        ("attn:²", "'²' is not a layer index N"),
+        ("attn:5-2", "range 5-2 is reversed: it ends before it begins, write 2-5"),
+        ("attn:0-3,3", "ranges 0-3 and 3 of attn overlap"),
+        ("attn:4-,0-6", "ranges 4- and 0-6 of attn overlap"),
+    ],
+)
+def test_a_bad_token_is_named_with_the_reason_and_a_right_example(token: str, why: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        LayerSelection.parse(["mlp:0", token])
+    (violation,) = caught.value.violations
+    assert violation.rule == "cg-layers"
+    assert violation.found == f"--cg-layers {token}"
+    assert why in violation.reason
+    assert violation.remedy == "for example type --cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
+
+
+def test_all_bad_tokens_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        LayerSelection.parse(["attn", "mlp:3-1,x", "bad:0", "moe:0", "moe:0-1"])
+    assert [violation.found for violation in caught.value.violations] == [
+        "--cg-layers attn",
+        "--cg-layers mlp:3-1,x",
+        "--cg-layers mlp:3-1,x",
+        "--cg-layers bad:0",
+        "--cg-layers moe:0-1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("token", "scopes", "reason", "remedy"),
+    [
+        (
+            "mlp:0-3",
+            ("attn", "moe_router"),
+            "mlp is not among --cuda-graph-modules attn moe_router",
+            "type --cuda-graph-modules attn moe_router mlp",
+        ),
+        ("attn:0-3", (), "--cuda-graph-modules is empty", "type --cg-layers layer:0-3"),
+        (
+            "layer:0-3",
+            ("attn",),
+            "this run has --cuda-graph-modules attn",
+            "name one of attn, or drop --cuda-graph-modules",
+        ),
+        ("attn:0-4", ("attn",), "the last index is 3 and there is no layer 4", "attn:0-"),
+        ("attn:9", ("attn",), "the last index is 3 and there is no layer 9", "attn:3-"),
+        ("attn:4-", ("attn",), "the last index is 3 and there is no layer 4", "attn:3-"),
+    ],
+)
+def test_a_selection_that_does_not_fit_the_run(
+    token: str, scopes: tuple[str, ...], reason: str, remedy: str
+) -> None:
+    (violation,) = LayerSelection.parse([token]).violations(scopes, 4)
+    assert violation.rule == "cg-layers"
+    assert violation.found == f"--cg-layers {token}"
+    assert reason in violation.reason
+    assert remedy in violation.remedy
+
+
+ROUTED = ("attn", "moe_router", "moe_preprocess")
+
+
+@pytest.mark.parametrize("num_layers", [4, None])
+def test_preprocess_needs_the_router_on_its_layer(num_layers: int | None) -> None:
+    selection = LayerSelection.parse(["moe_router:0-1"])
+    (violation,) = selection.violations(ROUTED, num_layers)
+    assert "moe_preprocess without moe_router on layer 2" in violation.found
+    assert "continuation of the router's graph" in violation.reason
+    assert violation.remedy == "type --cg-layers moe_router:0-1 moe_preprocess:0-1"
+    repaired = LayerSelection.parse(["moe_router:0-1", "moe_preprocess:0-1"])
+    assert repaired.violations(ROUTED, num_layers) == ()
+
+
+def test_preprocess_is_not_asked_about_on_dense_layers() -> None:
+    dense, moe = frozenset({"attn", "mlp"}), frozenset({"attn", *ROUTED})
+    selection = LayerSelection.parse(["moe_router:2-"])
+    assert selection.violations(ROUTED, 4, (dense, dense, moe, moe)) == ()
+    assert len(selection.violations(ROUTED, 4, (dense, moe, moe, moe))) == 1
+
+
+def test_everything_that_does_not_fit_at_once() -> None:
+    selection = LayerSelection.parse(["mlp:0", "attn:7", "moe_router:0"])
+    assert len(selection.violations(ROUTED, 4)) == 3

@@ -1,0 +1,188 @@
+"""Every rule: kept by a good run, broken alone by one change, and what it then says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
+from megatron_cg.arguments.rule import Rule
+from megatron_cg.arguments.validation import RULES
+from megatron_cg.errors import Violation
+from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN, megatron_parser
+from tests.unit.arguments.rule_cases import ALL, Case
+
+
+def configured(case: Case) -> tuple[RunArguments, GraphArguments, Environment]:
+    versions = {
+        name: version
+        for name, version in {**GOOD_ENVIRONMENT.versions, **case.versions}.items()
+        if version is not None
+    }
+    return (
+        dataclasses.replace(GOOD_RUN, **case.change),
+        GraphArguments(cg_layers=case.layers),
+        dataclasses.replace(GOOD_ENVIRONMENT, versions=versions, variables=case.variables),
+    )
+
+
+def broken_by(case: Case) -> tuple[Violation, ...]:
+    return violations(*configured(case))
+
+
+def test_a_good_run_keeps_every_rule() -> None:
+    assert violations(GOOD_RUN, GraphArguments(), GOOD_ENVIRONMENT) == ()
+    assert notices(GOOD_RUN, GraphArguments(), GOOD_ENVIRONMENT) == ()
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_one_change_breaks_its_rule_and_says_why(case: Case) -> None:
+    found = [v for v in broken_by(case) if v.rule == case.rule]
+    assert len(found) == 1
+    assert case.found in found[0].found
+    assert case.reason in found[0].reason
+    assert case.remedy in found[0].remedy
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if len(case.change) < 2], ids=str)
+def test_one_change_breaks_no_other_rule(case: Case) -> None:
+    assert {v.rule for v in broken_by(case)} == {case.rule}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: getattr(rule, "rule", rule))
+def test_every_rule_has_a_case(rule: Rule) -> None:
+    assert any(list(rule(*configured(case))) for case in ALL)
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_every_flag_in_a_message_exists(case: Case) -> None:
+    flags = set(megatron_parser()._option_string_actions)
+    for violation in broken_by(case):
+        named = set(re.findall(r"--[a-z][a-z0-9-]*", str(violation)))
+        assert named <= flags
+
+
+def test_all_violations_at_once() -> None:
+    run = dataclasses.replace(
+        GOOD_RUN,
+        fsdp_double_buffer=False,
+        cuda_graph_modules=("moe", "moe_router"),
+        recompute_granularity="full",
+        bf16=False,
+    )
+    environment = Environment(
+        versions={"transformer-engine": "2.17.1", "megatron-core": "0.19.2"},
+        variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    )
+    assert [v.rule for v in violations(run, GraphArguments(), environment)] == [
+        "double-buffer",
+        "moe-and-router",
+        "moe-without-drop-and-pad",
+        "full-recompute",
+        "not-bf16",
+        "transformer-engine-version",
+        "max-connections",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_megatron_fsdp": False},
+        {"cuda_graph_impl": "none"},
+        {"cuda_graph_impl": "full_iteration"},
+    ],
+    ids=str,
+)
+def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, object]) -> None:
+    run = dataclasses.replace(GOOD_RUN, fsdp_double_buffer=False, bf16=False, **change)
+    assert violations(run, GraphArguments(cg_record="records"), Environment()) == ()
+    assert notices(run, GraphArguments(), Environment(versions={"torch": "3.0"})) == ()
+
+
+@pytest.mark.parametrize(
+    ("graph", "flag"),
+    [
+        (GraphArguments(cg_layers=("attn:0-3",)), "--cg-layers attn:0-3"),
+        (GraphArguments(cg_on_failure="eager"), "--cg-on-failure eager"),
+    ],
+    ids=["cg_layers", "cg_on_failure"],
+)
+def test_our_flags_without_graphs_are_refused(graph: GraphArguments, flag: str) -> None:
+    (violation,) = violations(RunArguments(), graph, Environment())
+    assert violation.rule == "flags-without-graphs"
+    assert violation.found == f"{flag} with --cuda-graph-impl none without --use-megatron-fsdp"
+    assert "no effect" in violation.reason
+    assert "--use-megatron-fsdp --cuda-graph-impl transformer_engine" in violation.remedy
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"moe_shared_expert_overlap": True, "cuda_graph_modules": ("attn",)},
+        {"fp8": "hybrid"},
+        {"fp8_param_gather": True},
+        {"fp8": "hybrid", "fp8_param_gather": True, "keep_fp8_transpose_cache": True},
+        {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
+        {"recompute_granularity": "selective", "cuda_graph_modules": ("moe_router",)},
+        {"cuda_graph_modules": ("attn", "moe_router", "moe_preprocess")},
+        {
+            "cuda_graph_modules": ("attn", "moe"),
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+        {"cuda_graph_modules": ("attn", "mlp"), "num_experts": None},
+        {"cuda_graph_modules": (), "num_experts": None},
+        {"cuda_graph_modules": ("mamba", "attn", "mlp"), "hybrid_layer_pattern": "M*|M-"},
+        {"cuda_graph_modules": ("attn", "mamba"), "custom_layers": True},
+        {"cuda_graph_modules": ("attn", "mlp", "moe_router"), "moe_layer_freq": 2},
+    ],
+    ids=str,
+)
+def test_runs_that_are_near_a_rule_and_keep_it(change: dict[str, object]) -> None:
+    run = dataclasses.replace(GOOD_RUN, **change)
+    assert violations(run, GraphArguments(), GOOD_ENVIRONMENT) == ()
+
+
+@pytest.mark.parametrize("layers", [("layer:0",), ("layer:0,2",)], ids=str)
+def test_whole_dense_layers_of_a_mixed_model_can_be_captured(layers: tuple[str, ...]) -> None:
+    run = dataclasses.replace(GOOD_RUN, cuda_graph_modules=(), moe_layer_freq=(0, 1, 0, 1))
+    assert violations(run, GraphArguments(cg_layers=layers), GOOD_ENVIRONMENT) == ()
+
+
+def test_expandable_segments_with_registration_off() -> None:
+    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+    environment = dataclasses.replace(GOOD_ENVIRONMENT, variables=variables)
+    assert violations(GOOD_RUN, GraphArguments(), environment) == ()
+
+
+def test_the_tape_needs_no_transformer_engine() -> None:
+    environment = Environment(
+        versions={"megatron-core": "0.19.2"},
+        variables={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        backend="tape",
+    )
+    assert violations(GOOD_RUN, GraphArguments(), environment) == ()
+
+
+@pytest.mark.parametrize("version", ["2.19.0", "2.19.0.dev0+abc", "2.20.2", "3.0", "odd"])
+def test_transformer_engine_new_enough(version: str) -> None:
+    versions = {**GOOD_ENVIRONMENT.versions, "transformer-engine": version}
+    environment = dataclasses.replace(GOOD_ENVIRONMENT, versions=versions)
+    assert violations(GOOD_RUN, GraphArguments(), environment) == ()
+
+
+def test_unseen_versions_and_the_random_tracker_are_noticed() -> None:
+    versions = {**GOOD_ENVIRONMENT.versions, "torch": "2.12.0", "megatron-fsdp": "0.7.0"}
+    environment = dataclasses.replace(GOOD_ENVIRONMENT, versions=versions)
+    run = dataclasses.replace(GOOD_RUN, te_rng_tracker=False)
+    lines = notices(run, GraphArguments(), environment)
+    assert [line.split(" ")[:2] for line in lines] == [
+        ["megatron-fsdp", "0.7.0"],
+        ["torch", "2.12.0"],
+        ["--te-rng-tracker", "was"],
+    ]
+    assert "megatron-cg align" in lines[0]
+    assert "only with --te-rng-tracker" in lines[2]

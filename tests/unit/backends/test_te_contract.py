@@ -1,0 +1,79 @@
+"""TE's contract for capture-time hooks, read from the installed transformer-engine itself.
+
+TE's compiled extension takes minutes to build and is not needed for this: the functions that
+state the contract are pure Python, so they are taken out of ``graph.py`` by their syntax tree and
+run as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron_cg.capture import Unit, capture_time_hooks, read_hooks
+
+CONTRACT = ("_canonicalize_capture_time_hooks", "_run_capture_time_hooks")
+
+
+@pytest.fixture(scope="module")
+def graph_source() -> ast.Module:
+    spec = importlib.util.find_spec("transformer_engine")
+    assert spec is not None and spec.origin is not None, "install transformer-engine --no-deps"
+    path = Path(spec.origin).parent / "pytorch" / "graph.py"
+    return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def contract(graph_source: ast.Module) -> dict[str, Any]:
+    wanted: list[ast.stmt] = []
+    for node in graph_source.body:
+        names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+        if getattr(node, "name", None) in CONTRACT or "_CAPTURE_TIME_HOOK_NAMES" in names:
+            wanted.append(node)
+    scope: dict[str, Any] = {"torch": __import__("torch")}
+    exec("from typing import Dict, List, Optional", scope)
+    exec(compile(ast.Module(wanted, []), "graph.py", "exec"), scope)
+    return scope
+
+
+def hooks_of_both_layers(model: Any) -> tuple[list[nn.Module], list[Any]]:
+    from megatron_cg.cpu.model import transformer_layers
+
+    model.module._replace_param_with_raw_if_needed()
+    layers: list[nn.Module] = list(transformer_layers(model))
+    units = [Unit(f"layer {i}", layer, tuple(layer.children())) for i, layer in enumerate(layers)]
+    return layers, capture_time_hooks([read_hooks(unit) for unit in units])
+
+
+def test_te_takes_our_hooks_as_they_are(contract: dict[str, Any], dense_model: Any) -> None:
+    layers, hooks = hooks_of_both_layers(dense_model)
+    assert contract["_canonicalize_capture_time_hooks"](len(layers), hooks) == hooks
+
+
+def test_te_runs_our_hooks_in_every_phase(contract: dict[str, Any], dense_model: Any) -> None:
+    layers, hooks = hooks_of_both_layers(dense_model)
+    states = []
+    for phase in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
+        contract["_run_capture_time_hooks"](hooks, 0, phase, layers[0])
+        states.append(layers[0]._training_state.name)
+    assert states == ["FORWARD", "IDLE", "PRE_BACKWARD", "IDLE"]
+
+
+def test_te_refuses_hooks_of_another_form(contract: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="unexpected keys"):
+        contract["_canonicalize_capture_time_hooks"](1, [{"forward_pre_hooks_restore": {}}])
+    with pytest.raises(RuntimeError, match="must not return a value"):
+        returning = [{"forward_hooks": {0: lambda module: module}}]
+        contract["_run_capture_time_hooks"](returning, 0, "forward_hooks", nn.Identity())
+
+
+def test_te_has_what_the_backend_relies_on(graph_source: ast.Module) -> None:
+    functions = {n.name: n for n in graph_source.body if isinstance(n, ast.FunctionDef)}
+    assert {"set_capture_end", "is_graph_capturing"} <= set(functions)
+    arguments = [a.arg for a in functions["make_graphed_callables"].args.args]
+    assert "capture_time_hooks" in arguments

@@ -1,0 +1,238 @@
+"""What a tape does at a replay: the same bits as eager, and a graph's blindness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape_graphed import GraphResetError, StaleReplayError, TapeCallable
+from megatron_cg.backends.tape_memory import FreedStorageError
+
+
+class Block(nn.Module):
+    """Views, an in-place op, dropout, a buffer that counts, a constant and a mask by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        out = nn.functional.dropout(self.down(hidden), 0.3).view(2, -1).reshape(x.shape)
+        self.seen += out.detach().sum(0)
+        out = out.masked_fill(mask, 0.0)
+        out.mul_(torch.tensor(2.0))
+        return out + x, x.detach().transpose(0, 1)
+
+
+MASK = torch.tensor([True, False, False, False] * 8).reshape(4, 8)
+
+
+def blocks() -> tuple[Block, ...]:
+    torch.manual_seed(0)
+    return Block(), Block(), Block()
+
+
+def capture(
+    modules: tuple[nn.Module, ...], kwargs: dict[str, torch.Tensor] | None = None, **options: Any
+) -> tuple[TapeCallable, ...]:
+    backend = TapeBackend()
+    with backend.preserved(modules):
+        return backend.capture(
+            modules,
+            [(torch.ones(4, 8, requires_grad=True),) for _ in modules],
+            sample_kwargs=[dict(kwargs or {}) for _ in modules],
+            capture_time_hooks=[{} for _ in modules],
+            **options,
+        )
+
+
+def train(modules: tuple[Block, ...], calls: tuple[Callable[..., Any], ...]) -> list[torch.Tensor]:
+    """Three passes of different inputs; everything a user can see of them."""
+    torch.manual_seed(5)
+    seen = []
+    for module in modules:
+        module.seen.zero_()
+    for scale in (1.0, -2.0, 0.5):
+        source = (torch.arange(32.0).reshape(4, 8).sin() * scale).requires_grad_()
+        hidden = source
+        for call in calls:
+            hidden, side = call(hidden, mask=MASK)
+            hidden = hidden + side.sum()
+        hidden.square().sum().backward()
+        parameters = [p for module in modules for p in module.parameters()]
+        seen += [hidden.detach().clone(), *(p.grad.clone() for p in [source, *parameters])]  # type: ignore[union-attr]
+        seen += [module.seen.clone() for module in modules]
+        for module in modules:
+            module.zero_grad()
+    return [*seen, torch.rand(3)]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_replay_equals_eager_bit_for_bit_and_runs_no_python(share: bool) -> None:
+    modules = blocks()
+    eager = train(modules, modules)
+    graphs = capture(
+        modules, {"mask": MASK}, _order=[1, -1], _reuse_graph_input_output_buffers=share
+    )
+    calls = [module.calls for module in modules]
+    replayed = train(modules, graphs)
+    assert [module.calls for module in modules] == calls
+    assert len(eager) == len(replayed) == 3 * (2 + 3 * 6 + 3) + 1
+    assert all(torch.equal(one, two) for one, two in zip(eager, replayed, strict=True))
+
+
+def test_capture_leaves_generator_buffers_and_gradients_alone() -> None:
+    modules = blocks()
+    for parameter in modules[0].parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    state = torch.get_rng_state()
+    capture(modules, {"mask": MASK}, num_warmup_iters=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.seen.eq(0).all() for module in modules)
+    assert all(parameter.grad.eq(3.0).all() for parameter in modules[0].parameters())  # type: ignore[union-attr]
+
+
+def test_evaluation_takes_the_module_itself() -> None:
+    module = Block()
+    (graph,) = capture((module,), {"mask": MASK})
+    module.eval()
+    calls = module.calls
+    with torch.no_grad():
+        graph(torch.ones(4, 8), mask=MASK)
+    assert module.calls == calls + 1
+
+
+def test_two_microbatches_in_flight_have_a_graph_each() -> None:
+    linear = nn.Linear(8, 8)
+    backend = TapeBackend()
+    samples = [(torch.ones(4, 8, requires_grad=True),) for _ in range(2)]
+    graphs = backend.capture(
+        (linear,), samples, capture_time_hooks=[{}], _order=[1, 1, -1, -1]
+    )
+    one, two = torch.full((4, 8), 2.0), torch.full((4, 8), 3.0)
+    outputs = [graph(x) for graph, x in zip(graphs, (one, two), strict=True)]
+    for output in outputs:
+        output.sum().backward()
+    assert linear.weight.grad is not None
+    assert torch.equal(linear.weight.grad, torch.full((8, 8), 4 * (2.0 + 3.0)))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_a_parameter_that_was_moved_is_read_at_its_old_address() -> None:
+    module = Scale()
+    old = module.weight.data
+    (graph,) = capture((module,))
+    module.weight.data = torch.full((8,), 7.0)
+    assert torch.equal(graph(torch.ones(4, 8)), torch.full((4, 8), 2.0))
+    assert torch.equal(module(torch.ones(4, 8)), torch.full((4, 8), 7.0))
+    old.fill_(5.0)
+    assert torch.equal(graph(torch.ones(4, 8)), torch.full((4, 8), 5.0))
+
+
+def test_a_parameter_changed_in_place_is_seen() -> None:
+    module = Scale()
+    (graph,) = capture((module,))
+    with torch.no_grad():
+        module.weight.fill_(7.0)
+    assert torch.equal(graph(torch.ones(4, 8)), torch.full((4, 8), 7.0))
+
+
+@pytest.mark.parametrize("how", ["resized", "dropped"])
+def test_memory_that_was_freed_is_an_error(how: str) -> None:
+    module = Scale()
+    (graph,) = capture((module,))
+    if how == "resized":
+        module.weight.untyped_storage().resize_(0)
+    else:
+        module.weight.data = torch.zeros(8)
+    with pytest.raises(FreedStorageError, match=r"32 bytes that aten\.mul.*was freed since"):
+        graph(torch.ones(4, 8))
+
+
+def test_memory_that_was_freed_and_allocated_again_elsewhere_is_an_error() -> None:
+    module = Scale()
+    (graph,) = capture((module,))
+    storage = module.weight.untyped_storage()
+    address = storage.data_ptr()
+    storage.resize_(0)
+    others = [torch.empty(8) for _ in range(64)]
+    storage.resize_(32)
+    assert storage.data_ptr() != address and others
+    with pytest.raises(FreedStorageError, match="allocated again at another address"):
+        graph(torch.ones(4, 8))
+
+
+class Leaky(nn.Module):
+    """Keeps a temporary of its forward, which a graph's pool may give to another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.kept = torch.zeros(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = (x.detach() + 1.0) * 2.0
+        return x * self.weight
+
+
+def test_a_stale_read_of_pool_memory_gives_nan() -> None:
+    module = Leaky()
+    (graph,) = capture((module,))
+    graph(torch.ones(4, 8))
+    assert module.kept.isnan().all()
+
+
+def test_activations_are_poisoned_after_their_backward_and_outputs_when_shared() -> None:
+    module = Scale()
+    (graph,) = capture((module,), _order=[1, -1], _reuse_graph_input_output_buffers=True)
+    output = graph(torch.ones(4, 8))
+    assert torch.equal(output, torch.full((4, 8), 2.0))
+    output.sum().backward()
+    assert output.isnan().all()
+
+
+def test_backward_after_a_second_forward_is_refused() -> None:
+    module = Scale()
+    (graph,) = capture((module,))
+    first = graph(torch.ones(4, 8))
+    graph(torch.zeros(4, 8))
+    with pytest.raises(StaleReplayError, match="forward was replayed again before this backward"):
+        first.sum().backward()
+
+
+def test_after_reset_call_and_pending_backward_raise() -> None:
+    module = Scale()
+    (graph,) = capture((module,))
+    output = graph(torch.ones(4, 8))
+    graph.reset()
+    for late in (lambda: graph(torch.ones(4, 8)), output.sum().backward, graph.backward_dw):
+        with pytest.raises(GraphResetError, match="has been reset"):
+            late()
+    graph.reset()
+
+
+def test_other_shapes_and_missing_keywords_are_refused() -> None:
+    module = Block()
+    (graph,) = capture((module,), {"mask": MASK})
+    with pytest.raises(TypeError, match="keyword mask"):
+        graph(torch.ones(4, 8))
+    with pytest.raises(TypeError, match=r"shapes \[\(4, 8\), \(4, 8\)\]"):
+        graph(torch.ones(5, 8), mask=MASK)
