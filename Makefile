@@ -7,6 +7,9 @@ PYTHON := $(VENV)/bin/python
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(WANTED)
+# Python sources of TE for the tests of its contract. Beside site-packages and not in it: without its
+# compiled part TE raises when it is imported, and Megatron with it.
+TE_SOURCE := $(VENV)/te-source
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 DEMO_NEEDS := $(STAMP) $(if $(HAS_GPU),$(STAMP)-gpu)
 
@@ -31,6 +34,7 @@ $(STAMP):
 	python=$$(sh tools/find_python.sh) && "$$python" -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet -r requirements/runtime.txt -r requirements/dev.txt
 	$(PYTHON) -m pip install --quiet --no-deps -r requirements/upstream.txt
+	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target $(TE_SOURCE) -r requirements/contract.txt
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	rm -f $(VENV)/.installed-*
 	touch $@

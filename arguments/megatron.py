@@ -40,7 +40,11 @@ _UNCHANGED = tuple(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group ``megatron_cg`` with a flag for each field of GraphArguments; returns it."""
+    """Add the group ``megatron_cg`` with a flag for each field of GraphArguments.
+
+    Returns ``parser``, whose ``--help`` works afterwards, as it does not in megatron-core 0.19.2.
+    """
+    _mend_help(parser)
     group = parser.add_argument_group(title=_GROUP)
     for field in dataclasses.fields(GraphArguments):
         group.add_argument(
@@ -50,6 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             **field.metadata["argparse"],
         )
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Double the percent signs of help texts that argparse cannot format.
+
+    ``--moe-paged-stash-buffer-size-factor-cuda`` of megatron-core 0.19.2 says "10%)", with which
+    ``--help`` of every Megatron script ends in a ValueError.
+    """
+    formatter = argparse.HelpFormatter(parser.prog)
+    for action in parser._actions:
+        if action.help is None:
+            continue
+        try:
+            formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = action.help.replace("%", "%%")
 
 
 def wants_graphs(namespace: argparse.Namespace) -> bool:
@@ -136,7 +156,8 @@ def _get(namespace: argparse.Namespace, name: str) -> Any:
 
 def _any(namespace: argparse.Namespace, *names: str) -> bool:
     """Whether one of the attributes is set; all of them must be there."""
-    return any([_get(namespace, name) for name in names])  # noqa: C419
+    values = [_get(namespace, name) for name in names]
+    return any(values)
 
 
 def _optional(namespace: argparse.Namespace, name: str) -> Any:
@@ -167,7 +188,7 @@ def _scope_names(modules: Any) -> list[str]:
         return []
     if isinstance(modules, str):
         return [name for name in modules.split(",") if name]
-    entries = modules if isinstance(modules, Iterable) else [modules]
+    entries: Iterable[Any] = modules if isinstance(modules, Iterable) else [modules]
     return [getattr(entry, "name", entry) for entry in entries]
 
 

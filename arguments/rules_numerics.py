@@ -23,9 +23,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Refusal(
         "fp8-primary-weights",
-        lambda run: run.fp8 is not None
-        and run.fp8_param_gather
-        and not run.keep_fp8_transpose_cache,
+        lambda run: (
+            run.fp8 is not None and run.fp8_param_gather and not run.keep_fp8_transpose_cache
+        ),
         "--fp8-param-gather without --keep-fp8-transpose-cache",
         "Megatron-FSDP then throws the weights' transposes away after each use and makes new ones "
         "elsewhere, and a replayed backward reads the old places: the gradient norm is NaN",

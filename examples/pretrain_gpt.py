@@ -32,7 +32,7 @@ Batch = dict[str, Any]
 
 
 def read_batch(data_iterator: Iterator[Batch]) -> Batch:
-    """One microbatch on the GPU: tensor rank 0 reads and sends it, context ranks take their part."""
+    """One microbatch on the GPU: tensor rank 0 reads and sends it, context ranks take a part."""
     args = get_args()
     batch: Batch = {}
     tensor_rank = mpu.get_tensor_model_parallel_rank()
@@ -41,7 +41,7 @@ def read_batch(data_iterator: Iterator[Batch]) -> Batch:
             name: value.cuda(non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in next(data_iterator).items()
         }
-    batch = get_batch_on_this_tp_rank(
+    whole = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
         is_hybrid_cp=False,
@@ -55,7 +55,8 @@ def read_batch(data_iterator: Iterator[Batch]) -> Batch:
         mtp_on_this_rank=False,
     )
     group = mpu.get_context_parallel_group()
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    part: Batch = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
+    return part
 
 
 def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
@@ -96,7 +97,9 @@ def build_datasets(samples: Sequence[int | None]) -> list[Any]:
     )
     kind = MockGPTDataset if args.mock_data else GPTDataset
     reads = mpu.get_tensor_model_parallel_rank() == 0
-    return BlendedMegatronDatasetBuilder(kind, samples, lambda: reads, config).build()
+    builder = BlendedMegatronDatasetBuilder(kind, samples, lambda: reads, config)
+    datasets: list[Any] = builder.build()
+    return datasets
 
 
 # Megatron calls an unmarked provider on tensor rank 0 only, and then the builder's barriers wait

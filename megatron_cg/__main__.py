@@ -1,4 +1,4 @@
-"""The launcher: ``torchrun ... -m megatron_cg SCRIPT ARGUMENTS`` runs SCRIPT with graphs possible."""
+"""The launcher: ``torchrun ... -m megatron_cg SCRIPT ARGUMENTS``, with graphs made possible."""
 
 from __future__ import annotations
 

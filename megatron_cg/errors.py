@@ -34,7 +34,8 @@ class ConfigurationError(MegatronCGError):
         count = len(self.violations)
         lines = "\n".join(f"  {number}. {item}" for number, item in enumerate(self.violations, 1))
         super().__init__(
-            f"CUDA graphs cannot be used as configured, {count} reason{'s' * (count != 1)}:\n{lines}"
+            "CUDA graphs cannot be used as configured, "
+            f"{count} reason{'s' * (count != 1)}:\n{lines}"
         )
 
 

@@ -13,7 +13,7 @@ BASE_FLAGS = (
     *("--overlap-grad-reduce", "--overlap-param-gather", "--no-gradient-accumulation-fusion"),
     *("--transformer-impl", "transformer_engine", "--bf16", "--no-rope-fusion"),
     *("--lr", "1e-4", "--min-lr", "1e-5", "--lr-decay-style", "constant", "--clip-grad", "1.0"),
-    *("--eval-iters", "0", "--log-interval", "1", "--seed", "1234"),
+    *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1", "--seed", "1234"),
     "--no-create-attention-mask-in-dataloader",
     *("--te-rng-tracker", "--deterministic-mode"),
 )

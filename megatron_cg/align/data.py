@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -92,22 +93,29 @@ def from_text(files: Sequence[Path], directory: Path, description: str) -> Token
     prefix = directory / "text"
     part = directory / f"text.{os.getpid()}.part"
     builder = builder_type(str(part), dtype=numpy.uint16)
+    try:
+        count = _add_files(builder, files)
+        builder.finalize(f"{prefix}.idx")
+        os.replace(part, f"{prefix}.bin")
+    finally:
+        part.unlink(missing_ok=True)
+    return TokenStream(prefix.resolve(), f"{description}, {count:,} byte tokens", is_bytes=True)
+
+
+def _add_files(builder: Any, files: Sequence[Path]) -> int:
+    """Add each file as one document; returns how many tokens there are."""
     count = 0
     for path in files:
-        tokens = numpy.frombuffer(_read(path) + b"\0", dtype=numpy.uint8).astype(numpy.uint16)
-        if tokens.size == 1:
-            continue
-        tokens[-1] = END_OF_DOCUMENT
-        builder.add_item(torch.from_numpy(tokens.astype(numpy.int32)))
-        builder.end_document()
-        count += tokens.size
+        text = _read(path)
+        if text:
+            tokens = [*text, END_OF_DOCUMENT]
+            builder.add_item(torch.tensor(tokens, dtype=torch.int32))
+            builder.end_document()
+            count += len(tokens)
     if not count:
-        part.unlink(missing_ok=True)
         names = ", ".join(map(str, files)) or "no file"
         raise DataError(f"--text {names}: there is no text in it. Give a file that is not empty.")
-    builder.finalize(f"{prefix}.idx")
-    os.replace(part, f"{prefix}.bin")
-    return TokenStream(prefix.resolve(), f"{description}, {count:,} byte tokens", is_bytes=True)
+    return count
 
 
 def _read(path: Path) -> bytes:

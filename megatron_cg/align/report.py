@@ -17,8 +17,8 @@ _SHOWN_SHARDS = 5
 _COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
 
 
-def print_report(console: Console, title: str, outcome: Outcome) -> None:
-    """The table of rank 0's steps, what else was compared, and the verdict."""
+def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
+    """The table of rank 0's steps, what else was compared, the verdict and ``notice``."""
     comparison = outcome.comparison
     if outcome.log_tail:
         console.print("[bold]End of its log[/bold]")
@@ -31,6 +31,7 @@ def print_report(console: Console, title: str, outcome: Outcome) -> None:
         console.print(f"graphs, all ranks: {counts}")
     colour = _COLOURS.get(comparison.status, "red")
     reason = f": {comparison.reason}" if comparison.reason else ", to the last bit"
+    reason += f" ({notice})" if notice else ""
     console.print(f"[bold {colour}]{comparison.status.upper()}[/]{escape(reason)}", soft_wrap=True)
 
 

@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.cpu.launch import run_plan
+# Where Transformer Engine is installed, Megatron would build its layers from kernels that a CPU
+# lacks. None makes its import fail (docs.python.org, "The module cache"); it stands here, before
+# any import of Megatron, because the spawned processes import this module first as well.
+sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 def main(text: str, directory: str) -> None:
     """Train as the plan says, in processes joined by gloo; each writes its record."""
+    from megatron_cg.cpu.launch import run_plans
     from megatron_cg.cpu.model import CpuModelConfig
     from megatron_cg.cpu.train import TrainingPlan
 
@@ -35,7 +39,7 @@ def main(text: str, directory: str) -> None:
         graphs=plan["graphs"],
         tokens=Path(plan["tokens"]),
     )
-    run_plan(training, Path(directory), plan["processes"])
+    run_plans([(training, Path(directory))], plan["processes"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from megatron_cg.fsdp.transform import CaptureTimeHooks
 class GraphedCallable(Protocol):
     """One layer's graph: called with tensors, differentiable, and releasable."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay, in the place of the layer's forward."""
 
     def reset(self) -> None:
         """Release the graph; a later call raises."""

@@ -117,8 +117,9 @@ def _class_calls_kept(classes: set[type]) -> Iterator[None]:
 @contextmanager
 def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
     """Scales and amax histories of delayed scaling, of every TE module below the callables."""
-    saved = []
+    saved: list[tuple[Any, Any]] = []
     for root in callables:
+        module: Any
         for module in root.modules():
             if hasattr(module, "get_fp8_meta_tensors") and _has_delayed_scaling(module):
                 saved.append((module, module.get_fp8_meta_tensors()))

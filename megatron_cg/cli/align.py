@@ -64,13 +64,15 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     console = Console()
     with _work_directory(args.work_dir) as directory:
         data = _data(args, directory / "data")
-        console.print(f"preset {preset.name}: {preset.description}", highlight=False, soft_wrap=True)
+        console.print(
+            f"preset {preset.name}: {preset.description}", highlight=False, soft_wrap=True
+        )
         console.print(f"data: {data.description}", highlight=False, soft_wrap=True)
         outcome = (_on_tape if backend == TAPE else _on_gpus)(args, preset, data, directory, extra)
-    notice = f" ({TAPE_NOTICE})" if backend == TAPE else ""
-    print_report(console, f"{preset.name} on {backend}{notice}", outcome)
+    notice = TAPE_NOTICE if backend == TAPE else ""
+    print_report(console, f"{preset.name} on {backend}", outcome, notice)
     if args.json is not None:
-        facts = {"preset": preset.name, "backend": backend, "notice": notice.strip(" ()")}
+        facts = {"preset": preset.name, "backend": backend, "notice": notice}
         text = json.dumps(as_json(outcome, **facts, data=data.description), indent=1)
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(text + "\n", encoding="utf-8")
@@ -97,8 +99,9 @@ def _on_gpus(
 def _on_tape(
     args: Any, preset: Preset, data: TokenStream, directory: Path, extra: Sequence[str]
 ) -> Outcome:
-    if extra or args.script is not None:
-        what = f"--script {args.script}" if args.script else " ".join(extra)
+    layers = ["--cg-layers", *args.cg_layers] if args.cg_layers else []
+    what = " ".join([*(["--script", str(args.script)] if args.script else []), *layers, *extra])
+    if what:
         raise LaunchError(
             f"the tape has a training loop of its own and cannot take {what}: leave it out, or "
             f"give --backend {TRANSFORMER_ENGINE} on a machine with GPUs."

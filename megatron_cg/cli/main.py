@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 
 from megatron_cg import __version__
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     args = parser.parse_args(words)
+    # Megatron warns, as it is imported, of each optional package that is not there.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     try:
         return int(args.run(args, extra))
     except MegatronCGError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,8 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -38,7 +41,7 @@ class CpuModelConfig:
     dropout: float = 0.0
     seed: int = 1234
     graph_modules: tuple[str, ...] = ("attn",)
-    fsdp_options: dict[str, object] = field(default_factory=dict)
+    fsdp_options: Mapping[str, object] = field(default_factory=dict)
 
 
 def transformer_config(model: CpuModelConfig) -> TransformerConfig:
@@ -103,9 +106,11 @@ def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     torch.manual_seed(model.seed)
     config = transformer_config(model)
-    spec = get_gpt_layer_local_spec(
+    layer = get_gpt_layer_local_spec(
         num_experts=model.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
     )
+    # Given the layer alone, Megatron would end the block with TE's norm wherever TE is installed.
+    spec = TransformerBlockSubmodules([layer] * model.layers, WrappedTorchNorm)
     gpt: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=spec,

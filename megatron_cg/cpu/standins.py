@@ -335,10 +335,16 @@ def _meshes(stack: ExitStack) -> None:
 def _transformer_engine(stack: ExitStack) -> None:
     """Let ``import transformer_engine.pytorch`` and the question for its version succeed.
 
-    Where TE is installed it is left alone.
+    Where TE is installed it is left alone, but for the one kernel of it that Megatron's router
+    calls on its own account (megatron-core 0.19.2, moe_utils.py: without it torch multiplies).
     """
+    for module in _loaded("megatron.core.transformer.moe.moe_utils"):
+        stack.enter_context(replaced(module, "te_general_gemm", None))
     if importlib.util.find_spec("transformer_engine") is not None:
         return
+    for module in _loaded("megatron.core.utils"):
+        # megatron-core 0.19.2 remembers the first answer for the whole process.
+        stack.enter_context(replaced(module, "_te_version", None))
     package = types.ModuleType("transformer_engine")
     package.__version__ = TE_VERSION  # type: ignore[attr-defined]
     package.__path__ = []

@@ -76,9 +76,7 @@ def raw_parameters(fsdp: Any) -> Iterator[None]:
 def training_states(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put Megatron-FSDP's ``_training_state`` of every module back as it was."""
     saved = [
-        (module, module._training_state)
-        for module in modules
-        if hasattr(module, "_training_state")
+        (module, module._training_state) for module in modules if hasattr(module, "_training_state")
     ]
     try:
         yield

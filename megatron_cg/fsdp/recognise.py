@@ -97,7 +97,8 @@ def wrapped_handler(record: HookRecord, role: FsdpRole) -> Callable[..., Any]:
             handler = variables.get("custom_backward_handler")
     if not callable(handler):
         raise _unknown(record, distribution, "the backward handler it wraps cannot be found")
-    return handler
+    found: Callable[..., Any] = handler
+    return found
 
 
 def is_root_handler(handler: Callable[..., Any]) -> bool:
@@ -112,8 +113,8 @@ def is_root_handler(handler: Callable[..., Any]) -> bool:
 def _unknown(record: HookRecord, distribution: str, why: str) -> UnknownFsdpHookError:
     version = installed_version(distribution) or "unknown version"
     return UnknownFsdpHookError(
-        f"{distribution} {version} put the hook {describe(record.fn)} into {record.kind.value}, and "
-        f"{why}. Running it in the wrong phase gives wrong gradients without an error, so capture "
-        "stops here. Install a version named in the README's support table, or run with "
+        f"{distribution} {version} put the hook {describe(record.fn)} into {record.kind.value}, "
+        f"and {why}. Running it in the wrong phase gives wrong gradients without an error, so "
+        "capture stops here. Install a version named in the README's support table, or run with "
         "--cuda-graph-impl none."
     )

@@ -1,8 +1,8 @@
 """Phase 2 of capture: the hooks of a unit as TE's capture-time hooks.
 
-Contract of TE >= 2.19 (``transformer_engine/pytorch/graph.py``, ``_canonicalize_capture_time_hooks``
-and ``_run_capture_time_hooks``): per callable one dict with the keys below, each ``{id: fn}``,
-every ``fn`` called as ``fn(module)`` outside of the graph and returning None.
+Contract of TE >= 2.19 (``transformer_engine/pytorch/graph.py``,
+``_canonicalize_capture_time_hooks`` and ``_run_capture_time_hooks``): per callable one dict with
+the keys below, each ``{id: fn}``, every ``fn`` called as ``fn(module)`` outside of the graph and returning None.
 
 Note [Wrappers are withheld]
     Two of Megatron-FSDP's forward hooks are there only to reach autograd: one inserts a Function
@@ -124,9 +124,9 @@ def _check_user_hook(unit: nn.Module, record: HookRecord, name: str) -> None:
     """Refuse the one kind of hook on the unit itself that a replay would feed wrongly."""
     if record.kind is HookKind.BACKWARD and unit._is_full_backward_hook is False:
         raise HookError(
-            f"{name}: {describe(record.fn)} was registered with register_backward_hook, which looks "
-            "at the autograd node of the module's last operation; after capture that node is the "
-            "graph's, so the hook would be given other gradients. Register it with "
+            f"{name}: {describe(record.fn)} was registered with register_backward_hook, which "
+            "looks at the autograd node of the module's last operation; after capture that node is "
+            "the graph's, so the hook would be given other gradients. Register it with "
             "register_full_backward_hook, or leave the layer out with --cg-layers."
         )
 

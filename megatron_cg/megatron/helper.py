@@ -10,7 +10,7 @@ does the capture; this class puts the transaction around it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
@@ -40,6 +40,9 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
+    callables_per_chunk: list[list[Any]]
+    callables_per_chunk_is_mtp: list[list[bool]]
+    flattened_callables: list[Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._scopes: dict[nn.Module, list[Any]] = {}
@@ -51,13 +54,11 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self._fsdp = find_megatron_fsdp(self.model[0])
         if self._fsdp is None:
             return
-        layers = list(self.chunks_with_decoder[0].decoder.layers) if self._graphable() else []
-        for index, layer in enumerate(layers):
-            self._scopes[layer] = self._scopes_of(index, len(layers))
-        self._keep_only(lambda layer: self._is_selected(layer))
-
-    def _graphable(self) -> bool:
-        return bool(self.flattened_callables)
+        if self.flattened_callables:
+            layers = list(self.chunks_with_decoder[0].decoder.layers)
+            for index, layer in enumerate(layers):
+                self._scopes[layer] = self._scopes_of(index, len(layers))
+        self._keep_only(self._is_selected)
 
     def _scopes_of(self, index: int, num_layers: int) -> list[Any]:
         by_name = {module.name: module for module in self.config.cuda_graph_modules}
@@ -78,7 +79,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         view = LayerConfig(self.config, scopes)
         return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
 
-    def _keep_only(self, wanted: Any) -> None:
+    def _keep_only(self, wanted: Callable[[nn.Module], bool]) -> None:
         pairs = [
             [(c, mtp) for c, mtp in zip(*chunk, strict=True) if wanted(c)]
             for chunk in zip(self.callables_per_chunk, self.callables_per_chunk_is_mtp, strict=True)

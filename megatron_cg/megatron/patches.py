@@ -82,7 +82,7 @@ def _extend_validation() -> Callable[[], None]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             flags.validate(args)
             result = old(args, *rest, **kwargs)
-            _start(flags.read(args)[1], wants_graphs=flags.wants_graphs(args))
+            _start(flags.read_graph(args), wants_graphs=flags.wants_graphs(args))
             return result
 
         return validate_args

@@ -29,8 +29,8 @@ class LayerConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(vars(self)["_config"], name, value)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """The config's class, since Megatron asks ``isinstance(config, TransformerConfig)``."""
         return type(vars(self)["_config"])
 

@@ -80,12 +80,16 @@ CASES = [
         "fp8-weights",
         DENSE,
         ("attn", "mlp"),
-        (*batch(8), *("--fp8-format", "hybrid", "--fp8-param-gather"), "--keep-fp8-transpose-cache"),
+        (
+            *batch(8),
+            *("--fp8-format", "hybrid", "--fp8-param-gather"),
+            "--keep-fp8-transpose-cache",
+        ),
     ),
+    Case("zero2", MOE, ROUTER, (*batch(8), "--data-parallel-sharding-strategy", "optim_grads")),
     Case(
-        "zero2", MOE, ROUTER, (*batch(8), "--data-parallel-sharding-strategy", "optim_grads")
+        "zero1", DENSE, ("attn", "mlp"), (*batch(8), "--data-parallel-sharding-strategy", "optim")
     ),
-    Case("zero1", DENSE, ("attn", "mlp"), (*batch(8), "--data-parallel-sharding-strategy", "optim")),
     Case(
         "evaluation",
         MOE,

@@ -13,7 +13,8 @@ from megatron_cg.align.command import Plan
 from megatron_cg.align.data import TokenStream, from_text, python_sources
 from megatron_cg.align.outcome import Outcome
 from megatron_cg.align.presets import load_preset
-from megatron_cg.align.run import Options, align_on_gpus, example_script
+from megatron_cg.align.processes import Options
+from megatron_cg.align.run import align_on_gpus, example_script
 from tests.functional.cases import Case
 
 TIMEOUT = 240.0

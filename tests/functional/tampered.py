@@ -6,6 +6,7 @@ the run ends. Without that variable it is the example as it is.
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 from collections.abc import Callable, Iterator
@@ -31,7 +32,9 @@ def fingerprint(model: torch.nn.Module) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for name, module in model.named_modules():
         for registry in (*(kind.value for kind in HookKind), *FLAG_REGISTRIES):
-            found += [(name, registry, key, id(fn)) for key, fn in getattr(module, registry).items()]
+            found += [
+                (name, registry, key, id(fn)) for key, fn in getattr(module, registry).items()
+            ]
         own = sorted(set(vars(module)) & {"forward", "_should_call_te_cudagraph", "config"})
         found.append((name, "attributes", *((key, id(vars(module)[key])) for key in own)))
     for index, parameter in enumerate(model.module.param_and_grad_buffer.params):
@@ -67,7 +70,9 @@ def helper_class() -> Any:
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    setattr(owner, name, make(getattr(owner, name)))
+    old = getattr(owner, name)
+    new = make(old)
+    setattr(owner, name, new if isinstance(owner, type) else functools.wraps(old)(new))
 
 
 def note_state_around_capture() -> None:
@@ -84,15 +89,19 @@ def note_state_around_capture() -> None:
     wrap(helper_class(), "create_cudagraphs", wrapped)
 
 
-def on_call(number: int, error: BaseException) -> Callable[[Any], Any]:
-    """A wrapper that raises ``error`` in the ``number``-th call, and the ones after it not."""
+def on_call(number: int, error: BaseException, *, after: bool = False) -> Callable[[Any], Any]:
+    """A wrapper that raises ``error`` once, before or after the work of the ``number``-th call."""
     count = iter(range(1, 1 << 30))
 
     def make(old: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if next(count) == number:
+            now = next(count) == number
+            if now and not after:
                 raise error
-            return old(*args, **kwargs)
+            result = old(*args, **kwargs)
+            if now:
+                raise error
+            return result
 
         return wrapped
 
@@ -118,7 +127,7 @@ def fail_at(stage: str) -> None:
     elif stage == "capture-forward":
         wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(2, error))
     elif stage == "capture-forward-end":
-        wrap(torch.cuda.CUDAGraph, "capture_end", on_call(2, error))
+        wrap(torch.cuda.CUDAGraph, "capture_end", on_call(2, error, after=True))
     elif stage == "capture-backward":
         layers = LAYERS
         wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(layers + 2, error))
@@ -144,7 +153,7 @@ def in_capture_only(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def delete_after(step: int) -> None:
     """Delete the graphs after ``step`` training steps, and train on eagerly."""
-    import megatron.training.training as training
+    from megatron.training import training
 
     made: list[Any] = []
 

@@ -61,7 +61,8 @@ def test_the_script_of_these_tests_passes_when_nothing_is_broken(align: Align) -
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failed_capture_leaves_an_eager_run(stage: str, align: Align) -> None:
-    outcome = align(case("fail", "--cg-on-failure", "eager"), script=SCRIPT, mutation=f"fail@{stage}")
+    going_on = case("fail", "--cg-on-failure", "eager")
+    outcome = align(going_on, script=SCRIPT, mutation=f"fail@{stage}")
     assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
     for rank in outcome.graphed.values():
         assert rank["after_failure"] == {"same": True}

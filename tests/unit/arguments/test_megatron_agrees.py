@@ -10,6 +10,7 @@ import pytest
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
 from megatron_cg.arguments import GraphArguments, RunArguments, rules_scopes, violations
 from megatron_cg.arguments.layout import available_scopes
@@ -29,6 +30,12 @@ _SAME_NAME = (
     "bf16",
     "cpu_offloading",
 )
+
+
+@pytest.fixture(autouse=True)
+def transformer_engine_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's config refuses FP8 without TE; only its rules are asked for here."""
+    monkeypatch.setattr("megatron.core.utils._te_version", Version("2.20.2"))
 
 
 def config_of(run: RunArguments) -> TransformerConfig:
@@ -163,8 +170,11 @@ def test_moe_layers_are_where_megatron_puts_them(frequency: int | tuple[int, ...
     assert ["mlp" in scopes for scopes in ours] == [not is_moe for is_moe in real]
 
 
-def _module_of(spec: Any) -> type:
-    return getattr(spec, "module", None) or getattr(spec, "func", spec)
+def _module_of(builder: Any) -> type:
+    """The class that a ``functools.partial`` of it, or of a classmethod of it, builds."""
+    found = getattr(builder.func, "__self__", builder.func)
+    assert isinstance(found, type)
+    return found
 
 
 @pytest.mark.parametrize(

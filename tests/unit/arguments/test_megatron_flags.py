@@ -11,7 +11,14 @@ import pytest
 from megatron.core.transformer.enums import CudaGraphModule
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments
-from megatron_cg.arguments.megatron import read, read_graph, read_run, validate, wants_graphs
+from megatron_cg.arguments.megatron import (
+    add_arguments,
+    read,
+    read_graph,
+    read_run,
+    validate,
+    wants_graphs,
+)
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from tests.unit.arguments.good_configuration import (
     GOOD_ARGV,
@@ -28,6 +35,18 @@ def test_help_shows_our_group() -> None:
     for flag in ("--cg-layers SCOPE:RANGES", "--cg-on-failure {error,eager}", "--cg-record DIR"):
         assert flag in group
     assert "attn:0-23 moe_router:4-" in " ".join(group.split())
+
+
+def test_help_texts_of_megatron_that_argparse_cannot_format_are_mended() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bare", help="headroom of 10%)")
+    parser.add_argument("--right", default=3, help="%(default)s of 10%%")
+    parser.add_argument("--none")
+    with pytest.raises(ValueError, match="unsupported format character"):
+        parser.format_help()
+    text = add_arguments(parser).format_help()
+    assert "headroom of 10%)" in text
+    assert "3 of 10%\n" in text
 
 
 def test_our_flags_are_read() -> None:

@@ -21,6 +21,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(8)
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(8))
         self.calls = 0
 
@@ -116,9 +117,7 @@ def test_two_microbatches_in_flight_have_a_graph_each() -> None:
     linear = nn.Linear(8, 8)
     backend = TapeBackend()
     samples = [(torch.ones(4, 8, requires_grad=True),) for _ in range(2)]
-    graphs = backend.capture(
-        (linear,), samples, capture_time_hooks=[{}], _order=[1, 1, -1, -1]
-    )
+    graphs = backend.capture((linear,), samples, capture_time_hooks=[{}], _order=[1, 1, -1, -1])
     one, two = torch.full((4, 8), 2.0), torch.full((4, 8), 3.0)
     outputs = [graph(x) for graph, x in zip(graphs, (one, two), strict=True)]
     for output in outputs:
@@ -207,6 +206,15 @@ def test_activations_are_poisoned_after_their_backward_and_outputs_when_shared()
     assert torch.equal(output, torch.full((4, 8), 2.0))
     output.sum().backward()
     assert output.isnan().all()
+
+
+def test_incoming_gradients_share_memory_when_buffers_are_shared() -> None:
+    for share, places in ((True, 1), (False, 2)):
+        graphs = capture(
+            (Scale(), Scale()), _order=[1, -1], _reuse_graph_input_output_buffers=share
+        )
+        grads = [graph._recorded.grad_outputs[0] for graph in graphs]
+        assert len({grad.data_ptr() for grad in grads if grad is not None}) == places
 
 
 def test_backward_after_a_second_forward_is_refused() -> None:

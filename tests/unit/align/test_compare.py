@@ -1,0 +1,209 @@
+"""The verdict on two records, above all that it is not ``identical`` when it must not be."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.align.compare import (
+    DIFFERENT,
+    FAILED,
+    IDENTICAL,
+    RecordError,
+    compare,
+    read_run,
+)
+from megatron_cg.align.record import exact
+
+Record = dict[str, Any]
+
+
+def make_rank(graphs: dict[str, int] | None = None, steps: int = 3) -> Record:
+    return {
+        "error": None,
+        "finished": True,
+        "graphs": graphs,
+        "steps": [
+            {
+                "losses": {"lm loss": exact(5.0 - step / 3)},
+                "grad_norm": exact(1.0 + step / 7),
+                "skipped": False,
+            }
+            for step in range(steps)
+        ],
+        "parameters": {"main:w": "aa", "model:w": "bb"},
+    }
+
+
+@pytest.fixture
+def eager() -> dict[int, Record]:
+    return {0: make_rank(), 1: make_rank()}
+
+
+@pytest.fixture
+def graphed() -> dict[int, Record]:
+    counts = {"captured": 2, "replayed": 18, "eager": 0}
+    return {0: make_rank(counts), 1: make_rank(dict(counts))}
+
+
+def test_equal_runs_are_identical(eager: dict[int, Record], graphed: dict[int, Record]) -> None:
+    result = compare(eager, graphed)
+    assert (result.status, result.reason) == (IDENTICAL, "")
+    assert result.shards == 4 and len(result.values) == 2 * 2 * 3
+    assert result.graphs == {"captured": 4, "replayed": 36, "eager": 0}
+
+
+def one_bit_more(number: dict[str, Any]) -> None:
+    number.update(exact(math.nextafter(float.fromhex(number["hex"]), math.inf)))
+
+
+def change_loss(run: dict[int, Record]) -> None:
+    one_bit_more(run[1]["steps"][1]["losses"]["lm loss"])
+    one_bit_more(run[0]["steps"][2]["losses"]["lm loss"])
+
+
+def change_norm(run: dict[int, Record]) -> None:
+    one_bit_more(run[0]["steps"][2]["grad_norm"])
+
+
+def drop_step(run: dict[int, Record]) -> None:
+    del run[0]["steps"][2]
+
+
+def rename_loss(run: dict[int, Record]) -> None:
+    losses = run[0]["steps"][0]["losses"]
+    losses["mtp loss"] = losses.pop("lm loss")
+
+
+def make_nan(run: dict[int, Record]) -> None:
+    run[0]["steps"][1]["grad_norm"] = exact(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (change_loss, "step 2, rank 1, lm loss: eager 4.66666"),
+        (change_norm, "step 3, rank 0, gradient norm: eager 1.28571"),
+        (drop_step, "step 3, rank 0, lm loss: eager 4.33333"),
+        (rename_loss, "step 1, rank 0, lm loss: eager 5.0 (0x1.4"),
+        (make_nan, "with graphs nan (nan)"),
+    ],
+)
+def test_one_bit_is_found_and_the_first_is_named(
+    change: Callable[[dict[int, Record]], None],
+    where: str,
+    eager: dict[int, Record],
+    graphed: dict[int, Record],
+) -> None:
+    change(graphed)
+    result = compare(eager, graphed)
+    assert result.status == DIFFERENT
+    assert where in result.reason
+
+
+@pytest.mark.parametrize("digest", ["changed", None])
+def test_a_shard_that_differs_or_is_missing(
+    digest: str | None, eager: dict[int, Record], graphed: dict[int, Record]
+) -> None:
+    if digest is None:
+        del graphed[1]["parameters"]["model:w"]
+    else:
+        graphed[1]["parameters"]["model:w"] = digest
+    result = compare(eager, graphed)
+    assert result.status == DIFFERENT
+    assert result.different_shards == ("rank 1 model:w",)
+    assert result.reason == (
+        "every loss and gradient norm agrees, but 1 of 4 parameter shards differ, first rank 1 "
+        "model:w"
+    )
+
+
+def test_the_first_tensor_is_named_with_the_first_step(
+    eager: dict[int, Record], graphed: dict[int, Record]
+) -> None:
+    change_norm(graphed)
+    graphed[0]["parameters"]["main:w"] = "changed"
+    assert compare(eager, graphed).reason.endswith("tensor at the end: rank 0 main:w")
+
+
+def both(change: Callable[[Record], None]) -> Callable[[Any, Any], None]:
+    def apply(eager: dict[int, Record], graphed: dict[int, Record]) -> None:
+        for run in (eager, graphed):
+            for rank in run.values():
+                change(rank)
+
+    return apply
+
+
+def no_replay(eager: Any, graphed: Any) -> None:
+    graphed[1]["graphs"]["replayed"] = 0
+
+
+def no_capture(eager: Any, graphed: Any) -> None:
+    graphed[0]["graphs"] = graphed[1]["graphs"] = None
+
+
+def lost_rank(eager: Any, graphed: Any) -> None:
+    del graphed[1]
+
+
+def error(eager: Any, graphed: Any) -> None:
+    graphed[1]["error"] = "CaptureError: forced"
+
+
+def all_skipped(rank: Record) -> None:
+    for step in rank["steps"]:
+        step["skipped"] = True
+
+
+def all_nan(rank: Record) -> None:
+    rank["steps"][1]["losses"]["lm loss"] = exact(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (no_replay, "the graph run replayed no graph on rank 1"),
+        (no_capture, "the graph run captured no graph"),
+        (lost_rank, "the eager run has ranks [0, 1], the graph run [0]"),
+        (error, "the graph run, rank 1: CaptureError: forced"),
+        (both(all_skipped), "the eager run, rank 0: every step was skipped"),
+        (both(all_nan), "lm loss is nan at step 2, and NaN equals any NaN"),
+        (both(lambda rank: rank["parameters"].clear()), "no parameter shard was recorded"),
+        (both(lambda rank: rank["steps"].clear()), "did not run to its end (0 steps recorded)"),
+        (both(lambda rank: rank.update(finished=False)), "training did not run to its end"),
+    ],
+)
+def test_equality_that_shows_nothing_is_a_failure(
+    spoil: Callable[[Any, Any], None],
+    reason: str,
+    eager: dict[int, Record],
+    graphed: dict[int, Record],
+) -> None:
+    assert compare(eager, copy.deepcopy(graphed)).status == IDENTICAL
+    spoil(eager, graphed)
+    result = compare(eager, graphed)
+    assert result.status == FAILED
+    assert reason in result.reason
+
+
+def test_records_are_read_back(tmp_path: Path, eager: dict[int, Record]) -> None:
+    for rank, record in eager.items():
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"rank": rank, **record}))
+    assert {rank: data["steps"] for rank, data in read_run(tmp_path).items()} == {
+        rank: record["steps"] for rank, record in eager.items()
+    }
+
+
+def test_no_record_and_a_broken_one_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no record"):
+        read_run(tmp_path)
+    (tmp_path / "rank0.json").write_text("{")
+    with pytest.raises(RecordError, match=r"rank0\.json is not a record"):
+        read_run(tmp_path)

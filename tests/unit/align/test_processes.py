@@ -1,0 +1,132 @@
+"""Runs as real processes: their end, their records and the verdict."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_cg.align.compare import DIFFERENT, FAILED, IDENTICAL
+from megatron_cg.align.outcome import Outcome
+from megatron_cg.align.processes import LaunchError, Options, Run, named_error, run_and_compare
+
+RECORD = """
+import json, pathlib, sys
+directory = pathlib.Path(sys.argv[1]); directory.mkdir(parents=True)
+step = dict(losses={"lm loss": dict(hex=LOSS)}, grad_norm=None, skipped=False)
+graphs = dict(captured=1, replayed=1)
+record = dict(rank=0, error=None, finished=True, steps=[step], graphs=graphs)
+record["parameters"] = dict(w="a")
+(directory / "rank0.json").write_text(json.dumps(record))
+"""
+
+
+def make_runs(directory: Path, eager: str, graphs: str) -> list[Run]:
+    made = []
+    for name, code in (("eager", eager), ("graphs", graphs)):
+        place = directory / name
+        words = [sys.executable, "-c", code, str(place / "record")]
+        made.append(Run(name, words, dict(os.environ), place))
+    return made
+
+
+def recording(loss: float) -> str:
+    return RECORD.replace("LOSS", repr(loss.hex()))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("loss", "status"), [(1.0, IDENTICAL), (2.0, DIFFERENT)])
+def test_two_runs_are_compared(parallel: bool, loss: float, status: str, tmp_path: Path) -> None:
+    runs = make_runs(tmp_path, recording(1.0), recording(loss))
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=60, parallel=parallel))
+    assert outcome.comparison.status == status
+    assert outcome.eager is not None and outcome.graphed is not None
+    assert set(outcome.commands) == {"eager", "graphs"}
+
+
+def test_an_earlier_eager_record_is_used_again(tmp_path: Path) -> None:
+    first = make_runs(tmp_path / "first", recording(1.0), recording(1.0))
+    run_and_compare(first, Options(tmp_path, timeout=60))
+    again = make_runs(tmp_path / "again", "raise SystemExit(9)", recording(1.0))[1:]
+    options = Options(tmp_path, timeout=60, eager_record=first[0].record)
+    assert options.names == ("graphs",)
+    assert run_and_compare(again, options).comparison.status == IDENTICAL
+
+
+def failed(outcome: Outcome) -> str:
+    assert outcome.comparison.status == FAILED
+    return outcome.comparison.reason
+
+
+def test_a_failed_run_is_named_with_its_error(tmp_path: Path) -> None:
+    runs = make_runs(tmp_path, recording(1.0), "raise ValueError('on purpose')")
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=60))
+    assert failed(outcome) == "the graphs run ended with exit code 1: ValueError: on purpose"
+    assert "Traceback" in outcome.log_tail
+
+
+def test_the_second_is_not_started_after_the_first_failed(tmp_path: Path) -> None:
+    runs = make_runs(tmp_path, "raise SystemExit(7)", recording(1.0))
+    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=60)))
+    assert reason == "the eager run ended with exit code 7: no error was named"
+    assert runs[1].process is None
+
+
+def test_a_run_without_a_record_has_failed(tmp_path: Path) -> None:
+    runs = make_runs(tmp_path, recording(1.0), "print('nothing to see')")
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=60))
+    assert "holds no record" in failed(outcome)
+    assert outcome.log_tail == "nothing to see"
+
+
+def test_a_run_that_takes_too_long_is_ended_with_its_workers(tmp_path: Path) -> None:
+    sleeper = "import time; time.sleep(300)"
+    code = (
+        "import subprocess, sys, pathlib\n"
+        f"worker = subprocess.Popen([sys.executable, '-c', {sleeper!r}])\n"
+        "pathlib.Path(sys.argv[1]).parent.joinpath('pid').write_text(str(worker.pid))\n"
+        "worker.wait()\n"
+    )
+    runs = make_runs(tmp_path, code, recording(1.0))
+    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=2)))
+    assert "TimeoutError: the run took longer than --timeout allows" in reason
+    pid = (tmp_path / "eager" / "pid").read_text()
+    deadline = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid: str) -> bool:
+    """Whether it exists and is more than a zombie (proc(5): the state follows the name)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_an_earlier_record_is_not_overwritten(tmp_path: Path) -> None:
+    runs = make_runs(tmp_path, recording(1.0), recording(1.0))
+    runs[1].record.mkdir(parents=True)
+    with pytest.raises(LaunchError, match="holds an earlier run"):
+        run_and_compare(runs, Options(tmp_path, timeout=60))
+    assert runs[0].process is None
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("x\n[rank1]: torch.AcceleratorError: CUDA error\nTypeError: later", None),
+        ("megatron_cg: CUDA graphs cannot be used as configured", None),
+        ("spawn.ProcessRaisedException: \n\nTraceback\nKeyError: 'a'", "KeyError: 'a'"),
+        ("UserWarning: an Error may follow\nall is well", ""),
+        ("", ""),
+    ],
+)
+def test_the_cause_is_found_in_a_log(log: str, error: str | None) -> None:
+    first = next((line for line in log.splitlines() if ":" in line and line != "x"), "")
+    assert named_error(log) == (first.removeprefix("[rank1]: ") if error is None else error)
