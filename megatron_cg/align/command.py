@@ -29,8 +29,14 @@ DETERMINISTIC_ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "NCCL_ALGO": "Ring",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "MAMBA_DETERMINISTIC": "1",
 }
-"""What megatron-core 0.19.2 asks for with --deterministic-mode (training/determinism.py)."""
+"""What megatron-core 0.19.2 asks for with --deterministic-mode (training/determinism.py).
+
+And mamba-ssm (2.3.2, utils/determinism.py): its Triton kernels choose their block sizes when they
+are imported, before --deterministic-mode is known, and otherwise by timing, so that even two eager
+runs can differ.
+"""
 
 MUTATION_VARIABLE = "MEGATRON_CG_MUTATE"
 
@@ -54,12 +60,11 @@ class Plan:
     """Megatron's flags for both runs, ``{run}`` in them replaced by ``eager`` or ``graphs``."""
 
 
-def arguments(
-    plan: Plan, *, graphs: bool, data: Sequence[str], port: int, record: Path
-) -> list[str]:
+def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) -> list[str]:
     """The whole command line of one run."""
     words = [sys.executable, "-m", "torch.distributed.run"]
-    words += ["--nproc-per-node", str(plan.nproc), "--master-port", str(port)]
+    # A rendezvous of its own on a port that it holds from the start: runs side by side never meet.
+    words += ["--standalone", "--nproc-per-node", str(plan.nproc)]
     words += ["-m", "megatron_cg", str(plan.script), *plan.model, *BASE_FLAGS, *data]
     words += ["--train-iters", str(plan.steps)]
     words += graph_flags(plan) if graphs else ["--cuda-graph-impl", "none"]

@@ -22,6 +22,7 @@ _STOP_SECONDS = 20.0
 _NAMED = re.compile(
     r"^(?:\[rank\d+\]:\s*)?((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b|megatron_cg: ).*)$"
 )
+_OURS = ("megatron_cg: ", "megatron_cg.errors.")
 # torchrun's own account of which process failed, which follows the cause and says nothing of it.
 _TORCHRUN = re.compile(r"^E\d{4} .*\bfailed \(exitcode")
 
@@ -154,16 +155,17 @@ def _end(run: Run) -> str:
 
 
 def named_error(log: str) -> str:
-    """The first line of ``log`` that names an exception, as Python prints it; empty if none does.
+    """The line of ``log`` that names what went wrong, as Python prints it; empty if none does.
 
-    The first and not the last: the other ranks and torchrun itself fail as a consequence.
+    An error of this package, which says what to do, comes before the exception it was raised
+    from. Of several the first and not the last: the other ranks and torchrun itself fail as a
+    consequence.
     """
-    for line in log.splitlines():
-        found = _NAMED.match(line.strip())
-        # torch.multiprocessing names its own exception first, and the cause below it.
-        if found and not found.group(1).endswith(":"):
-            return found.group(1)
-    return ""
+    matches = (_NAMED.match(line.strip()) for line in log.splitlines())
+    # torch.multiprocessing names its own exception first, and the cause below it.
+    named = [found.group(1) for found in matches if found and not found.group(1).endswith(":")]
+    ours = [line for line in named if line.startswith(_OURS)]
+    return next(iter(ours + named), "")
 
 
 def _tail(log: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megatron_cg import __version__
 from megatron_cg.align.shards import parameter_digests
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.undo import set_attribute
@@ -31,7 +32,7 @@ from megatron_cg.versions import installed_version, lookup
 
 _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
-_PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine", "megatron-cg")
+_PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
 _active: Recorder | None = None
 
 
@@ -92,7 +93,8 @@ class Recorder:
         self._written = False
         self.data: dict[str, Any] = {
             "format": 1,
-            "versions": {name: installed_version(name) for name in _PACKAGES},
+            "versions": {name: installed_version(name) for name in _PACKAGES}
+            | {"megatron-cg": __version__},
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "finished": False,
             "error": None,

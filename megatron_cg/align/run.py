@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from pathlib import Path
 
 from megatron_cg.align import command
@@ -33,7 +32,6 @@ def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Ou
         raise LaunchError(f"--script {plan.script}: there is no such file.")
     names = options.names
     shares = _device_shares(plan.nproc, len(names) if options.parallel else 1)
-    ports = _free_ports(len(names))
     runs = []
     for index, name in enumerate(names):
         directory = options.directory / name
@@ -42,7 +40,6 @@ def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Ou
             plan,
             graphs=graphs,
             data=data.flags(directory / "cache"),
-            port=ports[index],
             record=directory / "record",
         )
         env = command.environment(
@@ -84,15 +81,3 @@ def _torch_cudnn() -> Path | None:
         return None
     places = list(found.submodule_search_locations or []) if found else []
     return Path(places[0]) if places else None
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different, as all are held until the last is known."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

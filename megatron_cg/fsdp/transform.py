@@ -2,7 +2,8 @@
 
 Contract of TE >= 2.19 (``transformer_engine/pytorch/graph.py``,
 ``_canonicalize_capture_time_hooks`` and ``_run_capture_time_hooks``): per callable one dict with
-the keys below, each ``{id: fn}``, every ``fn`` called as ``fn(module)`` outside of the graph and returning None.
+the keys below, each ``{id: fn}``, every ``fn`` called as ``fn(module)`` outside of the graph and
+returning None.
 
 Note [Wrappers are withheld]
     Two of Megatron-FSDP's forward hooks are there only to reach autograd: one inserts a Function

@@ -24,7 +24,7 @@ PLAN = Plan(
 
 
 def words(graphs: bool, plan: Plan = PLAN) -> list[str]:
-    return arguments(plan, graphs=graphs, data=["--mock-data"], port=1, record=Path("/r"))
+    return arguments(plan, graphs=graphs, data=["--mock-data"], record=Path("/r"))
 
 
 def value(flag: str, line: Sequence[str]) -> str:
@@ -117,8 +117,3 @@ def test_the_shipped_script_is_the_example() -> None:
     script = run.example_script()
     assert "pretrain(" in script.read_text()
     assert "import megatron_cg" not in script.read_text()
-
-
-def test_free_ports_are_different() -> None:
-    ports = run._free_ports(4)
-    assert len(set(ports)) == 4 and all(1024 <= port < 65536 for port in ports)

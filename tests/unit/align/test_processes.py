@@ -130,3 +130,8 @@ def test_an_earlier_record_is_not_overwritten(tmp_path: Path) -> None:
 def test_the_cause_is_found_in_a_log(log: str, error: str | None) -> None:
     first = next((line for line in log.splitlines() if ":" in line and line != "x"), "")
     assert named_error(log) == (first.removeprefix("[rank1]: ") if error is None else error)
+
+
+def test_an_error_of_this_package_comes_before_its_cause() -> None:
+    log = "ValueError: inside TE\n\nmegatron_cg.errors.CaptureError: capture failed with ValueError"
+    assert named_error(log) == "megatron_cg.errors.CaptureError: capture failed with ValueError"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.hooks.record import innermost
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[Any]:
     from megatron_cg.cpu.model import transformer_layers
 
     return list(transformer_layers(model))
 
 
-def standalone_model() -> nn.Module:
+def standalone_model() -> Any:
     """The separate megatron_fsdp package around a plain PyTorch module."""
     import megatron_fsdp
     from torch.distributed.device_mesh import init_device_mesh
@@ -42,7 +42,7 @@ def standalone_model() -> nn.Module:
 
 
 @pytest.fixture(params=["megatron-core", "megatron-fsdp"])
-def unit(request: pytest.FixtureRequest, one_rank: None) -> nn.Module:
+def unit(request: pytest.FixtureRequest, one_rank: None) -> Any:
     if request.param == "megatron-core":
         return layers_of(request.getfixturevalue("dense_model"))[0]
     model = standalone_model()
@@ -148,7 +148,7 @@ def test_a_known_hook_in_another_registry_is_an_error(unit: nn.Module) -> None:
 
 def test_a_wrapper_without_a_handler_is_an_error(unit: nn.Module) -> None:
     record = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD)
-    empty = HookRecord(record.kind, record.hook_id, functools.partial(record.fn.func))
+    empty = HookRecord(record.kind, record.hook_id, functools.partial(cast(Any, record.fn).func))
     with pytest.raises(UnknownFsdpHookError, match="handler it wraps cannot be found"):
         transform(unit, [empty], {}, ())
 
