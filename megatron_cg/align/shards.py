@@ -29,6 +29,10 @@ def parameter_digests(model: nn.Module) -> dict[str, str]:
     layers compute with) and, with FP8 parameters, ``transpose``; without it, or with parameters
     that are not sharded, they are ``parameter``. Waits for the device.
     """
+    if torch.cuda.is_available():
+        # Where weights are not sharded, the last step's all-gather may still be under way, on a
+        # stream of its own.
+        torch.cuda.synchronize()
     fsdp: Any = find_megatron_fsdp(model)
     if fsdp is None:
         return {f"parameter:{name}": digest(value) for name, value in model.named_parameters()}
