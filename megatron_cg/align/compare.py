@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_cg.align.record import CAPTURED_AFTER
 from megatron_cg.errors import MegatronCGError
 
 IDENTICAL, DIFFERENT, FAILED = "identical", "different", "failed"
@@ -94,7 +95,8 @@ def compare(eager: Run, graphed: Run) -> Comparison:
         return Comparison(FAILED, broken, *facts)
     first = next((value for value in values if not value.same), None)
     if first is not None:
-        return Comparison(DIFFERENT, _describe(first, different), *facts)
+        reason = _describe(first, different) + _before_capture(first, graphed)
+        return Comparison(DIFFERENT, reason, *facts)
     if different:
         reason = f"every loss and gradient norm agrees, but {_count_shards(different, shards)}"
         return Comparison(DIFFERENT, reason, *facts)
@@ -182,6 +184,18 @@ def _describe(first: Value, different: tuple[str, ...]) -> str:
     return (
         f"first difference at step {first.step}, rank {first.rank}, {first.name}: eager {eager}, "
         f"with graphs {graphed}{tensor}"
+    )
+
+
+def _before_capture(first: Value, graphed: Run) -> str:
+    """What to make of a difference between steps that were eager in both runs."""
+    captured = graphed[first.rank].get(CAPTURED_AFTER)
+    if captured is None or first.step > captured:
+        return ""
+    return (
+        f". The graphs were captured after step {captured}, so both runs were still eager: the "
+        "training itself is not deterministic here. Align again, and if it stays, look for what "
+        "--deterministic-mode does not cover"
     )
 
 

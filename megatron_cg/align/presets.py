@@ -107,7 +107,12 @@ def parse_preset(name: str, text: str) -> Preset:
         " ".join(data["description"].split()),
         tuple(data["scopes"]),
         data["nproc"],
-        {key: value for key, value in data["flags"].items() if value not in (False, None)},
+        # By identity, since 0.0 equals False.
+        {
+            k: value
+            for k, value in data["flags"].items()
+            if value is not False and value is not None
+        },
         TapeShape(**shape) if shape else None,
     )
 

@@ -33,6 +33,7 @@ from megatron_cg.versions import installed_version, lookup
 _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
+CAPTURED_AFTER = "captured_after_step"
 _active: Recorder | None = None
 
 
@@ -43,6 +44,12 @@ def note(key: str, value: Any) -> None:
     """
     if _active is not None:
         _active.note(key, value)
+
+
+def note_capture() -> None:
+    """Record after how many steps the graphs were captured; see :func:`note`."""
+    if _active is not None:
+        _active.note(CAPTURED_AFTER, len(_active.data["steps"]))
 
 
 def install_recorder(directory: str | Path) -> Callable[[], None]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 
-from megatron_cg.align.record import Recorder
+from megatron_cg.align.record import CAPTURED_AFTER, Recorder
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.capture import Unit
@@ -163,6 +163,7 @@ def train(plan: TrainingPlan, directory: Path) -> None:
             for number in range(plan.steps):
                 if plan.graphs and number == plan.warmup_steps:
                     stack.callback(trainer.capture(TapeBackend()).close)
+                    recorder.note(CAPTURED_AFTER, number)
                 start = time.perf_counter()
                 loss, norm = trainer.step()
                 losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}

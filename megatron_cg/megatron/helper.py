@@ -21,9 +21,10 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphModule
 from torch import nn
 
-from megatron_cg.align.record import note
+from megatron_cg.align.record import note, note_capture
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER
+from megatron_cg.backends.base import Backend
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
 from megatron_cg.errors import CaptureError, MegatronCGError
@@ -40,6 +41,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
+    make_backend: Callable[[], Backend] = TransformerEngineBackend
     callables_per_chunk: list[list[Any]]
     callables_per_chunk_is_mtp: list[list[bool]]
     flattened_callables: list[Any]
@@ -126,7 +128,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             self._capture_finished = True
 
     def _create_cudagraphs_under_fsdp(self) -> None:
-        backend = TransformerEngineBackend()
+        backend = type(self).make_backend()
         with ExitStack() as scopes:
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
@@ -138,6 +140,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                 stack.callback(cuda_graphs._set_capture_end)
                 super().create_cudagraphs()
             self.session = session
+            note_capture()
             self._undo_scopes = scopes.pop_all()
 
     def _units(self) -> list[Unit]:

@@ -207,3 +207,15 @@ def test_no_record_and_a_broken_one_are_errors(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("{")
     with pytest.raises(RecordError, match=r"rank0\.json is not a record"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(("step", "blamed"), [(0, True), (1, True), (2, False)])
+def test_a_difference_before_capture_is_not_blamed_on_graphs(
+    step: int, blamed: bool, eager: dict[int, Record], graphed: dict[int, Record]
+) -> None:
+    for rank in graphed.values():
+        rank["captured_after_step"] = 2
+        rank["steps"][step]["grad_norm"] = exact(9.0)
+    result = compare(eager, graphed)
+    assert result.status == DIFFERENT
+    assert ("both runs were still eager" in result.reason) is blamed

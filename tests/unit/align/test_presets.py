@@ -115,3 +115,10 @@ def test_what_is_no_mapping_is_refused(text: str) -> None:
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(PresetError, match=r"there is no preset 'nope'; there are .*llama-tiny"):
         load_preset("nope")
+
+
+def test_a_value_of_zero_is_a_value() -> None:
+    assert load_preset("llama").arguments()[-4:] == [
+        *("--attention-dropout", "0.0"),
+        *("--hidden-dropout", "0.0"),
+    ]

@@ -1,0 +1,140 @@
+"""Megatron's own capture helper, made to work under Megatron-FSDP, with the tape as the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.errors import CaptureError
+
+LENGTH, BATCH = 16, 2
+
+
+@pytest.fixture
+def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron_cg.cpu.model import CpuModelConfig
+    from megatron_cg.cpu.train import Trainer, TrainingPlan
+
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
+    monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
+    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
+    model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
+    made = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
+    made.step()
+    yield made
+    calculator.destroy_num_microbatches_calculator()
+
+
+def helper_for(trainer: Any, *layers: str, on_failure: str = "error") -> Any:
+    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+
+    kind = type(
+        "Helper",
+        (FsdpCudaGraphHelper,),
+        {
+            "selection": LayerSelection.parse(layers),
+            "on_failure": on_failure,
+            "make_backend": OneMask,
+        },
+    )
+    return kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
+
+
+class OneMask(TapeBackend):
+    """The tape, with the one mask for the whole batch that the CPU model passes."""
+
+    def capture(self, callables: Any, sample_args: Any, **options: Any) -> Any:
+        for kwargs in options["sample_kwargs"]:
+            if "attention_mask" in kwargs:
+                kwargs["attention_mask"] = kwargs["attention_mask"][:1].clone()
+        return super().capture(callables, sample_args, **options)
+
+
+def layers_of(trainer: Any) -> list[Any]:
+    return list(trainer.model.module.module.module.decoder.layers)
+
+
+def test_capture_replay_and_deletion(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    helper.create_cudagraphs()
+    assert helper.capture_finished() and helper.graphs_created()
+    session = helper.session
+    trainer.step()
+    session.counters.expect(captured=3, replayed=3, eager=0)
+    helper.delete_cuda_graphs()
+    assert not helper.graphs_created()
+    assert all(layer.cuda_graphs == [] for layer in layers_of(trainer))
+    assert all("forward" not in vars(layer) for layer in layers_of(trainer))
+    trainer.step()
+    session.counters.expect(replayed=3)
+
+
+def test_layers_are_captured_as_selected(trainer: Any) -> None:
+    config = trainer.model.config
+    helper = helper_for(trainer, "attn:0-1", "mlp:1")
+    helper.create_cudagraphs()
+    scopes = [[m.name for m in layer.config.cuda_graph_modules] for layer in layers_of(trainer)]
+    assert scopes[:2] == [["attn"], ["attn", "mlp"]]
+    assert [len(layer.cuda_graphs) for layer in layers_of(trainer)] == [1, 1, 0]
+    trainer.step()
+    helper.session.counters.expect(captured=2, replayed=2)
+    helper.delete_cuda_graphs()
+    assert all(layer.config is config for layer in layers_of(trainer))
+    assert all(layer.mlp.config is config for layer in layers_of(trainer))
+
+
+def test_a_layer_without_its_attention_gets_no_rotary_table(trainer: Any) -> None:
+    helper = helper_for(trainer, "attn:0", "mlp:0-1")
+    helper.create_cudagraphs()
+    trainer.step()
+    helper.session.counters.expect(captured=2, replayed=2)
+    helper.delete_cuda_graphs()
+
+
+def broken(_self: Any, *_args: Any, **_kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("forced")
+
+
+def test_a_failed_capture_is_an_error_that_says_what_to_type(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    monkeypatch.setattr(OneMask, "capture", broken)
+    helper = helper_for(trainer, "attn:0-1")
+    with pytest.raises(CaptureError, match=r"OutOfMemoryError: forced.*--cg-on-failure eager"):
+        helper.create_cudagraphs()
+    assert not cuda_graphs.is_graph_capturing()
+    assert all(layer.config is trainer.model.config for layer in layers_of(trainer))
+
+
+def test_training_goes_on_eagerly_where_that_was_asked_for(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneMask, "capture", broken)
+    helper = helper_for(trainer, on_failure="eager")
+    helper.create_cudagraphs()
+    assert helper.capture_finished() and not helper.graphs_created()
+    trainer.step()
+
+
+def test_without_fsdp_megatrons_own_capture_runs(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    ran: list[str] = []
+    record: Callable[[Any], None] = lambda _self: ran.append("create")  # noqa: E731
+    monkeypatch.setattr(TECudaGraphHelper, "create_cudagraphs", record)
+    helper = helper_for(trainer)
+    helper._fsdp = None
+    helper.create_cudagraphs()
+    assert ran == ["create"] and helper.session is None

@@ -1,0 +1,167 @@
+"""What enable() changes in Megatron, and that disable() undoes it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_cg
+from megatron_cg.errors import ConfigurationError, UpstreamChangedError
+from megatron_cg.megatron import patches
+
+PLACES = (
+    ("megatron.training.arguments", "add_megatron_arguments"),
+    ("megatron.training.arguments", "validate_args"),
+    ("megatron.training.training", "TECudaGraphHelper"),
+    ("megatron.training.training", "train_step"),
+    ("megatron.core.datasets.utils", "compile_helpers"),
+)
+
+
+def places() -> list[Any]:
+    from importlib import import_module
+
+    return [getattr(import_module(module), name) for module, name in PLACES]
+
+
+@pytest.fixture(autouse=True)
+def undone() -> Iterator[None]:
+    before = places()
+    yield
+    megatron_cg.disable()
+    assert places() == before
+
+
+def parse(*words: str) -> argparse.Namespace:
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return parser.parse_args(words)
+
+
+def test_enable_adds_our_group_and_disable_takes_it_off() -> None:
+    with pytest.raises(SystemExit):
+        parse("--cg-layers", "attn:0-")
+    megatron_cg.enable()
+    megatron_cg.enable()
+    assert parse("--cg-layers", "attn:0-").cg_layers == ["attn:0-"]
+    megatron_cg.disable()
+    megatron_cg.disable()
+    with pytest.raises(SystemExit):
+        parse("--cg-layers", "attn:0-")
+
+
+def test_a_run_without_graphs_keeps_megatrons_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+    from megatron.training import arguments, training
+
+    monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
+    megatron_cg.enable()
+    args = parse("--use-megatron-fsdp")
+    assert arguments.validate_args(args, {}) is args
+    assert training.TECudaGraphHelper is TECudaGraphHelper
+    megatron_cg.disable()
+
+
+GRAPHS = (
+    "--use-megatron-fsdp --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail --bf16 "
+    "--num-layers 4 --no-gradient-accumulation-fusion --cuda-graph-impl transformer_engine "
+    "--attention-dropout 0 --hidden-dropout 0 --cuda-graph-modules attn"
+).split()
+
+
+def test_a_run_with_graphs_gets_our_helper_with_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+    from megatron.training import arguments, training
+
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
+    monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda _name: "2.20.2")
+    megatron_cg.enable()
+    words = [*GRAPHS, "--cg-layers", "attn:1-2", "--cg-on-failure", "eager"]
+    arguments.validate_args(parse(*words), {})
+    helper = training.TECudaGraphHelper
+    assert issubclass(helper, TECudaGraphHelper) and helper is not TECudaGraphHelper
+    assert helper.on_failure == "eager"
+    assert [helper.selection.scopes(i, 4, ("attn",)) for i in range(4)] == [
+        *((), ("attn",), ("attn",)),
+        (),
+    ]
+    megatron_cg.disable()
+    assert training.TECudaGraphHelper is TECudaGraphHelper
+
+
+def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import arguments
+
+    reached: list[Any] = []
+    monkeypatch.setattr(
+        arguments, "validate_args", lambda args, defaults=None: reached.append(args)
+    )
+    megatron_cg.enable()
+    words = [word for word in GRAPHS if word not in ("--fsdp-double-buffer", "--bf16")]
+    with pytest.raises(ConfigurationError) as error:
+        arguments.validate_args(parse(*words), {})
+    assert "--fsdp-double-buffer" in str(error.value) and "--bf16" in str(error.value)
+    assert reached == []
+    megatron_cg.disable()
+
+
+def test_a_missing_symbol_is_named_and_nothing_stays_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.datasets import utils
+
+    before = places()
+    monkeypatch.delattr(utils, "compile_helpers")
+    with pytest.raises(UpstreamChangedError, match=r"megatron-core .*compile_helpers"):
+        megatron_cg.enable()
+    monkeypatch.undo()
+    assert places() == before
+
+
+def test_an_install_without_makefile_runs_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.datasets import utils
+
+    assert not (Path(utils.__file__).parent / "Makefile").exists()
+    called: list[Any] = []
+    monkeypatch.setattr("subprocess.run", lambda *args, **_: called.append(args))
+    megatron_cg.enable()
+    utils.compile_helpers()
+    assert "has no Makefile" in capsys.readouterr().out
+    assert called == []
+    megatron_cg.disable()
+
+
+def test_the_launcher_runs_a_script_as_python_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_cg.__main__ import main
+
+    (tmp_path / "beside.py").write_text("word = 'found'\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, beside\n"
+        "from megatron_cg.megatron import patches\n"
+        "print(__name__, sys.argv[1:], beside.word, patches._active is not None)\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["megatron_cg", str(script), "--lr", "1"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    main()
+    assert capsys.readouterr().out == "__main__ ['--lr', '1'] found True\n"
+    assert patches._active is None
+
+
+def test_the_launcher_names_a_script_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_cg.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["megatron_cg", "nowhere.py"])
+    with pytest.raises(SystemExit, match="there is no file nowhere.py"):
+        main()
