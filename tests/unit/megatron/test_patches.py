@@ -41,7 +41,8 @@ def parse(*words: str) -> argparse.Namespace:
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return parser.parse_args(words)
+    namespace: argparse.Namespace = parser.parse_args(words)
+    return namespace
 
 
 def test_enable_adds_our_group_and_disable_takes_it_off() -> None:
@@ -163,5 +164,5 @@ def test_the_launcher_names_a_script_that_is_not_there(monkeypatch: pytest.Monke
     from megatron_cg.__main__ import main
 
     monkeypatch.setattr(sys, "argv", ["megatron_cg", "nowhere.py"])
-    with pytest.raises(SystemExit, match="there is no file nowhere.py"):
+    with pytest.raises(SystemExit, match=r"there is no file nowhere\.py"):
         main()
