@@ -117,6 +117,9 @@ class RunArguments:
     delay_wgrad_compute: bool = _setting(False, "weight gradients after the layer's backward")
     hybrid_context_parallel: bool = _setting(False, "sequences of several lengths over ranks")
 
+    mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
+    mtp_use_repeated_layer: bool = _setting(False, "one prediction layer is run at every depth")
+
     sft: bool = _setting(False, "fine-tuning, on packed sequences")
     rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
@@ -147,6 +150,15 @@ def _no_strings() -> Mapping[str, str]:
     return MappingProxyType({})
 
 
+def _version_on_path() -> str | None:
+    """``megatron.core.__version__`` of what would be imported, or None."""
+    try:
+        from megatron.core.package_info import __version__
+    except ImportError:
+        return None
+    return str(__version__)
+
+
 @dataclass(frozen=True)
 class Environment:
     """Installed versions and environment variables; what is absent is absent from the mapping.
@@ -163,6 +175,8 @@ class Environment:
     def read(cls, backend: str = "transformer_engine") -> Environment:
         """The environment of this process, from ``importlib.metadata`` and ``os.environ``."""
         versions = {name: installed_version(name) for name in PACKAGES}
+        # A clone of Megatron-LM on the path is no installed distribution.
+        versions["megatron-core"] = versions["megatron-core"] or _version_on_path()
         return cls(
             versions={name: version for name, version in versions.items() if version is not None},
             variables={name: os.environ[name] for name in VARIABLES if name in os.environ},

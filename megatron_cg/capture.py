@@ -3,9 +3,9 @@
 Note [Two stacks]
     Some changes must always be taken back, capture or no capture: hooks cleared, parameters made
     whole, RNG and FP8 state advanced by made-up inputs, TE's flags. They are on a stack that is
-    unwound before :func:`capturing` ends, whatever happened. Lasting changes (tags, the replay in
-    the place of forward) are on a second one: unwound when anything raised, and handed to the
-    session when all went well, so that closing the session takes them back in reverse.
+    unwound before :func:`capturing` ends, whatever happened. Lasting changes (the graphs, the
+    replay in the place of forward) are on a second one: unwound when anything raised, and handed
+    to the session when all went well, so that closing the session takes them back in reverse.
 
 Note [Order of entering]
     The raw parameters come before the parameters' hooks, which sit on the raw ones. The backend's
@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.errors import HookError
 from megatron_cg.fsdp.model import raw_parameters, training_states
 from megatron_cg.fsdp.recognise import fsdp_package_of
 from megatron_cg.fsdp.tag import tag_backward_wrappers
@@ -71,20 +70,18 @@ def capturing(
         HookError, UnknownFsdpHookError: before anything has been changed.
     """
     modules = _unique(module for unit in units for module in unit.layer.modules())
-    undo_tags = tag_backward_wrappers(modules)
-    with ExitStack() as lasting:
-        lasting.callback(undo_tags)
-        hooks = tuple(read_hooks(unit) for unit in units)
-        with ExitStack() as always:
-            always.enter_context(training_states(fsdp.modules()))
-            always.enter_context(raw_parameters(fsdp))
-            parameters = _unique(p for unit in units for p in unit.layer.parameters())
-            always.enter_context(_gradients_kept(parameters))
-            always.enter_context(_buffers_kept(modules))
-            always.callback(_quiet_parameters(parameters))
-            always.callback(_quiet_modules(units, modules))
-            always.enter_context(backend.preserved([unit.layer for unit in units]))
-            yield hooks, lasting
+    hooks = tuple(read_hooks(unit) for unit in units)
+    with ExitStack() as lasting, ExitStack() as always:
+        always.callback(tag_backward_wrappers(modules))
+        always.enter_context(training_states(fsdp.modules()))
+        always.enter_context(raw_parameters(fsdp))
+        parameters = _unique(p for unit in units for p in unit.layer.parameters())
+        always.enter_context(_gradients_kept(parameters))
+        always.enter_context(_buffers_kept(modules))
+        always.callback(_quiet_parameters(parameters))
+        always.callback(_quiet_modules(units, modules))
+        always.enter_context(backend.preserved([unit.layer for unit in units]))
+        yield hooks, lasting
 
 
 def capture_time_hooks(hooks: Sequence[UnitHooks]) -> list[CaptureTimeHooks]:
@@ -147,6 +144,3 @@ def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _unique[T](items: Iterator[T]) -> list[T]:
     return list({id(item): item for item in items}.values())
-
-
-__all__ = ["HookError", "Unit", "capture_time_hooks", "capturing", "read_hooks"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -18,7 +17,9 @@ from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay import attach_replay
 
-_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+_SESSIONS: list[Session] = []
+"""Sessions with graphs; a strong reference, since the layers replay whether or not anybody else
+holds their session, and :func:`close_all_sessions` must find it."""
 
 
 class Phase(Enum):
@@ -37,13 +38,20 @@ class Session:
         model: the ``MegatronFSDP``, or any module that contains exactly one.
         units: the layers to be captured, in the order of their forward passes.
         backend: what captures them.
+        confirm: called when all graphs are made and attached; what it raises fails the capture.
 
     Raises:
         HookError: ``model`` holds no ``MegatronFSDP``.
         UpstreamChangedError: it holds one that lacks a member we rely on.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], backend: Backend) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        backend: Backend,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:
             raise HookError(
@@ -53,10 +61,10 @@ class Session:
         self._fsdp = fsdp
         self._units = tuple(units)
         self._backend = backend
+        self._confirm = confirm
         self._undo = ExitStack()
         self.phase = Phase.EAGER
         self.counters = Counters()
-        _SESSIONS.add(self)
 
     @contextmanager
     def capturing(self) -> Iterator[list[CaptureTimeHooks]]:
@@ -82,13 +90,21 @@ class Session:
                 for unit, unit_hooks in zip(self._units, hooks, strict=True):
                     undo = attach_replay(unit.layer, unit_hooks.before_replay, self.counters)
                     lasting.callback(undo)
+                if self._confirm is not None:
+                    self._confirm()
                 self._undo = lasting.pop_all()
         except BaseException:
             self._undo.close()
             self.phase = Phase.EAGER
             raise
+        _SESSIONS.append(self)
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
         self.phase = Phase.REPLAYING
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Let :meth:`close` run ``undo`` too, before what was changed earlier is undone."""
+        self._require(Phase.REPLAYING)
+        self._undo.callback(undo)
 
     def close(self) -> None:
         """Release the graphs and undo, in reverse, all that capture changed. Safe to run twice.
@@ -97,18 +113,21 @@ class Session:
         """
         if self.phase is Phase.CAPTURING:
             raise PhaseError("a session cannot be closed from inside its own capture")
-        if self.phase is Phase.REPLAYING:
+        replaying, self.phase = self.phase is Phase.REPLAYING, Phase.CLOSED
+        if not replaying:
+            return
+        _SESSIONS.remove(self)
+        with self._undo:
+            self._backend.synchronize()
             for unit in self._units:
                 for graph in _graphs(unit.layer):
                     graph.reset()
-            self._undo.close()
-        self.phase = Phase.CLOSED
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:
             raise PhaseError(
-                f"this session is {self.phase.value}, and capture starts from {phase.value}: "
-                "delete its graphs and open a new session to capture again"
+                f"this session is {self.phase.value}, and has to be {phase.value} for that. To "
+                "capture again, delete its graphs and open a new session"
             )
 
     def _check_whole(self) -> None:
@@ -121,10 +140,10 @@ class Session:
 
 
 def close_all_sessions() -> None:
-    """Close every session that is still open."""
-    for session in list(_SESSIONS):
-        session.close()
-        _SESSIONS.discard(session)
+    """Close every session that has graphs, also when closing one of them raises."""
+    with ExitStack() as stack:
+        for session in _SESSIONS:
+            stack.callback(session.close)
 
 
 def _graphs(layer: nn.Module) -> Sequence[Any]:

@@ -1,8 +1,9 @@
 """What a run trained, written as it was: losses, gradient norms and parameter shards.
 
-Relied on: megatron-core 0.19.2, ``megatron.training.training``: ``train`` and ``train_step``, both
-looked up as globals of that module when they are called; ``train_step`` gives eight values, of
-which the loss dictionary is the first, ``skipped_iter`` the second and the gradient norm the sixth.
+Relied on: megatron-core 0.19.2, ``megatron.training.training``: ``train``, ``train_step`` and
+``evaluate``, looked up as globals of that module when they are called; ``train_step`` gives eight
+values, of which the loss dictionary is the first, ``skipped_iter`` the second and the gradient norm
+the sixth; the first value of ``evaluate`` is a dictionary of losses.
 
 The recorder reads values after the step has returned and adds nothing to the device's work before
 that, so it cannot change what it records. ``train_step`` itself ends by waiting for the gradient
@@ -62,10 +63,12 @@ def install_recorder(directory: str | Path) -> Callable[[], None]:
     recorder = Recorder(Path(directory))
     module = lookup(_PACKAGE, _MODULE, "the module of Megatron's training loop")
     train = _function("train", ("forward_step_func", "model"))
+    evaluate = _function("evaluate", ("forward_step_func", "data_iterator", "model"))
     step = _function("train_step", ("forward_step_func", "data_iterator", "model", "optimizer"))
     with ExitStack() as stack:
         stack.callback(set_attribute(module, "train_step", recorder.wrap_step(step)))
         stack.callback(set_attribute(module, "train", recorder.wrap_train(train)))
+        stack.callback(set_attribute(module, "evaluate", recorder.wrap_evaluate(evaluate)))
         undo = stack.pop_all()
     _active = recorder
 
@@ -130,6 +133,19 @@ class Recorder:
             return result
 
         return train_step
+
+    def wrap_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        """``evaluate`` whose losses are put beside those of the step that was trained last."""
+
+        @wraps(evaluate)
+        def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
+            result = evaluate(*args, **kwargs)
+            if self.data["steps"] and result[0]:
+                losses = {f"evaluation {name}": exact(value) for name, value in result[0].items()}
+                self.data["steps"][-1]["losses"].update(losses)
+            return result
+
+        return recorded_evaluate
 
     def wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """``train`` that ends by recording the parameters and writing the file."""

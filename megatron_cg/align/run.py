@@ -56,7 +56,7 @@ def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Ou
 def _device_shares(nproc: int, shares: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES for each run; one share for all where there are too few GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(index) for index in range(_gpu_count())]
+    devices = visible.split(",") if visible else [str(index) for index in range(gpu_count())]
     if len(devices) < nproc:
         raise LaunchError(
             f"--nproc {nproc} needs as many GPUs, and {len(devices)} can be seen: give a smaller "
@@ -67,7 +67,8 @@ def _device_shares(nproc: int, shares: int) -> list[str | None]:
     return [",".join(devices[n * nproc : (n + 1) * nproc]) for n in range(shares)]
 
 
-def _gpu_count() -> int:
+def gpu_count() -> int:
+    """How many GPUs this process can see."""
     import torch
 
     return torch.cuda.device_count()

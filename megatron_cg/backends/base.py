@@ -39,5 +39,8 @@ class Backend(Protocol):
         ``options`` are those of TE's ``make_graphed_callables``.
         """
 
+    def synchronize(self) -> None:
+        """Wait until no graph is replaying: one that is must not be destroyed."""
+
     def preserved(self, callables: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Put back whatever capture leaves changed, also after an exception."""

@@ -92,6 +92,9 @@ class TapeBackend:
         run.record()
         return tuple(TapeCallable(item, item.module.forward) for item in run.recorded)
 
+    def synchronize(self) -> None:
+        """Nothing to wait for: a replay is over when its call returns."""
+
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
         """Put back the generator's state and the states of Megatron's RNG tracker, always."""

@@ -68,15 +68,20 @@ class TransformerEngineBackend:
         )
         return graphs
 
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
-        """Keep RNG, FP8 scales and histories, TE's capturing flag, the classes it patches, and gc.
+        """Keep RNG, FP8 scales, TE's capturing flag and patched classes, the stream, and gc.
 
         TE restores the first three itself when capture succeeds, and nothing when it fails
         (2.20.2: ``make_graphed_callables`` has no ``finally``).
         """
         with ExitStack() as stack:
             stack.enter_context(garbage_collection_kept())
+            stack.enter_context(_stream_kept())
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
             stack.enter_context(self._generators_kept())
             stack.enter_context(_fp8_kept(callables))
@@ -98,6 +103,23 @@ class TransformerEngineBackend:
         finally:
             for generator, state in zip(generators, saved, strict=True):
                 generator.set_state(state)
+
+
+@contextmanager
+def _stream_kept() -> Iterator[None]:
+    """``torch.cuda.graph`` stays on its capture stream when ending a capture raises.
+
+    torch 2.11, ``torch/cuda/graphs.py``: ``graph.__exit__`` leaves the stream after
+    ``capture_end`` and has no ``finally``.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from megatron_cg.align.outcome import Outcome
 from megatron_cg.align.presets import Preset, load_preset, preset_names
 from megatron_cg.align.processes import LaunchError, Options
 from megatron_cg.align.report import as_json, print_report
-from megatron_cg.align.run import align_on_gpus, example_script
+from megatron_cg.align.run import align_on_gpus, example_script, gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_shape
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, FAILED: 3}
@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup-steps", type=_whole, default=3, help="eager steps first (default 3)")
     add("--scopes", nargs="*", metavar="SCOPE", help="what to capture; none: whole layers")
     add("--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run")
-    add("--nproc", type=_positive, help="processes, one a GPU (default: the preset's)")
+    add(
+        "--nproc",
+        type=_positive,
+        help="processes, one a GPU (default: the preset's, or as many as there are GPUs)",
+    )
     add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
     data = parser.add_mutually_exclusive_group()
     data.add_argument("--data-path", metavar="PREFIX", help="data in Megatron's indexed format")
@@ -85,7 +89,7 @@ def _on_gpus(
 ) -> Outcome:
     plan = Plan(
         script=(args.script or example_script()).resolve(),
-        nproc=args.nproc or preset.nproc,
+        nproc=args.nproc or max(1, min(preset.nproc, gpu_count())),
         model=tuple(preset.arguments()),
         steps=args.steps,
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),

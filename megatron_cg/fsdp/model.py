@@ -27,7 +27,7 @@ _NEEDED = (
 
 
 def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
-    """The ``MegatronFSDP`` in or around ``model`` (either package's), or None.
+    """The ``MegatronFSDP`` that ``model`` is or contains (either package's), or None.
 
     Raises UpstreamChangedError when it lacks a member that capture relies on.
     """

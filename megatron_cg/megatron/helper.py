@@ -9,10 +9,11 @@ does the capture; this class puts the transaction around it.
 
 from __future__ import annotations
 
+import gc
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,19 +22,34 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphModule
 from torch import nn
 
+from megatron_cg.agreement import Agreement
 from megatron_cg.align.record import note, note_capture
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
-from megatron_cg.errors import CaptureError, MegatronCGError
+from megatron_cg.errors import CaptureError, MegatronCGError, UpstreamChangedError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.megatron.scopes import LayerConfig, give_scopes
 from megatron_cg.session import Session
 from megatron_cg.undo import set_attribute
+from megatron_cg.versions import installed_version, lookup
 
 logger = logging.getLogger(__name__)
+
+
+for _symbol, _expected in (
+    ("transformer.cuda_graphs:TECudaGraphHelper._discover_layers", "which layers are captured"),
+    ("transformer.cuda_graphs:TECudaGraphHelper._get_sample_arguments", "static inputs"),
+    ("transformer.cuda_graphs:TECudaGraphHelper._reset_after_capture", "gradients cleared"),
+    ("transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"),
+    ("transformer.cuda_graphs:_set_capture_end", "the setter of the capturing flag"),
+    ("transformer.module:GraphableMegatronModule._should_call_te_cudagraph", "asked in __call__"),
+    ("transformer.module:GraphableMegatronModule._te_cuda_graph_replay", "the replay"),
+    ("transformer.module:GraphableMegatronModule._get_submodules_under_cudagraphs", "the scope"),
+):
+    lookup("megatron-core", f"megatron.core.{_symbol}", _expected)
 
 
 class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
@@ -50,6 +66,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self._scopes: dict[nn.Module, list[Any]] = {}
         self.session: Session | None = None
         super().__init__(*args, **kwargs)
+        # Made by all ranks, since all make this helper.
+        self._agreement = Agreement() if self._fsdp is not None else None
 
     def _discover_layers(self) -> None:
         super()._discover_layers()
@@ -120,28 +138,54 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         try:
             self._create_cudagraphs_under_fsdp()
         except Exception as error:
-            self._graphs_created = False
-            failure = _as_capture_error(error)
-            if self.on_failure != "eager":
-                raise failure from error
-            logger.error("%s Training goes on eagerly (--cg-on-failure eager).", failure)
-            self._capture_finished = True
+            self._give_up(error)
 
     def _create_cudagraphs_under_fsdp(self) -> None:
         backend = type(self).make_backend()
+        session = Session(self.model[0], self._units(), backend, self._confirm)
+        captured: list[int] = []
+
+        def capture(callables: Any, *args: Any, **kwargs: Any) -> Any:
+            captured.append(len(callables))
+            return backend.capture(callables, *args, capture_time_hooks=hooks, **kwargs)
+
         with ExitStack() as scopes:
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
-            session = Session(self.model[0], self._units(), backend)
             with session.capturing() as hooks, ExitStack() as stack:
-                capture = partial(backend.capture, capture_time_hooks=hooks)
                 stack.callback(set_attribute(cuda_graphs, "make_graphed_callables", capture))
                 stack.callback(cuda_graphs._set_capture_end)
                 super().create_cudagraphs()
-            self.session = session
-            note_capture()
-            self._undo_scopes = scopes.pop_all()
+                if captured != [len(self.flattened_callables)]:
+                    raise _unused_capture()
+            session.on_close(scopes.pop_all().close)
+        self.session = session
+        note_capture()
+
+    def _confirm(self) -> None:
+        """All ranks have their graphs, or none has."""
+        if self._agreement is not None:
+            self._agreement.confirm()
+
+    def _give_up(self, error: Exception) -> None:
+        """Leave no trace of a failed capture; raise, or log where going on was asked for.
+
+        Raises CaptureError or the error itself where it is one of this package's.
+        """
+        self._graphs_created = False
+        failure = _as_capture_error(error)
+        # What the traceback's frames hold of half-made graphs is what going on needs most.
+        traceback.clear_frames(error.__traceback__)
+        if self._agreement is not None:
+            self._agreement.report_failure()
+        if self.on_failure != "eager":
+            raise failure from error
+        logger.error("%s Training goes on eagerly (--cg-on-failure eager).", failure)
+        self._reset_after_capture()
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._capture_finished = True
 
     def _units(self) -> list[Unit]:
         units = []
@@ -156,9 +200,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             super().delete_cuda_graphs()
             return
         note("graphs", self.session.counters.as_dict())
-        torch.cuda.synchronize()
         self.session.close()
-        self._undo_scopes.close()
         self.session = None
         self._graphs_created = False
 
@@ -168,6 +210,15 @@ def graphed_modules(layer: nn.Module) -> tuple[nn.Module, ...]:
     covered = cast(Sequence[nn.Module], cast(Any, layer)._get_submodules_under_cudagraphs())
     found = {id(m): m for root in covered for m in root.modules() if m is not layer}
     return tuple(found.values())
+
+
+def _unused_capture() -> UpstreamChangedError:
+    return UpstreamChangedError(
+        "megatron-core",
+        installed_version("megatron-core") or "unknown version",
+        "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.create_cudagraphs",
+        "one call of that module's make_graphed_callables for all layers",
+    )
 
 
 def _as_capture_error(error: Exception) -> MegatronCGError:

@@ -15,11 +15,18 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.session import close_all_sessions
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import lookup
 
 _PACKAGE = "megatron-core"
+_YAML_VIOLATION = Violation(
+    "yaml-config",
+    "--yaml-cfg asks for layerwise graphs under Megatron-FSDP",
+    "the settings of a YAML file do not pass the rules that keep a replay correct",
+    "give the run's settings on the command line, or set cuda_graph_impl to none in the file",
+)
 _active: ExitStack | None = None
 
 
@@ -39,6 +46,7 @@ def enable() -> None:
     with ExitStack() as undo:
         undo.callback(_extend_parser())
         undo.callback(_extend_validation())
+        undo.callback(_refuse_yaml_with_graphs())
         undo.callback(_allow_prebuilt_dataset_helpers())
         _active = undo.pop_all()
 
@@ -46,10 +54,12 @@ def enable() -> None:
 def disable() -> None:
     """Release all graphs and undo all that :func:`enable` did. Safe to run twice."""
     global _active
-    close_all_sessions()
-    if _active is not None:
-        _active.close()
-        _active = None
+    try:
+        close_all_sessions()
+    finally:
+        active, _active = _active, None
+        if active is not None:
+            active.close()
 
 
 def _replace(path: str, expected: str, make: Callable[[Any], Any]) -> Callable[[], None]:
@@ -88,6 +98,24 @@ def _extend_validation() -> Callable[[], None]:
         return validate_args
 
     return _replace("megatron.training.arguments:validate_args", "Megatron's own rules", extended)
+
+
+def _refuse_yaml_with_graphs() -> Callable[[], None]:
+    """``--yaml-cfg`` goes by another way than the command line, on which none of our rules is."""
+    from megatron_cg.arguments.megatron import wants_graphs
+
+    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(old)
+        def validate_yaml(*args: Any, **kwargs: Any) -> Any:
+            result = old(*args, **kwargs)
+            if wants_graphs(result):
+                raise ConfigurationError([_YAML_VIOLATION])
+            return result
+
+        return validate_yaml
+
+    path = "megatron.training.yaml_arguments:validate_yaml"
+    return _replace(path, "Megatron's rules for --yaml-cfg", extended)
 
 
 def _start(settings: Any, wants_graphs: bool) -> None:

@@ -24,6 +24,8 @@ class LayerConfig:
         vars(self)["cuda_graph_modules"] = list(modules)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # asked by copy, before there is anything to look at
+            raise AttributeError(name)
         return getattr(vars(self)["_config"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

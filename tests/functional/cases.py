@@ -76,15 +76,23 @@ CASES = [
         (*batch(8), "--num-distributed-optimizer-instances", "2"),
     ),
     Case("fp8", MOE, ROUTER, (*batch(8), "--fp8-format", "hybrid")),
-    Case(
-        "fp8-weights",
-        DENSE,
-        ("attn", "mlp"),
-        (
-            *batch(8),
-            *("--fp8-format", "hybrid", "--fp8-param-gather"),
-            "--keep-fp8-transpose-cache",
-        ),
+    *(
+        Case(
+            f"fp8-{recipe}{'-weights' if weights else ''}",
+            DENSE,
+            ("attn", "mlp"),
+            (
+                *batch(8),
+                *("--fp8-format", fp8_format, "--fp8-recipe", recipe),
+                *(("--fp8-param-gather", "--keep-fp8-transpose-cache") if weights else ()),
+            ),
+        )
+        for recipe, fp8_format in (
+            ("delayed", "hybrid"),
+            ("tensorwise", "hybrid"),
+            ("blockwise", "e4m3"),
+        )
+        for weights in (False, True)
     ),
     Case("zero2", MOE, ROUTER, (*batch(8), "--data-parallel-sharding-strategy", "optim_grads")),
     Case(
@@ -108,6 +116,20 @@ CASES = [
         DENSE,
         ("attn", "mlp"),
         (*batch(8), "--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
+    ),
+    Case(
+        "fine-grained-gathering",
+        DENSE,
+        ("attn", "mlp"),
+        (*batch(8), "--megatron-fsdp-enable-fine-grained-param-gather"),
+    ),
+    Case("context-parallel", DENSE, ("attn", "mlp"), (*batch(4), "--context-parallel-size", "2")),
+    Case(
+        "no-warmup",
+        DENSE,
+        ("attn", "mlp"),
+        batch(8),
+        graph_flags=("--cuda-graph-warmup-steps", "0"),
     ),
     Case("layers", MOE, ROUTER, batch(8), graph_flags=("--cg-layers", "attn:0-1", "moe_router:1-")),
     Case(

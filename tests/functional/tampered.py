@@ -51,6 +51,7 @@ def flags() -> dict[str, Any]:
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from transformer_engine.pytorch import graph
+    from transformer_engine.pytorch.distributed import get_all_rng_states
 
     return {
         "megatron capturing": cuda_graphs.is_graph_capturing(),
@@ -59,7 +60,11 @@ def flags() -> dict[str, Any]:
         "own __call__": "__call__" in TransformerLayer.__dict__,
         "gc": gc.isenabled(),
         "capture function": id(cuda_graphs.make_graphed_callables),
-        "rng": torch.cuda.get_rng_state().sum().item(),
+        "stream": torch.cuda.current_stream().cuda_stream,
+        "rng": [torch.cuda.get_rng_state().tolist(), torch.get_rng_state().sum().item()],
+        "tracked": {
+            name: state.get_state().tolist() for name, state in get_all_rng_states().items()
+        },
     }
 
 
@@ -128,6 +133,8 @@ def fail_at(stage: str) -> None:
         wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(2, error))
     elif stage == "capture-forward-end":
         wrap(torch.cuda.CUDAGraph, "capture_end", on_call(2, error, after=True))
+    elif stage == "invalid":
+        wrap(TransformerLayer, "_te_cuda_graph_capture", reading_on_the_host)
     elif stage == "capture-backward":
         layers = LAYERS
         wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(layers + 2, error))
@@ -135,6 +142,17 @@ def fail_at(stage: str) -> None:
         wrap(session, "attach_replay", on_call(2, error))
     else:
         raise ValueError(stage)
+
+
+def reading_on_the_host(old: Any) -> Any:
+    """A forward that reads a tensor on the host: how a capture most often ends for users."""
+
+    def wrapped(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            print(hidden_states.sum().item())
+        return old(self, hidden_states, *args, **kwargs)
+
+    return wrapped
 
 
 def in_capture_only(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -174,8 +192,8 @@ def delete_after(step: int) -> None:
                 helper, hooks, before = made[0]
                 replayed = helper.session.counters.replayed
                 helper.delete_cuda_graphs()
-                after = flags()
-                after["rng"] = before["rng"]
+                # Training has drawn numbers since.
+                after = {**flags(), "rng": before["rng"], "tracked": before["tracked"]}
                 same = hooks == fingerprint(helper.model[0]) and before == after
                 note("after_delete", {"same": same, "replayed": replayed})
             return result

@@ -19,3 +19,5 @@ def test_losses_norms_and_shards_are_bit_equal(case: Case, align: Callable[..., 
     assert len({value.step for value in comparison.values}) == case.steps
     assert comparison.graphs["captured"] > 0
     assert comparison.graphs["replayed"] > 0
+    evaluated = any(value.name.startswith("evaluation ") for value in comparison.values)
+    assert evaluated == (comparison.graphs["eager"] > 0) == ("--eval-interval" in case.flags)

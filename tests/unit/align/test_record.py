@@ -176,3 +176,19 @@ def test_under_fsdp_main_and_model_weights_are_told_apart(dense_model: Any) -> N
     after = parameter_digests(dense_model)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {name for name in before if name.startswith("main:")} != set()
+
+
+def test_losses_of_an_evaluation_are_compared_with_the_step_before_it(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(forward_step_func: Any, data_iterator: Any, model: Any) -> Any:
+        return {"lm loss": torch.tensor(0.25)}, None, False
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    undo = install_recorder(tmp_path)
+    training.train(None, [torch.nn.Linear(2, 2)], lambda: training.evaluate(None, None, None))
+    undo()
+    first, second = (step["losses"] for step in read(tmp_path)["steps"])
+    assert list(first) == ["lm loss"]
+    assert second["evaluation lm loss"] == exact(0.25)
+    assert training.evaluate is evaluate

@@ -292,6 +292,13 @@ NUMERICS = (
         "drop --optimizer-cuda-graph",
     ),
     Case(
+        "repeated-prediction-layer",
+        {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
+        "--mtp-use-repeated-layer",
+        "activations of the last run only",
+        "--mtp-num-layers 1",
+    ),
+    Case(
         "packed-sequences",
         {"sft": True},
         "--sft",

@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import logging
+import sys
 
 import pytest
 from megatron.core.transformer.enums import CudaGraphModule
@@ -248,6 +249,8 @@ def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda name: None)
+    assert Environment.read().versions == {"megatron-core": "0.19.2"}  # as imported from a path
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
     assert Environment.read().versions == {}
 
 

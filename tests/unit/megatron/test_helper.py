@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, UpstreamChangedError
 
 LENGTH, BATCH = 16, 2
 
@@ -75,6 +76,42 @@ def test_capture_replay_and_deletion(trainer: Any) -> None:
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
     session.counters.expect(replayed=3)
+
+
+def test_a_second_capture_after_deletion_replays_again(trainer: Any) -> None:
+    for _ in range(2):
+        helper = helper_for(trainer)
+        helper.create_cudagraphs()
+        trainer.step()
+        helper.session.counters.expect(captured=3, replayed=3, eager=0)
+        helper.delete_cuda_graphs()
+
+
+def test_disable_deletes_graphs_that_nobody_holds(trainer: Any) -> None:
+    import megatron_cg
+
+    helper_for(trainer, "attn:0-1").create_cudagraphs()
+    gc.collect()
+    megatron_cg.disable()
+    for layer in layers_of(trainer):
+        assert layer.cuda_graphs == [] and "forward" not in vars(layer)
+        assert layer.config is trainer.model.config
+
+
+def test_a_megatron_that_captures_by_another_way_is_an_error(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    def elsewhere(self: Any) -> None:
+        for layer in self.flattened_callables:
+            layer.cuda_graphs = [lambda *args, **kwargs: None]
+
+    monkeypatch.setattr(TECudaGraphHelper, "create_cudagraphs", elsewhere)
+    helper = helper_for(trainer)
+    with pytest.raises(UpstreamChangedError, match=r"TECudaGraphHelper\.create_cudagraphs"):
+        helper.create_cudagraphs()
+    assert all("forward" not in vars(layer) for layer in layers_of(trainer))
 
 
 def test_layers_are_captured_as_selected(trainer: Any) -> None:
