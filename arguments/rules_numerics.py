@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_cg.arguments.rule import Refusal, Rule
 from megatron_cg.arguments.schema import RunArguments
 
+_RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
 _ROUTER_SCOPES = ("moe", "moe_router", "moe_preprocess")
 
 
@@ -30,6 +31,18 @@ RULES: tuple[Rule, ...] = (
         "Megatron-FSDP then throws the weights' transposes away after each use and makes new ones "
         "elsewhere, and a replayed backward reads the old places: the gradient norm is NaN",
         "add --keep-fp8-transpose-cache, or drop --fp8-param-gather and keep --fp8-format",
+    ),
+    Refusal(
+        "fp8-primary-weights-recipe",
+        lambda run: (
+            run.fp8 is not None
+            and run.fp8_param_gather
+            and run.fp8_recipe not in _RECIPES_OF_PRIMARY_WEIGHTS
+        ),
+        "--fp8-param-gather with --fp8-recipe {run.fp8_recipe}",
+        "open: with blockwise weights Megatron-FSDP asks for more buffers than "
+        "--fsdp-double-buffer has ('No buffer found for bucket_id'), and others were never seen to work",
+        "type --fp8-recipe delayed or --fp8-recipe tensorwise, or drop --fp8-param-gather",
     ),
     Refusal(
         "shared-expert-overlap",

@@ -109,6 +109,7 @@ class RunArguments:
 
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
     fp8: str | None = _setting(None, "FP8 format, if any")
+    fp8_recipe: str = _setting("delayed", "how FP8 scales are found")
     fp8_param_gather: bool = _setting(False, "primary weights are FP8")
     keep_fp8_transpose_cache: bool = _setting(False, "transposes of FP8 weights stay allocated")
 

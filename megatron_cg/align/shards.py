@@ -2,7 +2,8 @@
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
 ``parameter_groups`` (each with ``params``, ``model_weight_buffer``, ``transpose_weight_buffer``
-and ``main_weight_buffer``), ``param_to_name``, and ``DataParallelBuffer.get_item``.
+and ``main_weight_buffer``), ``param_to_name``, and ``DataParallelBuffer``: ``get_item`` and
+``is_data_distributed``.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ def parameter_digests(model: nn.Module) -> dict[str, str]:
     for group in buffer.parameter_groups:
         kinds = {kind: getattr(group, name) for kind, name in _BUFFERS.items()}
         present = {kind: weights for kind, weights in kinds.items() if weights is not None}
+        # Where only some of a group's weights are sharded (ZeRO-1 and 2), the others hold copies of
+        # what other ranks own, which the next all-gather renews: how far it has come by the end of
+        # a run is chance. This rank answers for its own part.
+        only_own = any(weights.is_data_distributed for weights in present.values())
         for item, parameter in enumerate(group.params):
             name = buffer.param_to_name[parameter]
             if not present:
                 digests[f"parameter:{name}"] = digest(parameter)
             for kind, weights in present.items():
-                # All of the item that this rank's buffer holds: its shard, or the whole of it where
-                # the buffer is not sharded.
-                digests[f"{kind}:{name}"] = digest(weights.get_item(item))
+                value = weights.get_item(item, only_shard=only_own)
+                digests[f"{kind}:{name}"] = digest(value)
     return digests
 
 

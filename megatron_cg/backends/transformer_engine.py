@@ -4,6 +4,13 @@ Relied on: transformer-engine >= 2.19 (seen with 2.20.2), ``transformer_engine.p
 ``make_graphed_callables`` with ``capture_time_hooks``, ``set_capture_end``, ``is_graph_capturing``;
 ``transformer_engine.pytorch.distributed.get_all_rng_states``; ``get_fp8_meta_tensors`` and
 ``reset_fp8_meta_tensors`` of ``TransformerEngineBaseModule``.
+
+Note [A generator can stay in a capture]
+    A capture that CUDA refuses (a host read in it, for one) raises in ``capture_end`` before the
+    generators are told, and every later draw fails with "Offset increment outside graph capture"
+    (torch 2.11, ``CUDAGeneratorImpl``). A clone of a generator's state is not in a capture, so
+    after a failure each one is given a clone of its own state, and then the numbers it had
+    before.
 """
 
 from __future__ import annotations
@@ -63,9 +70,18 @@ class TransformerEngineBackend:
         **options: Any,
     ) -> tuple[Callable[..., Any], ...]:
         """See :class:`megatron_cg.backends.base.Backend`."""
-        graphs: tuple[Callable[..., Any], ...] = self._make(
-            callables, sample_args, capture_time_hooks=list(capture_time_hooks), **options
-        )
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            graphs: tuple[Callable[..., Any], ...] = self._make(
+                callables,
+                sample_args,
+                capture_time_hooks=list(capture_time_hooks),
+                pool=pool,
+                **options,
+            )
+        except BaseException:
+            _leave_pool(pool)
+            raise
         return graphs
 
     def synchronize(self) -> None:
@@ -91,18 +107,38 @@ class TransformerEngineBackend:
 
     @contextmanager
     def _generators_kept(self) -> Iterator[None]:
-        generators: list[torch.Generator] = [torch.default_generator]
+        """See Note [A generator can stay in a capture]."""
+        on_device: list[torch.Generator] = []
         if torch.cuda.is_available():
-            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        generators += [
+            on_device.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        on_device += [
             state for state in self._rng_states().values() if isinstance(state, torch.Generator)
         ]
+        generators = [torch.default_generator, *on_device]
         saved = [generator.get_state() for generator in generators]
         try:
             yield
+        except BaseException:
+            for generator in on_device:
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
         finally:
             for generator, state in zip(generators, saved, strict=True):
                 generator.set_state(state)
+
+
+def _leave_pool(pool: tuple[int, int]) -> None:
+    """Let the allocator go of a capture that CUDA refused to end; torch 2.11.
+
+    ``CUDAGraph.capture_end`` raises before it tells the allocator, which from then on takes a
+    capture for running and defers frees, and keeps the pool's memory.
+    """
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # every capture that was begun has been ended
+        return
+    torch._C._cuda_releasePool(device, pool)
 
 
 @contextmanager

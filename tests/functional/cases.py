@@ -87,12 +87,13 @@ CASES = [
                 *(("--fp8-param-gather", "--keep-fp8-transpose-cache") if weights else ()),
             ),
         )
-        for recipe, fp8_format in (
-            ("delayed", "hybrid"),
-            ("tensorwise", "hybrid"),
-            ("blockwise", "e4m3"),
+        for recipe, fp8_format, weights in (
+            ("delayed", "hybrid", False),
+            ("delayed", "hybrid", True),
+            ("tensorwise", "hybrid", False),
+            ("tensorwise", "hybrid", True),
+            ("blockwise", "e4m3", False),
         )
-        for weights in (False, True)
     ),
     Case("zero2", MOE, ROUTER, (*batch(8), "--data-parallel-sharding-strategy", "optim_grads")),
     Case(

@@ -90,7 +90,7 @@ def train_with_one_failure(root: Path, failing: int) -> None:
 
     class Tried(session.Session):
         def __init__(self, *args: Any) -> None:
-            super().__init__(*args, agreement.confirm)
+            super().__init__(*args, confirm=agreement.confirm)
 
     def captured_by_all_or_none(self: Trainer, backend: TapeBackend) -> session.Session:
         try:

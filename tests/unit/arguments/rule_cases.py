@@ -278,6 +278,18 @@ NUMERICS = (
         "add --keep-fp8-transpose-cache",
     ),
     Case(
+        "fp8-primary-weights-recipe",
+        {
+            "fp8": "e4m3",
+            "fp8_recipe": "blockwise",
+            "fp8_param_gather": True,
+            "keep_fp8_transpose_cache": True,
+        },
+        "--fp8-param-gather with --fp8-recipe blockwise",
+        "No buffer found for bucket_id",
+        "--fp8-recipe tensorwise",
+    ),
+    Case(
         "shared-expert-overlap",
         {"moe_shared_expert_overlap": True},
         "with a captured MoE router",
