@@ -41,7 +41,8 @@ RULES: tuple[Rule, ...] = (
         ),
         "--fp8-param-gather with --fp8-recipe {run.fp8_recipe}",
         "open: with blockwise weights Megatron-FSDP asks for more buffers than "
-        "--fsdp-double-buffer has ('No buffer found for bucket_id'), and others were never seen to work",
+        "--fsdp-double-buffer has ('No buffer found for bucket_id'), and other recipes were never "
+        "seen to work",
         "type --fp8-recipe delayed or --fp8-recipe tensorwise, or drop --fp8-param-gather",
     ),
     Refusal(

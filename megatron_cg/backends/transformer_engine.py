@@ -8,9 +8,9 @@ Relied on: transformer-engine >= 2.19 (seen with 2.20.2), ``transformer_engine.p
 Note [A generator can stay in a capture]
     A capture that CUDA refuses (a host read in it, for one) raises in ``capture_end`` before the
     generators are told, and every later draw fails with "Offset increment outside graph capture"
-    (torch 2.11, ``CUDAGeneratorImpl``). A clone of a generator's state is not in a capture, so
-    after a failure each one is given a clone of its own state, and then the numbers it had
-    before.
+    (torch 2.11, ``CUDAGeneratorImpl``). A clone of a generator's state is not in a capture, so one
+    that cannot draw is given a clone of its own state. One that can is left as it is, since graphs
+    of another model may be registered with it.
 """
 
 from __future__ import annotations
@@ -120,11 +120,19 @@ class TransformerEngineBackend:
             yield
         except BaseException:
             for generator in on_device:
-                generator.graphsafe_set_state(generator.clone_state())
+                _end_capture_of(generator)
             raise
         finally:
             for generator, state in zip(generators, saved, strict=True):
                 generator.set_state(state)
+
+
+def _end_capture_of(generator: torch.Generator) -> None:
+    """See Note [A generator can stay in a capture]. The number drawn is put back by the caller."""
+    try:
+        torch.empty(1, device=generator.device).uniform_(generator=generator)
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def _leave_pool(pool: tuple[int, int]) -> None:

@@ -89,8 +89,8 @@ def train_with_one_failure(root: Path, failing: int) -> None:
         return attach_replay(*args)
 
     class Tried(session.Session):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, confirm=agreement.confirm)
+        def __init__(self, model: Any, units: Any, backend: Any) -> None:
+            super().__init__(model, units, backend, agreement.confirm)
 
     def captured_by_all_or_none(self: Trainer, backend: TapeBackend) -> session.Session:
         try:
