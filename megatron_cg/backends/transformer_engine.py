@@ -70,13 +70,12 @@ class TransformerEngineBackend:
         **options: Any,
     ) -> tuple[Callable[..., Any], ...]:
         """See :class:`megatron_cg.backends.base.Backend`."""
-        pool = torch.cuda.graph_pool_handle()
+        pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
         try:
             graphs: tuple[Callable[..., Any], ...] = self._make(
                 callables,
                 sample_args,
                 capture_time_hooks=list(capture_time_hooks),
-                pool=pool,
                 **options,
             )
         except BaseException:
@@ -97,12 +96,13 @@ class TransformerEngineBackend:
         """
         with ExitStack() as stack:
             stack.enter_context(garbage_collection_kept())
-            stack.enter_context(_stream_kept())
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
             stack.enter_context(self._generators_kept())
             stack.enter_context(_fp8_kept(callables))
             if not self._is_capturing():
                 stack.callback(self._end_capturing)
+            # Last, so that what the others do on leaving is on the stream it was before.
+            stack.enter_context(_stream_kept())
             yield
 
     @contextmanager
