@@ -1,0 +1,137 @@
+"""What the TE backend checks before capture and puts back after it, without a GPU or TE."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.backends import transformer_engine
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.undo import garbage_collection_kept, set_attribute
+
+
+def fake_te(monkeypatch: pytest.MonkeyPatch, make: Any) -> types.ModuleType:
+    """Modules by TE's names, with the given capture function."""
+    graph = types.ModuleType("transformer_engine.pytorch.graph")
+    distributed = types.ModuleType("transformer_engine.pytorch.distributed")
+    vars(graph).update(make_graphed_callables=make, capturing=False)
+    vars(graph).update(is_graph_capturing=lambda: vars(graph)["capturing"])
+    vars(graph).update(set_capture_end=lambda: vars(graph).update(capturing=False))
+    vars(distributed).update(get_all_rng_states=dict)
+    for module in (types.ModuleType("transformer_engine"), graph, distributed):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    package = types.ModuleType("transformer_engine.pytorch")
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    return graph
+
+
+def old_capture(modules: Any, sample_args: Any, pool: Any = None) -> Any:
+    """As before TE 2.19."""
+
+
+def new_capture(
+    modules: Any, sample_args: Any, pool: Any = None, capture_time_hooks: Any = None
+) -> Any:
+    """As since TE 2.19."""
+
+
+def test_a_te_without_capture_time_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_te(monkeypatch, old_capture)
+    with pytest.raises(UpstreamChangedError, match=r"transformer-engine .*make_graphed_callables"):
+        transformer_engine.TransformerEngineBackend()
+
+
+def test_a_te_without_a_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fake_te(monkeypatch, new_capture)
+    del vars(graph)["set_capture_end"]
+    with pytest.raises(UpstreamChangedError, match="set_capture_end"):
+        transformer_engine.TransformerEngineBackend()
+
+
+class Plain(nn.Linear):
+    """A class without ``__call__`` of its own."""
+
+
+class Own(nn.Linear):
+    """A class with one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def test_what_a_failed_capture_leaves_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fake_te(monkeypatch, new_capture)
+    backend = transformer_engine.TransformerEngineBackend()
+    layers = [Plain(1, 1), Own(1, 1)]
+    own, rng = Own.__call__, torch.get_rng_state()
+    with (
+        pytest.raises(RuntimeError, match="in capture"),
+        backend.preserved(layers),
+    ):
+        vars(graph)["capturing"] = True
+        Plain.__call__ = Own.__call__ = lambda *_: None  # type: ignore[method-assign]
+        torch.rand(3)
+        gc.disable()
+        raise RuntimeError("in capture")
+    assert "__call__" not in vars(Plain) and Own.__call__ is own
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert gc.isenabled() and not vars(graph)["capturing"]
+
+
+class DelayedScaling(nn.Module):
+    """TE's interface for the state of delayed scaling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tensors = {"scale": torch.ones(2), "amax_history": torch.zeros(4, 2)}
+        self.fp8_meta = {
+            key: types.SimpleNamespace(**{name: value.clone() for name, value in tensors.items()})
+            for key in ("scaling_fwd", "scaling_bwd")
+        }
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {k: [m.scale.clone(), m.amax_history.clone()] for k, m in self.fp8_meta.items()}
+
+    def reset_fp8_meta_tensors(self, tensors: dict[str, list[torch.Tensor]]) -> None:
+        for key, (scale, history) in tensors.items():
+            self.fp8_meta[key].scale.copy_(scale)
+            self.fp8_meta[key].amax_history.copy_(history)
+
+
+def test_scales_and_histories_of_delayed_scaling_are_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_te(monkeypatch, new_capture)
+    scaled = DelayedScaling()
+    backend = transformer_engine.TransformerEngineBackend()
+    with backend.preserved([nn.Sequential(scaled)]):
+        scaled.fp8_meta["scaling_bwd"].scale.fill_(7)
+        scaled.fp8_meta["scaling_fwd"].amax_history.fill_(7)
+    assert scaled.fp8_meta["scaling_bwd"].scale.eq(1).all()
+    assert scaled.fp8_meta["scaling_fwd"].amax_history.eq(0).all()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_stays_on_or_off(enabled: bool) -> None:
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with garbage_collection_kept():
+            (gc.disable if enabled else gc.enable)()
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+
+
+def test_an_attribute_that_was_inherited_is_deleted_again() -> None:
+    layer = nn.Linear(1, 1)
+    undo = set_attribute(layer, "forward", len)
+    assert vars(layer)["forward"] is len
+    undo()
+    undo()
+    assert "forward" not in vars(layer)
