@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -142,11 +142,10 @@ def _leave_pool(pool: tuple[int, int]) -> None:
     capture for running and defers frees, and keeps the pool's memory.
     """
     device = torch.cuda.current_device()
-    try:
+    # The first raises when every capture that was begun has been ended: then nothing is held.
+    with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:  # every capture that was begun has been ended
-        return
-    torch._C._cuda_releasePool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 @contextmanager
