@@ -157,7 +157,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                 stack.callback(set_attribute(cuda_graphs, "make_graphed_callables", capture))
                 stack.callback(cuda_graphs._set_capture_end)
                 super().create_cudagraphs()
-                if captured != [len(self.flattened_callables)]:
+                layers = len(self.flattened_callables)
+                if captured != ([layers] if layers else []):
                     raise _unused_capture()
             session.on_close(scopes.pop_all().close)
         self.session = session
@@ -177,10 +178,11 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         failure = _as_capture_error(error)
         # What the traceback's frames hold of half-made graphs is what going on needs most.
         traceback.clear_frames(error.__traceback__)
+        if self.on_failure != "eager":
+            # At once: the launcher ends the other ranks, and waiting for their votes helps nobody.
+            raise failure from error
         if self._agreement is not None:
             self._agreement.report_failure()
-        if self.on_failure != "eager":
-            raise failure from error
         logger.error("%s Training goes on eagerly (--cg-on-failure eager).", failure)
         self._reset_after_capture()
         gc.collect()

@@ -114,6 +114,14 @@ def test_a_megatron_that_captures_by_another_way_is_an_error(
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
 
 
+def test_a_model_without_a_layer_to_capture_trains_eagerly(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    helper._keep_only(lambda _layer: False)
+    helper.create_cudagraphs()
+    assert helper.capture_finished() and not helper.graphs_created()
+    trainer.step()
+
+
 def test_layers_are_captured_as_selected(trainer: Any) -> None:
     config = trainer.model.config
     helper = helper_for(trainer, "attn:0-1", "mlp:1")
