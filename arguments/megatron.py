@@ -16,8 +16,8 @@ from typing import Any
 from megatron_cg.arguments.layout import decoder_symbols
 from megatron_cg.arguments.schema import SCOPES, Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import notices, violations
-from megatron_cg.errors import ConfigurationError, UpstreamChangedError
-from megatron_cg.versions import installed_version
+from megatron_cg.errors import ConfigurationError
+from megatron_cg.versions import changed
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +146,8 @@ def _get(namespace: argparse.Namespace, name: str) -> Any:
     try:
         return getattr(namespace, name)
     except AttributeError as error:
-        raise UpstreamChangedError(
+        raise changed(
             "megatron-core",
-            installed_version("megatron-core") or "not installed",
             f"megatron.training.arguments: args.{name}",
             "an attribute of the parsed arguments",
         ) from error

@@ -16,6 +16,7 @@ from megatron_cg.errors import CaptureError, HookError, PhaseError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay import attach_replay
+from megatron_cg.undo import set_attribute
 
 _SESSIONS: list[Session] = []
 """Sessions with graphs; a strong reference, since the layers replay whether or not anybody else
@@ -84,7 +85,7 @@ class Session:
         try:
             with capturing(self._units, self._fsdp, self._backend) as (hooks, lasting):
                 for unit in self._units:
-                    lasting.callback(_without_graphs(unit.layer))
+                    lasting.callback(set_attribute(unit.layer, "cuda_graphs", []))
                 yield capture_time_hooks(hooks)
                 self._check_whole()
                 for unit, unit_hooks in zip(self._units, hooks, strict=True):
@@ -149,17 +150,3 @@ def close_all_sessions() -> None:
 def _graphs(layer: nn.Module) -> Sequence[Any]:
     graphs: Sequence[Any] = getattr(layer, "cuda_graphs", ())
     return graphs
-
-
-def _without_graphs(layer: Any) -> Callable[[], None]:
-    """The undo of the caller's ``layer.cuda_graphs = [...]``: the attribute as it is now."""
-    had = "cuda_graphs" in vars(layer)
-    before = vars(layer).get("cuda_graphs")
-
-    def undo() -> None:
-        if had:
-            layer.cuda_graphs = before
-        else:
-            vars(layer).pop("cuda_graphs", None)
-
-    return undo

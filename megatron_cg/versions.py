@@ -17,17 +17,22 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def changed(distribution: str, symbol: str, expected: str) -> UpstreamChangedError:
+    """The error for a symbol that is not what we rely on, with the version that is installed."""
+    version = installed_version(distribution) or "not installed"
+    return UpstreamChangedError(distribution, version, symbol, expected)
+
+
 def lookup(distribution: str, path: str, expected: str) -> Any:
     """The object at ``module:attribute.path`` that we rely on in ``distribution``.
 
     Raises UpstreamChangedError, with package, version and symbol, when it is not there.
     """
     module_name, _, attributes = path.partition(":")
-    version = installed_version(distribution) or "not installed"
     try:
         found: Any = importlib.import_module(module_name)
         for name in filter(None, attributes.split(".")):
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
-        raise UpstreamChangedError(distribution, version, path, expected) from error
+        raise changed(distribution, path, expected) from error
     return found

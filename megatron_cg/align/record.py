@@ -27,9 +27,8 @@ import torch
 
 from megatron_cg import __version__
 from megatron_cg.align.shards import parameter_digests
-from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.undo import set_attribute
-from megatron_cg.versions import installed_version, lookup
+from megatron_cg.versions import changed, installed_version, lookup
 
 _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
@@ -86,13 +85,8 @@ def _function(name: str, first_parameters: tuple[str, ...]) -> Callable[..., Any
     expected = f"a function of ({', '.join(first_parameters)}, ...)"
     found: Callable[..., Any] = lookup(_PACKAGE, f"{_MODULE}:{name}", expected)
     if tuple(inspect.signature(found).parameters)[: len(first_parameters)] != first_parameters:
-        raise _changed(name, expected)
+        raise changed(_PACKAGE, f"{_MODULE}:{name}", expected)
     return found
-
-
-def _changed(name: str, expected: str) -> UpstreamChangedError:
-    version = installed_version(_PACKAGE) or "not installed"
-    return UpstreamChangedError(_PACKAGE, version, f"{_MODULE}:{name}", expected)
 
 
 class Recorder:
@@ -127,7 +121,8 @@ class Recorder:
             start = time.perf_counter()
             result = step(*args, **kwargs)
             if not isinstance(result, tuple) or len(result) != 8:
-                raise _changed("train_step", "a function that returns eight values")
+                expected = "a function that returns eight values"
+                raise changed(_PACKAGE, f"{_MODULE}:train_step", expected)
             losses, skipped, grad_norm = result[0], result[1], result[5]
             self.add_step(losses, grad_norm, bool(skipped), start)
             return result

@@ -27,11 +27,11 @@ from megatron_cg.backends.tape_memory import Pool
 from megatron_cg.backends.tape_record import recording
 from megatron_cg.backends.tape_schedule import Step, schedule
 from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
+from megatron_cg.hooks import HookKind
 
 Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
 
-_HOOK_DICTS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
-_HOOK_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 #: Options of make_graphed_callables that ask for FP8, and those without a meaning on the tape.
 _FP8_OPTIONS = ("enabled", "fp8_enabled", "calibrating", "fp8_calibrating")
 _IDLE_OPTIONS = frozenset(
@@ -318,7 +318,7 @@ def _check_modules(callables: Sequence[nn.Module]) -> None:
     if not all(module.training for module in callables):
         raise CaptureError("a callable is in evaluation: call .train() before capture")
     for index, module in enumerate(callables):
-        held = [name for name in _HOOK_DICTS if getattr(module, name)]
+        held = [kind.value for kind in HookKind if getattr(module, kind.value)]
         if held:
             raise HookError(
                 f"callable {index} ({type(module).__name__}) has hooks in {', '.join(held)}: "
@@ -337,10 +337,11 @@ def _check_hooks(callables: Sequence[nn.Module], hooks: Sequence[Hooks]) -> None
         raise HookError(
             f"capture_time_hooks has {len(hooks)} entries for {len(callables)} callables"
         )
-    unknown = sorted({key for entry in hooks for key in entry} - set(_HOOK_KEYS))
+    unknown = sorted({key for entry in hooks for key in entry} - set(CAPTURE_TIME_KEYS))
     if unknown:
         raise HookError(
-            f"capture_time_hooks has unknown keys {', '.join(unknown)}: use {', '.join(_HOOK_KEYS)}"
+            f"capture_time_hooks has unknown keys {', '.join(unknown)}: use "
+            f"{', '.join(CAPTURE_TIME_KEYS)}"
         )
 
 

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.undo import garbage_collection_kept
-from megatron_cg.versions import installed_version, lookup
+from megatron_cg.versions import changed, lookup
 
 _PACKAGE = "transformer-engine"
 _GRAPH = "transformer_engine.pytorch.graph"
@@ -43,9 +42,8 @@ class TransformerEngineBackend:
             _PACKAGE, f"{_GRAPH}:make_graphed_callables", "TE >= 2.19's capture of modules"
         )
         if "capture_time_hooks" not in inspect.signature(self._make).parameters:
-            raise UpstreamChangedError(
+            raise changed(
                 _PACKAGE,
-                installed_version(_PACKAGE) or "unknown version",
                 f"{_GRAPH}:make_graphed_callables",
                 "an argument capture_time_hooks, which TE 2.19 is the first to have",
             )

@@ -29,6 +29,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cg.backends.tape_record import is_recording, recorded_action
+from megatron_cg.undo import set_attribute
 
 #: Functions of ``torch`` that take ``device=`` and make a tensor.
 FACTORIES = (
@@ -148,16 +149,11 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     What counts as there is the owner's own dictionary, so a class's inherited attribute is
     uncovered again and not copied down.
     """
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
+    undo = set_attribute(owner, name, value)
     try:
         yield
     finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+        undo()
 
 
 @contextmanager

@@ -17,10 +17,9 @@ from megatron.core.transformer import cuda_graphs
 from megatron_cg.align.record import CAPTURED_AFTER, Recorder
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.capture import Unit
 from megatron_cg.cpu.data import Batches
 from megatron_cg.cpu.model import CpuModelConfig, build, transformer_layers
-from megatron_cg.megatron.helper import graphed_modules
+from megatron_cg.megatron.helper import units_of
 from megatron_cg.session import Session
 
 
@@ -104,11 +103,7 @@ class Trainer:
         Raises what the session and the backend raise; the model is then as it was before.
         """
         layers = transformer_layers(self.model)
-        units = [
-            Unit(f"layer {index}", layer, graphed_modules(layer))
-            for index, layer in enumerate(layers)
-        ]
-        session = Session(self.model, units, backend)
+        session = Session(self.model, units_of(layers), backend)
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
         with session.capturing() as hooks, _megatron_capturing():
             graphs = backend.capture(
@@ -169,8 +164,7 @@ def train(plan: TrainingPlan, directory: Path) -> None:
                 losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
                 recorder.add_step(losses, norm, False, start)
             if trainer.session is not None:
-                counters = trainer.session.counters
-                recorder.note("graphs", dict(vars(counters)))
+                recorder.note("graphs", trainer.session.counters.as_dict())
             recorder.finish([trainer.model])
     except BaseException as error:
         recorder.note("error", f"{type(error).__name__}: {error}")

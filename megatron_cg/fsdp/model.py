@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.recognise import fsdp_package_of
-from megatron_cg.versions import installed_version
+from megatron_cg.versions import changed
 
 _NEEDED = (
     "_replace_param_with_raw_if_needed",
@@ -40,12 +39,7 @@ def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
             continue
         for name in _NEEDED:
             if not hasattr(module, name):
-                raise UpstreamChangedError(
-                    distribution,
-                    installed_version(distribution) or "unknown version",
-                    f"MegatronFSDP.{name}",
-                    "a member of the wrapped model",
-                )
+                raise changed(distribution, f"MegatronFSDP.{name}", "a member of the wrapped model")
         return module
     return None
 

@@ -29,12 +29,12 @@ from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
-from megatron_cg.errors import CaptureError, MegatronCGError, UpstreamChangedError
+from megatron_cg.errors import CaptureError, MegatronCGError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.megatron.scopes import LayerConfig, give_scopes
 from megatron_cg.session import Session
 from megatron_cg.undo import set_attribute
-from megatron_cg.versions import installed_version, lookup
+from megatron_cg.versions import changed, lookup
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
     def _create_cudagraphs_under_fsdp(self) -> None:
         backend = type(self).make_backend()
-        session = Session(self.model[0], self._units(), backend, self._confirm)
+        session = Session(self.model[0], units_of(self.flattened_callables), backend, self._confirm)
         captured: list[int] = []
 
         def capture(callables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,11 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                 super().create_cudagraphs()
                 layers = len(self.flattened_callables)
                 if captured != ([layers] if layers else []):
-                    raise _unused_capture()
+                    raise changed(
+                        "megatron-core",
+                        "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.create_cudagraphs",
+                        "one call of that module's make_graphed_callables for all layers",
+                    )
             session.on_close(scopes.pop_all().close)
         self.session = session
         note_capture()
@@ -189,13 +193,6 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         torch.cuda.empty_cache()
         self._capture_finished = True
 
-    def _units(self) -> list[Unit]:
-        units = []
-        for layer in self.flattened_callables:
-            name = f"layer {layer.layer_number - 1}"
-            units.append(Unit(name, layer, graphed_modules(layer)))
-        return units
-
     def delete_cuda_graphs(self) -> None:
         """Delete the graphs and undo all that capture changed."""
         if self.session is None:
@@ -207,20 +204,16 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self._graphs_created = False
 
 
-def graphed_modules(layer: nn.Module) -> tuple[nn.Module, ...]:
+def units_of(layers: Sequence[Any]) -> list[Unit]:
+    """Megatron's layers as units of a capture, named by their index from 0."""
+    return [Unit(f"layer {layer.layer_number - 1}", layer, _graphed(layer)) for layer in layers]
+
+
+def _graphed(layer: nn.Module) -> tuple[nn.Module, ...]:
     """The modules below ``layer`` whose forward runs inside its graph."""
     covered = cast(Sequence[nn.Module], cast(Any, layer)._get_submodules_under_cudagraphs())
     found = {id(m): m for root in covered for m in root.modules() if m is not layer}
     return tuple(found.values())
-
-
-def _unused_capture() -> UpstreamChangedError:
-    return UpstreamChangedError(
-        "megatron-core",
-        installed_version("megatron-core") or "unknown version",
-        "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.create_cudagraphs",
-        "one call of that module's make_graphed_callables for all layers",
-    )
 
 
 def _as_capture_error(error: Exception) -> MegatronCGError:
