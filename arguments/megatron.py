@@ -93,12 +93,14 @@ def read(namespace: argparse.Namespace) -> tuple[RunArguments, GraphArguments]:
 
 def read_graph(namespace: argparse.Namespace) -> GraphArguments:
     """Our own flags; a flag that the parser did not know has its default."""
-    default = GraphArguments()
-    return GraphArguments(
-        cg_layers=tuple(getattr(namespace, "cg_layers", default.cg_layers)),
-        cg_on_failure=getattr(namespace, "cg_on_failure", default.cg_on_failure),
-        cg_record=getattr(namespace, "cg_record", default.cg_record),
-    )
+    given = {
+        field.name: getattr(namespace, field.name)
+        for field in dataclasses.fields(GraphArguments)
+        if hasattr(namespace, field.name)
+    }
+    if "cg_layers" in given:
+        given["cg_layers"] = tuple(given["cg_layers"])
+    return GraphArguments(**given)
 
 
 def read_run(namespace: argparse.Namespace) -> RunArguments:

@@ -61,6 +61,20 @@ class GraphArguments:
         "training without graphs.",
         choices=("error", "eager"),
     )
+    cg_on_mismatch: Literal["eager", "recapture", "error"] = _flag(
+        "eager",
+        "What to do when a graph must not be replayed, because an input, a buffer or a module is "
+        "not as it was at capture: run that part eagerly (default), run it eagerly and capture "
+        "again between two steps, on all ranks, or stop with the error.",
+        choices=("eager", "recapture", "error"),
+    )
+    cg_verify_interval: int = _flag(
+        0,
+        "Every so many steps, run each graphed part eagerly beside its replay on the same inputs "
+        "and compare the outputs bit for bit; a difference counts as a mismatch. 0 is never.",
+        type=int,
+        metavar="STEPS",
+    )
     cg_record: str | None = _flag(
         None,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron_cg.arguments import (
     rules_environment,
     rules_fsdp,
@@ -51,10 +53,12 @@ def notices(run: RunArguments, graph: GraphArguments, environment: Environment) 
 
 def _flags_without_graphs(run: RunArguments, graph: GraphArguments) -> tuple[Violation, ...]:
     given = []
-    if graph.cg_layers:
-        given.append(f"--cg-layers {' '.join(graph.cg_layers)}")
-    if graph.cg_on_failure != "error":
-        given.append(f"--cg-on-failure {graph.cg_on_failure}")
+    for field in dataclasses.fields(graph):
+        value = getattr(graph, field.name)
+        # A record is worth having of any run.
+        if value != field.default and field.name != "cg_record":
+            words = " ".join(value) if isinstance(value, tuple) else str(value)
+            given.append(f"--{field.name.replace('_', '-')} {words}")
     if not given:
         return ()
     fsdp = "with" if run.use_megatron_fsdp else "without"

@@ -26,17 +26,22 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.fsdp.model import raw_parameters, training_states
 from megatron_cg.fsdp.recognise import fsdp_package_of
 from megatron_cg.fsdp.tag import tag_backward_wrappers
-from megatron_cg.fsdp.transform import CaptureTimeHooks, UnitHooks, transform
+from megatron_cg.fsdp.transform import UnitHooks, transform
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer to be captured: its name, and the modules below it that are inside its graph."""
+    """A layer to be captured."""
 
     name: str
     layer: nn.Module
     graphed: tuple[nn.Module, ...]
+    """The modules below it that are inside its graph."""
+    direct: bool = True
+    """Whether the graph takes the layer's own arguments; else code of the layer runs before it."""
+    collectives: bool = False
+    """Whether the graph is known to hold collectives; others are found when it is captured."""
 
 
 def read_hooks(unit: Unit) -> UnitHooks:
@@ -77,16 +82,11 @@ def capturing(
         always.enter_context(raw_parameters(fsdp))
         parameters = _unique(p for unit in units for p in unit.layer.parameters())
         always.enter_context(_gradients_kept(parameters))
-        always.enter_context(_buffers_kept(modules))
+        always.enter_context(buffers_kept(modules))
         always.callback(_quiet_parameters(parameters))
         always.callback(_quiet_modules(units, modules))
         always.enter_context(backend.preserved([unit.layer for unit in units]))
         yield hooks, lasting
-
-
-def capture_time_hooks(hooks: Sequence[UnitHooks]) -> list[CaptureTimeHooks]:
-    """TE's argument of that name: one entry a callable."""
-    return [unit.capture_time for unit in hooks]
 
 
 def _quiet_modules(units: Sequence[Unit], modules: Sequence[nn.Module]) -> Callable[[], None]:
@@ -130,7 +130,7 @@ def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """What made-up inputs add to buffers (a router's token counts, for one) is taken back."""
     buffers = _unique(buffer for module in modules for buffer in module.buffers(recurse=False))
     saved = [(buffer, buffer.detach().clone()) for buffer in buffers]

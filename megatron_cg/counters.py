@@ -1,4 +1,4 @@
-"""How often graphs were captured and replayed, per session."""
+"""How often graphs were captured and replayed and what that cost, per session."""
 
 from __future__ import annotations
 
@@ -7,14 +7,33 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Counters:
-    """Counts of one session, each a number of forward passes of a layer."""
+    """Counts of one session; where not said, each is a number of forward passes of a layer."""
 
     captured: int = 0
-    """Graphed layers that capture made."""
+    """Graphs that capture made."""
     replayed: int = 0
     """Forward passes that were a replay."""
     eager: int = 0
-    """Forward passes of a graphed layer that took the eager path (evaluation, for one)."""
+    """Forward passes of a graphed layer that were not: evaluation, or a mismatch."""
+    mismatched: int = 0
+    """Times that a guard forbade a replay."""
+    verified: int = 0
+    """Replays that were compared with an eager pass."""
+    inputs_in_place: int = 0
+    """Inputs that lay in the graph's own memory already, over all replays."""
+    inputs_copied: int = 0
+    """Inputs that were copied there, over all replays."""
+    bytes_copied: int = 0
+    """Bytes of these."""
+    guard_ns: int = 0
+    """Host time spent in guards, in nanoseconds."""
+
+    def count_replay(self, in_place: int, copied: int, nbytes: int) -> None:
+        """Count one replay and its inputs."""
+        self.replayed += 1
+        self.inputs_in_place += in_place
+        self.inputs_copied += copied
+        self.bytes_copied += nbytes
 
     def as_dict(self) -> dict[str, int]:
         """The counts by name."""

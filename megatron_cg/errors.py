@@ -64,3 +64,7 @@ class CaptureError(MegatronCGError):
 
 class PhaseError(MegatronCGError):
     """An operation was asked of a session in a phase that does not allow it."""
+
+
+class ReplayMismatchError(MegatronCGError):
+    """A graph must not be replayed: something is not as it was at capture."""

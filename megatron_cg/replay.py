@@ -14,37 +14,46 @@ Relied on: megatron-core 0.19.2, ``GraphableMegatronModule._should_call_te_cudag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
-from megatron_cg.counters import Counters
+from megatron_cg.capture import Unit
+from megatron_cg.guard import Mismatch
+from megatron_cg.guard.inputs import described
+from megatron_cg.part import is_running_part
 from megatron_cg.undo import set_attribute
+from megatron_cg.watch import Watch
 
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 
 
 def attach_replay(
-    layer: nn.Module, before_replay: Sequence[ManualHook], counters: Counters
+    unit: Unit, before_replay: Sequence[ManualHook], watch: Watch
 ) -> Callable[[], None]:
-    """Let ``layer`` replay its graphs in training, run eagerly in evaluation; returns the undo.
+    """Let ``unit`` replay its graphs in training, run eagerly in evaluation; returns the undo.
 
     Args:
-        layer: a ``GraphableMegatronModule`` whose ``cuda_graphs`` are set.
+        unit: a ``GraphableMegatronModule`` whose ``cuda_graphs`` are set.
         before_replay: (fn, arguments) run before each replay; see
             :attr:`megatron_cg.fsdp.transform.UnitHooks.before_replay`.
-        counters: where replays and eager passes are counted.
+        watch: where mismatches go, and eager passes are counted.
     """
-    target: Any = layer
+    target: Any = unit.layer
     eager = target.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_running_part():  # of a layer whose part is its whole forward
+            return eager(*args, **kwargs)
         if target.training and target.cuda_graphs:
-            counters.replayed += 1
-            return target._te_cuda_graph_replay(*args, **kwargs)
-        counters.eager += 1
+            mismatch = _no_tensor(args, kwargs) if unit.direct else None
+            if mismatch is None:
+                return target._te_cuda_graph_replay(*args, **kwargs)
+            watch.mismatched(mismatch, unit.name, 0, collectives=unit.collectives, fresh=True)
+        watch.counters.eager += 1
         return eager(*args, **kwargs)
 
     with ExitStack() as undo:
@@ -52,6 +61,24 @@ def attach_replay(
         undo.callback(set_attribute(target, "_should_call_te_cudagraph", _never))
         undo.callback(set_attribute(target, "cuda_graph_manual_hooks", list(before_replay)))
         return undo.pop_all().close
+
+
+def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+    """An argument that no graph can take: capture had a tensor there, or nothing.
+
+    Megatron's replay would end in "CUDA graph accepts only Tensor inputs".
+    """
+    positional = ((f"number {index}", value) for index, value in enumerate(args))
+    for name, value in (*positional, *kwargs.items()):
+        if value is not None and not isinstance(value, torch.Tensor):
+            return Mismatch(
+                "object",
+                f"argument {name}",
+                "not given",
+                described(value),
+                "A graph takes only tensors; packed sequences and inference contexts run eagerly.",
+            )
+    return None
 
 
 def _never(*_args: Any, **_kwargs: Any) -> bool:

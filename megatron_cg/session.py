@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.capture import Unit, capture_time_hooks, capturing
+from megatron_cg.capture import Unit, buffers_kept, capturing
 from megatron_cg.counters import Counters
 from megatron_cg.errors import CaptureError, HookError, PhaseError
-from megatron_cg.fsdp.model import find_megatron_fsdp
-from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.fsdp.model import find_megatron_fsdp, training_states
+from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.graphed import GuardedGraph
+from megatron_cg.megatron.parts import metric_entries, metrics_kept
 from megatron_cg.replay import attach_replay
+from megatron_cg.schedule import schedule
 from megatron_cg.undo import set_attribute
+from megatron_cg.unit_guard import UnitGuard
+from megatron_cg.watch import ReplayPolicy, Watch
 
 _SESSIONS: list[Session] = []
 """Sessions with graphs; a strong reference, since the layers replay whether or not anybody else
@@ -40,6 +46,8 @@ class Session:
         units: the layers to be captured, in the order of their forward passes.
         backend: what captures them.
         confirm: called when all graphs are made and attached; what it raises fails the capture.
+        policy: what follows when a graph must not be replayed.
+        all_leave: see :class:`megatron_cg.watch.Watch`.
 
     Raises:
         HookError: ``model`` holds no ``MegatronFSDP``.
@@ -52,6 +60,9 @@ class Session:
         units: Sequence[Unit],
         backend: Backend,
         confirm: Callable[[], None] | None = None,
+        *,
+        policy: ReplayPolicy | None = None,
+        all_leave: Callable[[str], None] | None = None,
     ) -> None:
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:
@@ -64,16 +75,19 @@ class Session:
         self._backend = backend
         self._confirm = confirm
         self._undo = ExitStack()
+        self._hooks: tuple[UnitHooks, ...] = ()
+        self._guards: tuple[UnitGuard, ...] = ()
         self.phase = Phase.EAGER
         self.counters = Counters()
+        self.watch = Watch(policy or ReplayPolicy(), self.counters, all_leave)
 
     @contextmanager
-    def capturing(self) -> Iterator[list[CaptureTimeHooks]]:
+    def capturing(self) -> Iterator[None]:
         """The transaction in which the caller captures the units and gives them their graphs.
 
-        Yields TE's ``capture_time_hooks``, one entry a unit. In the body the caller captures and
-        sets ``layer.cuda_graphs`` of every unit. Left normally, the units replay from then on;
-        left by an exception, everything is as it was before and the session can try again.
+        In the body the caller calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit.
+        Left normally, the units replay from then on; left by an exception, everything is as it
+        was before and the session can try again.
 
         Raises:
             PhaseError: graphs exist already, or the session is closed.
@@ -83,13 +97,15 @@ class Session:
         self._require(Phase.EAGER)
         self.phase = Phase.CAPTURING
         try:
+            self._guards = tuple(UnitGuard(self._fsdp, unit) for unit in self._units)
             with capturing(self._units, self._fsdp, self._backend) as (hooks, lasting):
+                self._hooks = hooks
                 for unit in self._units:
                     lasting.callback(set_attribute(unit.layer, "cuda_graphs", []))
-                yield capture_time_hooks(hooks)
+                yield
                 self._check_whole()
                 for unit, unit_hooks in zip(self._units, hooks, strict=True):
-                    undo = attach_replay(unit.layer, unit_hooks.before_replay, self.counters)
+                    undo = attach_replay(unit, unit_hooks.before_replay, self.watch)
                     lasting.callback(undo)
                 if self._confirm is not None:
                     self._confirm()
@@ -101,6 +117,91 @@ class Session:
         _SESSIONS.append(self)
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
         self.phase = Phase.REPLAYING
+
+    def capture(
+        self,
+        callables: Sequence[nn.Module],
+        sample_args: Sequence[tuple[torch.Tensor, ...]],
+        *,
+        sample_kwargs: Sequence[Mapping[str, torch.Tensor]] | None = None,
+        **options: Any,
+    ) -> tuple[GuardedGraph, ...]:
+        """Capture the units by the backend, with FSDP's hooks outside of the graphs.
+
+        Args:
+            callables: the units' layers, in order.
+            sample_args: static inputs of each graph, tensors on the device.
+            sample_kwargs: those by keyword.
+            **options: other arguments of TE's ``make_graphed_callables``.
+
+        Returns:
+            A guarded graph for each sample.
+
+        Raises:
+            PhaseError: outside of :meth:`capturing`, or for other layers than the units'.
+        """
+        self._require(Phase.CAPTURING)
+        if [id(layer) for layer in callables] != [id(unit.layer) for unit in self._units]:
+            raise PhaseError("the layers to be captured are not this session's units, in order")
+        # Lists, since TE puts buffers that it shares between graphs into the very ones it is given.
+        args = list(sample_args)
+        kwargs = list(sample_kwargs) if sample_kwargs is not None else [{} for _ in args]
+        graphs = self._backend.capture(
+            tuple(callables),
+            args,
+            sample_kwargs=kwargs,
+            capture_time_hooks=[
+                guard.observe(hooks.capture_time)
+                for guard, hooks in zip(self._guards, self._hooks, strict=True)
+            ],
+            **options,
+        )
+        samples = list(zip(args, kwargs, strict=True))
+        made: list[GuardedGraph | None] = [None] * len(graphs)
+        for index, numbers in enumerate(self._graphs_of_units(len(samples), options)):
+            guards = self._guards[index].guards(
+                [samples[number] for number in numbers],
+                self._backend.numerics,
+                self._backend.captured_numerics(index, options),
+                [*metric_entries(), *self._backend.entries(self._units[index].graphed)],
+            )
+            for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
+                made[number] = self._guarded(index, microbatch, graphs[number], guard)
+        return tuple(graph for graph in made if graph is not None)
+
+    def _graphs_of_units(self, samples: int, options: Mapping[str, Any]) -> list[list[int]]:
+        """Which samples belong to each unit, by microbatch."""
+        passes = schedule(
+            len(self._units), samples, options.get("_order"), options.get("_num_layers_per_chunk")
+        )
+        numbers: list[list[int]] = [[] for _ in self._units]
+        for step in passes:
+            if step.forward:
+                numbers[step.layer].append(step.sample)
+        return numbers
+
+    def _guarded(self, index: int, microbatch: int, graph: Any, guard: Any) -> GuardedGraph:
+        unit = self._units[index]
+        return GuardedGraph(
+            graph,
+            guard,
+            unit,
+            microbatch,
+            self.watch,
+            collectives=self._guards[index].collectives,
+            kept=lambda: self._kept(unit),
+        )
+
+    @contextmanager
+    def _kept(self, unit: Unit) -> Iterator[None]:
+        """Put back all that one pass through ``unit`` changes."""
+        modules = list(unit.layer.modules())
+        with ExitStack() as stack:
+            stack.enter_context(training_states(modules))
+            stack.enter_context(buffers_kept(modules))
+            stack.enter_context(metrics_kept())
+            stack.enter_context(self._backend.preserved([unit.layer]))
+            yield
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Let :meth:`close` run ``undo`` too, before what was changed earlier is undone."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.guard.parts import Entry
 
 
 class GraphedCallable(Protocol):
@@ -41,6 +42,18 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Wait until no graph is replaying: one that is must not be destroyed."""
+
+    def numerics(self) -> Any:
+        """The state of numerics right now (FP8, for one), comparable with ``==``."""
+
+    def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
+        """What :meth:`numerics` has to be where the callable ``index`` replays.
+
+        ``options`` are those that :meth:`capture` was given.
+        """
+
+    def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
+        """Objects in ``modules`` whose memory a graph of theirs reads or writes."""
 
     def preserved(self, callables: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Put back whatever capture leaves changed, also after an exception."""

@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_flatten
 from megatron_cg.backends.tape_graphed import Recorded, TapeCallable
 from megatron_cg.backends.tape_memory import Pool
 from megatron_cg.backends.tape_record import recording
-from megatron_cg.backends.tape_schedule import Step, schedule
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
+from megatron_cg.guard.parts import Entry
 from megatron_cg.hooks import HookKind
+from megatron_cg.schedule import Step, schedule
 
 Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
 
@@ -91,6 +92,16 @@ class TapeBackend:
             post_warmup_hook()
         run.record()
         return tuple(TapeCallable(item, item.module.forward) for item in run.recorded)
+
+    def numerics(self) -> None:
+        """Nothing: the tape has no FP8."""
+
+    def captured_numerics(self, index: int, options: Mapping[str, Any]) -> None:
+        """Nothing: the tape has no FP8."""
+
+    def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
+        """None: all that a tape uses are parameters and buffers."""
+        return []
 
     def synchronize(self) -> None:
         """Nothing to wait for: a replay is over when its call returns."""

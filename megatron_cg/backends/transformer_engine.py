@@ -2,8 +2,9 @@
 
 Relied on: transformer-engine >= 2.19 (seen with 2.20.2), ``transformer_engine.pytorch.graph``:
 ``make_graphed_callables`` with ``capture_time_hooks``, ``set_capture_end``, ``is_graph_capturing``;
-``transformer_engine.pytorch.distributed.get_all_rng_states``; ``get_fp8_meta_tensors`` and
-``reset_fp8_meta_tensors`` of ``TransformerEngineBaseModule``.
+``transformer_engine.pytorch.distributed.get_all_rng_states``; ``get_fp8_meta_tensors``,
+``reset_fp8_meta_tensors`` and ``fp8_meta`` of ``TransformerEngineBaseModule``;
+``transformer_engine.pytorch.quantization.FP8GlobalStateManager``.
 
 Note [A generator can stay in a capture]
     A capture that CUDA refuses (a host read in it, for one) raises in ``capture_end`` before the
@@ -16,7 +17,7 @@ Note [A generator can stay in a capture]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -24,11 +25,13 @@ import torch
 from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.guard.parts import Entry
 from megatron_cg.undo import garbage_collection_kept
 from megatron_cg.versions import changed, lookup
 
 _PACKAGE = "transformer-engine"
 _GRAPH = "transformer_engine.pytorch.graph"
+_QUANTIZATION = "transformer_engine.pytorch.quantization"
 
 
 class TransformerEngineBackend:
@@ -58,6 +61,19 @@ class TransformerEngineBackend:
             "transformer_engine.pytorch.distributed:get_all_rng_states",
             "the generators of TE's RNG tracker",
         )
+        state = f"{_QUANTIZATION}:FP8GlobalStateManager"
+        self._fp8_enabled: Callable[[], bool] = lookup(
+            _PACKAGE, f"{state}.is_fp8_enabled", "whether quantization is on"
+        )
+        self._fp8_recipe: Callable[[], Any] = lookup(
+            _PACKAGE, f"{state}.get_fp8_recipe", "the recipe in use"
+        )
+        self._autocast_state: Callable[[], Any] = lookup(
+            _PACKAGE, f"{state}.get_autocast_state", "a snapshot of what autocast sets"
+        )
+        self._set_autocast_state: Callable[[Any], None] = lookup(
+            _PACKAGE, f"{state}.set_autocast_state", "what puts such a snapshot back"
+        )
 
     def capture(
         self,
@@ -81,6 +97,32 @@ class TransformerEngineBackend:
             raise
         return graphs
 
+    def numerics(self) -> Any:
+        """TE's recipe where FP8 is on, else None."""
+        return self._fp8_recipe() if self._fp8_enabled() else None
+
+    def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
+        """What Megatron asked TE for; its names ``enabled`` and ``recipe`` are TE's newer ones."""
+        enabled = options.get("fp8_enabled", options.get("enabled", False))
+        if isinstance(enabled, tuple | list):
+            enabled = enabled[index]
+        return options.get("fp8_recipe", options.get("recipe")) if enabled else None
+
+    def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
+        """Scales and amax histories of delayed scaling, which graphs read and write in place."""
+        found: list[Entry] = []
+        module: Any
+        for module in modules:
+            if hasattr(module, "get_fp8_meta_tensors") and _has_delayed_scaling(module):
+                for key in ("scaling_fwd", "scaling_bwd"):
+                    what = f"{key} of a {type(module).__name__}"
+                    found.append((module.fp8_meta, key, "fp8 state", what))
+                    found += [
+                        (vars(module.fp8_meta[key]), name, "fp8 state", f"{name} of {what}")
+                        for name in ("scale", "amax_history")
+                    ]
+        return found
+
     def synchronize(self) -> None:
         """Wait for the GPU."""
         torch.cuda.synchronize()
@@ -97,6 +139,8 @@ class TransformerEngineBackend:
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
             stack.enter_context(self._generators_kept())
             stack.enter_context(_fp8_kept(callables))
+            # With it whether the next module is the first one, which updates FP8 scales.
+            stack.callback(self._set_autocast_state, self._autocast_state())
             if not self._is_capturing():
                 stack.callback(self._end_capturing)
             # Last, so that what the others do on leaving is on the stream it was before.

@@ -66,6 +66,8 @@ class Trainer:
     def step(self) -> tuple[float, float]:
         """Train one step; return the mean loss a token over all processes and the gradient norm."""
         self._optimizer.zero_grad()
+        if self.session is not None:
+            self.session.watch.begin_step()
         total = torch.zeros(2, dtype=torch.float64)
         for microbatch in range(self.plan.microbatches):
             last = microbatch == self.plan.microbatches - 1
@@ -105,12 +107,11 @@ class Trainer:
         layers = transformer_layers(self.model)
         session = Session(self.model, units_of(layers), backend)
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
-        with session.capturing() as hooks, _megatron_capturing():
-            graphs = backend.capture(
+        with session.capturing(), _megatron_capturing():
+            graphs = session.capture(
                 tuple(layers),
                 args,
                 sample_kwargs=kwargs,
-                capture_time_hooks=hooks,
                 num_warmup_iters=2,
                 allow_unused_input=True,
                 _order=[1, -1],

@@ -20,6 +20,7 @@ import torch
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.agreement import Agreement
@@ -35,6 +36,7 @@ from megatron_cg.megatron.scopes import LayerConfig, give_scopes
 from megatron_cg.session import Session
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import changed, lookup
+from megatron_cg.watch import ReplayPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
+    policy: ReplayPolicy = ReplayPolicy()
     make_backend: Callable[[], Backend] = TransformerEngineBackend
     callables_per_chunk: list[list[Any]]
     callables_per_chunk_is_mtp: list[list[bool]]
@@ -142,18 +145,24 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
     def _create_cudagraphs_under_fsdp(self) -> None:
         backend = type(self).make_backend()
-        session = Session(self.model[0], units_of(self.flattened_callables), backend, self._confirm)
+        session = Session(
+            self.model[0],
+            units_of(self.flattened_callables),
+            backend,
+            self._confirm,
+            policy=type(self).policy,
+        )
         captured: list[int] = []
 
         def capture(callables: Any, *args: Any, **kwargs: Any) -> Any:
             captured.append(len(callables))
-            return backend.capture(callables, *args, capture_time_hooks=hooks, **kwargs)
+            return session.capture(callables, *args, **kwargs)
 
         with ExitStack() as scopes:
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
-            with session.capturing() as hooks, ExitStack() as stack:
+            with session.capturing(), ExitStack() as stack:
                 stack.callback(set_attribute(cuda_graphs, "make_graphed_callables", capture))
                 stack.callback(cuda_graphs._set_capture_end)
                 super().create_cudagraphs()
@@ -206,7 +215,28 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
 def units_of(layers: Sequence[Any]) -> list[Unit]:
     """Megatron's layers as units of a capture, named by their index from 0."""
-    return [Unit(f"layer {layer.layer_number - 1}", layer, _graphed(layer)) for layer in layers]
+    return [
+        Unit(
+            f"layer {layer.layer_number - 1}",
+            layer,
+            _graphed(layer),
+            direct=_is_direct(layer),
+            collectives=_has_collectives(layer.config),
+        )
+        for layer in layers
+    ]
+
+
+def _is_direct(layer: Any) -> bool:
+    """Whether nothing of ``layer`` runs before its graph: attention does where it is not in it."""
+    scopes = layer.config.cuda_graph_modules
+    before = isinstance(layer, TransformerLayer) and bool(scopes)
+    return not before or any(scope is CudaGraphModule.attn for scope in scopes)
+
+
+def _has_collectives(config: Any) -> bool:
+    """Whether graphs hold communication that torch does not count; see ``collectives.py``."""
+    return bool(config.context_parallel_size > 1 or config.tensor_model_parallel_size > 1)
 
 
 def _graphed(layer: nn.Module) -> tuple[nn.Module, ...]:

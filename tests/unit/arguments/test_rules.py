@@ -108,8 +108,10 @@ def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, Any])
     [
         (GraphArguments(cg_layers=("attn:0-3",)), "--cg-layers attn:0-3"),
         (GraphArguments(cg_on_failure="eager"), "--cg-on-failure eager"),
+        (GraphArguments(cg_on_mismatch="error"), "--cg-on-mismatch error"),
+        (GraphArguments(cg_verify_interval=5), "--cg-verify-interval 5"),
     ],
-    ids=["cg_layers", "cg_on_failure"],
+    ids=["cg_layers", "cg_on_failure", "cg_on_mismatch", "cg_verify_interval"],
 )
 def test_our_flags_without_graphs_are_refused(graph: GraphArguments, flag: str) -> None:
     (violation,) = violations(RunArguments(), graph, Environment())

@@ -13,7 +13,30 @@ from torch import nn
 
 from megatron_cg.backends import transformer_engine
 from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.guard.parts import Parts
 from megatron_cg.undo import garbage_collection_kept, set_attribute
+
+
+class QuantizationState:
+    """TE's interface of that name; ``recipe`` is None where FP8 is off."""
+
+    recipe: Any = None
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return cls.recipe is not None
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Any:
+        return cls.recipe
+
+    @classmethod
+    def get_autocast_state(cls) -> Any:
+        return cls.recipe
+
+    @classmethod
+    def set_autocast_state(cls, state: Any) -> None:
+        cls.recipe = state
 
 
 def fake_te(monkeypatch: pytest.MonkeyPatch, make: Any) -> types.ModuleType:
@@ -24,7 +47,9 @@ def fake_te(monkeypatch: pytest.MonkeyPatch, make: Any) -> types.ModuleType:
     vars(graph).update(is_graph_capturing=lambda: vars(graph)["capturing"])
     vars(graph).update(set_capture_end=lambda: vars(graph).update(capturing=False))
     vars(distributed).update(get_all_rng_states=dict)
-    for module in (types.ModuleType("transformer_engine"), graph, distributed):
+    quantization = types.ModuleType("transformer_engine.pytorch.quantization")
+    vars(quantization).update(FP8GlobalStateManager=QuantizationState)
+    for module in (types.ModuleType("transformer_engine"), graph, distributed, quantization):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     package = types.ModuleType("transformer_engine.pytorch")
     monkeypatch.setitem(sys.modules, package.__name__, package)
@@ -115,6 +140,38 @@ def test_scales_and_histories_of_delayed_scaling_are_put_back(
         scaled.fp8_meta["scaling_fwd"].amax_history.fill_(7)
     assert scaled.fp8_meta["scaling_bwd"].scale.eq(1).all()
     assert scaled.fp8_meta["scaling_fwd"].amax_history.eq(0).all()
+
+
+def test_numerics_are_the_recipe_where_fp8_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_te(monkeypatch, new_capture)
+    backend = transformer_engine.TransformerEngineBackend()
+    assert backend.numerics() is None
+    monkeypatch.setattr(QuantizationState, "recipe", "delayed")
+    options = {"fp8_enabled": (False, True), "fp8_recipe": "delayed"}
+    assert backend.captured_numerics(1, options) == backend.numerics() == "delayed"
+    assert backend.captured_numerics(0, options) is None
+    assert backend.captured_numerics(0, {"enabled": True, "recipe": "tensorwise"}) == "tensorwise"
+
+
+def test_autocast_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_te(monkeypatch, new_capture)
+    backend = transformer_engine.TransformerEngineBackend()
+    with backend.preserved([]):
+        monkeypatch.setattr(QuantizationState, "recipe", "delayed")
+    assert backend.numerics() is None
+
+
+def test_scales_and_histories_are_what_a_graph_holds_of_fp8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_te(monkeypatch, new_capture)
+    backend = transformer_engine.TransformerEngineBackend()
+    scaled = DelayedScaling()
+    parts = Parts(backend.entries([scaled, nn.Linear(1, 1)]))
+    assert parts.broken() is None
+    scaled.fp8_meta["scaling_bwd"].amax_history = torch.zeros(8, 2)
+    found = parts.broken()
+    assert found is not None and found.subject == "amax_history of scaling_bwd of a DelayedScaling"
 
 
 @pytest.mark.parametrize("enabled", [True, False])

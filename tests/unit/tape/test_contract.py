@@ -11,8 +11,8 @@ from torch import nn
 
 from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.backends.tape_record import HostSyncError, is_recording, recorded_action
-from megatron_cg.backends.tape_schedule import Step, schedule
 from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.schedule import Step, schedule
 
 KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 

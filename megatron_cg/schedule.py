@@ -39,7 +39,7 @@ def schedule(
 
     Raises:
         CaptureError: samples or callables do not add up to the order, or the order asks for a
-            separate weight-gradient pass (a fraction), which the tape does not record.
+            separate weight-gradient pass (a fraction), for which nothing here is made.
     """
     if order is None:
         _require(samples == layers, f"{samples} sample_args for {layers} callables")
@@ -48,7 +48,7 @@ def schedule(
     _require(
         all(int(chunk) == chunk and chunk != 0 for chunk in order),
         f"order {list(order)} has an entry that is not a whole chunk number: delayed weight "
-        "gradients (--delay-wgrad-compute) are not recorded on the tape",
+        "gradients are not captured. Leave --delay-wgrad-compute out",
     )
     chunks = max(order)
     microbatches = len(order) // chunks // 2

@@ -1,0 +1,96 @@
+"""One graph behind its guard: what Megatron finds in ``layer.cuda_graphs``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from megatron_cg.capture import Unit
+from megatron_cg.guard import Guard
+from megatron_cg.part import run_part
+from megatron_cg.verify import Kept, verify
+from megatron_cg.watch import Watch
+
+
+class GuardedGraph:
+    """Replays its graph where the guard allows it, and else runs the same part eagerly.
+
+    Args:
+        graph: a backend's graphed callable.
+        guard: what has to hold.
+        unit: the layer.
+        microbatch: the number of this graph within the layer.
+        watch: what is done about a mismatch.
+        collectives: whether the graph holds any.
+        kept: see :func:`megatron_cg.verify.verify`.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        guard: Guard,
+        unit: Unit,
+        microbatch: int,
+        watch: Watch,
+        *,
+        collectives: bool,
+        kept: Kept,
+    ) -> None:
+        self._graph, self._guard = graph, guard
+        self._unit, self._microbatch = unit, microbatch
+        self._watch, self._kept, self._collectives = watch, kept, collectives
+        self._replays = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay, or run the part eagerly. Raises ReplayMismatchError; see :class:`Watch`."""
+        counters = self._watch.counters
+        began = time.perf_counter_ns()
+        mismatch = self._guard.broken(args, kwargs)
+        counters.guard_ns += time.perf_counter_ns() - began
+        if mismatch is None and self._watch.verifies:
+            counters.verified += 1
+            mismatch = verify(self._unit.layer, self._graph, args, kwargs, self._kept)
+        if mismatch is not None:
+            self._watch.mismatched(
+                mismatch,
+                self._unit.name,
+                self._microbatch,
+                collectives=self._collectives,
+                fresh=self._replays == 0,
+            )
+            counters.eager += 1
+            return run_part(self._unit.layer, args, kwargs)
+        self._replays += 1
+        counters.count_replay(*self._guard.inputs.copied(args, kwargs))
+        outputs = self._graph(*args, **kwargs)
+        self._guard_backward(outputs)
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        # backward_dw, where the backend's callable has it: Megatron asks with hasattr.
+        return getattr(self._graph, name)
+
+    def reset(self) -> None:
+        """Release the graph."""
+        self._graph.reset()
+
+    def _guard_backward(self, outputs: Any) -> None:
+        """Look at addresses once more before the backward replay; FSDP has unsharded by then.
+
+        Its unsharding hook is on the layer's outputs, and a node's own hooks come after those on
+        the gradients that it is given (torch 2.11, ``engine.cpp``, ``call_function``).
+        """
+        for tensor in tree_flatten(outputs)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._before_backward)
+                return
+
+    def _before_backward(self, _gradients: Any) -> None:
+        began = time.perf_counter_ns()
+        mismatch = self._guard.broken_in_backward()
+        self._watch.counters.guard_ns += time.perf_counter_ns() - began
+        if mismatch is not None:
+            self._watch.mismatched_in_backward(mismatch, self._unit.name, self._microbatch)

@@ -1,0 +1,31 @@
+"""One thing that is no longer as it was at capture, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What a guard found: ``subject`` was ``expected`` at capture, and is ``actual`` now."""
+
+    clause: str
+    """The guard's clause that found it, such as ``shape`` or ``address``."""
+    subject: str
+    """What it is about, such as ``argument hidden_states``."""
+    expected: str
+    actual: str
+    cause: str
+    """The likely cause, and what to type or do instead."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for mismatches that are reported once only."""
+        return self.clause, self.subject
+
+    def text(self, layer: str, microbatch: int) -> str:
+        """The whole of it in one line, for the log or an error."""
+        return (
+            f"{layer}, microbatch {microbatch}: {self.subject} was {self.expected} at capture and "
+            f"is {self.actual} now ({self.clause}). {self.cause}"
+        )

@@ -1,0 +1,113 @@
+"""What follows when a guard forbids a replay: counted, reported once, and done as the user asked.
+
+Note [A graph with collectives]
+    One rank must not run a collective eagerly while others replay it (see ``collectives.py``).
+    So where a graph holds any, all ranks vote before the first of them leaves its graph: those
+    that found the same mismatch in the same layer go eagerly together. A rank that finds one
+    alone gets no answer in time, and ends with the reason instead of hanging the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_cg.counters import Counters
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.guard import Mismatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReplayPolicy:
+    """What the flags say: ``--cg-on-mismatch`` and ``--cg-verify-interval``."""
+
+    on_mismatch: Literal["eager", "recapture", "error"] = "eager"
+    verify_interval: int = 0
+    """Steps between two verifications; 0 is never."""
+
+
+class Watch:
+    """Over all graphs of one session.
+
+    Args:
+        policy: what the user asked for.
+        counters: where mismatches are counted.
+        all_leave: asks all ranks whether they leave the graph named by its argument now; raises
+            when they do not. None where one rank decides for itself.
+    """
+
+    def __init__(
+        self,
+        policy: ReplayPolicy,
+        counters: Counters,
+        all_leave: Callable[[str], None] | None = None,
+    ) -> None:
+        self.counters = counters
+        self.wants_recapture = False
+        self._policy = policy
+        self._all_leave = all_leave
+        self._reported: set[tuple[str, tuple[str, str]]] = set()
+        self._step = 0
+
+    def begin_step(self) -> None:
+        """Count training steps, by which verification is due."""
+        self._step += 1
+
+    @property
+    def verifies(self) -> bool:
+        """Whether replays of this step are verified."""
+        interval = self._policy.verify_interval
+        return interval > 0 and self._step % interval == 0
+
+    def mismatched(
+        self, mismatch: Mismatch, layer: str, microbatch: int, *, collectives: bool, fresh: bool
+    ) -> None:
+        """Return where the part is to be run eagerly in the place of the replay.
+
+        Args:
+            mismatch: what the guard found.
+            layer: the unit's name.
+            microbatch: the graph's number within the unit.
+            collectives: whether the graph holds any.
+            fresh: whether the graph has never replayed; capturing once more would not help it.
+
+        Raises:
+            ReplayMismatchError: ``--cg-on-mismatch error``, or the ranks cannot leave together.
+        """
+        text = self._report(mismatch, layer, microbatch)
+        if self._policy.on_mismatch == "error":
+            raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
+        if collectives and self._all_leave is not None:
+            self._leave_together(f"{layer}/{microbatch}/{mismatch.key}", text)
+        if self._policy.on_mismatch == "recapture" and not fresh:
+            self.wants_recapture = True
+
+    def mismatched_in_backward(self, mismatch: Mismatch, layer: str, microbatch: int) -> None:
+        """Raise ReplayMismatchError: what a forward replay began, nothing else can end."""
+        text = self._report(mismatch, layer, microbatch)
+        raise ReplayMismatchError(
+            f"{text} The forward pass was replayed, so its backward cannot run eagerly."
+        )
+
+    def _leave_together(self, name: str, text: str) -> None:
+        assert self._all_leave is not None
+        try:
+            self._all_leave(name)
+        except RuntimeError as error:
+            raise ReplayMismatchError(
+                f"{text} The graph holds collectives, which no rank may run eagerly while others "
+                f"replay them, and not all ranks found this mismatch ({error}). Leave the layer "
+                "out with --cg-layers, or train with --cuda-graph-impl none."
+            ) from error
+
+    def _report(self, mismatch: Mismatch, layer: str, microbatch: int) -> str:
+        self.counters.mismatched += 1
+        text = mismatch.text(layer, microbatch)
+        if (layer, mismatch.key) not in self._reported:
+            self._reported.add((layer, mismatch.key))
+            logger.warning("megatron_cg: no replay of %s Reported once.", text)
+        return text
