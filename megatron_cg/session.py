@@ -17,9 +17,11 @@ from megatron_cg.errors import CaptureError, HookError, PhaseError
 from megatron_cg.fsdp.model import find_megatron_fsdp, training_states
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.graphed import GuardedGraph
+from megatron_cg.guard.inputs import Inputs
 from megatron_cg.megatron.parts import metric_entries, metrics_kept
 from megatron_cg.replay import attach_replay
 from megatron_cg.schedule import schedule
+from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.undo import set_attribute
 from megatron_cg.unit_guard import UnitGuard
 from megatron_cg.watch import ReplayPolicy, Watch
@@ -48,6 +50,7 @@ class Session:
         confirm: called when all graphs are made and attached; what it raises fails the capture.
         policy: what follows when a graph must not be replayed.
         all_leave: see :class:`megatron_cg.watch.Watch`.
+        static_inputs: what is known of the units' inputs, in the same order.
 
     Raises:
         HookError: ``model`` holds no ``MegatronFSDP``.
@@ -63,6 +66,7 @@ class Session:
         *,
         policy: ReplayPolicy | None = None,
         all_leave: Callable[[str], None] | None = None,
+        static_inputs: StaticInputs | None = None,
     ) -> None:
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:
@@ -74,6 +78,7 @@ class Session:
         self._units = tuple(units)
         self._backend = backend
         self._confirm = confirm
+        self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
         self._undo = ExitStack()
         self._hooks: tuple[UnitHooks, ...] = ()
         self._guards: tuple[UnitGuard, ...] = ()
@@ -145,7 +150,9 @@ class Session:
             raise PhaseError("the layers to be captured are not this session's units, in order")
         # Lists, since TE puts buffers that it shares between graphs into the very ones it is given.
         args = list(sample_args)
-        kwargs = list(sample_kwargs) if sample_kwargs is not None else [{} for _ in args]
+        kwargs = [dict(item) for item in sample_kwargs] if sample_kwargs else [{} for _ in args]
+        numbers_of = self._graphs_of_units(len(args), options)
+        borrowed = self._borrow(numbers_of, kwargs)
         graphs = self._backend.capture(
             tuple(callables),
             args,
@@ -156,11 +163,11 @@ class Session:
             ],
             **options,
         )
-        samples = list(zip(args, kwargs, strict=True))
         made: list[GuardedGraph | None] = [None] * len(graphs)
-        for index, numbers in enumerate(self._graphs_of_units(len(samples), options)):
+        for index, numbers in enumerate(numbers_of):
             guards = self._guards[index].guards(
-                [samples[number] for number in numbers],
+                [Inputs(args[number], kwargs[number], borrowed) for number in numbers],
+                args[numbers[0]][0].device.type,
                 self._backend.numerics,
                 self._backend.captured_numerics(index, options),
                 [*metric_entries(), *self._backend.entries(self._units[index].graphed)],
@@ -168,6 +175,18 @@ class Session:
             for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
                 made[number] = self._guarded(index, microbatch, graphs[number], guard)
         return tuple(graph for graph in made if graph is not None)
+
+    def _borrow(
+        self, numbers_of: Sequence[Sequence[int]], kwargs: list[dict[str, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Put the model's own tensors in the place of samples that never change; return them."""
+        borrowed: list[torch.Tensor] = []
+        for index, numbers in enumerate(numbers_of):
+            for number in numbers:
+                own = self._static_inputs.replace_in(index, kwargs[number])
+                borrowed += [own[name] for name in own if own[name] is not kwargs[number][name]]
+                kwargs[number] = own
+        return borrowed
 
     def _graphs_of_units(self, samples: int, options: Mapping[str, Any]) -> list[list[int]]:
         """Which samples belong to each unit, by microbatch."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron_cg.capture import Unit
@@ -49,31 +48,32 @@ class UnitGuard:
 
     def guards(
         self,
-        samples: Sequence[tuple[Sequence[torch.Tensor], Mapping[str, torch.Tensor]]],
+        inputs: Sequence[Inputs],
+        device_type: str,
         read_numerics: Callable[[], Any],
         numerics: Any,
         more: Iterable[Entry] = (),
     ) -> list[Guard]:
-        """A guard for each of the unit's graphs, of which ``samples`` are the static inputs.
+        """A guard for each of the unit's graphs, whose ``inputs`` are given.
 
         Args:
-            samples: (args, kwargs) of each graph, as capture left them.
+            inputs: of each graph.
+            device_type: where the unit runs, for autocast.
             read_numerics: see :class:`Numerics`.
             numerics: what the graphs were captured with.
             more: entries of the table of objects that are not the layer's own.
         """
         layer, graphed = self._unit.layer, self._unit.graphed
         table = [*entries(layer, graphed), *more]
-        device = samples[0][0][0].device.type
         unit = (
             Autograd(),
-            Autocast(device),
+            Autocast(device_type),
             Numerics(numerics, read_numerics),
             Training([layer, *graphed]),
             Parts(table),
             self._hooks,
         )
-        return [Guard(Inputs(args, kwargs), self._addresses, unit) for args, kwargs in samples]
+        return [Guard(own, self._addresses, unit) for own in inputs]
 
     def _forward_begins(self, _module: nn.Module) -> None:
         self._addresses.note_forward()

@@ -21,6 +21,7 @@ from megatron_cg.cpu.data import Batches
 from megatron_cg.cpu.model import CpuModelConfig, build, transformer_layers
 from megatron_cg.megatron.helper import units_of
 from megatron_cg.session import Session
+from megatron_cg.static_inputs import StaticInputs
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,20 @@ class Trainer:
         self._batches = Batches(
             plan.tokens, plan.micro_batch_size, plan.model.sequence_length, plan.model.vocabulary
         )
+        self._static_inputs = StaticInputs(transformer_layers(self.model))
         self.session: Session | None = None
 
     def step(self) -> tuple[float, float]:
         """Train one step; return the mean loss a token over all processes and the gradient norm."""
+        with ExitStack() as stack:
+            if self.session is not None:
+                self.session.watch.begin_step()
+            elif self.plan.graphs:
+                stack.callback(self._static_inputs.observe_step())
+            return self._step()
+
+    def _step(self) -> tuple[float, float]:
         self._optimizer.zero_grad()
-        if self.session is not None:
-            self.session.watch.begin_step()
         total = torch.zeros(2, dtype=torch.float64)
         for microbatch in range(self.plan.microbatches):
             last = microbatch == self.plan.microbatches - 1
@@ -105,7 +113,7 @@ class Trainer:
         Raises what the session and the backend raise; the model is then as it was before.
         """
         layers = transformer_layers(self.model)
-        session = Session(self.model, units_of(layers), backend)
+        session = Session(self.model, units_of(layers), backend, static_inputs=self._static_inputs)
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
         with session.capturing(), _megatron_capturing():
             graphs = session.capture(

@@ -45,6 +45,7 @@ class _Spec:
     requires_grad: bool
     address: int
     nbytes: int
+    borrowed: bool
 
 
 class Inputs:
@@ -53,6 +54,7 @@ class Inputs:
     Args:
         args: the positional sample tensors, as capture left them.
         kwargs: the sample tensors by keyword.
+        borrowed: the samples that are the model's own tensors; see ``static_inputs.py``.
         names: names of the positional ones, for messages.
     """
 
@@ -60,9 +62,11 @@ class Inputs:
         self,
         args: Sequence[torch.Tensor],
         kwargs: Mapping[str, torch.Tensor],
+        borrowed: Sequence[torch.Tensor] = (),
         names: Sequence[str] = ("hidden_states",),
     ) -> None:
         labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
+        own = {id(tensor) for tensor in borrowed}
         self._positional = len(args)
         self._keywords = tuple(kwargs)
         self._specs = tuple(
@@ -72,6 +76,7 @@ class Inputs:
                 tensor.requires_grad,
                 tensor.data_ptr(),
                 tensor.nbytes,
+                id(tensor) in own,
             )
             for name, tensor in [*zip(labels, args, strict=False), *kwargs.items()]
         )
@@ -82,7 +87,7 @@ class Inputs:
         if found is not None:
             return found
         tensors = self._flat(args, kwargs)
-        return self._metadata(tensors) or self._gradients(tensors)
+        return self._metadata(tensors) or self._gradients(tensors) or self._borrowed(tensors)
 
     def copied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int, int]:
         """How many inputs lie in place already, how many are copied, and the bytes of these."""
@@ -142,6 +147,19 @@ class Inputs:
                 actual = read(tensor)
                 if actual != expected:
                     return _field(clause, spec, expected, actual)
+        return None
+
+    def _borrowed(self, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
+        for tensor, spec in zip(tensors, self._specs, strict=True):
+            if spec.borrowed and tensor.data_ptr() != spec.address:
+                return Mismatch(
+                    "static input",
+                    f"the memory of argument {spec.name}",
+                    hex(spec.address),
+                    hex(tensor.data_ptr()),
+                    "It was one tensor in all steps before capture, which the graph reads in "
+                    "place; copying another one there would overwrite the model's own.",
+                )
         return None
 
     def _gradients(self, tensors: Sequence[torch.Tensor]) -> Mismatch | None:

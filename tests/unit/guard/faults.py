@@ -134,6 +134,8 @@ class Case:
     fault: Fault
     scopes: tuple[str, ...] = ("attn", "mlp")
     experts: int = 0
+    warmup: int = 1
+    """Steps before capture; with two, the rotary table is found to be one tensor in all steps."""
 
 
 FAULTS: dict[str, Case] = {
@@ -143,6 +145,7 @@ FAULTS: dict[str, Case] = {
     "dtype": Case(with_keyword("rotary_pos_emb", lambda old: old.double())),
     "stride": Case(with_keyword("rotary_pos_emb", strided)),
     "requires_grad": Case(with_keyword("rotary_pos_emb", lambda old: old.clone().requires_grad_())),
+    "static input": Case(with_keyword("rotary_pos_emb", torch.clone), warmup=2),
     "training": Case(in_evaluation),
     "grad mode": Case(without_gradients),
     "autocast": Case(under_autocast),
@@ -170,6 +173,7 @@ def switched_off(clause: str) -> Iterator[None]:
     whole = {
         "structure": (Inputs, "_structure"),
         "requires_grad": (Inputs, "_gradients"),
+        "static input": (Inputs, "_borrowed"),
         "training": (Training, "broken"),
         "grad mode": (Autograd, "broken"),
         "autocast": (Autocast, "broken"),

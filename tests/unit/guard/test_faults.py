@@ -37,12 +37,12 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     model = CpuModelConfig(
         layers=2, graph_modules=case.scopes, experts=case.experts, dropout=0.1, bf16=False
     )
-    trainer: Any = Trainer(TrainingPlan(model=model))
+    trainer: Any = Trainer(TrainingPlan(model=model, graphs=graphs))
     trainer.backend = Numeric()
     session = None
     try:
         layer_of(trainer).self_attention.register_buffer("mark", torch.ones(2))
-        numbers = [trainer.step()]
+        numbers = [trainer.step() for _ in range(case.warmup)]
         if graphs:
             session = trainer.capture(trainer.backend)
         numbers += [trainer.step() for _ in range(BEFORE)]
@@ -82,3 +82,13 @@ def passes(case: Case, eager: Any) -> bool:
     except Exception:
         return False
     return bool(graphed == eager and counters.mismatched > 0)
+
+
+def test_a_table_that_never_changes_is_read_in_place(one_rank: None) -> None:
+    """Of hidden states, mask and rotary table, the table is not copied."""
+    counts = [train(Case(lambda _trainer: None, warmup=n), graphs=True)[1] for n in (1, 2)]
+    replays = 2 * (BEFORE + AFTER)
+    assert [c.replayed for c in counts] == [replays, replays]
+    assert [c.inputs_in_place for c in counts] == [0, replays]
+    assert [c.inputs_copied for c in counts] == [3 * replays, 2 * replays]
+    assert counts[0].bytes_copied > counts[1].bytes_copied > 0
