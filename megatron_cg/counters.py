@@ -35,6 +35,11 @@ class Counters:
         self.inputs_copied += copied
         self.bytes_copied += nbytes
 
+    def add(self, other: Counters) -> None:
+        """Add the counts of another session."""
+        for name, value in other.as_dict().items():
+            setattr(self, name, getattr(self, name) + value)
+
     def as_dict(self) -> dict[str, int]:
         """The counts by name."""
         return asdict(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.agreement import Agreement
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture import Unit, buffers_kept, capturing
 from megatron_cg.counters import Counters
@@ -18,12 +20,14 @@ from megatron_cg.fsdp.model import find_megatron_fsdp, training_states
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.graphed import GuardedGraph
 from megatron_cg.guard.inputs import Inputs
+from megatron_cg.hook_order import HookOrder, OutOfStepError
 from megatron_cg.megatron.parts import metric_entries, metrics_kept
 from megatron_cg.replay import attach_replay
 from megatron_cg.schedule import schedule
 from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.undo import set_attribute
 from megatron_cg.unit_guard import UnitGuard
+from megatron_cg.verdict import Verdict, digest
 from megatron_cg.watch import ReplayPolicy, Watch
 
 _SESSIONS: list[Session] = []
@@ -47,9 +51,10 @@ class Session:
         model: the ``MegatronFSDP``, or any module that contains exactly one.
         units: the layers to be captured, in the order of their forward passes.
         backend: what captures them.
-        confirm: called when all graphs are made and attached; what it raises fails the capture.
+        agreement: the votes of all ranks, for a model that several ranks train.
+        joins: a capture that fails here still runs what other ranks wait for; see
+            ``hook_order.py``. For a caller that goes on after a failure.
         policy: what follows when a graph must not be replayed.
-        all_leave: see :class:`megatron_cg.watch.Watch`.
         static_inputs: what is known of the units' inputs, in the same order.
 
     Raises:
@@ -62,10 +67,10 @@ class Session:
         model: nn.Module,
         units: Sequence[Unit],
         backend: Backend,
-        confirm: Callable[[], None] | None = None,
+        agreement: Agreement | None = None,
         *,
+        joins: bool = False,
         policy: ReplayPolicy | None = None,
-        all_leave: Callable[[str], None] | None = None,
         static_inputs: StaticInputs | None = None,
     ) -> None:
         fsdp = find_megatron_fsdp(model)
@@ -77,14 +82,20 @@ class Session:
         self._fsdp = fsdp
         self._units = tuple(units)
         self._backend = backend
-        self._confirm = confirm
+        self._agreement, self._joins = agreement, joins
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
         self._undo = ExitStack()
         self._hooks: tuple[UnitHooks, ...] = ()
         self._guards: tuple[UnitGuard, ...] = ()
         self.phase = Phase.EAGER
         self.counters = Counters()
+        all_leave = agreement.leave_together if agreement is not None else None
         self.watch = Watch(policy or ReplayPolicy(), self.counters, all_leave)
+
+    @property
+    def digest(self) -> int:
+        """A number for the set of graphs, equal on ranks that hold the same set."""
+        return digest(f"{unit.name}: {len(unit.graphed)} modules" for unit in self._units)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -102,18 +113,19 @@ class Session:
         self._require(Phase.EAGER)
         self.phase = Phase.CAPTURING
         try:
-            self._guards = tuple(UnitGuard(self._fsdp, unit) for unit in self._units)
+            self._guards = tuple(UnitGuard(unit) for unit in self._units)
             with capturing(self._units, self._fsdp, self._backend) as (hooks, lasting):
                 self._hooks = hooks
                 for unit in self._units:
                     lasting.callback(set_attribute(unit.layer, "cuda_graphs", []))
-                yield
-                self._check_whole()
-                for unit, unit_hooks in zip(self._units, hooks, strict=True):
-                    undo = attach_replay(unit, unit_hooks.before_replay, self.watch)
-                    lasting.callback(undo)
-                if self._confirm is not None:
-                    self._confirm()
+                with self._failure_shared():
+                    yield
+                    self._check_whole()
+                    for unit, unit_hooks in zip(self._units, hooks, strict=True):
+                        undo = attach_replay(unit, unit_hooks.before_replay, self.watch)
+                        lasting.callback(undo)
+                    if self._agreement is not None:
+                        self._agreement.confirm()
                 self._undo = lasting.pop_all()
         except BaseException:
             self._undo.close()
@@ -144,6 +156,8 @@ class Session:
 
         Raises:
             PhaseError: outside of :meth:`capturing`, or for other layers than the units'.
+            CaptureError: another rank cannot capture, or would capture something else.
+            OutOfStepError: this rank failed in a way that leaves the others waiting.
         """
         self._require(Phase.CAPTURING)
         if [id(layer) for layer in callables] != [id(unit.layer) for unit in self._units]:
@@ -153,16 +167,7 @@ class Session:
         kwargs = [dict(item) for item in sample_kwargs] if sample_kwargs else [{} for _ in args]
         numbers_of = self._graphs_of_units(len(args), options)
         borrowed = self._borrow(numbers_of, kwargs)
-        graphs = self._backend.capture(
-            tuple(callables),
-            args,
-            sample_kwargs=kwargs,
-            capture_time_hooks=[
-                guard.observe(hooks.capture_time)
-                for guard, hooks in zip(self._guards, self._hooks, strict=True)
-            ],
-            **options,
-        )
+        graphs = self._capture_together(tuple(callables), args, kwargs, options)
         made: list[GuardedGraph | None] = [None] * len(graphs)
         for index, numbers in enumerate(numbers_of):
             guards = self._guards[index].guards(
@@ -175,6 +180,45 @@ class Session:
             for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
                 made[number] = self._guarded(index, microbatch, graphs[number], guard)
         return tuple(graph for graph in made if graph is not None)
+
+    @contextmanager
+    def _failure_shared(self) -> Iterator[None]:
+        """Vote on a failure where the others vote: what is undone after may issue all-gathers."""
+        try:
+            yield
+        except OutOfStepError:
+            raise
+        except Exception:
+            if self._joins and self._agreement is not None:
+                self._agreement.report_failure()
+            raise
+
+    def _capture_together(
+        self,
+        callables: tuple[nn.Module, ...],
+        args: list[tuple[torch.Tensor, ...]],
+        kwargs: list[dict[str, torch.Tensor]],
+        options: Mapping[str, Any],
+    ) -> Sequence[Any]:
+        """The backend's capture, begun by all ranks, and ended by those too that fail in it."""
+        order = HookOrder(callables, len(args), [h.capture_time for h in self._hooks], options)
+        # Not in the order: a rank that failed has nothing to note.
+        pairs = zip(self._guards, order.wrapped, strict=True)
+        observed = [guard.observe(self._fsdp, hooks) for guard, hooks in pairs]
+        if self._agreement is not None:
+            self._agreement.ready(Verdict(size=args[0][0].numel(), graphs=self.digest))
+        try:
+            graphs = self._backend.capture(
+                callables, args, sample_kwargs=kwargs, capture_time_hooks=observed, **options
+            )
+            order.check_finished()
+        except Exception as error:
+            if self._joins:
+                # The frames hold half-made graphs, whose memory the hooks may need.
+                traceback.clear_frames(error.__traceback__)
+                order.run_rest()
+            raise
+        return graphs
 
     def _borrow(
         self, numbers_of: Sequence[Sequence[int]], kwargs: list[dict[str, torch.Tensor]]

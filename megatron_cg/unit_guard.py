@@ -25,20 +25,25 @@ class UnitGuard:
     """One unit's conditions, noted while it is captured.
 
     Args:
-        fsdp: the ``MegatronFSDP``.
         unit: the layer; its hooks are still on it.
     """
 
-    def __init__(self, fsdp: nn.Module, unit: Unit) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._hooks = Hooks(unit.layer, unit.graphed)
-        self._addresses = Addresses(watched_memory(fsdp, unit.layer, unit.graphed))
+        self._addresses = Addresses(())
         self._before = 0
         self.collectives = unit.collectives
         """Whether the unit's graphs hold any; complete once they are captured."""
 
-    def observe(self, hooks: CaptureTimeHooks) -> CaptureTimeHooks:
-        """``hooks`` with ours innermost: after those before a pass, before those after it."""
+    def observe(self, fsdp: nn.Module, hooks: CaptureTimeHooks) -> CaptureTimeHooks:
+        """``hooks`` with ours innermost: after those before a pass, before those after it.
+
+        ``fsdp`` is the ``MegatronFSDP``, and the modules hold their raw parameters already: the
+        sharded ones that they hold between steps are in no graph.
+        """
+        memory = watched_memory(fsdp, self._unit.layer, self._unit.graphed)
+        self._addresses = Addresses(memory)
         return {
             "forward_pre_hooks": _with_last(hooks["forward_pre_hooks"], self._forward_begins),
             "forward_hooks": _with_first(hooks["forward_hooks"], self._pass_ends),

@@ -48,6 +48,8 @@ class Watch:
     ) -> None:
         self.counters = counters
         self.wants_recapture = False
+        self.captured_again = False
+        """Whether a mismatch led to this capture: one more is asked for only once it has helped."""
         self._policy = policy
         self._all_leave = all_leave
         self._reported: set[tuple[str, tuple[str, str]]] = set()
@@ -73,7 +75,7 @@ class Watch:
             layer: the unit's name.
             microbatch: the graph's number within the unit.
             collectives: whether the graph holds any.
-            fresh: whether the graph has never replayed; capturing once more would not help it.
+            fresh: whether the graph has never replayed.
 
         Raises:
             ReplayMismatchError: ``--cg-on-mismatch error``, or the ranks cannot leave together.
@@ -83,7 +85,7 @@ class Watch:
             raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
         if collectives and self._all_leave is not None:
             self._leave_together(f"{layer}/{microbatch}/{mismatch.key}", text)
-        if self._policy.on_mismatch == "recapture" and not fresh:
+        if self._policy.on_mismatch == "recapture" and not (fresh and self.captured_again):
             self.wants_recapture = True
 
     def mismatched_in_backward(self, mismatch: Mismatch, layer: str, microbatch: int) -> None:

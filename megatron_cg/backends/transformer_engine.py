@@ -85,16 +85,18 @@ class TransformerEngineBackend:
     ) -> tuple[Callable[..., Any], ...]:
         """See :class:`megatron_cg.backends.base.Backend`."""
         pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
-        try:
-            graphs: tuple[Callable[..., Any], ...] = self._make(
-                callables,
-                sample_args,
-                capture_time_hooks=list(capture_time_hooks),
-                **options,
-            )
-        except BaseException:
-            _leave_pool(pool)
-            raise
+        # Here too, since a rank that failed runs other hooks before its state is put back.
+        with _stream_kept():
+            try:
+                graphs: tuple[Callable[..., Any], ...] = self._make(
+                    callables,
+                    sample_args,
+                    capture_time_hooks=list(capture_time_hooks),
+                    **options,
+                )
+            except BaseException:
+                _leave_pool(pool)
+                raise
         return graphs
 
     def numerics(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 
+from megatron_cg.agreement import Agreement
 from megatron_cg.align.record import CAPTURED_AFTER, Recorder
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.cpu.data import Batches
 from megatron_cg.cpu.model import CpuModelConfig, build, transformer_layers
 from megatron_cg.megatron.helper import units_of
@@ -107,13 +107,24 @@ class Trainer:
         dist.all_reduce(total)
         return float(total.sqrt())
 
-    def capture(self, backend: Backend) -> Session:
+    def capture(
+        self, backend: Backend, agreement: Agreement | None = None, **options: Any
+    ) -> Session:
         """Capture the transformer layers, which replay from then on until the session is closed.
+
+        ``agreement`` and ``options`` are the session's.
 
         Raises what the session and the backend raise; the model is then as it was before.
         """
         layers = transformer_layers(self.model)
-        session = Session(self.model, units_of(layers), backend, static_inputs=self._static_inputs)
+        session = Session(
+            self.model,
+            units_of(layers),
+            backend,
+            agreement,
+            static_inputs=self._static_inputs,
+            **options,
+        )
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
         with session.capturing(), _megatron_capturing():
             graphs = session.capture(
@@ -160,20 +171,23 @@ def train(plan: TrainingPlan, directory: Path) -> None:
 
     The record's file is written also when training fails, with the error's name and text.
     """
+    from megatron_cg.cpu.voting import VotingTrainer
+
     recorder = Recorder(directory)
     try:
-        trainer = Trainer(plan)
-        with ExitStack() as stack:
+        trainer = VotingTrainer(plan)
+        with closing(trainer):
             for number in range(plan.steps):
                 if plan.graphs and number == plan.warmup_steps:
-                    stack.callback(trainer.capture(TapeBackend()).close)
+                    trainer.start()
                     recorder.note(CAPTURED_AFTER, number)
                 start = time.perf_counter()
                 loss, norm = trainer.step()
                 losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
                 recorder.add_step(losses, norm, False, start)
-            if trainer.session is not None:
-                recorder.note("graphs", trainer.session.counters.as_dict())
+            if plan.graphs:
+                recorder.note("graphs", trainer.report())
+                recorder.note("agreement", trainer.agreement.time.as_dict())
             recorder.finish([trainer.model])
     except BaseException as error:
         recorder.note("error", f"{type(error).__name__}: {error}")

@@ -30,10 +30,14 @@ from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
+from megatron_cg.counters import Counters
 from megatron_cg.errors import CaptureError, MegatronCGError
 from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.megatron.scopes import LayerConfig, give_scopes
+from megatron_cg.megatron.steps import StepRoutine
 from megatron_cg.session import Session
+from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import changed, lookup
 from megatron_cg.watch import ReplayPolicy
@@ -61,6 +65,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     on_failure: str = "error"
     policy: ReplayPolicy = ReplayPolicy()
     make_backend: Callable[[], Backend] = TransformerEngineBackend
+    live: list[FsdpCudaGraphHelper] | None = None
+    """Where helpers of models under FSDP put themselves, to be told of training steps."""
     callables_per_chunk: list[list[Any]]
     callables_per_chunk_is_mtp: list[list[bool]]
     flattened_callables: list[Any]
@@ -68,9 +74,17 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._scopes: dict[nn.Module, list[Any]] = {}
         self.session: Session | None = None
+        self.counters = Counters()
+        """Of all sessions that were closed; a second capture opens another session."""
         super().__init__(*args, **kwargs)
-        # Made by all ranks, since all make this helper.
-        self._agreement = Agreement() if self._fsdp is not None else None
+        self.steps: StepRoutine | None = None
+        if self._fsdp is not None:
+            # Made by all ranks, since all make this helper.
+            self._agreement = Agreement()
+            self._static_inputs = StaticInputs(self.flattened_callables)
+            self.steps = StepRoutine(self, self._agreement, self._static_inputs)
+            if self.live is not None:
+                self.live.append(self)
 
     def _discover_layers(self) -> None:
         super()._discover_layers()
@@ -138,6 +152,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         if self._fsdp is None:
             super().create_cudagraphs()
             return
+        self._agreement.begin_capture()
         try:
             self._create_cudagraphs_under_fsdp()
         except Exception as error:
@@ -149,8 +164,10 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             self.model[0],
             units_of(self.flattened_callables),
             backend,
-            self._confirm,
+            self._agreement,
+            joins=self.on_failure == "eager",
             policy=type(self).policy,
+            static_inputs=self._static_inputs,
         )
         captured: list[int] = []
 
@@ -177,10 +194,14 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self.session = session
         note_capture()
 
-    def _confirm(self) -> None:
-        """All ranks have their graphs, or none has."""
-        if self._agreement is not None:
-            self._agreement.confirm()
+    def capture_again(self) -> None:
+        """Delete the graphs and capture anew; on all ranks, between two steps."""
+        if self.session is not None:
+            self.delete_cuda_graphs()
+        self._capture_finished = False
+        self.create_cudagraphs()
+        if self.session is not None:
+            self.session.watch.captured_again = True
 
     def _give_up(self, error: Exception) -> None:
         """Leave no trace of a failed capture; raise, or log where going on was asked for.
@@ -191,11 +212,10 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         failure = _as_capture_error(error)
         # What the traceback's frames hold of half-made graphs is what going on needs most.
         traceback.clear_frames(error.__traceback__)
-        if self.on_failure != "eager":
+        if self.on_failure != "eager" or isinstance(error, OutOfStepError):
             # At once: the launcher ends the other ranks, and waiting for their votes helps nobody.
-            raise failure from error
-        if self._agreement is not None:
-            self._agreement.report_failure()
+            raise failure from (error if failure is not error else error.__cause__)
+        self._agreement.report_failure()
         logger.error("%s Training goes on eagerly (--cg-on-failure eager).", failure)
         self._reset_after_capture()
         gc.collect()
@@ -207,7 +227,9 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         if self.session is None:
             super().delete_cuda_graphs()
             return
-        note("graphs", self.session.counters.as_dict())
+        self.counters.add(self.session.counters)
+        note("graphs", self.counters.as_dict())
+        note("agreement", self._agreement.time.as_dict())
         self.session.close()
         self.session = None
         self._graphs_created = False

@@ -21,7 +21,7 @@ from megatron_cg.guard import inputs as inputs_module
 from megatron_cg.guard.addresses import Addresses
 from megatron_cg.guard.inputs import Inputs
 from megatron_cg.guard.modes import Autocast, Autograd, Numerics, Training
-from megatron_cg.guard.parts import Hooks
+from megatron_cg.guard.parts import Hooks, Parts
 
 Fault = Callable[[Any], Any]
 """Does its worst to a trainer; may return a context manager for the next step."""
@@ -168,7 +168,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> Mismatch | None:
 @contextmanager
 def switched_off(clause: str) -> Iterator[None]:
     """The guard without one of its clauses."""
-    from megatron_cg import replay, unit_guard
+    from megatron_cg import replay
 
     whole = {
         "structure": (Inputs, "_structure"),
@@ -189,10 +189,10 @@ def switched_off(clause: str) -> Iterator[None]:
             fields = tuple(field for field in inputs_module.FIELDS if field[0] != clause)
             patch.setattr(inputs_module, "FIELDS", fields)
         else:
-            init = unit_guard.Parts.__init__
+            init = Parts.__init__
 
             def without(self: Any, table: Any) -> None:
                 init(self, [entry for entry in table if entry[2] != clause])
 
-            patch.setattr(unit_guard.Parts, "__init__", without)
+            patch.setattr(Parts, "__init__", without)
         yield

@@ -1,0 +1,178 @@
+"""The pure part of an agreement: what ranks put into a vote, and what follows from it.
+
+Note [One row from each rank]
+    A vote is one all-gather of a short row of int64 from every rank, of the same length for every
+    sort of vote. It costs no more than an all-reduce (half its ring passes), and the decision
+    can name every rank: who failed, who holds other graphs, who came to another vote.
+    Because all votes look alike, votes that got mixed up meet in one collective, where the row's
+    head tells them apart; different collectives would wait for each other until the time is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+
+import torch
+
+from megatron_cg.errors import MegatronCGError
+
+
+class AgreementError(MegatronCGError):
+    """Ranks no longer do the same: one is gone or late, or they came to different votes."""
+
+
+class Level(IntEnum):
+    """What a rank asks for; the highest of all ranks is done by all."""
+
+    KEEP = 0
+    RECAPTURE = 1
+    GIVE_UP = 2
+
+
+class Kind(IntEnum):
+    """What a vote is about. All ranks must come to votes of the same kind in the same order."""
+
+    CAPTURE_START = 1
+    CAPTURE_END = 2
+    STEP = 3
+    MISMATCH = 4
+    SIZE = 5
+
+
+class Exchange(IntEnum):
+    """Which exchange of a vote: the only one if asynchronous, else one of two."""
+
+    POSTED = 0
+    ARRIVING = 1
+    VOTING = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank puts into a vote."""
+
+    level: Level = Level.KEEP
+    size: int = 0
+    """A static size that this rank would choose, tokens of a microbatch for one."""
+    graphs: int = 0
+    """The :func:`digest` of the set of graphs that this rank holds."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do; equal on all of them."""
+
+    level: Level = Level.KEEP
+    asked: tuple[int, ...] = ()
+    """The ranks whose own verdict was ``level``; empty for KEEP."""
+    smallest: int = 0
+    largest: int = 0
+    odd: tuple[int, ...] = ()
+    """The ranks that do not hold the set of graphs that most ranks hold."""
+
+    @property
+    def rank(self) -> int | None:
+        """The lowest rank that brought the decision about; None for KEEP."""
+        return min(self.asked or self.odd, default=None)
+
+    @property
+    def same_graphs(self) -> bool:
+        """Whether all ranks hold the same set of graphs."""
+        return not self.odd
+
+    @property
+    def sizes_agree(self) -> bool:
+        """Whether all ranks would choose the same static size."""
+        return self.smallest == self.largest
+
+    def static_size(self, can_pad: bool) -> int | None:
+        """The size for all: the common one, or the largest if padded to; None is eager for all."""
+        return self.largest if self.sizes_agree or can_pad else None
+
+    def reason(self) -> str:
+        """In words, why this was decided."""
+        reasons = []
+        if self.asked:
+            wish = "to capture again" if self.level is Level.RECAPTURE else "to give the graphs up"
+            reasons.append(f"{ranks_text(self.asked)} asked {wish}")
+        if self.odd:
+            reasons.append(
+                f"{ranks_text(self.odd)} and the other ranks hold different sets of graphs"
+            )
+        if not self.sizes_agree:
+            reasons.append(f"static sizes go from {self.smallest} to {self.largest}")
+        return "; ".join(reasons) or "all ranks keep their graphs"
+
+
+def digest(names: Iterable[str]) -> int:
+    """A number for a set of names: the same in every process, order and repeats do not matter.
+
+    63 bits, so that it fits a signed 64-bit integer.
+    """
+    state = blake2b(digest_size=8)
+    for name in sorted(set(names)):
+        data = name.encode()
+        state.update(len(data).to_bytes(8) + data)
+    return int.from_bytes(state.digest()) >> 1
+
+
+def encode(
+    kind: Kind, serial: int, verdict: Verdict, exchange: Exchange = Exchange.POSTED
+) -> torch.Tensor:
+    """A rank's row, (6,) int64: which vote (three values), then the verdict (three)."""
+    row = (kind, serial, exchange, verdict.level, verdict.size, verdict.graphs)
+    return torch.tensor(row, dtype=torch.int64, device="cpu")
+
+
+def decide(rows: torch.Tensor) -> Decision:
+    """The decision that follows from all ranks' rows, (world, 6) int64 in the order of ranks.
+
+    The highest level wins. Different sets of graphs are GIVE_UP, whatever was asked for: replays
+    would not pair their collectives.
+
+    Raises:
+        AgreementError: the rows are of different votes; names the ranks and their votes.
+    """
+    heads, (levels, sizes, graphs) = rows[:, :3], rows[:, 3:].unbind(1)
+    if not torch.equal(heads, heads[:1].expand_as(heads)):
+        raise AgreementError(_mixed_up(heads.tolist()))
+    level = Level(int(levels.max()))
+    asked = levels.eq(level).nonzero().flatten().tolist() if level > Level.KEEP else ()
+    odd: tuple[int, ...] = ()
+    if not torch.equal(graphs, graphs[:1].expand_as(graphs)):
+        held = graphs.tolist()
+        most = Counter(held).most_common(1)[0][0]
+        odd = tuple(rank for rank, own in enumerate(held) if own != most)
+        asked, level = asked if level is Level.GIVE_UP else (), Level.GIVE_UP
+    return Decision(level, tuple(asked), int(sizes.min()), int(sizes.max()), odd)
+
+
+def _mixed_up(heads: list[list[int]]) -> str:
+    votes: dict[tuple[int, ...], list[int]] = {}
+    for rank, head in enumerate(heads):
+        votes.setdefault(tuple(head), []).append(rank)
+    found = ", ".join(
+        f"{ranks_text(ranks)} to {name_of(Kind(kind))} {serial} ({name_of(Exchange(exchange))})"
+        for (kind, serial, exchange), ranks in votes.items()
+    )
+    return (
+        f"ranks came to different votes: {found}. They no longer do the same, so this run ends on "
+        "all of them. To train without graphs: --cuda-graph-impl none"
+    )
+
+
+def name_of(member: IntEnum) -> str:
+    """``capture start`` for CAPTURE_START."""
+    return member.name.lower().replace("_", " ")
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 1``, ``ranks 1, 3``; long lists are cut."""
+    given = list(ranks)
+    shown = ", ".join(map(str, given[:8]))
+    more = f" and {len(given) - 8} more" if len(given) > 8 else ""
+    return f"rank{'s' * (len(given) != 1)} {shown}{more}"

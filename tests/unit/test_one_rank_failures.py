@@ -1,0 +1,264 @@
+"""A capture that fails on one rank only: all go on together, or the run ends with the reason."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape_record import is_recording
+from megatron_cg.cpu.launch import run_processes
+
+LAYERS, WARMUPS, LENGTH, BATCH = 2, 2, 16, 2
+HANGS_AFTER = 120.0
+"""Seconds after which a process that waits for another is ended, with where it waits."""
+
+ERRORS: dict[str, type[Exception]] = {
+    "exception": RuntimeError,
+    "out of memory": torch.OutOfMemoryError,
+}
+STAGES = (
+    "reading hooks",
+    "sample inputs",
+    "before the first hook",
+    "warmup forward",
+    "warmup backward",
+    "last warmup backward",
+    "capture forward",
+    "capture backward",
+    "publishing",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: str
+    error: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.error} at {self.stage} on rank {self.rank}"
+
+
+CASES = [
+    Case(stage, error, (at + number) % 2)
+    for at, stage in enumerate(STAGES)
+    for number, error in enumerate(ERRORS)
+]
+
+
+def call_that_fails(stage: str) -> tuple[Any, str, int]:
+    """Owner, name, and which of its calls; forwards and backwards are two a pass."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_cg import capture, session
+    from megatron_cg.backends import tape
+    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+
+    forward = (TransformerLayer, "_te_cuda_graph_capture")
+    backward = (torch.autograd, "backward")
+    return {
+        "reading hooks": (capture, "read_hooks", 2),
+        "sample inputs": (FsdpCudaGraphHelper, "_get_sample_arguments", 1),
+        "before the first hook": (tape, "_check_hooks", 1),
+        "warmup forward": (*forward, 2),
+        "warmup backward": (*backward, 1),
+        "last warmup backward": (*backward, LAYERS * WARMUPS),
+        "capture forward": (*forward, LAYERS * WARMUPS + 2),
+        "capture backward": (*backward, LAYERS * WARMUPS + 2),
+        "publishing": (session, "attach_replay", 2),
+    }[stage]
+
+
+@contextmanager
+def failing(owner: Any, name: str, number: int, error: Exception) -> Iterator[dict[str, Any]]:
+    """Let the ``number``-th call raise; yields what is known of that call."""
+    real = getattr(owner, name)
+    calls = iter(range(1, 10_000))
+    seen: dict[str, Any] = {}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            seen["recording"] = is_recording()
+            raise error
+        return real(*args, **kwargs)
+
+    with patch.object(owner, name, call):
+        yield seen
+
+
+class OneMask(TapeBackend):
+    """The tape, with the one mask for the whole batch that the CPU model passes."""
+
+    def capture(self, callables: Any, sample_args: Any, **options: Any) -> Any:
+        for kwargs in options["sample_kwargs"]:
+            kwargs["attention_mask"] = kwargs["attention_mask"][:1].clone()
+        return super().capture(callables, sample_args, **options)
+
+
+@contextmanager
+def megatron_with_tapes() -> Iterator[None]:
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.transformer import cuda_graphs
+
+    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
+    try:
+        with (
+            patch.object(cuda_graphs, "HAVE_TE_GRAPHS", True),
+            patch.object(cuda_graphs, "make_graphed_callables", None, create=True),
+        ):
+            yield
+    finally:
+        calculator.destroy_num_microbatches_calculator()
+
+
+def new_trainer() -> Any:
+    from megatron_cg.cpu.model import CpuModelConfig
+    from megatron_cg.cpu.train import Trainer, TrainingPlan
+
+    # With dropout, a generator that is not put back shows in the next loss.
+    model = CpuModelConfig(layers=LAYERS, sequence_length=LENGTH, dropout=0.1)
+    trainer = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
+    # Megatron warms up until there are ten forward passes, counting the steps before capture.
+    trainer.model.config.cuda_graph_warmup_steps = 10 - WARMUPS
+    return trainer
+
+
+def new_helper(trainer: Any) -> Any:
+    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+
+    attributes = {"on_failure": "eager", "make_backend": OneMask}
+    kind = type("Helper", (FsdpCudaGraphHelper,), attributes)
+    return kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
+
+
+def step(trainer: Any) -> list[Any]:
+    """Loss and gradient norm, every bit of them, and the digest of every parameter shard after."""
+    from megatron_cg.align.shards import parameter_digests
+
+    loss, norm = trainer.step()
+    return [loss.hex(), norm.hex(), parameter_digests(trainer.model)]
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def no_hang() -> Iterator[None]:
+    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def train_through_failures(root: Path) -> None:
+    """In one process: each step after another failed capture; then one that succeeds."""
+    from megatron.core import parallel_state
+
+    messages = Messages()
+    logging.getLogger("megatron_cg").addHandler(messages)
+    eager_trainer = new_trainer()
+    eager = [step(eager_trainer) for _ in range(len(CASES) + 2)]
+    parallel_state.destroy_model_parallel()
+    trainer = new_trainer()
+    results: list[dict[str, Any]] = [{"eager": eager[0], "after": step(trainer)}]
+    with megatron_with_tapes():
+        for case, expected in zip(CASES, eager[1:], strict=False):
+            helper = new_helper(trainer)
+            error = ERRORS[case.error](f"forced: {case}")
+            messages.texts.clear()
+            mine = case.rank == dist.get_rank()
+            fault: AbstractContextManager[dict[str, Any]] = nullcontext({})
+            if mine:
+                fault = failing(*call_that_fails(case.stage), error)
+            with no_hang(), fault as seen:
+                helper.create_cudagraphs()
+            results.append({"eager": expected, "after": step(trainer), **seen})
+            results[-1]["said"] = messages.texts[:]
+            results[-1]["graphs"] = helper.graphs_created() or helper.session is not None
+        helper = new_helper(trainer)
+        with no_hang():
+            helper.create_cudagraphs()
+        results.append({"eager": eager[-1], "after": step(trainer)})
+        results[-1]["graphs"] = helper.session.counters.as_dict()
+        helper.delete_cuda_graphs()
+    parallel_state.destroy_model_parallel()
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """Of each rank: the first step, one for each case, and the last with graphs."""
+    root = tmp_path_factory.mktemp("failures")
+    run_processes(partial(train_through_failures, root))
+    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_all_ranks_go_on_eagerly_with_the_same_numbers(
+    results: list[list[dict[str, Any]]], number: int
+) -> None:
+    case = CASES[number]
+    failed, other = (results[rank][number + 1] for rank in (case.rank, 1 - case.rank))
+    assert failed["recording"] is case.stage.startswith("capture") and "recording" not in other
+    assert f"forced: {case}" in failed["said"][-1]
+    assert f"capture failed on rank {case.rank}, whose own log has the reason" in other["said"][-1]
+    for rank in (failed, other):
+        assert rank["said"][-1].endswith("Training goes on eagerly (--cg-on-failure eager).")
+        assert rank["graphs"] is False
+        assert rank["after"] == rank["eager"]
+
+
+def test_a_capture_after_all_these_failures_replays(results: list[list[dict[str, Any]]]) -> None:
+    for rank in results:
+        assert rank[0]["after"] == rank[0]["eager"]
+        assert rank[-1]["after"] == rank[-1]["eager"]
+        assert (rank[-1]["graphs"]["captured"], rank[-1]["graphs"]["replayed"]) == (LAYERS, LAYERS)
+
+
+def capture_with_broken_unshard(root: Path, first: str | None) -> None:
+    """In one process: on rank 1 a hook raises, in capture or after something else did."""
+    trainer = new_trainer()
+    trainer.step()
+    gather = "all_gather_and_wait_parameters_ready"
+    with megatron_with_tapes(), no_hang(), ExitStack() as faults:
+        helper = new_helper(trainer)
+        if dist.get_rank() == 1:
+            hook = (type(trainer.model.module), gather, 3)
+            faults.enter_context(failing(*hook, RuntimeError("no unshard")))
+            if first is not None:
+                error = RuntimeError(first)
+                faults.enter_context(failing(*call_that_fails("before the first hook"), error))
+        helper.create_cudagraphs()
+    (root / f"{dist.get_rank()}").write_text("went on")
+
+
+@pytest.mark.parametrize("first", [None, "no capture"])
+def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None, tmp_path: Path) -> None:
+    with pytest.raises(ProcessRaisedException) as ended:
+        run_processes(partial(capture_with_broken_unshard, tmp_path, first))
+    text = str(ended.value)
+    assert "OutOfStepError: one of the forward_pre_hooks of callable" in text
+    assert "raised RuntimeError: no unshard." in text
+    assert first is None or f"RuntimeError: {first}" in text
+    assert not list(tmp_path.iterdir())
