@@ -1,0 +1,113 @@
+"""What follows from the verdicts of all ranks, whoever asked and in whatever order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from megatron_cg.verdict import (
+    AgreementError,
+    Decision,
+    Exchange,
+    Kind,
+    Level,
+    Verdict,
+    decide,
+    digest,
+    encode,
+    ranks_text,
+)
+
+KEEP, RECAPTURE, GIVE_UP = Level
+
+
+def decided(verdicts: Iterable[Verdict]) -> Decision:
+    return decide(torch.stack([encode(Kind.STEP, 3, verdict) for verdict in verdicts]))
+
+
+def levels(*asked: Level) -> Decision:
+    return decided(Verdict(level) for level in asked)
+
+
+def test_a_row_holds_the_vote_and_then_the_verdict() -> None:
+    row = encode(Kind.MISMATCH, 9, Verdict(RECAPTURE, 5, 7), Exchange.VOTING)
+    assert row.dtype is torch.int64 and row.device.type == "cpu"
+    assert row.tolist() == [4, 9, 2, 1, 5, 7]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_of_vote_has_the_same_length(kind: Kind) -> None:
+    assert len(encode(kind, 2**40, Verdict(GIVE_UP, 2**40, 2**63 - 1))) == 6
+
+
+def test_the_highest_level_wins_and_says_who_asked() -> None:
+    assert levels(KEEP, KEEP) == Decision()
+    assert levels(KEEP, RECAPTURE, KEEP, RECAPTURE) == Decision(RECAPTURE, (1, 3))
+    assert levels(RECAPTURE, KEEP, GIVE_UP) == Decision(GIVE_UP, (2,))
+    assert levels(GIVE_UP) == Decision(GIVE_UP, (0,))
+    assert [levels(KEEP, KEEP).rank, levels(KEEP, RECAPTURE, RECAPTURE).rank] == [None, 1]
+
+
+def test_sizes_give_one_static_size_or_none() -> None:
+    same = decided([Verdict(size=96), Verdict(size=96)])
+    other = decided([Verdict(size=96), Verdict(size=128), Verdict(size=0)])
+    assert same.sizes_agree and same.static_size(False) == same.static_size(True) == 96
+    assert (other.smallest, other.largest, other.sizes_agree) == (0, 128, False)
+    assert other.static_size(can_pad=True) == 128 and other.static_size(can_pad=False) is None
+    assert other.level is KEEP and other.reason() == "static sizes go from 0 to 128"
+
+
+@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("odd", range(3))
+def test_another_set_of_graphs_is_given_up_whatever_was_asked(level: Level, odd: int) -> None:
+    verdicts = [Verdict(graphs=digest(["a", "b"]))] * 3
+    verdicts[odd] = Verdict(level, graphs=digest(["a"]))
+    decision = decided(verdicts)
+    assert decision.level is GIVE_UP and decision.odd == (odd,) and not decision.same_graphs
+    assert decision.asked == ((odd,) if level is GIVE_UP else ()) and decision.rank == odd
+    assert f"rank {odd} and the other ranks hold different sets" in decision.reason()
+
+
+def test_of_two_sets_held_equally_often_that_of_the_lowest_rank_is_the_common_one() -> None:
+    verdicts = [Verdict(graphs=held) for held in (9, 3, 3, 9)]
+    assert decided(verdicts).odd == (1, 2)
+    assert decided([Verdict(graphs=1), Verdict(graphs=1)]).same_graphs
+
+
+def test_a_digest_is_of_a_set_and_fits_a_row() -> None:
+    assert digest(["b", "a", "b"]) == digest(("a", "b")) != digest(["ab"])
+    assert digest(["a", "b"]) != digest(["a", "bc"]) and digest([]) != digest([""])
+    assert all(0 < digest([str(number)]) < 2**63 for number in range(100))
+
+
+def test_a_digest_is_the_same_in_another_process() -> None:
+    code = "from megatron_cg.verdict import digest; print(digest({'layer 0', 'layer 1'}))"
+    given = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(given.stdout) == digest(["layer 1", "layer 0"])
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        (encode(Kind.SIZE, 3, Verdict()), "rank 1 to size 3 (posted)"),
+        (encode(Kind.STEP, 4, Verdict()), "rank 1 to step 4 (posted)"),
+        (encode(Kind.STEP, 3, Verdict(), Exchange.ARRIVING), "rank 1 to step 3 (arriving)"),
+    ],
+)
+def test_different_votes_are_an_error_that_names_them(others: torch.Tensor, named: str) -> None:
+    own = encode(Kind.STEP, 3, Verdict(GIVE_UP))
+    with pytest.raises(AgreementError) as caught:
+        decide(torch.stack([own, others, own]))
+    assert f"ranks 0, 2 to step 3 (posted), {named}" in str(caught.value)
+    assert "--cuda-graph-impl none" in str(caught.value)
+
+
+def test_reasons_are_put_in_words() -> None:
+    assert levels(KEEP).reason() == "all ranks keep their graphs"
+    assert levels(KEEP, RECAPTURE).reason() == "rank 1 asked to capture again"
+    assert levels(GIVE_UP, GIVE_UP).reason() == "ranks 0, 1 asked to give the graphs up"
+    assert ranks_text(range(4096)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4088 more"
