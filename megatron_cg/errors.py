@@ -62,6 +62,10 @@ class CaptureError(MegatronCGError):
     """Capture failed; model, hooks, RNG, FP8 state and flags are as before it began."""
 
 
+class EarlierWorkError(CaptureError):
+    """The GPU failed before capture began; nothing more can run in this process."""
+
+
 class PhaseError(MegatronCGError):
     """An operation was asked of a session in a phase that does not allow it."""
 

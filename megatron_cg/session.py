@@ -15,7 +15,7 @@ from megatron_cg.agreement import Agreement
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture import Unit, buffers_kept, capturing
 from megatron_cg.counters import Counters
-from megatron_cg.errors import CaptureError, HookError, PhaseError
+from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.fsdp.model import find_megatron_fsdp, training_states
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.graphed import GuardedGraph
@@ -107,10 +107,12 @@ class Session:
 
         Raises:
             PhaseError: graphs exist already, or the session is closed.
+            EarlierWorkError: the GPU was in an error state already.
             HookError, UnknownFsdpHookError: a hook cannot be carried over; nothing was changed.
             CaptureError: the body ended without a graph for some unit.
         """
         self._require(Phase.EAGER)
+        self._wait_for_earlier_work()
         self.phase = Phase.CAPTURING
         try:
             self._guards = tuple(UnitGuard(unit) for unit in self._units)
@@ -282,11 +284,12 @@ class Session:
         if not replaying:
             return
         _SESSIONS.remove(self)
-        with self._undo:
-            self._backend.synchronize()
+        with self._undo, ExitStack() as release:
             for unit in self._units:
                 for graph in _graphs(unit.layer):
-                    graph.reset()
+                    release.callback(graph.reset)
+            # Last in, first out: the wait comes first, and what it raises keeps no graph alive.
+            release.callback(self._backend.synchronize)
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:
@@ -294,6 +297,16 @@ class Session:
                 f"this session is {self.phase.value}, and has to be {phase.value} for that. To "
                 "capture again, delete its graphs and open a new session"
             )
+
+    def _wait_for_earlier_work(self) -> None:
+        """An error of the GPU shows at the next wait, which would otherwise be one of capture."""
+        try:
+            self._backend.synchronize()
+        except Exception as error:
+            raise EarlierWorkError(
+                f"work queued before capture failed: {type(error).__name__}: {error}. Capture had "
+                "not begun. To see which operation it was, run with CUDA_LAUNCH_BLOCKING=1"
+            ) from error
 
     def _check_whole(self) -> None:
         missing = [unit.name for unit in self._units if not _graphs(unit.layer)]

@@ -23,6 +23,11 @@ _NAMED = re.compile(
     r"^(?:\[rank\d+\]:\s*)?((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b|megatron_cg: ).*)$"
 )
 _OURS = ("megatron_cg: ", "megatron_cg.errors.")
+_CLASS_ALONE = re.compile(r"[\w.]+:")
+# torchrun's own account of the process that failed first, where a signal ended it.
+_KILLED = re.compile(
+    r"Root Cause .*?^\s*rank\s*: (\d+) .*?^\s*traceback : (Signal \d+ \(\w+\))", re.M | re.S
+)
 # torchrun's own account of which process failed, which follows the cause and says nothing of it.
 _TORCHRUN = re.compile(r"^E\d{4} .*\bfailed \(exitcode")
 
@@ -151,7 +156,11 @@ def _run_all(runs: Sequence[Run], options: Options) -> Run | None:
 
 def _end(run: Run) -> str:
     code = run.process.returncode if run.process is not None else None
-    return f"exit code {code}: {named_error(run.text()) or 'no error was named'}"
+    text = run.text()
+    killed = _KILLED.search(text)
+    if killed is not None:
+        return f"exit code {code}: rank {killed[1]} was ended by {killed[2]}"
+    return f"exit code {code}: {named_error(text) or 'no error was named'}"
 
 
 def named_error(log: str) -> str:
@@ -163,7 +172,8 @@ def named_error(log: str) -> str:
     """
     matches = (_NAMED.match(line.strip()) for line in log.splitlines())
     # torch.multiprocessing names its own exception first, and the cause below it.
-    named = [found.group(1) for found in matches if found and not found.group(1).endswith(":")]
+    lines = (found.group(1) for found in matches if found)
+    named = [line for line in lines if not _CLASS_ALONE.fullmatch(line)]
     ours = [line for line in named if line.startswith(_OURS)]
     return next(iter(ours + named), "")
 

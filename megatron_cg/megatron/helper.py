@@ -31,7 +31,7 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
 from megatron_cg.counters import Counters
-from megatron_cg.errors import CaptureError, MegatronCGError
+from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.megatron.scopes import LayerConfig, give_scopes
@@ -212,7 +212,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         failure = _as_capture_error(error)
         # What the traceback's frames hold of half-made graphs is what going on needs most.
         traceback.clear_frames(error.__traceback__)
-        if self.on_failure != "eager" or isinstance(error, OutOfStepError):
+        if self.on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
             # At once: the launcher ends the other ranks, and waiting for their votes helps nobody.
             raise failure from (error if failure is not error else error.__cause__)
         self._agreement.report_failure()

@@ -9,6 +9,7 @@ Relied on: megatron-core 0.19.2. ``megatron.training.arguments.add_megatron_argu
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -16,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.megatron.teardown import (
+    close_at_exit,
+    close_before_process_groups,
+    close_for_the_end,
+)
 from megatron_cg.session import close_all_sessions
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import lookup
@@ -33,9 +39,10 @@ _active: ExitStack | None = None
 def enable() -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
-    Adds our argument group and its rules to Megatron's parser and puts our capture helper in the
-    place of Megatron's. A run that does not ask for graphs under Megatron-FSDP is not affected.
-    Call it before the arguments are parsed; a second call changes nothing.
+    Adds our argument group and its rules to Megatron's parser, puts our capture helper in the
+    place of Megatron's, and lets graphs go before the process groups. A run that does not ask for
+    graphs under Megatron-FSDP is not affected. Call it before the arguments are parsed; a second
+    call changes nothing.
 
     Raises UpstreamChangedError when a symbol that we replace is not there; nothing is changed
     then.
@@ -48,14 +55,23 @@ def enable() -> None:
         undo.callback(_extend_validation())
         undo.callback(_refuse_yaml_with_graphs())
         undo.callback(_allow_prebuilt_dataset_helpers())
+        undo.callback(close_before_process_groups())
+        undo.callback(close_at_exit())
         _active = undo.pop_all()
 
 
 def disable() -> None:
-    """Release all graphs and undo all that :func:`enable` did. Safe to run twice."""
+    """Release all graphs and undo all that :func:`enable` did. Safe to run twice.
+
+    Where an exception is being handled, as in a ``finally`` that a failed run passes through,
+    graphs that cannot be released are logged and nothing is raised, so that the exception stays.
+    """
     global _active
     try:
-        close_all_sessions()
+        if sys.exception() is None:
+            close_all_sessions()
+        else:
+            close_for_the_end()
     finally:
         active, _active = _active, None
         if active is not None:
@@ -133,20 +149,30 @@ def _start(settings: Any, wants_graphs: bool) -> None:
 def _replace_helper(settings: Any) -> Callable[[], None]:
     from megatron_cg.arguments.layers import LayerSelection
     from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.megatron.steps import follow_steps
+    from megatron_cg.watch import ReplayPolicy
 
+    live: list[FsdpCudaGraphHelper] = []
     helper = type(
         "FsdpCudaGraphHelper",
         (FsdpCudaGraphHelper,),
         {
             "selection": LayerSelection.parse(settings.cg_layers),
             "on_failure": settings.cg_on_failure,
+            "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
+            "live": live,
         },
     )
-    return _replace(
-        "megatron.training.training:TECudaGraphHelper",
-        "the capture helper that train() makes",
-        lambda _old: helper,
-    )
+    with ExitStack() as undo:
+        undo.callback(
+            _replace(
+                "megatron.training.training:TECudaGraphHelper",
+                "the capture helper that train() makes",
+                lambda _old: helper,
+            )
+        )
+        undo.callback(follow_steps(live))
+        return undo.pop_all().close
 
 
 def _allow_prebuilt_dataset_helpers() -> Callable[[], None]:

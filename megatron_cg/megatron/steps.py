@@ -37,7 +37,7 @@ class StepRoutine:
     def __init__(
         self, helper: FsdpCudaGraphHelper, agreement: Agreement, static_inputs: StaticInputs
     ) -> None:
-        self._helper = helper
+        self._helper, self._agreement = helper, agreement
         self._static_inputs = static_inputs
         self._boundary = Boundary(agreement, self._verdict, helper.capture_again, self._give_up)
         self._stop_observing: Callable[[], None] | None = None
@@ -56,14 +56,15 @@ class StepRoutine:
         if stop is not None:
             stop()
 
-    def vote(self) -> None:
-        """Post what this rank wants, after a step that was trained."""
-        self._boundary.after_step()
+    def vote(self, step: int | None) -> None:
+        """Post what this rank wants, after a step that was trained, by Megatron's count of it."""
+        self._boundary.after_step(step)
 
     def close(self) -> None:
-        """Vote no more; before process groups go."""
+        """Vote no more, and let the votes' process group go; before the others do."""
         self.after_step()
         self._boundary.close()
+        self._agreement.close()
 
     def _verdict(self) -> Verdict:
         session = self._helper.session
@@ -98,7 +99,7 @@ def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
             for routine in routines:
                 routine.after_step()
         for routine in routines:
-            routine.vote()
+            routine.vote(kwargs.get("iteration"))
         return result
 
     undo = set_attribute(module, "train_step", train_step)

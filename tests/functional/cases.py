@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MOE, DENSE, MLA = "qwen3-moe-tiny", "llama-tiny", "deepseek-v3-tiny"
 ROUTER = ("attn", "moe_router")
 PREPROCESS = ("attn", "moe_router", "moe_preprocess")
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+FP8 = ("--fp8-format", "hybrid")
+RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
+TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Case:
     """A module without which the case cannot run."""
     graph_flags: tuple[str, ...] = ()
     """This package's flags, for the graph run."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Environment variables of both runs."""
 
 
 def batch(size: int) -> tuple[str, ...]:
@@ -35,12 +42,12 @@ def _grid() -> list[Case]:
     scopes = {"attn": ("attn",), "router": ("moe_router",), "preprocess": PREPROCESS}
     layouts = {
         "dp2": (batch(8), 2),
-        "tp2": ((*batch(4), "--tensor-model-parallel-size", "2", "--sequence-parallel"), 2),
+        "tp2": ((*batch(4), *TENSOR_PARALLEL), 2),
         "ep2": ((*batch(8), "--expert-model-parallel-size", "2"), 2),
         "ep2-etp2": (
             (
                 *batch(8),
-                *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+                *TENSOR_PARALLEL,
                 *("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "2"),
             ),
             4,
@@ -75,7 +82,7 @@ CASES = [
         ("attn",),
         (*batch(8), "--num-distributed-optimizer-instances", "2"),
     ),
-    Case("fp8", MOE, ROUTER, (*batch(8), "--fp8-format", "hybrid")),
+    Case("fp8", MOE, ROUTER, (*batch(8), *FP8)),
     *(
         Case(
             f"fp8-{recipe}{'-weights' if weights else ''}",
@@ -106,17 +113,29 @@ CASES = [
         (*batch(8), "--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5"),
     ),
     Case("ramp-up", MOE, ROUTER, (*batch(16), "--rampup-batch-size", "8", "8", "48")),
+    Case("recompute", MOE, ("moe_router",), (*batch(8), *RECOMPUTE)),
+    Case("recompute-in-graph", DENSE, ("attn", "mlp"), (*batch(8), *RECOMPUTE)),
+    Case("recompute-fp8", MOE, ("moe_router",), (*batch(8), *RECOMPUTE, *FP8)),
+    Case("dropout", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
+    Case("dropout-router", MOE, ROUTER, (*batch(8), *DROPOUT)),
+    Case("dropout-fp8", MOE, ROUTER, (*batch(8), *DROPOUT, *FP8)),
+    Case("dropout-recompute", MOE, ("moe_router",), (*batch(8), *DROPOUT, *RECOMPUTE)),
     Case(
-        "recompute",
+        "learning-rate",
         MOE,
-        ("moe_router",),
-        (*batch(8), *("--recompute-granularity", "selective", "--recompute-modules", "core_attn")),
+        ROUTER,
+        (
+            *batch(8),
+            *("--lr", "1e-3", "--min-lr", "1e-5"),
+            *("--lr-decay-style", "cosine", "--lr-warmup-iters", "5"),
+        ),
     ),
     Case(
-        "dropout",
+        "expandable-segments",
         DENSE,
         ("attn", "mlp"),
-        (*batch(8), "--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
+        (*batch(4), *TENSOR_PARALLEL),
+        env=(EXPANDABLE, ("NCCL_GRAPH_REGISTER", "0")),
     ),
     Case(
         "fine-grained-gathering",
@@ -142,3 +161,68 @@ CASES = [
     Case("latent-attention", MLA, PREPROCESS, batch(8)),
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]
+
+SAVED = ("--save", "{directory}/{run}/checkpoints")
+LIFE = {
+    "dense": Case("dense", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
+    "moe": Case("moe", MOE, ROUTER, batch(8)),
+    "tensor-parallel": Case(
+        "tensor-parallel", DENSE, ("attn", "mlp"), (*batch(4), *TENSOR_PARALLEL)
+    ),
+    "saved": Case("saved", MOE, ROUTER, (*batch(8), *SAVED, "--save-interval", "6")),
+    "saved-dropout": Case(
+        "saved-dropout",
+        DENSE,
+        ("attn", "mlp"),
+        (*batch(8), *DROPOUT, *SAVED, "--save-interval", "6"),
+    ),
+    "skipped": Case("skipped", MOE, ROUTER, (*batch(8), "--iterations-to-skip", "4", "7")),
+    "overflow": Case(
+        "overflow",
+        MOE,
+        ROUTER,
+        (*batch(8), "--no-check-for-nan-in-loss-and-grad"),
+        env=(("MEGATRON_CG_SCENARIO", "scale@2:4,5:0.25,7:inf,8:inf,10:2"),),
+    ),
+    "signal": Case(
+        "signal",
+        MOE,
+        ROUTER,
+        (*batch(8), *SAVED, "--save-interval", "100", "--exit-signal-handler"),
+        env=(("MEGATRON_CG_SCENARIO", "signal@7"),),
+    ),
+    "destroy": Case(
+        "destroy",
+        DENSE,
+        ("attn", "mlp"),
+        (*batch(4), *TENSOR_PARALLEL),
+        env=(("MEGATRON_CG_SCENARIO", "destroy@7"),),
+    ),
+    "long": Case(
+        "long",
+        MOE,
+        ROUTER,
+        (
+            *batch(4),
+            *("--expert-model-parallel-size", "2", "--log-interval", "100"),
+            *("--eval-interval", "250", "--eval-iters", "2", "--split", "90,5,5"),
+            *(*SAVED, "--save-interval", "500"),
+        ),
+        steps=2000,
+    ),
+}
+"""What the tests of a run's life train; a scenario is what ``tampered.py`` does in both runs."""
+EXPANDABLE_ALONE = Case("expandable", DENSE, ("attn", "mlp"), batch(8), env=(EXPANDABLE,))
+"""Refused, for want of NCCL_GRAPH_REGISTER=0."""
+
+
+def resumed(case: Case, step: int) -> Case:
+    """The run that goes on from what ``case`` saved after ``step`` steps."""
+    flags = (*without(case.flags, "--save", "--save-interval"), "--ckpt-step", str(step))
+    return replace(case, name=f"{case.name}-resumed", flags=(*flags, "--load", SAVED[1]))
+
+
+def without(words: tuple[str, ...], *flags: str) -> tuple[str, ...]:
+    """Leave out these flags, each with the one value that follows it."""
+    dropped = {index + offset for index, w in enumerate(words) if w in flags for offset in (0, 1)}
+    return tuple(word for index, word in enumerate(words) if index not in dropped)

@@ -39,21 +39,49 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
 def align(data: TokenStream, tmp_path: Path) -> Callable[..., Outcome]:
     """Train a case eagerly and with graphs, at once, and compare."""
 
-    def run(case: Case, *, script: Path | None = None, mutation: str | None = None) -> Outcome:
+    def run(
+        case: Case,
+        *,
+        script: Path | None = None,
+        mutation: str | None = None,
+        timeout: float = TIMEOUT,
+    ) -> Outcome:
         skip_without(case.gpus)
         if case.needs and importlib.util.find_spec(case.needs) is None:
             pytest.skip(f"needs {case.needs}")
-        preset = load_preset(case.preset)
-        plan = Plan(
-            script=script or example_script(),
-            nproc=case.gpus,
-            model=tuple(preset.arguments()),
-            steps=case.steps,
-            scopes=case.scopes,
-            graph_extra=case.graph_flags,
-            extra=tuple(word.replace("{directory}", str(tmp_path)) for word in case.flags),
-        )
-        options = Options(tmp_path / "runs", TIMEOUT, parallel=True, mutation=mutation)
-        return align_on_gpus(plan, data, options)
+        plan = plan_of(case, tmp_path, script or example_script())
+        options = Options(runs_of(case, tmp_path), timeout, parallel=True, mutation=mutation)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in case.env:
+                patch.setenv(name, value)
+            return align_on_gpus(plan, data, options)
 
     return run
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Callable[..., str]:
+    """What a run of a case printed, ``graphs`` where no other is named."""
+
+    def read(case: Case, run: str = "graphs") -> str:
+        return (runs_of(case, tmp_path) / run / "log.txt").read_text(errors="replace")
+
+    return read
+
+
+def runs_of(case: Case, directory: Path) -> Path:
+    """Where the runs of a case leave their logs and records."""
+    return directory / "runs" / case.name
+
+
+def plan_of(case: Case, directory: Path, script: Path) -> Plan:
+    """The two runs of a case; ``{directory}`` in its flags is ``directory``."""
+    return Plan(
+        script=script,
+        nproc=case.gpus,
+        model=tuple(load_preset(case.preset).arguments()),
+        steps=case.steps,
+        scopes=case.scopes,
+        graph_extra=case.graph_flags,
+        extra=tuple(word.replace("{directory}", str(directory)) for word in case.flags),
+    )

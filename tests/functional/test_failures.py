@@ -9,7 +9,7 @@ import pytest
 
 from megatron_cg.align.compare import Comparison
 from megatron_cg.align.outcome import Outcome
-from tests.functional.cases import Case, batch
+from tests.functional.cases import DROPOUT, FP8, Case, batch
 
 SCRIPT = Path(__file__).with_name("tampered.py")
 Align = Callable[..., Outcome]
@@ -24,10 +24,6 @@ STAGES = (
     "capture-backward",
     "publish",
 )
-
-
-DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
-FP8 = ("--fp8-format", "hybrid")
 
 
 def case(name: str, *graph_flags: str) -> Case:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.errors import CaptureError, HookError, PhaseError
+from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.record import FLAG_REGISTRIES
 from megatron_cg.session import Phase, Session
@@ -221,3 +221,19 @@ def test_a_user_hook_on_the_layer_runs_around_every_replay(trainer: Any) -> None
     trainer.step()
     assert calls == ["forward"]
     session.counters.expect(replayed=2)
+
+
+def test_work_that_failed_before_capture_is_not_blamed_on_capture(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = state(trainer)
+
+    def broken(_self: TapeBackend) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(TapeBackend, "synchronize", broken)
+    with pytest.raises(EarlierWorkError, match=r"work queued before capture failed.*device-side"):
+        trainer.capture(TapeBackend())
+    monkeypatch.undo()
+    assert_same(before, state(trainer))
+    trainer.capture(TapeBackend())

@@ -68,6 +68,20 @@ def test_a_failed_run_is_named_with_its_error(tmp_path: Path) -> None:
     assert "Traceback" in outcome.log_tail
 
 
+def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, *{words!r}]))"
+    runs = make_runs(tmp_path, recording(1.0), code)
+    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=120)))
+    assert reason == "the graphs run ended with exit code 1: rank 1 was ended by Signal 9 (SIGKILL)"
+
+
 def test_the_second_is_not_started_after_the_first_failed(tmp_path: Path) -> None:
     runs = make_runs(tmp_path, "raise SystemExit(7)", recording(1.0))
     reason = failed(run_and_compare(runs, Options(tmp_path, timeout=60)))
@@ -123,6 +137,7 @@ def test_an_earlier_record_is_not_overwritten(tmp_path: Path) -> None:
         ("x\n[rank1]: torch.AcceleratorError: CUDA error\nTypeError: later", None),
         ("megatron_cg: CUDA graphs cannot be used as configured", None),
         ("spawn.ProcessRaisedException: \n\nTraceback\nKeyError: 'a'", "KeyError: 'a'"),
+        ("megatron_cg: CUDA graphs cannot be used as configured, 1 reason:\n  1. [x] y", None),
         ("UserWarning: an Error may follow\nall is well", ""),
         ("", ""),
     ],

@@ -11,7 +11,7 @@ import torch
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.errors import CaptureError, UpstreamChangedError
+from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
 
 LENGTH, BATCH = 16, 2
 
@@ -169,6 +169,15 @@ def test_training_goes_on_eagerly_where_that_was_asked_for(
     helper.create_cudagraphs()
     assert helper.capture_finished() and not helper.graphs_created()
     trainer.step()
+
+
+def test_a_gpu_that_failed_earlier_ends_the_run_also_where_going_on_was_asked_for(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneMask, "synchronize", broken)
+    helper = helper_for(trainer, on_failure="eager")
+    with pytest.raises(EarlierWorkError, match="work queued before capture failed"):
+        helper.create_cudagraphs()
 
 
 def test_without_fsdp_megatrons_own_capture_runs(

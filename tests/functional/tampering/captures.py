@@ -1,0 +1,176 @@
+"""Captures that fail in one of their stages, or are made wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from megatron_cg.align.record import note
+from megatron_cg.hooks import HookKind
+from tests.functional.tampering.places import (
+    ForcedError,
+    fingerprint,
+    flags,
+    helper_class,
+    rank,
+    wrap,
+)
+
+LAYERS = 3  # of the tiny presets that the functional tests train
+
+
+def note_state_around_capture() -> None:
+    """Note whether hooks and flags after a failed capture are those of before it."""
+
+    def wrapped(old: Callable[[Any], None]) -> Callable[[Any], None]:
+        def create(self: Any) -> None:
+            before = (fingerprint(self.model[0]), flags())
+            old(self)
+            note("after_failure", {"same": before == (fingerprint(self.model[0]), flags())})
+
+        return create
+
+    wrap(helper_class(), "create_cudagraphs", wrapped)
+
+
+def on_call(number: int, error: BaseException, *, after: bool = False) -> Callable[[Any], Any]:
+    """A wrapper that raises ``error`` once, before or after the work of the ``number``-th call."""
+    numbers = count(1)
+
+    def make(old: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            now = next(numbers) == number
+            if now and not after:
+                raise error
+            result = old(*args, **kwargs)
+            if now:
+                raise error
+            return result
+
+        return wrapped
+
+    return make
+
+
+def fail_at(place: str) -> None:
+    """Raise in one stage of capture: sample inputs, warmup or capture of layer 1, publishing.
+
+    ``place`` is the stage, and after another @ the one rank that fails.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_cg import session
+
+    stage, _, only = place.partition("@")
+    note_state_around_capture()
+    if only and rank() != int(only):
+        return
+    error: BaseException = ForcedError(f"forced in {stage}")
+    if stage == "memory":
+        error = torch.OutOfMemoryError("forced")
+    if stage == "samples":
+        wrap(helper_class(), "_get_sample_arguments", on_call(1, error))
+    elif stage in ("warmup-forward", "memory"):
+        wrap(TransformerLayer, "_te_cuda_graph_capture", on_call(2, error))
+    elif stage == "warmup-backward":
+        wrap(torch.autograd, "backward", in_capture_only(on_call(1, error)))
+    elif stage == "capture-forward":
+        wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(2, error))
+    elif stage == "capture-forward-end":
+        wrap(torch.cuda.CUDAGraph, "capture_end", on_call(2, error, after=True))
+    elif stage == "invalid":
+        wrap(TransformerLayer, "_te_cuda_graph_capture", reading_on_the_host)
+    elif stage == "capture-backward":
+        wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(LAYERS + 2, error))
+    elif stage == "publish":
+        wrap(session, "attach_replay", on_call(2, error))
+    else:
+        raise ValueError(stage)
+
+
+def reading_on_the_host(old: Any) -> Any:
+    """A forward that reads a tensor on the host: how a capture most often ends for users."""
+
+    def wrapped(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            print(hidden_states.sum().item())
+        return old(self, hidden_states, *args, **kwargs)
+
+    return wrapped
+
+
+def in_capture_only(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def outer(old: Any) -> Any:
+        failing = make(old)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+            return (failing if is_graph_capturing() else old)(*args, **kwargs)
+
+        return wrapped
+
+    return outer
+
+
+def hooks_without_phase_two() -> None:
+    """Hand TE the hooks as Megatron-FSDP made them."""
+    from megatron_cg import capture
+    from megatron_cg.fsdp.transform import UnitHooks
+    from megatron_cg.hooks import module_hooks
+
+    keys = {HookKind.FORWARD_PRE: "forward_pre_hooks", HookKind.FORWARD: "forward_hooks"}
+
+    def untransformed(unit: Any) -> UnitHooks:
+        phases: Any = {"backward_pre_hooks": {}, "backward_hooks": {}}
+        phases |= {key: {} for key in keys.values()}
+        for record in module_hooks(unit.layer):
+            phases[keys[record.kind]][record.hook_id] = record.fn
+        return UnitHooks(phases)
+
+    wrap(capture, "read_hooks", lambda _old: untransformed)
+
+
+def hooks_with_a_wrapper_left_in() -> None:
+    """Leave the wrapper around the post-backward handler on the unit."""
+    from megatron_cg.fsdp import FsdpRole, classify
+    from megatron_cg.hooks import HookSnapshot
+
+    def clear(self: HookSnapshot) -> None:
+        for record in self.records:
+            if classify(record) is not FsdpRole.WRAPS_POST_BACKWARD:
+                getattr(self.module, record.kind.value).pop(record.hook_id)
+
+    wrap(HookSnapshot, "clear", lambda _old: clear)
+
+
+def parameter_hooks_left_on() -> None:
+    """Let the parameters' post-accumulate-grad hooks run in warmup and capture."""
+    from megatron_cg import capture
+
+    wrap(capture, "_quiet_parameters", lambda _old: lambda _parameters: lambda: None)
+
+
+def buffer_moved() -> None:
+    """After capture, let Megatron-FSDP allocate its unsharded buffers anew."""
+    kept: list[Any] = []
+
+    def moving(old: Callable[[Any], None]) -> Callable[[Any], None]:
+        def create(self: Any) -> None:
+            old(self)
+            for pool in unsharded_pools():
+                kept.append(dict(pool.buffer))
+                pool.buffer.clear()
+
+        return create
+
+    wrap(helper_class(), "create_cudagraphs", moving)
+
+
+def unsharded_pools() -> Iterator[Any]:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
+
+    yield utils.get_global_memory_buffer()

@@ -1,0 +1,177 @@
+"""What happens to a run between its steps, and ways in which it ends early."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_cg import session
+from megatron_cg.align.record import note
+from tests.functional.tampering.places import (
+    ForcedError,
+    before_capture,
+    before_steps,
+    fingerprint,
+    flags,
+    helper_class,
+    rank,
+    wrap,
+)
+
+LAST = 1
+"""The rank to which things happen that happen to one only."""
+
+
+def sessions_open(when: str) -> None:
+    """Print how many models have graphs; one write, so that ranks do not mix their lines."""
+    sys.stdout.write(f"rank {rank()}: {len(session._SESSIONS)} sessions open {when}\n")
+    sys.stdout.flush()
+
+
+def at_step(number: int, action: Callable[[], None], *, only: int | None = None) -> None:
+    """Run ``action`` before that training step, on one rank or on all."""
+
+    def act(step: int) -> None:
+        if step == number and only in (None, rank()):
+            sessions_open(f"before step {step}")
+            action()
+
+    atexit.register(sessions_open, "at exit")
+    before_steps(act)
+
+
+def raise_at(step: int) -> None:
+    """Let one rank fail; the others then wait for it in a collective."""
+
+    def fail() -> None:
+        raise ForcedError(f"forced before step {step}")
+
+    at_step(step, fail, only=LAST)
+
+
+def exit_at(step: int) -> None:
+    """Let all ranks leave training with exit code 0, as a script may."""
+    at_step(step, lambda: sys.exit(0))
+
+
+def kill_at(step: int) -> None:
+    """Let one rank be gone without a word, as when the kernel runs out of memory."""
+    at_step(step, lambda: os.kill(os.getpid(), signal.SIGKILL), only=LAST)
+
+
+def signal_at(step: int) -> None:
+    """Let one rank be told to stop, as a scheduler does."""
+    at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM), only=LAST)
+
+
+def destroy_groups_at(step: int) -> None:
+    """Leave training with the graphs alive, and destroy the process groups."""
+
+    def stop() -> None:
+        raise SystemExit
+
+    at_step(step, stop)
+
+
+def destroy_groups() -> None:
+    sessions_open("before destroying the groups")
+    torch.distributed.destroy_process_group()
+    sessions_open("after destroying the groups")
+    note("groups destroyed", True)
+
+
+def delete_after(step: int) -> None:
+    """Delete the graphs after ``step`` training steps, and train on eagerly."""
+    made: list[Any] = []
+
+    def remember(helper: Any) -> None:
+        made.append((helper, fingerprint(helper.model[0]), flags()))
+
+    def delete(now: int) -> None:
+        if now != step + 1 or not made:
+            return
+        helper, hooks, before = made[0]
+        replayed = helper.session.counters.replayed
+        helper.delete_cuda_graphs()
+        # Training has drawn numbers since.
+        after = {**flags(), "rng": before["rng"], "tracked": before["tracked"]}
+        same = hooks == fingerprint(helper.model[0]) and before == after
+        note("after_delete", {"same": same, "replayed": replayed})
+
+    before_capture(remember)
+    before_steps(delete)
+
+
+def recapture_before(steps: Iterable[int]) -> None:
+    """Delete the graphs before each of these steps and capture them again; note what each did."""
+    wanted = set(steps)
+    helpers: list[Any] = []
+    sessions: list[dict[str, int]] = []
+
+    def counting(old: Callable[[Any], None]) -> Callable[[Any], None]:
+        def delete(self: Any) -> None:
+            if self.session is not None:
+                sessions.append(self.session.counters.as_dict())
+                note("sessions", sessions)
+            old(self)
+
+        return delete
+
+    def recapture(step: int) -> None:
+        if step in wanted and helpers:
+            helpers[0].capture_again()
+
+    before_capture(helpers.append)
+    wrap(helper_class(), "delete_cuda_graphs", counting)
+    before_steps(recapture)
+
+
+def scale_gradients(factors: Mapping[int, float]) -> None:
+    """From each of these steps on, scale the loss before its backward pass by that factor.
+
+    An infinite factor is for its own step alone. What overflows is skipped, as Megatron skips it
+    where a loss scaler finds an overflow; only the finding is done here, since its own does not
+    take the gradients of Megatron-FSDP (megatron-core 0.19.2,
+    ``DistributedOptimizer._collect_main_grad_data_for_unscaling``: a parameter of which this rank
+    has no shard has no gradient).
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    now = 1.0
+
+    def choose(step: int) -> None:
+        nonlocal now
+        now = factors.get(step, now if math.isfinite(now) else 1.0)
+
+    def scaled(old: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, loss: old(self, loss) * now
+
+    def checked(old: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_grads(self: Any) -> bool:
+            return bool(old(self)) or _overflowed(self.get_parameters())
+
+        return prepare_grads
+
+    before_steps(choose)
+    wrap(MegatronOptimizer, "scale_loss", scaled)
+    wrap(DistributedOptimizer, "prepare_grads", checked)
+
+
+def _overflowed(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether any rank has a gradient that is not finite."""
+    found = torch.zeros((), device="cuda")
+    for parameter in parameters:
+        for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
+            if gradient is not None:
+                local: Any = getattr(gradient, "_local_tensor", gradient)
+                found += (~torch.isfinite(local)).sum()
+    torch.distributed.all_reduce(found)
+    return found.item() > 0

@@ -1,0 +1,113 @@
+"""What changes under graphs that replay: inputs, modules, hooks, parameters, FSDP's buffers.
+
+Each is done in the eager run too, on the same rank at the same step, so that the runs stay equal
+wherever the guard does its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.functional.tampering.captures import unsharded_pools
+from tests.functional.tampering.places import rank, wrap
+
+STEP, ONLY = 7, 1
+
+
+def fault(name: str) -> None:
+    """The fault of that name, before step 7, on rank 1 unless the name ends in ``@all``."""
+    name, _, where = name.partition("@")
+    from megatron.training import training
+
+    numbers = count(1)
+
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            if next(numbers) == STEP and (where == "all" or rank() == ONLY):
+                FAULTS[name](args[2][0])
+            return old(*args, **kwargs)
+
+        return train_step
+
+    wrap(training, "train_step", make)
+
+
+def first_layer(model: nn.Module) -> Any:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return next(module for module in model.modules() if isinstance(module, TransformerLayer))
+
+
+def shorter_sequences(model: nn.Module) -> None:
+    """The model sees the first half of each sequence; the rest has loss 0."""
+    from megatron.core.models.gpt import GPTModel
+
+    gpt = next(module for module in model.modules() if isinstance(module, GPTModel))
+    old = gpt.forward
+
+    def forward(tokens: Any, positions: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        half = tokens.shape[1] // 2
+        for key in ("labels", "loss_mask"):
+            if kwargs.get(key) is not None:
+                kwargs[key] = kwargs[key][:, :half].contiguous()
+        short = (tokens[:, :half].contiguous(), positions[:, :half].contiguous())
+        losses = old(*short, mask, *args, **kwargs)
+        return torch.cat([losses, losses.new_zeros(losses.shape)], dim=1)
+
+    vars(gpt)["forward"] = forward
+
+
+def part_in_evaluation(model: nn.Module) -> None:
+    first_layer(model).self_attention.eval()
+
+
+def hook_inside(model: nn.Module) -> None:
+    """Doubles what attention adds to the residual stream."""
+
+    def doubled(_module: Any, _args: Any, output: Any) -> Any:
+        return (output[0] * 2, *output[1:])
+
+    first_layer(model).self_attention.register_forward_hook(doubled)
+
+
+def parameter_replaced(model: nn.Module) -> None:
+    """For the layer's forward pass: between steps Megatron-FSDP would put its own back."""
+    layer = first_layer(model)
+    projection, own = layer.self_attention.linear_proj, []
+
+    def before(*_args: Any) -> None:
+        own.append(projection.weight)
+        projection.weight = nn.Parameter(projection.weight.detach() * 1.5)
+
+    def after(*_args: Any) -> None:
+        projection.weight = own.pop()
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after, prepend=True)
+
+
+def buffers_moved(_model: nn.Module) -> None:
+    """Megatron-FSDP allocates its unsharded buffers anew; the old ones stay alive."""
+    for pool in unsharded_pools():
+        _KEPT.append(dict(pool.buffer))
+        pool.buffer.clear()
+
+
+def buffers_moved_in_backward(model: nn.Module) -> None:
+    model.register_forward_hook(lambda *_: buffers_moved(model))
+
+
+_KEPT: list[Any] = []
+FAULTS: dict[str, Callable[[nn.Module], None]] = {
+    "shape": shorter_sequences,
+    "training": part_in_evaluation,
+    "hooks": hook_inside,
+    "parameter": parameter_replaced,
+    "address": buffers_moved,
+    "address-in-backward": buffers_moved_in_backward,
+}

@@ -1,0 +1,109 @@
+"""Faults between capture and replay, and captures that fail on one rank of two, on real GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_cg.align.outcome import Outcome
+from tests.functional.cases import LIFE, MOE, PREPROCESS, Case, batch
+from tests.functional.test_failures import STAGES, trained_alike
+
+SCRIPT = Path(__file__).with_name("tampered.py")
+Align = Callable[..., Outcome]
+Log = Callable[..., str]
+LAYERS, STEP, WARMUP, STEPS, MICROBATCHES = 3, 7, 3, 12, 2
+
+
+def faulty(name: str, fault: str, base: str = "dense", *flags: str) -> Case:
+    env = (("MEGATRON_CG_SCENARIO", f"fault@{fault}"),)
+    return replace(LIFE[base], name=name, env=env, graph_flags=flags)
+
+
+def assert_trained_alike(outcome: Outcome) -> None:
+    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
+    assert trained_alike(outcome.comparison, steps=STEPS), outcome.comparison.reason
+
+
+@pytest.mark.parametrize("fault", ["shape", "training", "hooks", "parameter", "address"])
+def test_a_fault_on_one_rank_is_seen_and_training_stays_bit_equal(
+    fault: str, align: Align, log: Log
+) -> None:
+    case = faulty(fault, fault)
+    outcome = align(case, script=SCRIPT)
+    assert_trained_alike(outcome)
+    assert outcome.graphed is not None
+    whole, broken = (outcome.graphed[index]["graphs"] for index in sorted(outcome.graphed))
+    assert whole["mismatched"] == 0 and broken["mismatched"] > 0
+    assert broken["eager"] == broken["mismatched"]
+    assert f"({fault})" in log(case) and "no replay of layer 0" in log(case)
+
+
+def test_a_shape_that_one_rank_changes_in_a_mixture_of_experts(align: Align) -> None:
+    case = faulty("shape-moe", "shape", "moe")
+    flags = (*case.flags, "--expert-model-parallel-size", "2")
+    outcome = align(replace(case, flags=flags), script=SCRIPT)
+    assert_trained_alike(outcome)
+    assert outcome.graphed is not None
+    counts = [outcome.graphed[index]["graphs"] for index in sorted(outcome.graphed)]
+    assert counts[0]["mismatched"] == 0
+    assert counts[1]["mismatched"] == LAYERS * MICROBATCHES * (STEPS - STEP + 1)
+
+
+def test_buffers_that_move_on_one_rank_are_captured_again_by_all(align: Align) -> None:
+    outcome = align(
+        faulty("recapture", "address", "dense", "--cg-on-mismatch", "recapture"), script=SCRIPT
+    )
+    assert_trained_alike(outcome)
+    assert outcome.graphed is not None
+    counts = [outcome.graphed[index]["graphs"] for index in sorted(outcome.graphed)]
+    assert [count["captured"] for count in counts] == [2 * LAYERS] * 2
+    # Asked for after step 7, decided after step 8, done before step 9.
+    assert counts[0]["mismatched"] == 0
+    assert counts[1]["mismatched"] == counts[1]["eager"] == LAYERS * MICROBATCHES * 2
+    assert counts[1]["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP - 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags", "words"),
+    [
+        ("address@all", ("--cg-on-mismatch", "error"), "The FSDP buffer of unit"),
+        ("address-in-backward@all", (), "in the backward pass"),
+    ],
+)
+def test_what_cannot_go_on_ends_with_its_cause(
+    fault: str, flags: tuple[str, ...], words: str, align: Align
+) -> None:
+    outcome = align(faulty(fault.partition("@")[0], fault, "dense", *flags), script=SCRIPT)
+    assert outcome.comparison.status == "failed"
+    assert "ReplayMismatchError" in outcome.comparison.reason
+    assert words in outcome.comparison.reason
+
+
+def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(align: Align, log: Log) -> None:
+    case = replace(
+        faulty("collectives", "shape", "moe"),
+        scopes=PREPROCESS,
+        preset=MOE,
+        flags=(*batch(8), "--expert-model-parallel-size", "2"),
+    )
+    outcome = align(case, script=SCRIPT)
+    assert outcome.comparison.status == "failed"
+    assert "The graph holds collectives" in log(case)
+    assert "the run took longer than --timeout allows" not in log(case)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_capture_that_fails_on_one_rank_leaves_all_eager(stage: str, align: Align) -> None:
+    case = replace(
+        LIFE["dense"], name=f"one-rank-{stage}", graph_flags=("--cg-on-failure", "eager")
+    )
+    outcome = align(case, script=SCRIPT, mutation=f"fail@{stage}@1")
+    assert_trained_alike(outcome)
+    assert outcome.graphed is not None
+    for rank in outcome.graphed.values():
+        assert rank["after_failure"] == {"same": True}
+    assert outcome.comparison.graphs.get("replayed", 0) == 0

@@ -1,0 +1,151 @@
+"""What happens to a run between its steps, and however it ends: as in an eager run, and in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.align.outcome import Outcome
+from tests.functional.cases import EXPANDABLE_ALONE, LIFE, Case, resumed
+from tests.functional.test_failures import trained_alike
+
+SCRIPT = Path(__file__).with_name("tampered.py")
+Align = Callable[..., Outcome]
+Log = Callable[..., str]
+
+
+def assert_identical(outcome: Outcome, steps: int) -> None:
+    comparison = outcome.comparison
+    assert comparison.status == "identical", comparison.reason + "\n" + outcome.log_tail
+    assert len({value.step for value in comparison.values}) == steps and comparison.shards > 0
+
+
+def numbers(run: Any) -> list[Any]:
+    """Each step's losses and gradient norm, by rank."""
+    return [[(step["losses"], step["grad_norm"]) for step in run[r]["steps"]] for r in sorted(run)]
+
+
+@pytest.mark.parametrize("name", ["saved", "saved-dropout"])
+def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(name: str, align: Align) -> None:
+    whole, rest = align(LIFE[name]), align(resumed(LIFE[name], 6))
+    assert_identical(whole, 12)
+    assert_identical(rest, 6)
+    for one, two in ((whole.eager, rest.eager), (whole.graphed, rest.graphed)):
+        assert one is not None and two is not None
+        assert [steps[6:] for steps in numbers(one)] == numbers(two)
+        assert all(one[rank]["parameters"] == two[rank]["parameters"] for rank in one)
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
+    case = replace(LIFE[name], name=f"{name}-recaptured")
+    outcome = align(case, script=SCRIPT, mutation="recapture@6,7,10")
+    assert_identical(outcome, 12)
+    assert outcome.graphed is not None
+    for rank in outcome.graphed.values():
+        # Three layers, two microbatches; steps 4 and 5, 6, 7 to 9, 10 to 12.
+        assert [counts["captured"] for counts in rank["sessions"]] == [6] * 4
+        assert [counts["replayed"] for counts in rank["sessions"]] == [12, 6, 18, 18]
+
+
+def test_skipped_iterations(align: Align) -> None:
+    assert_identical(align(LIFE["skipped"]), 10)
+
+
+def test_scaled_gradients_and_overflows(align: Align) -> None:
+    outcome = align(LIFE["overflow"], script=SCRIPT)
+    assert_identical(outcome, 12)
+    for run in (outcome.eager, outcome.graphed):
+        assert run is not None
+        skipped = [step["skipped"] for step in run[0]["steps"]]
+        assert [number for number, it_was in enumerate(skipped, 1) if it_was] == [7, 8]
+        norms = [step["grad_norm"] for step in run[0]["steps"]]
+        assert [number for number, norm in enumerate(norms, 1) if norm is None] == [7, 8]
+        assert norms[1]["value"] > 2 * norms[0]["value"]
+
+
+def test_a_signal_ends_the_run_in_good_order(align: Align, log: Log, tmp_path: Path) -> None:
+    case = LIFE["signal"]
+    assert_identical(align(case, script=SCRIPT), 7)
+    assert "rank 1: 1 sessions open before step 7" in log(case)
+    assert log(case).count("0 sessions open at exit") == case.gpus
+    for run in ("eager", "graphs"):
+        saved = tmp_path / run / "checkpoints" / "latest_checkpointed_iteration.txt"
+        assert saved.read_text().strip() == "7"
+
+
+def test_process_groups_are_destroyed_while_graphs_with_nccl_in_them_live(
+    align: Align, log: Log
+) -> None:
+    case = LIFE["destroy"]
+    outcome = align(case, script=SCRIPT)
+    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
+    assert trained_alike(outcome.comparison, steps=6), outcome.comparison.reason
+    for rank, record in outcome.graphed.items():
+        assert record["groups destroyed"] is True
+        assert f"rank {rank}: 1 sessions open before destroying the groups" in log(case)
+        assert f"rank {rank}: 0 sessions open after destroying the groups" in log(case)
+
+
+def test_a_script_that_leaves_training_takes_its_graphs_along(align: Align, log: Log) -> None:
+    case = replace(LIFE["tensor-parallel"], name="exit")
+    outcome = align(case, script=SCRIPT, mutation="exit@7")
+    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
+    assert [len(rank["steps"]) for rank in outcome.graphed.values()] == [6, 6]
+    for rank in outcome.graphed:
+        assert f"rank {rank}: 1 sessions open before step 7" in log(case)
+        assert f"rank {rank}: 0 sessions open at exit" in log(case)
+
+
+def test_an_error_on_one_rank_ends_the_run_with_its_name(align: Align, log: Log) -> None:
+    case = replace(LIFE["tensor-parallel"], name="raise")
+    outcome = align(case, script=SCRIPT, mutation="raise@7")
+    assert outcome.comparison.status == "failed"
+    assert "ForcedError: forced before step 7" in outcome.comparison.reason
+    assert "rank 1: 1 sessions open before step 7" in log(case)
+    assert "rank 1: 0 sessions open at exit" in log(case)
+    assert "the run took longer than --timeout allows" not in log(case)
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(align: Align, log: Log) -> None:
+    case = replace(LIFE["tensor-parallel"], name="kill")
+    outcome = align(case, script=SCRIPT, mutation="kill@7")
+    assert outcome.comparison.status == "failed"
+    assert "rank 1: 1 sessions open before step 7" in log(case)
+    assert "Signal 9 (SIGKILL)" in log(case)
+    assert "the run took longer than --timeout allows" not in log(case)
+
+
+@pytest.mark.parametrize(("mutation", "counted"), [("collect", "collected"), ("busy", "begun")])
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_a_machine_that_is_not_at_rest_does_not_show(
+    name: str, mutation: str, counted: str, align: Align
+) -> None:
+    case = replace(LIFE[name], name=f"{name}-{mutation}")
+    outcome = align(case, script=SCRIPT, mutation=mutation)
+    assert_identical(outcome, 12)
+    assert outcome.graphed is not None
+    assert all(rank[counted] > 0 for rank in outcome.graphed.values())
+
+
+@pytest.mark.parametrize("on_failure", ["error", "eager"])
+def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(
+    on_failure: str, align: Align, log: Log
+) -> None:
+    flags = ("--cg-on-failure", on_failure)
+    case: Case = replace(LIFE["dense"], name=f"earlier-{on_failure}", graph_flags=flags)
+    outcome = align(case, script=SCRIPT, mutation="earlier-error")
+    assert outcome.comparison.status == "failed"
+    assert "work queued before capture failed" in outcome.comparison.reason
+    assert "the run took longer than --timeout allows" not in log(case)
+
+
+def test_expandable_segments_alone_are_refused_by_name(align: Align) -> None:
+    outcome = align(EXPANDABLE_ALONE)
+    assert outcome.comparison.status == "failed"
+    assert "CUDA graphs cannot be used as configured, 1 reason" in outcome.log_tail
+    assert "[expandable-segments] PYTORCH_CUDA_ALLOC_CONF" in outcome.log_tail

@@ -1,0 +1,233 @@
+"""Graphs go before the process groups and the interpreter, and never hide why a run ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d
+
+import megatron_cg
+from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.megatron import teardown
+from megatron_cg.session import Phase, close_all_sessions
+
+ROOT = Path(__file__).parents[3]
+
+
+class Forced(Exception):
+    """Raised on purpose."""
+
+
+@pytest.fixture
+def trainer(one_rank: None) -> Iterator[Any]:
+    from megatron_cg.cpu.model import CpuModelConfig
+    from megatron_cg.cpu.train import Trainer, TrainingPlan
+
+    made = Trainer(TrainingPlan(CpuModelConfig(layers=2, graph_modules=("attn",))))
+    made.step()
+    made.capture(TapeBackend())
+    yield made
+    close_all_sessions()
+
+
+@pytest.fixture
+def destroyed(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Phase]]]:
+    """Enabled; which groups were destroyed, and in which phase the session was then."""
+    seen: list[tuple[Any, Phase]] = []
+
+    def destroy(group: Any = None) -> None:
+        seen.append((group, trainer.session.phase))
+
+    for module in (torch.distributed, distributed_c10d):
+        monkeypatch.setattr(module, "destroy_process_group", destroy)
+    megatron_cg.enable()
+    yield seen
+    megatron_cg.disable()
+    assert torch.distributed.destroy_process_group is destroy
+    assert distributed_c10d.destroy_process_group is destroy
+
+
+def broken(*_args: Any) -> None:
+    raise Forced("the GPU is in an error state")
+
+
+def is_eager(trainer: Any) -> bool:
+    from megatron_cg.cpu.model import transformer_layers
+
+    return all("forward" not in vars(layer) for layer in transformer_layers(trainer.model))
+
+
+@pytest.mark.parametrize("module", [torch.distributed, distributed_c10d])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_graphs_are_closed_before_the_default_group(
+    module: Any, by_name: bool, trainer: Any, destroyed: list[tuple[Any, Phase]]
+) -> None:
+    groups = (torch.distributed.group.WORLD,) if by_name else ()
+    module.destroy_process_group(*groups)
+    assert [phase for _, phase in destroyed] == [Phase.CLOSED]
+    assert is_eager(trainer)
+
+
+def test_another_group_leaves_the_graphs(trainer: Any, destroyed: list[tuple[Any, Phase]]) -> None:
+    group = torch.distributed.new_group([0])
+    torch.distributed.destroy_process_group(group)
+    assert destroyed == [(group, Phase.REPLAYING)]
+    trainer.step()
+    trainer.session.counters.expect(replayed=2)
+
+
+def test_the_group_is_destroyed_also_when_closing_fails(
+    trainer: Any,
+    destroyed: list[tuple[Any, Phase]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(TapeBackend, "synchronize", broken)
+    torch.distributed.destroy_process_group()
+    assert [phase for _, phase in destroyed] == [Phase.CLOSED]
+    assert is_eager(trainer)
+    assert "could not all be released" in caplog.text and "in an error state" in caplog.text
+
+
+def test_an_error_of_closing_releases_the_graphs_all_the_same(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.cpu.model import transformer_layers
+
+    graphs = [graph for layer in transformer_layers(trainer.model) for graph in layer.cuda_graphs]
+    released: list[Any] = []
+    for graph in graphs:
+        monkeypatch.setattr(graph, "reset", lambda graph=graph: released.append(graph))
+    monkeypatch.setattr(TapeBackend, "synchronize", broken)
+    teardown.close_for_the_end()
+    assert sorted(map(id, released)) == sorted(map(id, graphs)) and len(graphs) == 2
+
+
+def test_a_gpu_that_never_rests_is_not_waited_for(
+    trainer: Any,
+    destroyed: list[tuple[Any, Phase]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(teardown, "_comes_to_rest", lambda _seconds: False)
+    torch.distributed.destroy_process_group()
+    assert [phase for _, phase in destroyed] == [Phase.REPLAYING]
+    assert "a collective that another rank did not join" in caplog.text
+
+
+class Queue:
+    """A stream of a GPU whose work is done after so many questions; raises where it is None."""
+
+    def __init__(self, questions: int | None) -> None:
+        self.questions = questions
+
+    def record_event(self) -> Queue:
+        return self
+
+    def query(self) -> bool:
+        if self.questions is None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        self.questions -= 1
+        return self.questions < 0
+
+
+@pytest.mark.parametrize(
+    ("questions", "seconds", "rests"),
+    [((0, 0), 0.0, True), ((2, 3), 60.0, True), ((0, 1 << 30), 0.0, False), ((0, None), 0.0, True)],
+)
+def test_every_stream_is_asked_for_a_limited_time(
+    questions: tuple[int | None, ...],
+    seconds: float,
+    rests: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert teardown._comes_to_rest(0.0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(teardown, "_streams", lambda: [Queue(count) for count in questions])
+    assert teardown._comes_to_rest(seconds) is rests
+
+
+@pytest.mark.parametrize("after", [broken, lambda *_: None], ids=["error state", "good order"])
+def test_disabling_after_an_error_keeps_that_error(
+    trainer: Any, after: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TapeBackend, "synchronize", after)
+    with pytest.raises(ZeroDivisionError) as error:
+        try:
+            raise ZeroDivisionError
+        finally:
+            megatron_cg.disable()
+    assert error.value.__context__ is None
+    assert trainer.session.phase is Phase.CLOSED and is_eager(trainer)
+
+
+def test_disabling_by_itself_tells_what_went_wrong(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TapeBackend, "synchronize", broken)
+    with pytest.raises(Forced):
+        megatron_cg.disable()
+    assert is_eager(trainer)
+
+
+SCRIPT = """
+import atexit, sys, tempfile
+import torch
+
+def report():
+    print("at exit:", trainer.session.phase.value)
+
+atexit.register(report)
+
+import megatron_cg
+from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.cpu.standins import cpu_standins
+
+megatron_cg.enable()
+store = "file://" + tempfile.mkdtemp() + "/store"
+torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+standins = cpu_standins()
+standins.__enter__()
+from megatron_cg.cpu.model import CpuModelConfig
+from megatron_cg.cpu.train import Trainer, TrainingPlan
+
+trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1)))
+trainer.step()
+trainer.capture(TapeBackend())
+trainer.step()
+if {broken}:
+    def broken(self):
+        raise RuntimeError("error of closing")
+    TapeBackend.synchronize = broken
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "phase", "closing_fails"),
+    [
+        ("raise KeyError('why it ended')", 1, "closed", True),
+        ("sys.exit(3)", 3, "closed", False),
+        ("torch.distributed.destroy_process_group()", 0, "closed", False),
+        ("megatron_cg.disable(); trainer.capture(TapeBackend())", 0, "replaying", False),
+    ],
+)
+def test_the_end_of_the_process_closes_graphs_and_keeps_its_reason(
+    end: str, code: int, phase: str, closing_fails: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(end=end, broken=closing_fails))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, str(script)]
+    done = subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    assert f"at exit: {phase}" in done.stdout
+    assert ("error of closing" in done.stdout + done.stderr) is closing_fails
+    assert ("KeyError: 'why it ended'" in done.stderr) is (code == 1)
