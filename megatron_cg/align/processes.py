@@ -157,10 +157,11 @@ def _run_all(runs: Sequence[Run], options: Options) -> Run | None:
 def _end(run: Run) -> str:
     code = run.process.returncode if run.process is not None else None
     text = run.text()
-    killed = _KILLED.search(text)
-    if killed is not None:
+    named, killed = named_error(text), _KILLED.search(text)
+    # A process whose GPU failed aborts on its way out, after it has said why.
+    if killed is not None and not named.startswith(_OURS):
         return f"exit code {code}: rank {killed[1]} was ended by {killed[2]}"
-    return f"exit code {code}: {named_error(text) or 'no error was named'}"
+    return f"exit code {code}: {named or 'no error was named'}"
 
 
 def named_error(log: str) -> str:

@@ -9,7 +9,7 @@ Note [What a graph does with its inputs]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,14 @@ import torch
 
 from megatron_cg.guard.mismatch import Mismatch
 
-FIELDS: tuple[tuple[str, Callable[[torch.Tensor], Any]], ...] = (
-    ("shape", lambda tensor: tensor.shape),
-    ("dtype", lambda tensor: tensor.dtype),
-    ("stride", lambda tensor: tensor.stride()),
-    ("device", lambda tensor: tensor.device),
-)
+FIELDS = ("shape", "dtype", "stride", "device")
 """What must be equal of a tensor, by the clause's name."""
+
+
+def fields(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The values of :data:`FIELDS`, read in one go: this runs for every input of every replay."""
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+
 
 NOT_INPUTS = frozenset({"is_first_microbatch", "cuda_graph_stream", "cuda_graph_event"})
 """Keywords that steer a replay and are no inputs of the graph: ``GraphableMegatronModule.
@@ -72,7 +73,7 @@ class Inputs:
         self._specs = tuple(
             _Spec(
                 name,
-                tuple(read(tensor) for _, read in FIELDS),
+                fields(tensor),
                 tensor.requires_grad,
                 tensor.data_ptr(),
                 tensor.nbytes,
@@ -143,10 +144,10 @@ class Inputs:
                     described(tensor),
                     "A graph takes only tensors.",
                 )
-            for (clause, read), expected in zip(FIELDS, spec.fields, strict=True):
-                actual = read(tensor)
-                if actual != expected:
-                    return _field(clause, spec, expected, actual)
+            now = fields(tensor)
+            if now != spec.fields:
+                triples = zip(FIELDS, spec.fields, now, strict=True)
+                return next(_field(name, spec, a, b) for name, a, b in triples if a != b)
         return None
 
     def _borrowed(self, tensors: Sequence[torch.Tensor]) -> Mismatch | None:

@@ -185,9 +185,13 @@ def switched_off(clause: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if clause in whole:
             patch.setattr(*whole[clause], _nothing)
-        elif clause in dict(inputs_module.FIELDS):
-            fields = tuple(field for field in inputs_module.FIELDS if field[0] != clause)
-            patch.setattr(inputs_module, "FIELDS", fields)
+        elif clause in inputs_module.FIELDS:
+            read, index = inputs_module.fields, inputs_module.FIELDS.index(clause)
+
+            def but_one(tensor: torch.Tensor) -> tuple[Any, ...]:
+                return tuple(None if at == index else v for at, v in enumerate(read(tensor)))
+
+            patch.setattr(inputs_module, "fields", but_one)
         else:
             init = Parts.__init__
 
