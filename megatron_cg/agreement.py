@@ -73,6 +73,13 @@ class AgreementTime:
         """The figures by name."""
         return asdict(self)
 
+    def text(self) -> str:
+        """The figures in one line to read."""
+        return (
+            f"{self.votes} votes: {self.issuing_ms:.1f} ms posting, {self.waiting_ms:.1f} ms "
+            f"waiting, {self.exchanging_ms:.1f} ms exchanging"
+        )
+
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the block's duration to the field of that name, also when the block raises."""

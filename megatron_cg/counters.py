@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 
@@ -49,3 +50,19 @@ class Counters:
         found = {name: getattr(self, name) for name in counts}
         if found != counts:
             raise AssertionError(f"counters are {self.as_dict()}, expected {counts}")
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """The counts, by the names of :class:`Counters`, in one line to read; MiB are 2**20 bytes."""
+    passes = ("captured", "replayed", "eager", "mismatched", "verified")
+    words = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
+    replayed = counts.get("replayed", 0)
+    if not replayed:
+        return words
+    copied = counts.get("bytes_copied", 0) / replayed / 2**20
+    guard = counts.get("guard_ns", 0) / replayed / 1e3
+    return (
+        f"{words}; a replay: {counts.get('inputs_in_place', 0) / replayed:.1f} inputs in place, "
+        f"{counts.get('inputs_copied', 0) / replayed:.1f} copied ({copied:.2f} MiB), "
+        f"{guard:.0f} us in guards"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -13,20 +12,17 @@ from torch import nn
 
 from megatron_cg.agreement import Agreement
 from megatron_cg.backends.base import Backend
-from megatron_cg.capture import Unit, buffers_kept, capturing
+from megatron_cg.capture import Unit, capturing
 from megatron_cg.counters import Counters
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
-from megatron_cg.fsdp.model import find_megatron_fsdp, training_states
+from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.graphed import GuardedGraph
-from megatron_cg.guard.inputs import Inputs
-from megatron_cg.hook_order import HookOrder, OutOfStepError
-from megatron_cg.megatron.parts import metric_entries, metrics_kept
+from megatron_cg.guarded_capture import GuardedCapture
+from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.replay import attach_replay
-from megatron_cg.schedule import schedule
 from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.undo import set_attribute
-from megatron_cg.unit_guard import UnitGuard
 from megatron_cg.verdict import Verdict, digest
 from megatron_cg.watch import ReplayPolicy, Watch
 
@@ -86,7 +82,7 @@ class Session:
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
         self._undo = ExitStack()
         self._hooks: tuple[UnitHooks, ...] = ()
-        self._guards: tuple[UnitGuard, ...] = ()
+        self._capture: GuardedCapture | None = None
         self.phase = Phase.EAGER
         self.counters = Counters()
         all_leave = agreement.leave_together if agreement is not None else None
@@ -115,7 +111,9 @@ class Session:
         self._wait_for_earlier_work()
         self.phase = Phase.CAPTURING
         try:
-            self._guards = tuple(UnitGuard(unit) for unit in self._units)
+            self._capture = GuardedCapture(
+                self._fsdp, self._units, self._backend, self.watch, self._static_inputs
+            )
             with capturing(self._units, self._fsdp, self._backend) as (hooks, lasting):
                 self._hooks = hooks
                 for unit in self._units:
@@ -162,26 +160,18 @@ class Session:
             OutOfStepError: this rank failed in a way that leaves the others waiting.
         """
         self._require(Phase.CAPTURING)
+        assert self._capture is not None
         if [id(layer) for layer in callables] != [id(unit.layer) for unit in self._units]:
             raise PhaseError("the layers to be captured are not this session's units, in order")
         # Lists, since TE puts buffers that it shares between graphs into the very ones it is given.
         args = list(sample_args)
         kwargs = [dict(item) for item in sample_kwargs] if sample_kwargs else [{} for _ in args]
-        numbers_of = self._graphs_of_units(len(args), options)
-        borrowed = self._borrow(numbers_of, kwargs)
-        graphs = self._capture_together(tuple(callables), args, kwargs, options)
-        made: list[GuardedGraph | None] = [None] * len(graphs)
-        for index, numbers in enumerate(numbers_of):
-            guards = self._guards[index].guards(
-                [Inputs(args[number], kwargs[number], borrowed) for number in numbers],
-                args[numbers[0]][0].device.type,
-                self._backend.numerics,
-                self._backend.captured_numerics(index, options),
-                [*metric_entries(), *self._backend.entries(self._units[index].graphed)],
-            )
-            for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
-                made[number] = self._guarded(index, microbatch, graphs[number], guard)
-        return tuple(graph for graph in made if graph is not None)
+
+        def begin() -> None:
+            if self._agreement is not None:
+                self._agreement.ready(Verdict(size=args[0][0].numel(), graphs=self.digest))
+
+        return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
 
     @contextmanager
     def _failure_shared(self) -> Iterator[None]:
@@ -194,79 +184,6 @@ class Session:
             if self._joins and self._agreement is not None:
                 self._agreement.report_failure()
             raise
-
-    def _capture_together(
-        self,
-        callables: tuple[nn.Module, ...],
-        args: list[tuple[torch.Tensor, ...]],
-        kwargs: list[dict[str, torch.Tensor]],
-        options: Mapping[str, Any],
-    ) -> Sequence[Any]:
-        """The backend's capture, begun by all ranks, and ended by those too that fail in it."""
-        order = HookOrder(callables, len(args), [h.capture_time for h in self._hooks], options)
-        # Not in the order: a rank that failed has nothing to note.
-        pairs = zip(self._guards, order.wrapped, strict=True)
-        observed = [guard.observe(self._fsdp, hooks) for guard, hooks in pairs]
-        if self._agreement is not None:
-            self._agreement.ready(Verdict(size=args[0][0].numel(), graphs=self.digest))
-        try:
-            graphs = self._backend.capture(
-                callables, args, sample_kwargs=kwargs, capture_time_hooks=observed, **options
-            )
-            order.check_finished()
-        except Exception as error:
-            if self._joins:
-                # The frames hold half-made graphs, whose memory the hooks may need.
-                traceback.clear_frames(error.__traceback__)
-                order.run_rest()
-            raise
-        return graphs
-
-    def _borrow(
-        self, numbers_of: Sequence[Sequence[int]], kwargs: list[dict[str, torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """Put the model's own tensors in the place of samples that never change; return them."""
-        borrowed: list[torch.Tensor] = []
-        for index, numbers in enumerate(numbers_of):
-            for number in numbers:
-                own = self._static_inputs.replace_in(index, kwargs[number])
-                borrowed += [own[name] for name in own if own[name] is not kwargs[number][name]]
-                kwargs[number] = own
-        return borrowed
-
-    def _graphs_of_units(self, samples: int, options: Mapping[str, Any]) -> list[list[int]]:
-        """Which samples belong to each unit, by microbatch."""
-        passes = schedule(
-            len(self._units), samples, options.get("_order"), options.get("_num_layers_per_chunk")
-        )
-        numbers: list[list[int]] = [[] for _ in self._units]
-        for step in passes:
-            if step.forward:
-                numbers[step.layer].append(step.sample)
-        return numbers
-
-    def _guarded(self, index: int, microbatch: int, graph: Any, guard: Any) -> GuardedGraph:
-        unit = self._units[index]
-        return GuardedGraph(
-            graph,
-            guard,
-            unit,
-            microbatch,
-            self.watch,
-            collectives=self._guards[index].collectives,
-            kept=lambda: self._kept(unit),
-        )
-
-    @contextmanager
-    def _kept(self, unit: Unit) -> Iterator[None]:
-        """Put back all that one pass through ``unit`` changes."""
-        modules = list(unit.layer.modules())
-        with ExitStack() as stack:
-            stack.enter_context(training_states(modules))
-            stack.enter_context(buffers_kept(modules))
-            stack.enter_context(metrics_kept())
-            stack.enter_context(self._backend.preserved([unit.layer]))
-            yield
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Let :meth:`close` run ``undo`` too, before what was changed earlier is undone."""
@@ -315,6 +232,11 @@ class Session:
                 f"capture ended without a graph for {', '.join(missing)}; no layer was changed, "
                 "training can go on eagerly"
             )
+
+
+def open_sessions() -> int:
+    """How many models of this process have graphs."""
+    return len(_SESSIONS)
 
 
 def close_all_sessions() -> None:

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_cg.agreement import AgreementTime
 from megatron_cg.align.compare import DIFFERENT, IDENTICAL, Comparison, Run, Value
 from megatron_cg.align.outcome import Outcome
+from megatron_cg.counters import counts_text
 
 _SHOWN_SHARDS = 5
 _COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
@@ -27,12 +29,18 @@ def print_report(console: Console, title: str, outcome: Outcome, notice: str = "
         console.print(_table(title, comparison))
     _print_shards(console, comparison)
     if comparison.graphs:
-        counts = ", ".join(f"{count} {name}" for name, count in comparison.graphs.items())
-        console.print(f"graphs, all ranks: {counts}")
+        console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
+        _print_agreement(console, outcome.graphed)
     colour = _COLOURS.get(comparison.status, "red")
     reason = f": {comparison.reason}" if comparison.reason else ", to the last bit"
     reason += f" ({notice})" if notice else ""
     console.print(f"[bold {colour}]{comparison.status.upper()}[/]{escape(reason)}", soft_wrap=True)
+
+
+def _print_agreement(console: Console, run: Run | None) -> None:
+    figures = (run or {}).get(0, {}).get("agreement")
+    if figures:
+        console.print(f"agreement, rank 0: {AgreementTime(**figures).text()}", soft_wrap=True)
 
 
 def _table(title: str, comparison: Comparison) -> Table:

@@ -30,7 +30,7 @@ from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
-from megatron_cg.counters import Counters
+from megatron_cg.counters import Counters, counts_text
 from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.hook_order import OutOfStepError
@@ -230,6 +230,9 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self.counters.add(self.session.counters)
         note("graphs", self.counters.as_dict())
         note("agreement", self._agreement.time.as_dict())
+        if torch.distributed.get_rank() == 0:
+            counts, votes = counts_text(self.session.counters.as_dict()), self._agreement.time
+            print(f"megatron_cg: graphs of rank 0: {counts}. {votes.text()}.", flush=True)
         self.session.close()
         self.session = None
         self._graphs_created = False

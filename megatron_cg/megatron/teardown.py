@@ -79,7 +79,7 @@ def close_for_the_end() -> None:
     For the end of a run, where an error of closing must not stand in the place of the error that
     ended the run: what went wrong is logged. See Note [Waiting at the end].
     """
-    if not session._SESSIONS:
+    if not session.open_sessions():
         return
     try:
         if not _comes_to_rest(SECONDS):

@@ -31,7 +31,7 @@ LAST = 1
 
 def sessions_open(when: str) -> None:
     """Print how many models have graphs; one write, so that ranks do not mix their lines."""
-    sys.stdout.write(f"rank {rank()}: {len(session._SESSIONS)} sessions open {when}\n")
+    sys.stdout.write(f"rank {rank()}: {session.open_sessions()} sessions open {when}\n")
     sys.stdout.flush()
 
 
