@@ -43,6 +43,11 @@ class StaticInputs:
         self._steps += 1
         return stack.close
 
+    def forget(self) -> None:
+        """Take no input for unchanging any more, after one has changed."""
+        self._seen.clear()
+        self._steps = 0
+
     def replace_in(
         self, index: int, samples: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:

@@ -59,6 +59,10 @@ class Watch:
         """Count training steps, by which verification is due."""
         self._step += 1
 
+    def saw(self, clause: str) -> bool:
+        """Whether that clause of a guard has forbidden a replay."""
+        return any(seen == clause for _, (seen, _) in self._reported)
+
     @property
     def verifies(self) -> bool:
         """Whether replays of this step are verified."""

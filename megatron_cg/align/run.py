@@ -45,7 +45,7 @@ def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Ou
         env = command.environment(
             os.environ,
             root=PACKAGE.parent,
-            cudnn=_torch_cudnn(),
+            cudnn=torch_cudnn(),
             mutation=options.mutation if graphs else None,
             devices=shares[index % len(shares)],
         )
@@ -74,7 +74,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def _torch_cudnn() -> Path | None:
+def torch_cudnn() -> Path | None:
     """The folder of the cuDNN that came with torch, where it is a package of its own."""
     try:
         found = importlib.util.find_spec("nvidia.cudnn")

@@ -10,6 +10,7 @@ from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.boundary import Boundary
 from megatron_cg.counters import Counters
 from megatron_cg.cpu.train import Trainer, TrainingPlan
+from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.verdict import Decision, Level, Verdict
 from megatron_cg.watch import ReplayPolicy
 
@@ -66,6 +67,8 @@ class VotingTrainer(Trainer):
         return Verdict(wants, graphs=self.session.digest)
 
     def _again(self) -> None:
+        if self.session is not None and self.session.watch.saw(STATIC_INPUT):
+            self._static_inputs.forget()
         self.stop()
         self.agreement.begin_capture()
         self.start()

@@ -26,6 +26,9 @@ def fields(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
+STATIC_INPUT = "static input"
+"""The clause about inputs that never changed before capture; see ``static_inputs.py``."""
+
 NOT_INPUTS = frozenset({"is_first_microbatch", "cuda_graph_stream", "cuda_graph_event"})
 """Keywords that steer a replay and are no inputs of the graph: ``GraphableMegatronModule.
 _get_te_cuda_graph_replay_args`` of megatron-core 0.19.2 adds them."""
@@ -154,7 +157,7 @@ class Inputs:
         for tensor, spec in zip(tensors, self._specs, strict=True):
             if spec.borrowed and tensor.data_ptr() != spec.address:
                 return Mismatch(
-                    "static input",
+                    STATIC_INPUT,
                     f"the memory of argument {spec.name}",
                     hex(spec.address),
                     hex(tensor.data_ptr()),

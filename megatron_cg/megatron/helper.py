@@ -33,6 +33,7 @@ from megatron_cg.capture import Unit
 from megatron_cg.counters import Counters, counts_text
 from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
 from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.megatron.scopes import LayerConfig, give_scopes
 from megatron_cg.megatron.steps import StepRoutine
@@ -197,6 +198,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def capture_again(self) -> None:
         """Delete the graphs and capture anew; on all ranks, between two steps."""
         if self.session is not None:
+            if self.session.watch.saw(STATIC_INPUT):
+                self._static_inputs.forget()
             self.delete_cuda_graphs()
         self._capture_finished = False
         self.create_cudagraphs()

@@ -63,8 +63,8 @@ def with_a_buffer_moved(stack: ExitStack) -> None:
     kept: list[Any] = []
     before: Callable[..., Any] = Trainer.capture
 
-    def moving(self: Any, backend: Any) -> Any:
-        session = before(self, backend)
+    def moving(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session = before(self, *args, **kwargs)
         pool = utils.get_global_memory_buffer()
         kept.append(dict(pool.buffer))
         pool.buffer.clear()
@@ -119,7 +119,7 @@ def test_unbroken_graphs_train_as_eager(verdicts: dict[str, Comparison]) -> None
     [
         ("no phase two", "failed", "_register_post_backward_hook"),
         ("wrapper left in", "failed", "HookError"),
-        ("buffer moved", "different", f"first difference at step {WARMUP + 1}"),
+        ("buffer moved", "failed", "replayed no graph"),
         ("parameter hooks on", "failed", "Error"),
     ],
 )

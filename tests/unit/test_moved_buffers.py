@@ -33,6 +33,7 @@ def play(root: Path) -> None:
         ranks: tuple[int, ...] = (),
         in_backward: bool = False,
         shape: bool = False,
+        table: bool = False,
     ) -> Any:
         trainer: Any = VotingTrainer(plan, ReplayPolicy(policy or "eager"))  # type: ignore[arg-type]
         numbers, error = [], ""
@@ -42,6 +43,8 @@ def play(root: Path) -> None:
                 trainer.start()
             if shape:
                 change_shape(trainer)
+            elif table:
+                change_table(trainer)
             elif dist.get_rank() in ranks and not in_backward:
                 kept.append(move_buffers())
             if dist.get_rank() in ranks and in_backward:
@@ -63,6 +66,7 @@ def play(root: Path) -> None:
         "eager": run("eager", ranks=(1,)),
         "recapture": run("recapture", ranks=(1,)),
         "recapture that never helps": run("recapture", ranks=(1,), shape=True),
+        "table": run("recapture", table=True),
         "error": run("error", ranks=(0, 1)),
         "backward": run("eager", ranks=(0, 1), in_backward=True),
     }
@@ -76,6 +80,18 @@ def change_shape(trainer: Any) -> None:
     shape = trainer.plan.model
     size = 1 if dist.get_rank() == 1 else 2
     trainer._batches = Batches(None, size, shape.sequence_length, shape.vocabulary)
+
+
+def change_table(trainer: Any) -> None:
+    """From now on every pass has a rotary table of its own, on rank 1."""
+    from megatron_cg.cpu.model import transformer_layers
+
+    def copied(_module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone()}
+
+    if dist.get_rank() == 1:
+        for layer in transformer_layers(trainer.model):
+            layer.register_forward_pre_hook(copied, with_kwargs=True)
 
 
 def move_buffers() -> Any:
@@ -122,6 +138,17 @@ def test_all_ranks_capture_again_when_one_asks(ranks: list[dict[str, Any]]) -> N
     whole, moved = (rank["recapture"]["graphs"] for rank in ranks)
     assert moved["mismatched"] > 0 and whole["mismatched"] == 0
     assert moved["replayed"] > 0
+
+
+def test_a_table_that_changes_after_all_is_copied_from_the_next_capture_on(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert rank["table"]["numbers"] == rank["nothing"]["numbers"]
+        assert rank["table"]["graphs"]["captured"] == 2 * LAYERS
+    counts = ranks[1]["table"]["graphs"]
+    assert counts["mismatched"] == 2 * LAYERS and counts["replayed"] == LAYERS * (AFTER - 2)
+    assert counts["inputs_copied"] == 3 * counts["replayed"]
 
 
 def test_a_shape_that_stays_another_is_captured_again_for_once_only(

@@ -1,0 +1,1 @@
+"""What graphs cost and save, measured: ``python -m benchmarks.overheads --help``."""

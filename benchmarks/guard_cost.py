@@ -1,0 +1,130 @@
+"""What each clause of a guard costs, on a real layer on the CPU.
+
+The guards of a small dense and a small MoE layer, asked many times inside a forward pass and once
+more inside a backward pass: the least of some repeats, in nanoseconds. The tape stands in for the
+graph; the state of FP8 is TE's and is not in it. Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import timeit
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.figures import FiguresError
+from megatron_cg.cpu.launch import run_processes
+from megatron_cg.guard import Guard, Mismatch
+
+REPEATS = 5
+MODELS = ("dense", "moe")
+Costs = dict[str, float]
+
+
+class TimedGuard:
+    """In the place of a guard: times each clause at the first call, and answers as the guard does.
+
+    Args:
+        guard: which one.
+        calls: how often each clause is asked for one timing.
+    """
+
+    def __init__(self, guard: Guard, calls: int) -> None:
+        self._guard, self._calls = guard, calls
+        self.inputs = guard.inputs
+        self.costs: Costs = {}
+
+    def broken(self, args: Sequence[Any], kwargs: Any) -> Mismatch | None:
+        """See :meth:`Guard.broken`."""
+        if not self.costs:
+            inputs: Any = self.inputs
+            tensors = inputs._flat(args, kwargs)
+            clauses: dict[str, Callable[[], Any]] = {
+                "structure of inputs": partial(inputs._structure, args, kwargs),
+                "shape, dtype, stride, device": partial(inputs._metadata, tensors),
+                "requires_grad": partial(inputs._gradients, tensors),
+                "static input": partial(inputs._borrowed, tensors),
+                **{_name(clause): clause.broken for clause in self._guard._unit},
+                "addresses, forward": self._guard._addresses.broken_in_forward,
+                "all, forward": partial(self._guard.broken, args, kwargs),
+                "counting inputs (no clause)": partial(inputs.copied, args, kwargs),
+            }
+            self.costs = {name: self._timed(ask) for name, ask in clauses.items()}
+        return self._guard.broken(args, kwargs)
+
+    def broken_in_backward(self) -> Mismatch | None:
+        """See :meth:`Guard.broken_in_backward`."""
+        name = "addresses, backward"
+        if name not in self.costs:
+            self.costs[name] = self._timed(self._guard.broken_in_backward)
+        return self._guard.broken_in_backward()
+
+    def _timed(self, ask: Callable[[], Any]) -> float:
+        if (found := ask()) is not None and not isinstance(found, tuple):
+            raise FiguresError(f"a clause is broken, so its time means nothing: {found}")
+        return min(timeit.repeat(ask, number=self._calls, repeat=REPEATS)) / self._calls * 1e9
+
+
+def _name(clause: object) -> str:
+    return type(clause).__name__.lower()
+
+
+def measure(experts: int, calls: int) -> Costs:
+    """Nanoseconds by clause, of the first layer; needs cpu_standins and a process group of one."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.backends.tape import TapeBackend
+    from megatron_cg.cpu.model import CpuModelConfig, transformer_layers
+    from megatron_cg.cpu.train import Trainer, TrainingPlan
+
+    scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
+    model = CpuModelConfig(layers=2, experts=experts, graph_modules=scopes)
+    trainer = Trainer(TrainingPlan(model, graphs=True))
+    try:
+        # Two, so that the rotary table is known to be one tensor.
+        for _ in range(2):
+            trainer.step()
+        with closing(trainer.capture(TapeBackend())) as session:
+            graph: Any = transformer_layers(trainer.model)[0].cuda_graphs[0]
+            graph._guard = timed = TimedGuard(graph._guard, calls)
+            trainer.step()
+            session.counters.expect(mismatched=0, replayed=2)
+        return timed.costs
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _measure_all(path: Path, calls: int) -> None:
+    costs = {name: measure(4 * (name == "moe"), calls) for name in MODELS}
+    path.write_text(json.dumps(costs), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure both models in a process of their own, and print the table."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.guard_cost", description=__doc__)
+    made.add_argument("--calls", type=int, default=1000, help="of each clause (default 1000)")
+    args = made.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-guard-") as folder:
+        path = Path(folder) / "costs.json"
+        run_processes(partial(_measure_all, path, args.calls), 1)
+        costs: dict[str, Costs] = json.loads(path.read_text(encoding="utf-8"))
+    table = Table("clause", title="A guard's clauses, ns, least of 5")
+    for name in MODELS:
+        table.add_column(name, justify="right")
+    for clause in costs[MODELS[0]]:
+        table.add_row(clause, *(f"{costs[name][clause]:,.0f}" for name in MODELS))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""The fault table of docs/faults.md names tests that exist, and leaves out no fault."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_cg.guard.inputs import FIELDS
+from tests.functional import cases, test_failures
+from tests.functional.tampered import ACTIONS
+from tests.functional.tampering import replay
+from tests.unit import test_life, test_one_rank_failures
+from tests.unit.guard.faults import FAULTS
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "faults.md"
+COLUMNS = (
+    *("fault", "injected by", "when", "rank", "seen by", "what follows"),
+    *("on the tape", "on two GPUs"),
+)
+TAPE, GPUS = "tests/unit", "tests/functional"
+CODE = re.compile(r"`([^`]+)`")
+ERRORS = (
+    *("megatron_cg.errors", "megatron_cg.verdict", "megatron_cg.hook_order"),
+    *("megatron_cg.backends.tape_memory", "megatron_cg.backends.tape_record"),
+)
+OTHER_ENDS = (
+    *("bit-equal", "memory flat", "it returns", "the replay is refused"),
+    *("the comparison fails", "hangs, and is cut off"),
+)
+REASON = re.compile(r"— \w.{7,}")
+SUITES = ("test_failures.py", "test_faults.py", "test_life.py", "test_long.py")
+"""All of their tests inject a fault or are a run's life."""
+
+
+@dataclass(frozen=True)
+class Row:
+    line: int
+    cells: dict[str, str]
+
+    def words(self, column: str) -> set[str]:
+        """What the cell says as code."""
+        return set(CODE.findall(self.cells[column]))
+
+    def tests(self, column: str) -> list[str]:
+        folder = {"on the tape": TAPE, "on two GPUs": GPUS}[column]
+        found = CODE.findall(self.cells[column])
+        return [] if self.is_dash(column) else [f"{folder}/{name}" for name in found]
+
+    def is_dash(self, column: str) -> bool:
+        return self.cells[column].startswith("—")
+
+    def __str__(self) -> str:
+        return f"{TABLE.name}:{self.line} ({self.cells['fault']})"
+
+
+def read_rows(text: str) -> list[Row]:
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("|") or line.startswith("|-") or cells[0] == COLUMNS[0]:
+            continue
+        assert len(cells) == len(COLUMNS), f"line {number}: {len(cells)} cells"
+        rows.append(Row(number, dict(zip(COLUMNS, cells, strict=True))))
+    return rows
+
+
+ROWS = read_rows(TABLE.read_text(encoding="utf-8"))
+
+
+def words(column: str) -> set[str]:
+    return set().union(*(row.words(column) for row in ROWS))
+
+
+def named_tests(column: str) -> set[str]:
+    return {name for row in ROWS for name in row.tests(column)}
+
+
+@pytest.fixture(scope="module")
+def collected() -> set[str]:
+    """The ids of all tests in the files that the table names."""
+    names = named_tests("on the tape") | named_tests("on two GPUs")
+    files = sorted({name.partition("::")[0] for name in names})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *files], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+def matches(name: str, collected: set[str]) -> set[str]:
+    """``file::test`` is all of its cases, and ``[begin…]`` those whose id begins so."""
+    if name.endswith("…]"):
+        return {test for test in collected if test.startswith(name.removesuffix("…]"))}
+    return {test for test in collected if test == name or test.startswith(name + "[")}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.line))
+def test_every_test_named_exists(row: Row, collected: set[str]) -> None:
+    for column in ("on the tape", "on two GPUs"):
+        for name in row.tests(column):
+            assert matches(name, collected), f"{row}: there is no {name}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.line))
+def test_a_row_has_a_test_or_a_reason_and_ends_as_eager_or_by_name(row: Row) -> None:
+    assert all(row.cells.values()), str(row)
+    columns = ("on the tape", "on two GPUs")
+    for column in columns:
+        assert row.tests(column) or REASON.fullmatch(row.cells[column]), str(row)
+    assert any(row.tests(column) for column in columns), f"{row} has no test"
+    follows = row.cells["what follows"]
+    named = [word for word in CODE.findall(follows) if not word.startswith("--")]
+    assert all(is_an_end(word) for word in named), f"{row}: {named}"
+    assert named or any(end in follows for end in OTHER_ENDS), str(row)
+
+
+def is_an_end(word: str) -> bool:
+    """An exception of Python or of this package, a signal, or the policy it follows from."""
+    modules = [importlib.import_module(name) for name in ERRORS]
+    found = next((vars(m)[word] for m in (builtins, *modules) if word in vars(m)), None)
+    exception = isinstance(found, type) and issubclass(found, BaseException)
+    return exception or word in ("SIGKILL", "error")
+
+
+def test_the_tables_have_one_header() -> None:
+    header = f"| {' | '.join(COLUMNS)} |"
+    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if "| fault" in line]
+    assert len(lines) > 1 and set(lines) == {header}
+
+
+def test_every_clause_of_the_guard_has_a_row() -> None:
+    clauses = set().union(*(re.findall(r"clause `([^`]+)`", row.cells["seen by"]) for row in ROWS))
+    assert set(FAULTS) | set(FIELDS) <= clauses
+    for clause in FAULTS:
+        test = f"test_each_fault_is_seen_by_its_clause_and_by_no_other[{clause}]"
+        assert f"{TAPE}/guard/test_faults.py::{test}" in named_tests("on the tape"), clause
+
+
+def test_every_capture_that_fails_on_one_rank_has_a_row() -> None:
+    stages = set().union(*(re.findall(r"stage `([^`]+)`", r.cells["injected by"]) for r in ROWS))
+    assert stages == set(test_one_rank_failures.STAGES)
+    test = "test_one_rank_failures.py::test_all_ranks_go_on_eagerly_with_the_same_numbers"
+    cases_named = {f"{TAPE}/{test}[{case}]" for case in test_one_rank_failures.CASES}
+    assert cases_named <= named_tests("on the tape")
+
+
+def test_every_life_has_a_row() -> None:
+    test = f"{TAPE}/test_life.py::test_a_life_with_graphs_is_the_eager_one"
+    assert {f"{test}[{name}]" for name in test_life.LIVES} <= named_tests("on the tape")
+
+
+def test_every_action_on_gpus_has_a_row() -> None:
+    injected = words("injected by")
+    actions = {word.partition("@")[0] for word in injected if word.partition("@")[0] in ACTIONS}
+    assert actions == set(ACTIONS)
+    stages = {f"fail@{stage}" for stage in test_failures.STAGES}
+    faults = {f"fault@{name}" for name in replay.FAULTS}
+    assert stages | faults <= {"@".join(word.split("@")[:2]) for word in injected}
+    scenarios = {value for case in cases.LIFE.values() for _, value in case.env if "@" in value}
+    assert {scenario.partition("@")[0] for scenario in scenarios} <= actions
+
+
+def test_every_test_of_a_fault_on_gpus_is_in_the_table(collected: set[str]) -> None:
+    named = set().union(*(matches(name, collected) for name in named_tests("on two GPUs")))
+    wanted = {test for test in collected if test.startswith(tuple(f"{GPUS}/{s}" for s in SUITES))}
+    assert wanted and wanted - named == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("a.py::test_x", {"a.py::test_x[one-1]", "a.py::test_x[two]"}),
+        ("a.py::test_x[one-…]", {"a.py::test_x[one-1]"}),
+        ("a.py::test_x[two]", {"a.py::test_x[two]"}),
+        ("a.py::test_x[three]", set()),
+        ("a.py::test", set()),
+    ],
+)
+def test_names_of_tests_are_matched_whole_or_by_their_beginning(name: str, found: set[str]) -> None:
+    assert matches(name, {"a.py::test_x[one-1]", "a.py::test_x[two]", "b.py::test_x"}) == found
