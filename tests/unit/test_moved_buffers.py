@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import ReplayMismatchError
 
 BEFORE, AFTER, LAYERS = 3, 7, 3
+BOTH = (0, 1)
+Change = Callable[[Any], None]
+_KEPT: list[Any] = []
 
 
 def play(root: Path) -> None:
@@ -28,27 +33,15 @@ def play(root: Path) -> None:
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
     plan = TrainingPlan(model, graphs=True)
 
-    def run(
-        policy: str | None,
-        ranks: tuple[int, ...] = (),
-        in_backward: bool = False,
-        shape: bool = False,
-        table: bool = False,
-    ) -> Any:
+    def run(policy: str | None, change: Change | None = None, ranks: tuple[int, ...] = BOTH) -> Any:
         trainer: Any = VotingTrainer(plan, ReplayPolicy(policy or "eager"))  # type: ignore[arg-type]
         numbers, error = [], ""
         try:
             numbers += [trainer.step() for _ in range(BEFORE)]
             if policy is not None:
                 trainer.start()
-            if shape:
-                change_shape(trainer)
-            elif table:
-                change_table(trainer)
-            elif dist.get_rank() in ranks and not in_backward:
-                kept.append(move_buffers())
-            if dist.get_rank() in ranks and in_backward:
-                trainer.model.register_forward_hook(lambda *_: kept.append(move_buffers()))
+            if change is not None and dist.get_rank() in ranks:
+                change(trainer)
             numbers += [trainer.step() for _ in range(AFTER)]
         except ReplayMismatchError as found:
             error = str(found)
@@ -57,51 +50,75 @@ def play(root: Path) -> None:
         parallel_state.destroy_model_parallel()
         return {"numbers": numbers, "error": error, "graphs": report}
 
-    kept: list[Any] = []
     found = {
         "nothing": run(None),
-        "moved eagerly": run(None, ranks=(1,)),
-        "other shape eagerly": run(None, shape=True),
+        "moved eagerly": run(None, buffers_move, ranks=(1,)),
+        "other shape eagerly": run(None, shape_changes, ranks=(1,)),
+        "other parameter eagerly": run(None, parameter_changes),
         "untouched": run("eager"),
-        "eager": run("eager", ranks=(1,)),
-        "recapture": run("recapture", ranks=(1,)),
-        "recapture that never helps": run("recapture", ranks=(1,), shape=True),
-        "table": run("recapture", table=True),
-        "error": run("error", ranks=(0, 1)),
-        "backward": run("eager", ranks=(0, 1), in_backward=True),
+        "eager": run("eager", buffers_move, ranks=(1,)),
+        "other parameter": run("eager", parameter_changes),
+        "recapture": run("recapture", buffers_move, ranks=(1,)),
+        "recapture that never helps": run("recapture", shape_changes, ranks=(1,)),
+        "table": run("recapture", table_changes, ranks=(1,)),
+        "error": run("error", buffers_move),
+        "backward": run("eager", buffers_move_in_forward),
     }
     (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
-def change_shape(trainer: Any) -> None:
-    """From now on one sequence a microbatch on this rank."""
+def shape_changes(trainer: Any) -> None:
+    """From now on one sequence a microbatch."""
     from megatron_cg.cpu.data import Batches
 
     shape = trainer.plan.model
-    size = 1 if dist.get_rank() == 1 else 2
-    trainer._batches = Batches(None, size, shape.sequence_length, shape.vocabulary)
+    trainer._batches = Batches(None, 1, shape.sequence_length, shape.vocabulary)
 
 
-def change_table(trainer: Any) -> None:
-    """From now on every pass has a rotary table of its own, on rank 1."""
+def table_changes(trainer: Any) -> None:
+    """From now on every pass has a rotary table of its own."""
     from megatron_cg.cpu.model import transformer_layers
 
     def copied(_module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone()}
 
-    if dist.get_rank() == 1:
-        for layer in transformer_layers(trainer.model):
-            layer.register_forward_pre_hook(copied, with_kwargs=True)
+    for layer in transformer_layers(trainer.model):
+        layer.register_forward_pre_hook(copied, with_kwargs=True)
 
 
-def move_buffers() -> Any:
-    """Let Megatron-FSDP allocate its unsharded buffers anew; returns the old ones, kept alive."""
+def parameter_changes(trainer: Any) -> None:
+    """In each forward pass of the first layer. On one rank alone an eager run would hang too:
+
+    the gradient that Megatron-FSDP waits for never comes there, so ranks reduce in another order.
+    """
+    from megatron_cg.cpu.model import transformer_layers
+
+    layer = transformer_layers(trainer.model)[0]
+    projection: Any = layer.self_attention.linear_proj
+    own: list[Any] = []
+
+    def before(*_args: Any) -> None:
+        own.append(projection.weight)
+        projection.weight = nn.Parameter(projection.weight.detach() * 1.5)
+
+    def after(*_args: Any) -> None:
+        projection.weight = own.pop()
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after, prepend=True)
+
+
+def buffers_move(_trainer: Any) -> None:
+    """Megatron-FSDP allocates its unsharded buffers anew; the old ones stay alive."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
 
     pool = utils.get_global_memory_buffer()
-    old = dict(pool.buffer)
+    _KEPT.append(dict(pool.buffer))
     pool.buffer.clear()
-    return old
+
+
+def buffers_move_in_forward(trainer: Any) -> None:
+    trainer.model.register_forward_hook(lambda *_: buffers_move(trainer))
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +146,13 @@ def test_a_rank_whose_buffers_moved_goes_on_eagerly(ranks: list[dict[str, Any]])
     assert ranks[0]["eager"]["graphs"]["replayed"] == LAYERS * AFTER
     assert ranks[1]["eager"]["graphs"]["replayed"] == 0
     assert ranks[1]["eager"]["graphs"]["mismatched"] == LAYERS * AFTER
+
+
+def test_a_replaced_parameter_is_used_at_once(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["other parameter"]["numbers"] == rank["other parameter eagerly"]["numbers"]
+        assert rank["other parameter"]["numbers"] != rank["nothing"]["numbers"]
+        assert rank["other parameter"]["graphs"]["mismatched"] == AFTER
 
 
 def test_all_ranks_capture_again_when_one_asks(ranks: list[dict[str, Any]]) -> None:
