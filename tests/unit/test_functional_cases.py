@@ -12,14 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import megatron_cg
 from megatron_cg.align.command import DETERMINISTIC_ENVIRONMENT, arguments
 from megatron_cg.errors import ConfigurationError
+from megatron_cg.versions import installed_version
 from tests.functional import cases, test_failures
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of
 from tests.functional.tampered import ACTIONS, VARIABLES
+
+TE = "transformer-engine"
+REQUIREMENT = Path(__file__, "../../../requirements/contract.txt").resolve().read_text()
+TE_VERSION = REQUIREMENT.rpartition(f"{TE}==")[2].strip()
+"""The release that the functional tests run with."""
 
 DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer")
 LIFE = [
@@ -40,6 +47,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*DETERMINISTIC_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    # Megatron and we read which TE is installed; a run on GPUs has it, this environment need not.
+    monkeypatch.setattr("megatron.core.utils._te_version", Version(TE_VERSION))
+    monkeypatch.setattr(
+        "megatron_cg.arguments.schema.installed_version",
+        lambda name: TE_VERSION if name == TE else installed_version(name),
+    )
     monkeypatch.setenv("RANK", "0")
     deterministic = torch.are_deterministic_algorithms_enabled()
     megatron_cg.enable()
