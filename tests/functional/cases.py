@@ -143,6 +143,19 @@ CASES = [
         ("attn", "mlp"),
         (*batch(8), "--megatron-fsdp-enable-fine-grained-param-gather"),
     ),
+    *(
+        Case(
+            f"verified-{name}",
+            preset,
+            scopes,
+            (*batch(8), *flags),
+            graph_flags=("--cg-verify-interval", "2", "--cg-on-mismatch", "error"),
+        )
+        for name, preset, scopes, flags in (
+            ("dropout", DENSE, ("attn", "mlp"), DROPOUT),
+            ("moe-fp8", MOE, ROUTER, FP8),
+        )
+    ),
     Case("context-parallel", DENSE, ("attn", "mlp"), (*batch(4), "--context-parallel-size", "2")),
     Case(
         "no-warmup",

@@ -27,6 +27,8 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "buffer-moved": lambda _: captures.buffer_moved(),
     "delete": lambda step: life.delete_after(int(step)),
     "recapture": lambda steps: life.recapture_before(map(int, steps.split(","))),
+    "capture-often": lambda times: life.capture_often(int(times)),
+    "wrong-bit": replay.wrong_bit,
     "scale": lambda factors: life.scale_gradients(_factors(factors)),
     "raise": lambda step: life.raise_at(int(step)),
     "exit": lambda step: life.exit_at(int(step)),

@@ -28,7 +28,9 @@ def assert_trained_alike(outcome: Outcome) -> None:
     assert trained_alike(outcome.comparison, steps=STEPS), outcome.comparison.reason
 
 
-@pytest.mark.parametrize("fault", ["shape", "training", "hooks", "address"])
+@pytest.mark.parametrize(
+    "fault", ["shape", "stride", "static input", "training", "autocast", "hooks", "address"]
+)
 def test_a_fault_on_one_rank_is_seen_and_training_stays_bit_equal(
     fault: str, align: Align, log: Log
 ) -> None:
@@ -102,6 +104,34 @@ def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(align: Align, lo
     outcome = align(case, script=SCRIPT)
     assert outcome.comparison.status == "failed"
     assert "The graph holds collectives" in log(case)
+    assert "the run took longer than --timeout allows" not in log(case)
+
+
+def test_a_wrong_bit_is_found_and_the_part_run_eagerly(align: Align) -> None:
+    case = replace(LIFE["dense"], name="bit", graph_flags=("--cg-verify-interval", "1"))
+    outcome = align(case, script=SCRIPT, mutation="wrong-bit@1")
+    assert_trained_alike(outcome)
+    assert outcome.graphed is not None
+    for rank in outcome.graphed.values():
+        assert rank["graphs"]["mismatched"] == MICROBATCHES * (STEPS - WARMUP)
+        assert rank["graphs"]["replayed"] == (LAYERS - 1) * MICROBATCHES * (STEPS - WARMUP)
+
+
+def test_a_wrong_bit_ends_the_run_where_that_was_asked_for(align: Align) -> None:
+    flags = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
+    case = replace(LIFE["dense"], name="bit", graph_flags=flags)
+    outcome = align(case, script=SCRIPT, mutation="wrong-bit@1")
+    assert outcome.comparison.status == "failed"
+    assert "ReplayMismatchError" in outcome.comparison.reason
+    assert "different in 1 of" in outcome.comparison.reason
+
+
+def test_a_hook_that_raises_on_one_rank_ends_the_run(align: Align, log: Log) -> None:
+    case = replace(LIFE["dense"], name="hook", graph_flags=("--cg-on-failure", "eager"))
+    outcome = align(case, script=SCRIPT, mutation="fail@hook@1")
+    assert outcome.comparison.status == "failed"
+    assert "OutOfStepError" in outcome.comparison.reason
+    assert "raised ForcedError: forced in hook" in outcome.comparison.reason
     assert "the run took longer than --timeout allows" not in log(case)
 
 

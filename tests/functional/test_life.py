@@ -52,6 +52,16 @@ def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
         assert [counts["replayed"] for counts in rank["sessions"]] == [12, 6, 18, 18]
 
 
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
+    case = replace(LIFE[name], name=f"{name}-fifty")
+    outcome = align(case, script=SCRIPT, mutation="capture-often@50")
+    assert_identical(outcome, 12)
+    assert outcome.graphed is not None
+    for rank in outcome.graphed.values():
+        assert len(rank["memory"]) == 50 and rank["memory"][4] == rank["memory"][-1]
+
+
 def test_skipped_iterations(align: Align) -> None:
     assert_identical(align(LIFE["skipped"]), 10)
 

@@ -30,6 +30,7 @@ def run(
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(layers=2, graph_modules=scopes, experts=experts, dropout=0.2)
+    destroy_moe_metrics_tracker()
     trainer: Any = Trainer(TrainingPlan(model=model, graphs=policy is not None))
     session = None
     try:

@@ -85,10 +85,27 @@ def fail_at(place: str) -> None:
         wrap(TransformerLayer, "_te_cuda_graph_capture", reading_on_the_host)
     elif stage == "capture-backward":
         wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(LAYERS + 2, error))
+    elif stage == "hook":
+        # Megatron-FSDP's all-gather, which only hooks call; the third one since capture began.
+        wrap(helper_class(), "create_cudagraphs", with_broken_unshard(error))
     elif stage == "publish":
         wrap(session, "attach_replay", on_call(2, error))
     else:
         raise ValueError(stage)
+
+
+def with_broken_unshard(error: BaseException) -> Callable[[Any], Any]:
+    """A capture in which the third all-gather that a hook asks for raises."""
+
+    def make(old: Callable[[Any], None]) -> Callable[[Any], None]:
+        def create(self: Any) -> None:
+            model = self.model[0].module
+            wrap(type(model), "all_gather_and_wait_parameters_ready", on_call(3, error))
+            old(self)
+
+        return create
+
+    return make
 
 
 def reading_on_the_host(old: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 import os
 import signal
@@ -131,6 +132,30 @@ def recapture_before(steps: Iterable[int]) -> None:
     before_capture(helpers.append)
     wrap(helper_class(), "delete_cuda_graphs", counting)
     before_steps(recapture)
+
+
+def capture_often(count: int, step: int = 6) -> None:
+    """Before that step, delete the graphs and capture again so often; note the GPU's memory.
+
+    What is noted after each capture are the bytes that torch has allocated and those that it has
+    reserved, once it has given back what nobody uses.
+    """
+    helpers: list[Any] = []
+    memory: list[tuple[int, int]] = []
+
+    def often(now: int) -> None:
+        if now != step:
+            return
+        for _ in range(count):
+            helpers[0].capture_again()
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        note("memory", memory)
+
+    before_capture(helpers.append)
+    before_steps(often)
 
 
 def scale_gradients(factors: Mapping[int, float]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from tests.functional.tampering.captures import unsharded_pools
 from tests.functional.tampering.places import rank, wrap
@@ -91,6 +92,65 @@ def parameter_replaced(model: nn.Module) -> None:
     layer.register_forward_hook(after, prepend=True)
 
 
+def other_strides(model: nn.Module) -> None:
+    """The first layer's input keeps its values and is laid out by batch and not by sequence."""
+
+    def before(_layer: Any, args: Any, kwargs: Any) -> Any:
+        states = kwargs["hidden_states"].transpose(0, 1).contiguous().transpose(0, 1)
+        return args, {**kwargs, "hidden_states": states}
+
+    first_layer(model).register_forward_pre_hook(before, with_kwargs=True)
+
+
+def table_copied(model: nn.Module) -> None:
+    """The first layer is handed another tensor with the rotary table's values."""
+
+    def before(_layer: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone()}
+
+    first_layer(model).register_forward_pre_hook(before, with_kwargs=True)
+
+
+def under_autocast(model: nn.Module) -> None:
+    """The first layer runs under ``torch.autocast``."""
+    layer, entered = first_layer(model), []
+
+    def before(*_args: Any) -> None:
+        entered.append(torch.autocast("cuda", dtype=torch.bfloat16))
+        entered[-1].__enter__()
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), prepend=True)
+
+
+def wrong_bit(layer: str) -> None:
+    """From the first replay on, one bit of the first output of that layer's graphs is wrong."""
+    from megatron_cg.graphed import GuardedGraph
+
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, graph: Any, guard: Any, unit: Any, *args: Any, **kwargs: Any) -> None:
+            wrong = unit.name == f"layer {layer}"
+            old(self, _Flipped(graph) if wrong else graph, guard, unit, *args, **kwargs)
+
+        return init
+
+    wrap(GuardedGraph, "__init__", make)
+
+
+class _Flipped:
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._graph(*args, **kwargs)
+        first = next(value for value in tree_flatten(outputs)[0] if torch.is_tensor(value))
+        first.detach().view(torch.uint8).flatten()[0] ^= 1
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+
 def buffers_moved(_model: nn.Module) -> None:
     """Megatron-FSDP allocates its unsharded buffers anew; the old ones stay alive."""
     for pool in unsharded_pools():
@@ -107,6 +167,9 @@ FAULTS: dict[str, Callable[[nn.Module], None]] = {
     "shape": shorter_sequences,
     "training": part_in_evaluation,
     "hooks": hook_inside,
+    "stride": other_strides,
+    "static input": table_copied,
+    "autocast": under_autocast,
     "parameter": parameter_replaced,
     "address": buffers_moved,
     "address-in-backward": buffers_moved_in_backward,
