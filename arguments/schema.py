@@ -75,6 +75,12 @@ class GraphArguments:
         type=int,
         metavar="STEPS",
     )
+    cg_no_fsdp_fast_path: bool = _flag(
+        False,
+        "Leave Megatron-FSDP's bookkeeping as it is. By default, while graphs replay, it runs once "
+        "a bucket of parameters where its own runs once a parameter; numbers are the same.",
+        action="store_true",
+    )
     cg_record: str | None = _flag(
         None,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "

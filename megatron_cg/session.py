@@ -15,6 +15,8 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.capture import Unit, capturing
 from megatron_cg.counters import Counters
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
+from megatron_cg.fsdp.fast import FastPath
+from megatron_cg.fsdp.fast import install as install_fast_path
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.graphed import GuardedGraph
@@ -52,6 +54,8 @@ class Session:
             ``hook_order.py``. For a caller that goes on after a failure.
         policy: what follows when a graph must not be replayed.
         static_inputs: what is known of the units' inputs, in the same order.
+        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs live; see
+            ``megatron_cg/fsdp/fast``.
 
     Raises:
         HookError: ``model`` holds no ``MegatronFSDP``.
@@ -68,6 +72,7 @@ class Session:
         joins: bool = False,
         policy: ReplayPolicy | None = None,
         static_inputs: StaticInputs | None = None,
+        fast_path: bool = True,
     ) -> None:
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:
@@ -80,6 +85,8 @@ class Session:
         self._backend = backend
         self._agreement, self._joins = agreement, joins
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
+        self._wants_fast_path = fast_path
+        self.fast_path: FastPath | None = None
         self._undo = ExitStack()
         self._hooks: tuple[UnitHooks, ...] = ()
         self._capture: GuardedCapture | None = None
@@ -127,6 +134,10 @@ class Session:
                     if self._agreement is not None:
                         self._agreement.confirm()
                 self._undo = lasting.pop_all()
+            if self._wants_fast_path:
+                # Only now are FSDP's hooks, which it is found by, in their places again.
+                self.fast_path = install_fast_path(self._fsdp)
+                self._undo.callback(self.fast_path.close)
         except BaseException:
             self._undo.close()
             self.phase = Phase.EAGER

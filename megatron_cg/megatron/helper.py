@@ -65,6 +65,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
     policy: ReplayPolicy = ReplayPolicy()
+    fast_path: bool = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
     live: list[FsdpCudaGraphHelper] | None = None
     """Where helpers of models under FSDP put themselves, to be told of training steps."""
@@ -169,6 +170,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             joins=self.on_failure == "eager",
             policy=type(self).policy,
             static_inputs=self._static_inputs,
+            fast_path=self.fast_path,
         )
         captured: list[int] = []
 

@@ -160,6 +160,7 @@ def _replace_helper(settings: Any) -> Callable[[], None]:
             "selection": LayerSelection.parse(settings.cg_layers),
             "on_failure": settings.cg_on_failure,
             "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
+            "fast_path": not settings.cg_no_fsdp_fast_path,
             "live": live,
         },
     )

@@ -1,0 +1,58 @@
+"""Closure variables of Megatron-FSDP's hooks, found by name and set with an undo.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP._register_fsdp_hooks``:
+the functions inside it share its local variables as closure cells, one set for each model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import CellType
+from typing import Any
+
+from megatron_cg.fsdp.recognise import fsdp_package_of
+from megatron_cg.hooks.record import innermost
+from megatron_cg.versions import changed
+
+_SCOPE = "MegatronFSDP._register_fsdp_hooks"
+
+
+def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
+    """The functions behind Megatron-FSDP's hooks of modules and parameters, raw ones in place."""
+    yield fsdp.post_backward_release_module
+    for module in fsdp.module.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            yield from hooks.values()
+    for parameter in fsdp.param_and_grad_buffer.params:
+        yield from (parameter._post_accumulate_grad_hooks or {}).values()
+
+
+def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
+    """The cell of the local variable ``name`` of ``_register_fsdp_hooks``.
+
+    Raises UpstreamChangedError when no hook has one.
+    """
+    distribution = "megatron-core"
+    for hook in functions:
+        package = fsdp_package_of(hook)
+        if package is None:
+            continue
+        distribution, function = package, innermost(hook)
+        cells: Any = getattr(function, "__closure__", None) or ()
+        names: Any = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        for variable, cell in zip(names, cells, strict=False):
+            if variable == name:
+                found: CellType = cell
+                return found
+    raise changed(distribution, f"{_SCOPE}.<locals>.{name}", "a variable that its hooks refer to")
+
+
+def set_cell(cell: CellType, value: Any) -> Callable[[], None]:
+    """Let the functions that share ``cell`` see ``value``; the returned function undoes it."""
+    old = cell.cell_contents
+    cell.cell_contents = value
+
+    def undo() -> None:
+        cell.cell_contents = old
+
+    return undo

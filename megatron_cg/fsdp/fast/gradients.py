@@ -1,0 +1,178 @@
+"""Gradients handed to Megatron-FSDP's buckets many at a time.
+
+Megatron-FSDP runs its gradient hook once a parameter: find the bucket, wait for a free buffer,
+slice it, launch one copy, ask whether the bucket is complete. With every expert's weight a
+parameter these are a thousand calls a step. Here the hook only notes the parameter, and the
+gradients of a bucket are copied by one fused call, once they have all come.
+
+Note [How long a gradient may wait]
+    Not past its own unit's backward pass: the gradient may be the static output of a CUDA graph,
+    whose memory the graph of the next unit is free to use. So whatever still waits is handed over
+    when a unit's backward pass is done, before its buckets are freed. That is known only where
+    Megatron-FSDP reshards after the backward pass (``optim_grads_params``); with the other
+    strategies its own hook stays.
+    And not in great number: eager gradients that wait are memory that Megatron-FSDP would have
+    freed. Above ``WAITING_BYTES`` they are handed over at once.
+
+Note [What stays Megatron-FSDP's]
+    Only the copies are made here. A parameter whose gradient lies in its bucket is then presented
+    the way Transformer Engine presents one that it wrote there itself
+    (``grad_added_to_main_grad``), the last one of a bucket to Megatron-FSDP's own function: order
+    and conditions of the reductions, scaling, HSDP's second reduction are as they were. A
+    parameter that gets no gradient is left to its root hook, which looks after all that are left.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
+``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
+pass) and ``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params`` and
+``_enforce_double_buffer_limit``; ``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket`` and
+``param_idx``; ``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``,
+``params`` and ``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
+from megatron_cg.fsdp.fast.views import BucketViews
+
+WAITING_BYTES = 64 << 20
+"""Of gradients of one bucket; some ten of the experts of a 30B-A3B mixture."""
+_PROCESS = "_process_post_backward_gradients"
+
+
+@dataclass
+class _Bucket:
+    """A bucket of a unit, and what of it waits to be handed over."""
+
+    number: int
+    gradients: Any
+    """Megatron-FSDP's buffer of them."""
+    views: BucketViews
+    size: int
+    """How many parameters need a gradient."""
+    waiting: list[nn.Parameter] = field(default_factory=list)
+    waiting_bytes: int = 0
+    handed_over: int = 0
+    """In this backward pass, ``waiting`` not among them."""
+    backward: object = None
+    """Megatron-FSDP's own set for the backward pass that ``waiting`` belongs to."""
+
+
+class GradientHandOff:
+    """Stands in the place of Megatron-FSDP's gradient function for one model.
+
+    Args:
+        fsdp: the ``MegatronFSDP``; its strategy is ``optim_grads_params``.
+        original: its own function, taking a list of parameters.
+    """
+
+    def __init__(self, fsdp: Any, original: Callable[[list[nn.Parameter]], None]) -> None:
+        self._fsdp, self._original = fsdp, original
+        self._of_parameter: dict[int, _Bucket] = {}
+        self._of_unit: dict[int, list[_Bucket]] = {}
+        self._unit_of_module: dict[nn.Module, list[_Bucket]] = {}
+        self.copies = 0
+        """Fused copies so far."""
+        for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+            self._add(number, group)
+
+    def __call__(self, parameters: list[nn.Parameter]) -> None:
+        """Take these parameters' gradients, now or when those of their bucket have come."""
+        for parameter in parameters:
+            bucket = self._of_parameter.get(id(parameter))
+            if bucket is None or self._is_special(parameter):
+                self._original([parameter])
+                continue
+            self._begin(bucket)
+            bucket.waiting.append(parameter)
+            gradient = parameter.grad
+            assert gradient is not None
+            bucket.waiting_bytes += gradient.nbytes
+            complete = bucket.handed_over + len(bucket.waiting) == bucket.size
+            if complete or bucket.waiting_bytes > WAITING_BYTES:
+                self._hand_over(bucket)
+
+    def unit_is_done(self, unit: nn.Module) -> None:
+        """Hand over what still waits of ``unit``; see Note [How long a gradient may wait]."""
+        buckets = self._unit_of_module.get(unit)
+        if buckets is None:
+            buckets = self._unit_of_module[unit] = self._buckets_of(unit)
+        for bucket in buckets:
+            self._begin(bucket)
+            if bucket.waiting:
+                self._hand_over(bucket)
+
+    def _add(self, number: int, group: Any) -> None:
+        buffer = group.hfsdp_helper_gbuf or group.main_grad_buffer
+        if group.fsdp_unit_id is None or not group.requires_grad or buffer is None:
+            return
+        own = [p for p in group.params if not getattr(p, "_is_shared", False)]
+        if len(own) != len(group.params) or not buffer.is_data_distributed:
+            return
+        bucket = _Bucket(number, buffer, BucketViews(buffer), len(own))
+        self._of_unit.setdefault(group.fsdp_unit_id, []).append(bucket)
+        for parameter in own:
+            self._of_parameter[id(parameter)] = bucket
+
+    def _buckets_of(self, unit: nn.Module) -> list[_Bucket]:
+        found = (self._of_parameter.get(id(p)) for p in unit.parameters())
+        return list({bucket.number: bucket for bucket in found if bucket is not None}.values())
+
+    def _is_special(self, parameter: nn.Parameter) -> bool:
+        """Whether Megatron-FSDP does more than to copy, or something else."""
+        target: Any = parameter
+        return (
+            target.grad is None
+            or target.grad_added_to_main_grad
+            or getattr(target, "skip_backward_post_hook", False)
+            or self._fsdp.report_nan_in_param_grad
+        )
+
+    def _begin(self, bucket: _Bucket) -> None:
+        """Forget what an earlier backward pass left, to its root hook or to an exception."""
+        now = self._fsdp._params_require_handle_grad
+        if bucket.backward is not now:
+            bucket.backward, bucket.handed_over = now, 0
+            bucket.waiting, bucket.waiting_bytes = [], 0
+
+    def _hand_over(self, bucket: _Bucket) -> None:
+        waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
+        bucket.handed_over += len(waiting)
+        self._copy(bucket, waiting)
+        *others, last = waiting
+        self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[bucket.number].update(others)
+        self._fsdp._params_require_handle_grad.difference_update(others)
+        target: Any = last
+        target.grad_added_to_main_grad = True
+        self._original([last])
+
+    @torch.no_grad()
+    def _copy(self, bucket: _Bucket, waiting: Sequence[nn.Parameter]) -> None:
+        store = self._fsdp.param_and_grad_buffer
+        # Before the bucket is fetched, as Megatron-FSDP does: this may free its buffer.
+        self._fsdp.grad_reduce_pipeline._enforce_double_buffer_limit([bucket.number])
+        fetched = bucket.gradients.fetch_bucket(dtype=store.mp_policy.grad_comm_dtype)
+        views = bucket.views.of(fetched, waiting)
+        gradients = [p.grad for p in waiting if p.grad is not None]
+        torch._foreach_copy_(views, gradients)
+        for parameter, view in zip(waiting, views, strict=True):
+            target: Any = parameter
+            target.main_grad = view
+            target.grad = None
+        self.copies += 1
+
+
+def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:
+    """Replace Megatron-FSDP's gradient function; returns what replaces it, and the undo.
+
+    Raises UpstreamChangedError when the function is gone; nothing is changed then.
+    """
+    cell = find_cell(hook_functions(fsdp), _PROCESS)
+    hand_off = GradientHandOff(fsdp, cell.cell_contents)
+    return hand_off, set_cell(cell, hand_off)

@@ -1,0 +1,72 @@
+"""A module's parameters in Megatron-FSDP's terms, worked out once.
+
+Note [Shown one parameter a bucket]
+    Megatron-FSDP takes lists of parameters where it means their buckets: it gathers, waits for and
+    releases every bucket of a list once, and skips it for each further parameter. So it is shown
+    one parameter of each bucket, and every FP8 one, whose caches it also looks after. What it does
+    with a bucket stays its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+
+class KnownParameters(list[nn.Parameter]):
+    """Parameters as Megatron-FSDP lists them, with those that stand for all.
+
+    Args:
+        parameters: the list.
+        bucket_of: a parameter's bucket.
+        is_float8: whether a parameter is FP8.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        bucket_of: Callable[[nn.Parameter], int],
+        is_float8: Callable[[nn.Parameter], bool],
+    ) -> None:
+        super().__init__(parameters)
+        seen: set[int] = set()
+        self.shown: list[nn.Parameter] = []
+        """See Note [Shown one parameter a bucket]."""
+        self.others: list[nn.Parameter] = []
+        for parameter in parameters:
+            bucket = bucket_of(parameter)
+            stands_for_all = bucket not in seen or is_float8(parameter)
+            seen.add(bucket)
+            (self.shown if stands_for_all else self.others).append(parameter)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """What a module of these parameters would be asked for."""
+        return iter(self.shown)
+
+
+class ParameterLists:
+    """Megatron-FSDP's own list for each module and direction, remembered.
+
+    Modules hold their raw parameters whenever it is asked, since its hooks run in forward and
+    backward passes only, and these hold until the model is wrapped anew.
+    """
+
+    def __init__(
+        self,
+        listed: Callable[[nn.Module, str], list[nn.Parameter]],
+        bucket_of: Callable[[nn.Parameter], int],
+        is_float8: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._listed, self._bucket_of, self._is_float8 = listed, bucket_of, is_float8
+        self._known: dict[tuple[nn.Module, str], KnownParameters] = {}
+
+    def __call__(self, module: nn.Module, direction: str) -> KnownParameters:
+        """The list for ``direction``, ``"forward"`` or ``"backward"``."""
+        known = self._known.get((module, direction))
+        if known is None:
+            known = KnownParameters(
+                self._listed(module, direction), self._bucket_of, self._is_float8
+            )
+            self._known[module, direction] = known
+        return known

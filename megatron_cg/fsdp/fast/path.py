@@ -1,0 +1,85 @@
+"""The parts of the fast path, put in together and taken out in reverse."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
+from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
+from megatron_cg.fsdp.fast.swap import install_swap
+from megatron_cg.fsdp.fast.unshard import install_unshard
+from megatron_cg.fsdp.fast.weights import install_main_gradients, install_main_weights
+
+logger = logging.getLogger(__name__)
+
+
+class FastPath:
+    """What was put in the place of Megatron-FSDP's bookkeeping for one model.
+
+    ``close`` puts everything back. A part that does not apply is left out, and ``left_out`` says
+    why, by the part's name.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.left_out: dict[str, str] = {}
+        self.hand_off: GradientHandOff | None = None
+        self._undo = ExitStack()
+
+    def close(self) -> None:
+        """Put Megatron-FSDP's own functions back, in reverse. Safe to run twice."""
+        self._undo.close()
+
+    def _add(self, name: str, put_in: Callable[[], Callable[[], None]]) -> None:
+        try:
+            self._undo.callback(put_in())
+        except StepsAsideError as why:
+            self.left_out[name] = str(why)
+        else:
+            self.parts.append(name)
+
+    def _gradients(self, fsdp: Any) -> Callable[[], None]:
+        strategy = fsdp.data_parallel_sharding_strategy
+        if strategy != "optim_grads_params":
+            raise StepsAsideError(
+                f"the sharding strategy is {strategy}, in which no hook tells that a unit's "
+                "backward pass is done"
+            )
+        self.hand_off, undo = install_gradients(fsdp)
+        return undo
+
+    def _unit_is_done(self, unit: nn.Module) -> None:
+        if self.hand_off is not None:
+            self.hand_off.unit_is_done(unit)
+
+
+def install(fsdp: Any) -> FastPath:
+    """Put in every part that applies to ``fsdp``, between two steps.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+
+    Returns:
+        What was put in; its ``close`` takes it out.
+
+    Raises:
+        UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.
+    """
+    path = FastPath()
+    try:
+        path._add("swap", lambda: install_swap(fsdp))
+        path._add("gradients", lambda: path._gradients(fsdp))
+        path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done))
+        path._add("main gradients", lambda: install_main_gradients(fsdp))
+        path._add("main weights", lambda: install_main_weights(fsdp))
+    except BaseException:
+        path.close()
+        raise
+    for name, why in path.left_out.items():
+        logger.info("FSDP fast path: %s left to Megatron-FSDP, because %s.", name, why)
+    return path

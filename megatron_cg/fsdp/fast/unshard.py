@@ -1,0 +1,121 @@
+"""Unsharding and resharding with a few calls a bucket, where Megatron-FSDP makes a few a parameter.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``MegatronFSDP``
+``.all_gather_and_wait_parameters_ready`` and the local functions of ``_register_fsdp_hooks`` named
+below; ``DataParallelBuffer.fetch_bucket`` and ``get_item_from_bucket``;
+``param_and_grad_buffer.is_float8tensor``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
+from megatron_cg.fsdp.fast.known import KnownParameters, ParameterLists
+from megatron_cg.undo import set_attribute
+
+_LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
+
+
+def install_unshard(fsdp: Any, after_backward: Callable[[nn.Module], None]) -> Callable[[], None]:
+    """Replace what walks over parameters before and after a unit's passes; returns the undo.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        after_backward: called with a unit after its backward pass, before its buckets are freed.
+
+    Raises UpstreamChangedError when a symbol is gone; nothing is changed then.
+    """
+    functions = list(hook_functions(fsdp))
+    listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
+    lists = ParameterLists(listed.cell_contents, _bucket_of(fsdp), is_float8(fsdp))
+    whole = ParameterLists(
+        lambda module, _: list(module.parameters()), _bucket_of(fsdp), is_float8(fsdp)
+    )
+    gather = "all_gather_and_wait_parameters_ready"
+    with ExitStack() as undo:
+        undo.callback(set_cell(listed, lists))
+        undo.callback(set_cell(release, _released(release.cell_contents, whole, after_backward)))
+        undo.callback(set_attribute(fsdp, gather, _gathered(getattr(fsdp, gather))))
+        for group in fsdp.param_and_grad_buffer.parameter_groups:
+            buffer = group.model_weight_buffer
+            if buffer is not None and not any(map(is_float8(fsdp), group.params)):
+                undo.callback(set_attribute(buffer, "fetch_bucket", _fetched(buffer)))
+        return undo.pop_all().close
+
+
+def is_float8(fsdp: Any) -> Callable[[nn.Parameter], bool]:
+    """Megatron-FSDP's own question whether a parameter is FP8."""
+    module: Any = inspect.getmodule(type(fsdp.param_and_grad_buffer))
+    asked: Callable[[nn.Parameter], bool] = module.is_float8tensor
+    return asked
+
+
+def _bucket_of(fsdp: Any) -> Callable[[nn.Parameter], int]:
+    found: Callable[[nn.Parameter], int] = (
+        fsdp.param_and_grad_buffer.param_to_param_group.__getitem__
+    )
+    return found
+
+
+def _gathered(original: Callable[..., None]) -> Callable[..., None]:
+    def all_gather_and_wait_parameters_ready(
+        params: Sequence[nn.Parameter], *args: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(params, KnownParameters):
+            original(params, *args, **kwargs)
+            return
+        original(params.shown, *args, **kwargs)
+        for parameter in params.others:
+            target: Any = parameter
+            target.grad_added_to_main_grad = False
+            target.__fsdp_param__ = True
+            target.overwrite_main_grad = True
+
+    return all_gather_and_wait_parameters_ready
+
+
+def _released(
+    original: Callable[..., None], lists: ParameterLists, after_backward: Callable[..., None]
+) -> Callable[..., None]:
+    def release_module_parameters(
+        module: nn.Module, bwd: bool, lazy: bool = False, *unused: Any
+    ) -> None:
+        if bwd:
+            after_backward(module)
+        original(lists(module, "whole"), bwd, lazy)
+
+    return release_module_parameters
+
+
+def _fetched(buffer: Any) -> Callable[..., Any]:
+    """``fetch_bucket`` that points parameters at their bucket only where they are not there yet.
+
+    With double buffers a bucket comes back to the same memory, and Megatron-FSDP sets the data of
+    every parameter again.
+    """
+    original = buffer.fetch_bucket
+    addresses: list[int] = []
+
+    def fetch_bucket(
+        dtype: Any = None, set_param_data: bool = False, strict_assignments: bool = True
+    ) -> Any:
+        bucket = original(dtype, False, strict_assignments)
+        if not set_param_data:
+            return bucket
+        if (
+            not addresses
+            or bucket.data.data_ptr() != addresses[0]
+            or addresses[1:] != [parameter.data_ptr() for parameter in buffer.params]
+        ):
+            bucket = original(dtype, True, strict_assignments)
+            addresses[:] = [bucket.data.data_ptr()]
+            addresses.extend(parameter.data_ptr() for parameter in buffer.params)
+        return bucket
+
+    return fetch_bucket

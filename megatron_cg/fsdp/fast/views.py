@@ -1,0 +1,46 @@
+"""The pieces of a bucket that belong to its parameters, cut once where the bucket stays in place.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``DataParallelBuffer``:
+``temporary_bucket_allocator``, ``param_idx`` and ``get_item_from_bucket``; ``FixedPoolAllocator``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_STAYS = "FixedPoolAllocator"
+"""The allocator of ``--fsdp-double-buffer``: a bucket comes back to one of two buffers that are
+never freed. Views into what others allocate would keep freed memory alive."""
+
+
+class BucketViews:
+    """Views of one bucket, in the parameters' shapes.
+
+    They are kept for as long as the bucket is the same memory, which is told by its storage and
+    not by its address: a view holds its storage, so that no other can take its place.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+        self._kept = type(buffer.temporary_bucket_allocator).__name__ == _STAYS
+        self._place: tuple[int, int] | None = None
+        self._views: dict[int, torch.Tensor] = {}
+
+    def of(self, bucket: Any, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """One view for each of ``parameters``, in the bucket's dtype."""
+        if not self._kept:
+            return [self._cut(bucket, parameter) for parameter in parameters]
+        place = (bucket.data.untyped_storage()._cdata, bucket.data.storage_offset())
+        if place != self._place:
+            self._place = place
+            self._views = {id(p): self._cut(bucket, p) for p in self._buffer.params}
+        return [self._views[id(parameter)] for parameter in parameters]
+
+    def _cut(self, bucket: Any, parameter: nn.Parameter) -> torch.Tensor:
+        item = self._buffer.param_idx[parameter]
+        piece: torch.Tensor = self._buffer.get_item_from_bucket(bucket, item)
+        return piece.view(parameter.shape)

@@ -1,0 +1,176 @@
+"""Main gradients and main weights between FSDP's buffers and the optimizer, from a table.
+
+Note [Once by Megatron-FSDP, then from a table]
+    In every step Megatron-FSDP works out anew which slice of which buffer belongs to which
+    parameter. Buffers of shards are allocated once, so a slice is cut once and used again for as
+    long as its buffer is the same tensor, which is asked in every step.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
+``update_main_grads``, ``copy_main_weights_to_model_weights``, ``optimizer_named_parameters`` (each
+with ``orig_param``), ``dist_main_grad``, ``use_decoupled_grad``, ``bucketing_policy``,
+``parameter_groups`` and ``param_to_param_group``; ``DataParallelBuffer``: ``data``, ``get_item``,
+``param_idx``, ``dtype`` and ``is_data_distributed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
+from megatron_cg.fsdp.fast.unshard import is_float8
+from megatron_cg.undo import set_attribute
+
+_ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
+
+
+def install_main_gradients(fsdp: Any) -> Callable[[], None]:
+    """Attach gradients to the optimizer's parameters from a table; returns the undo."""
+    store = fsdp.param_and_grad_buffer
+    return set_attribute(store, _ATTACH, _GradientTable(store))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One parameter of the optimizer."""
+
+    parameter: Any
+    gradient: Any
+    """A DTensor that Megatron-FSDP made, or None where this rank's shard is empty."""
+    start: int
+    shape: torch.Size
+    """Of the shard, which begins at element ``start`` of its buffer."""
+
+
+class _GradientTable:
+    """Stands in the place of ``update_main_grads``."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._original = store, store.update_main_grads
+        self._groups: list[_GroupGradients] = []
+
+    def __call__(self) -> None:
+        if not self._groups or any(group.moved for group in self._groups):
+            self._original()
+            self._groups = self._read()
+            return
+        attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
+        for group in self._groups:
+            group.attach(attribute)
+
+    def _read(self) -> list[_GroupGradients]:
+        """How Megatron-FSDP has just attached them."""
+        store = self._store
+        rows: dict[int, list[_Row]] = {}
+        for name, parameter in store.optimizer_named_parameters:
+            number = store.param_to_param_group[parameter.orig_param]
+            buffer = store.parameter_groups[number].main_grad_buffer
+            if buffer is None:
+                continue
+            gradient = store.dist_main_grad[name]
+            shape = gradient._local_tensor.shape
+            item = buffer.param_idx[parameter.orig_param]
+            piece = buffer.get_item(item, only_shard=self._shards_only())
+            start = piece.storage_offset() - buffer.data.storage_offset()
+            row = _Row(parameter, gradient if shape.numel() else None, start, shape)
+            rows.setdefault(number, []).append(row)
+        cast = not store.use_decoupled_grad
+        groups = ((store.parameter_groups[number], found) for number, found in rows.items())
+        return [_GroupGradients(group, found, cast=cast) for group, found in groups]
+
+    def _shards_only(self) -> bool:
+        strategy = self._store.bucketing_policy.data_parallel_sharding_strategy
+        return bool(strategy != "no_shard")
+
+
+class _GroupGradients:
+    """The gradients of one bucket; cast in one piece where the optimizer wants another dtype."""
+
+    def __init__(self, group: Any, rows: list[_Row], *, cast: bool) -> None:
+        self._buffer, self._rows = group.main_grad_buffer, rows
+        self._data = self._buffer.data
+        self._dtype = rows[0].parameter.dtype
+        self._cast = cast and group.main_weight_buffer is not None
+        self._pieces = self._cut(self._data)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the buffer is another tensor now."""
+        return self._buffer.data is not self._data
+
+    def attach(self, attribute: str) -> None:
+        """Set every parameter's gradient, as a DTensor on its piece of the buffer."""
+        pieces = self._pieces
+        if self._cast and self._dtype != self._data.dtype:
+            pieces = self._cut(self._data.to(self._dtype))
+        for row, piece in zip(self._rows, pieces, strict=True):
+            if row.gradient is not None:
+                row.gradient._local_tensor = piece
+            setattr(row.parameter, attribute, row.gradient)
+
+    def _cut(self, data: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            data[row.start : row.start + row.shape.numel()].view(row.shape) for row in self._rows
+        ]
+
+
+def install_main_weights(fsdp: Any) -> Callable[[], None]:
+    """Copy main weights into model weights by one fused call a bucket; returns the undo.
+
+    Raises StepsAsideError where weights are quantised, which Megatron-FSDP does itself.
+    """
+    store = fsdp.param_and_grad_buffer
+    if any(is_float8(fsdp)(p) for group in store.parameter_groups for p in group.params):
+        raise StepsAsideError("primary weights are FP8, and quantised after each step")
+    for group in store.parameter_groups:
+        if group.main_weight_buffer is not None and group.model_weight_buffer is None:
+            raise StepsAsideError("parameters are not sharded, and no buffer holds model weights")
+    with ExitStack() as undo:
+        undo.callback(set_attribute(store, _INSTALL, _WeightTable(store)))
+        return undo.pop_all().close
+
+
+class _WeightTable:
+    def __init__(self, store: Any) -> None:
+        self._groups = [
+            _GroupWeights(group)
+            for group in store.parameter_groups
+            if group.main_weight_buffer is not None
+        ]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for group in self._groups:
+            model, main = group.pieces()
+            if model:
+                torch._foreach_copy_(model, main)
+
+
+class _GroupWeights:
+    """The shards of one bucket's parameters, in its model weights and in its main weights."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._cut_from: tuple[Any, Any] = (None, None)
+        self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+
+    def pieces(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Equal numbers of flat tensors to copy to and from; none for an empty shard."""
+        model, main = self._group.model_weight_buffer, self._group.main_weight_buffer
+        if self._cut_from[0] is not model.data or self._cut_from[1] is not main.data:
+            shard = bool(model.is_data_distributed or main.is_data_distributed)
+            pairs = [
+                (
+                    model.get_item(main.param_idx[p], only_shard=shard),
+                    main.get_item(main.param_idx[p], only_shard=shard),
+                )
+                for p in self._group.params
+            ]
+            pairs = [(to, source.view(to.shape)) for to, source in pairs if to.numel() > 0]
+            self._pieces = [to for to, _ in pairs], [source for _, source in pairs]
+            self._cut_from = (model.data, main.data)
+        return self._pieces

@@ -1,0 +1,176 @@
+"""Parts of the fast path: put in and taken out, and what each asks before it takes a short way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.fsdp.fast import install
+from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
+from megatron_cg.fsdp.fast.known import KnownParameters
+from megatron_cg.fsdp.fast.unshard import _fetched
+from megatron_cg.fsdp.fast.views import BucketViews
+
+CELLS = (
+    "_param_list_for_submodule_unshard",
+    "release_module_parameters",
+    "_process_post_backward_gradients",
+)
+
+
+def state(fsdp: Any) -> list[Any]:
+    """Everything that the parts put something in the place of, by identity."""
+    store = fsdp.param_and_grad_buffer
+    owners = [fsdp, store, *(g.model_weight_buffer for g in store.parameter_groups)]
+    functions = list(hook_functions(fsdp))
+    return [
+        *({name: id(value) for name, value in vars(owner).items()} for owner in owners),
+        *(id(find_cell(functions, name).cell_contents) for name in CELLS),
+        *((name, id(p)) for name, p in fsdp.module.named_parameters()),
+    ]
+
+
+@pytest.fixture(params=[False, True], ids=["raw", "distributed"])
+def fsdp(dense_model: Any, request: pytest.FixtureRequest) -> Any:
+    """Megatron-FSDP's wrapper with its parameters as in a step, and as between steps."""
+    found = dense_model.module
+    found._replace_param_with_distributed_if_needed()
+    if not request.param:
+        found._replace_param_with_raw_if_needed()
+    return found
+
+
+def test_closing_puts_back_all_that_was_replaced(fsdp: Any) -> None:
+    before = state(fsdp)
+    path = install(fsdp)
+    assert state(fsdp) != before
+    path.close()
+    path.close()
+    assert state(fsdp) == before
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
+    fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = state(fsdp)
+    for module in ("gradients", "unshard"):
+        monkeypatch.setattr(f"megatron_cg.fsdp.fast.{module}.find_cell", without(cell))
+    with pytest.raises(UpstreamChangedError, match=rf"megatron-core 0\.19\.2: .*{cell}"):
+        install(fsdp)
+    assert state(fsdp) == before
+
+
+def without(name: str) -> Any:
+    def find(functions: Any, wanted: str) -> Any:
+        return find_cell([] if wanted == name else functions, wanted)
+
+    return find
+
+
+def test_exchanged_parameters_are_megatrons_own(fsdp: Any) -> None:
+    def slots() -> list[int]:
+        return [id(p) for m in fsdp.module.modules() for p in m._parameters.values()]
+
+    exchanges = ("_replace_param_with_raw_if_needed", "_replace_param_with_distributed_if_needed")
+    megatrons: list[Any] = []
+    ours: list[Any] = []
+    for found in (megatrons, ours):
+        for name in (*exchanges, *exchanges):
+            getattr(fsdp, name)()
+            found.append((slots(), fsdp.is_param_fsdp_distributed))
+        if found is megatrons:
+            install(fsdp)
+    assert ours == megatrons and megatrons[0] != megatrons[1]
+
+
+def test_a_cell_is_set_for_all_that_share_it_and_set_back() -> None:
+    value = "old"
+
+    def one() -> str:
+        return value
+
+    def two() -> str:
+        return value
+
+    undo = set_cell(one.__closure__[0], "new")  # type: ignore[index]
+    assert (one(), two()) == ("new", "new")
+    undo()
+    assert (one(), two()) == ("old", "old")
+
+
+def test_one_parameter_of_a_bucket_is_shown_and_every_float8_one() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(6)]
+    buckets = dict(zip(parameters, (0, 0, 1, 1, 0, 2), strict=True))
+    known = KnownParameters(parameters, buckets.__getitem__, lambda p: p is parameters[3])
+    first, _, third, fourth, _, sixth = parameters
+    assert [id(p) for p in known.parameters()] == [id(p) for p in (first, third, fourth, sixth)]
+    assert [id(p) for p in known.others] == [id(parameters[1]), id(parameters[4])]
+
+
+class Buffer:
+    """Three parameters in a bucket that lies where it is told."""
+
+    def __init__(self, allocator: str = "FixedPoolAllocator") -> None:
+        self.memory = torch.arange(6.0)
+        self.params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        self.param_idx = {parameter: index for index, parameter in enumerate(self.params)}
+        self.temporary_bucket_allocator = type(allocator, (), {})()
+        self.set = 0
+
+    def fetch_bucket(self, dtype: Any, set_param_data: bool, strict: bool) -> Any:
+        bucket = SimpleNamespace(data=self.memory[:])
+        if set_param_data:
+            self.set += 1
+            for index, parameter in enumerate(self.params):
+                parameter.data = self.get_item_from_bucket(bucket, index)
+        return bucket
+
+    def get_item_from_bucket(self, bucket: Any, index: int) -> torch.Tensor:
+        piece: torch.Tensor = bucket.data[2 * index : 2 * index + 2]
+        return piece
+
+
+def test_parameters_are_pointed_at_their_bucket_only_when_they_are_elsewhere() -> None:
+    buffer = Buffer()
+    fetch = _fetched(buffer)
+    for _ in range(3):
+        fetch(None, set_param_data=True)
+    fetch(None)
+    assert buffer.set == 1
+    buffer.memory = torch.arange(6.0)
+    fetch(None, set_param_data=True)
+    assert buffer.set == 2 and buffer.params[2].data_ptr() == buffer.memory[4:].data_ptr()
+    buffer.params[1].data = torch.zeros(2)
+    fetch(None, set_param_data=True)
+    assert buffer.set == 3 and buffer.params[1].data_ptr() == buffer.memory[2:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("allocator", "kept"), [("FixedPoolAllocator", True), ("StorageResizeBased", False)]
+)
+def test_views_are_kept_only_where_memory_stays(allocator: str, kept: bool) -> None:
+    buffer = Buffer(allocator)
+    views = BucketViews(buffer)
+    one, two = (views.of(buffer.fetch_bucket(None, False, True), buffer.params) for _ in range(2))
+    assert [a is b for a, b in zip(one, two, strict=True)] == [kept] * 3
+    buffer.memory = torch.arange(6.0) + 1
+    (moved,) = views.of(buffer.fetch_bucket(None, False, True), buffer.params[2:])
+    assert moved.tolist() == [5.0, 6.0]
+
+
+def test_float8_weights_are_left_to_megatron_fsdp(
+    fsdp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("unshard", "weights"):
+        monkeypatch.setattr(f"megatron_cg.fsdp.fast.{module}.is_float8", lambda _: lambda _p: True)
+    path = install(fsdp)
+    assert "FP8" in path.left_out["main weights"]
+    buffers = (g.model_weight_buffer for g in fsdp.param_and_grad_buffer.parameter_groups)
+    assert not any("fetch_bucket" in vars(buffer) for buffer in buffers)
+    path.close()

@@ -1,0 +1,140 @@
+"""The fast path trains the very numbers of Megatron-FSDP's own bookkeeping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.cpu.launch import run_processes
+
+STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
+PARTS = ["swap", "gradients", "unshard", "main gradients", "main weights"]
+MANY: dict[str, Any] = {"experts": 64, "topk": 2, "graph_modules": ("attn", "moe_router")}
+"""More experts than tokens reach in a step, so that some have no gradient."""
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "dense": {"graph_modules": ("attn", "mlp")},
+    "experts without tokens": MANY,
+    "few bytes wait": {**MANY, "waiting_bytes": 1},
+    "frozen": {"graph_modules": ("attn", "mlp"), "frozen": "linear_proj"},
+    "fp32": {"bf16": False},
+    "gradients in fp32": {"fsdp_options": {"megatron_fsdp_main_grads_dtype": torch.float32}},
+    "no double buffer": {
+        "fsdp_options": {
+            "fsdp_double_buffer": False,
+            "fsdp_db_use_persist_buf_on_alloc_fail": False,
+        }
+    },
+    "ZeRO-2": {"fsdp_options": {"data_parallel_sharding_strategy": "optim_grads"}},
+    "ZeRO-1": {"fsdp_options": {"data_parallel_sharding_strategy": "optim"}},
+}
+
+
+def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
+    """Numbers and shards of a run, and what the fast path did."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.align.shards import parameter_digests
+    from megatron_cg.backends.tape import TapeBackend
+    from megatron_cg.cpu.model import CpuModelConfig
+    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.fsdp.fast import gradients
+
+    options = dict(options)
+    waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if waiting is not None:
+            patch.setattr(gradients, "WAITING_BYTES", waiting)
+        if frozen is not None:
+            from megatron.core.models.gpt import GPTModel
+
+            patch.setattr("megatron_cg.cpu.model.GPTModel", with_frozen(GPTModel, frozen))
+        stack.callback(parallel_state.destroy_model_parallel)
+        shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
+        trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=2))
+        numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
+        did: dict[str, Any] = {}
+        if graphs:
+            session = trainer.capture(TapeBackend(), fast_path=fast)
+            stack.callback(session.close)
+        numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
+        if graphs and fast:
+            path = session.fast_path
+            copies = path.hand_off.copies if path.hand_off else 0
+            did = {"parts": path.parts, "left out": path.left_out, "copies": copies}
+        return {"numbers": numbers, "shards": parameter_digests(trainer.model), **did}
+
+
+def with_frozen(make: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        model = make(*args, **kwargs)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in key)
+        return model
+
+    return made
+
+
+def train_all(folder: Path) -> None:
+    for name, options in SCENARIOS.items():
+        runs = {
+            "eager": trained(options, graphs=False, fast=False),
+            "fast": trained(options, graphs=True, fast=True),
+        }
+        if name == "dense":
+            runs["plain"] = trained(options, graphs=True, fast=False)
+        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("fast")
+    run_processes(partial(train_all, found))
+    return found
+
+
+def runs_of(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    for rank in range(2):
+        yield json.loads((folder / f"{name}-{rank}.json").read_text())
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_numbers_and_shards_are_those_of_an_eager_run(folder: Path, name: str) -> None:
+    for runs in runs_of(folder, name):
+        assert len(runs["eager"]["shards"]) > 10
+        for key in ("numbers", "shards"):
+            assert runs["fast"][key] == runs["eager"][key]
+
+
+def test_it_can_be_left_out(folder: Path) -> None:
+    for runs in runs_of(folder, "dense"):
+        assert runs["plain"]["numbers"] == runs["eager"]["numbers"]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
+    left_out = {
+        "ZeRO-1": {"gradients": "the sharding strategy is optim"},
+        "ZeRO-2": {"gradients": "the sharding strategy is optim_grads"},
+    }.get(name, {})
+    for runs in runs_of(folder, name):
+        did = runs["fast"]
+        assert did["parts"] == [part for part in PARTS if part not in left_out]
+        assert set(did["left out"]) == set(left_out)
+        assert all(why in did["left out"][part] for part, why in left_out.items())
+
+
+def test_gradients_are_copied_a_bucket_at_a_time(folder: Path) -> None:
+    passes = 2 * (STEPS - CAPTURED_AFTER)
+    for name, at_most in (("dense", 2), ("experts without tokens", 3), ("frozen", 2)):
+        for runs in runs_of(folder, name):
+            assert LAYERS * passes <= runs["fast"]["copies"] <= at_most * LAYERS * passes
+    for runs in runs_of(folder, "few bytes wait"):
+        assert runs["fast"]["copies"] > 4 * LAYERS * passes
