@@ -21,6 +21,11 @@ Note [What stays Megatron-FSDP's]
     and conditions of the reductions, scaling, HSDP's second reduction are as they were. A
     parameter that gets no gradient is left to its root hook, which looks after all that are left.
 
+Note [One stream a copy]
+    A hook runs on the stream of its gradient, and a copy made there needs no waiting. Gradients of
+    several streams (a shared expert may have its own) are not copied together: the first ones to
+    wait decide, and one from elsewhere takes Megatron-FSDP's way at once, on its own stream.
+
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
 ``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
 pass) and ``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params`` and
@@ -62,6 +67,12 @@ class _Bucket:
     """In this backward pass, ``waiting`` not among them."""
     backward: object = None
     """Megatron-FSDP's own set for the backward pass that ``waiting`` belongs to."""
+    stream: int = 0
+    """On which what waits was computed."""
+
+    def waits_on_another(self, stream: int) -> bool:
+        """Whether what waits was computed on another stream; see Note [One stream a copy]."""
+        return bool(self.waiting) and self.stream != stream
 
 
 class GradientHandOff:
@@ -86,17 +97,25 @@ class GradientHandOff:
         """Take these parameters' gradients, now or when those of their bucket have come."""
         for parameter in parameters:
             bucket = self._of_parameter.get(id(parameter))
-            if bucket is None or self._is_special(parameter):
+            if bucket is None:
                 self._original([parameter])
-                continue
-            self._begin(bucket)
+            else:
+                self._take(parameter, bucket)
+
+    def _take(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
+        self._begin(bucket)
+        stream = current_stream()
+        gradient = parameter.grad
+        if gradient is None or self._is_special(parameter) or bucket.waits_on_another(stream):
+            self._original([parameter])
+            bucket.handed_over += 1
+        else:
             bucket.waiting.append(parameter)
-            gradient = parameter.grad
-            assert gradient is not None
             bucket.waiting_bytes += gradient.nbytes
-            complete = bucket.handed_over + len(bucket.waiting) == bucket.size
-            if complete or bucket.waiting_bytes > WAITING_BYTES:
-                self._hand_over(bucket)
+            bucket.stream = stream
+        complete = bucket.handed_over + len(bucket.waiting) == bucket.size
+        if bucket.waiting and (complete or bucket.waiting_bytes > WAITING_BYTES):
+            self._hand_over(bucket)
 
     def unit_is_done(self, unit: nn.Module) -> None:
         """Hand over what still waits of ``unit``; see Note [How long a gradient may wait]."""
@@ -127,9 +146,8 @@ class GradientHandOff:
     def _is_special(self, parameter: nn.Parameter) -> bool:
         """Whether Megatron-FSDP does more than to copy, or something else."""
         target: Any = parameter
-        return (
-            target.grad is None
-            or target.grad_added_to_main_grad
+        return bool(
+            target.grad_added_to_main_grad
             or getattr(target, "skip_backward_post_hook", False)
             or self._fsdp.report_nan_in_param_grad
         )
@@ -166,6 +184,16 @@ class GradientHandOff:
             target.main_grad = view
             target.grad = None
         self.copies += 1
+
+
+def current_stream() -> int:
+    """The raw handle of the device's current stream; 0 without a GPU.
+
+    ``torch.cuda.current_stream`` makes an object at each call, twenty times as dear.
+    """
+    if torch.cuda.is_initialized():
+        return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return 0
 
 
 def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:
