@@ -12,6 +12,22 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_cg.versions import Symbol
+
+RELIES_ON = (
+    Symbol(
+        "torch",
+        "torch.distributed:ProcessGroup._get_sequence_number_for_group",
+        "the count of a group's collectives",
+    ),
+    Symbol(
+        "torch",
+        "torch.distributed.distributed_c10d:_world",
+        "all groups of this process",
+        attributes=("pg_map",),
+    ),
+)
+
 
 def collectives_so_far() -> int:
     """Collectives called by this process up to now, over all of its groups.

@@ -46,7 +46,8 @@ class UpstreamChangedError(MegatronCGError):
         self.package, self.version, self.symbol = package, version, symbol
         super().__init__(
             f"{package} {version}: {symbol} is not what megatron_cg relies on ({expected}). "
-            "Install a version named in the README's support table, or report this version."
+            "Type megatron-cg doctor: it says which versions are installed, which of them were "
+            "seen to work, and what to install."
         )
 
 

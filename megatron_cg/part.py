@@ -15,7 +15,24 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.guard.inputs import NOT_INPUTS
-from megatron_cg.versions import lookup
+from megatron_cg.versions import Symbol
+
+_FLAGS = {
+    name: Symbol(
+        "megatron-core",
+        f"megatron.core.transformer.cuda_graphs:{name}",
+        "a function of Megatron's capturing flag",
+    )
+    for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
+}
+RELIES_ON = (
+    *_FLAGS.values(),
+    Symbol(
+        "megatron-core",
+        "megatron.core.transformer.module:GraphableMegatronModule._te_cuda_graph_capture",
+        "the part of a layer that its graph holds",
+    ),
+)
 
 
 def run_part(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -39,9 +56,5 @@ def is_running_part() -> bool:
 
 @cache
 def _flag(name: str) -> Callable[[], Any]:
-    found: Callable[[], Any] = lookup(
-        "megatron-core",
-        f"megatron.core.transformer.cuda_graphs:{name}",
-        "a function of Megatron's capturing flag",
-    )
+    found: Callable[[], Any] = _FLAGS[name].find()
     return found

@@ -16,7 +16,15 @@ import numpy
 import torch
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.versions import lookup
+from megatron_cg.versions import Symbol
+
+_BUILDER = Symbol(
+    "megatron-core",
+    "megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder",
+    "the writer of Megatron's indexed format",
+    attributes=("add_item", "end_document", "finalize"),
+)
+RELIES_ON = (_BUILDER,)
 
 END_OF_DOCUMENT = 256
 """The token after each file; tokens 0 to 255 are its bytes."""
@@ -84,11 +92,7 @@ def from_text(files: Sequence[Path], directory: Path, description: str) -> Token
 
     Raises DataError for a file that cannot be read, and when all of them are empty.
     """
-    builder_type = lookup(
-        "megatron-core",
-        "megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder",
-        "the writer of Megatron's indexed format",
-    )
+    builder_type = _BUILDER.find()
     directory.mkdir(parents=True, exist_ok=True)
     prefix = directory / "text"
     part = directory / f"text.{os.getpid()}.part"

@@ -16,7 +16,6 @@ Note [A generator can stay in a capture]
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -27,11 +26,50 @@ from torch import nn
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.guard.parts import Entry
 from megatron_cg.undo import garbage_collection_kept
-from megatron_cg.versions import changed, lookup
+from megatron_cg.versions import Symbol
 
 _PACKAGE = "transformer-engine"
 _GRAPH = "transformer_engine.pytorch.graph"
-_QUANTIZATION = "transformer_engine.pytorch.quantization"
+_FP8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
+_MAKE = Symbol(
+    _PACKAGE,
+    f"{_GRAPH}:make_graphed_callables",
+    "TE's capture of modules, which TE 2.19 is the first to do around hooks",
+    parameters=("capture_time_hooks",),
+)
+_IS_CAPTURING = Symbol(_PACKAGE, f"{_GRAPH}:is_graph_capturing", "a query of TE's capturing flag")
+_END_CAPTURING = Symbol(_PACKAGE, f"{_GRAPH}:set_capture_end", "a setter of TE's capturing flag")
+_RNG_STATES = Symbol(
+    _PACKAGE,
+    "transformer_engine.pytorch.distributed:get_all_rng_states",
+    "the generators of TE's RNG tracker",
+)
+_FP8_ENABLED = Symbol(_PACKAGE, f"{_FP8}.is_fp8_enabled", "whether quantization is on")
+_FP8_RECIPE = Symbol(_PACKAGE, f"{_FP8}.get_fp8_recipe", "the recipe in use")
+_AUTOCAST = Symbol(_PACKAGE, f"{_FP8}.get_autocast_state", "a snapshot of what autocast sets")
+_SET_AUTOCAST = Symbol(_PACKAGE, f"{_FP8}.set_autocast_state", "what puts such a snapshot back")
+_MODULE = Symbol(
+    _PACKAGE,
+    "transformer_engine.pytorch.module.base:TransformerEngineBaseModule",
+    "a module of TE with FP8 state",
+    attributes=("fp8_meta", "get_fp8_meta_tensors", "reset_fp8_meta_tensors"),
+)
+_POOL = tuple(
+    Symbol("torch", f"torch._C:{name}", "the allocator's end of a capture that CUDA refused")
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
+)
+RELIES_ON = (
+    _MAKE,
+    _IS_CAPTURING,
+    _END_CAPTURING,
+    _RNG_STATES,
+    _FP8_ENABLED,
+    _FP8_RECIPE,
+    _AUTOCAST,
+    _SET_AUTOCAST,
+    _MODULE,
+    *_POOL,
+)
 
 
 class TransformerEngineBackend:
@@ -41,39 +79,14 @@ class TransformerEngineBackend:
 
     def __init__(self) -> None:
         """Raises UpstreamChangedError where this TE has no capture-time hooks."""
-        self._make: Callable[..., Any] = lookup(
-            _PACKAGE, f"{_GRAPH}:make_graphed_callables", "TE >= 2.19's capture of modules"
-        )
-        if "capture_time_hooks" not in inspect.signature(self._make).parameters:
-            raise changed(
-                _PACKAGE,
-                f"{_GRAPH}:make_graphed_callables",
-                "an argument capture_time_hooks, which TE 2.19 is the first to have",
-            )
-        self._is_capturing: Callable[[], bool] = lookup(
-            _PACKAGE, f"{_GRAPH}:is_graph_capturing", "a query of TE's capturing flag"
-        )
-        self._end_capturing: Callable[[], None] = lookup(
-            _PACKAGE, f"{_GRAPH}:set_capture_end", "a setter of TE's capturing flag"
-        )
-        self._rng_states: Callable[[], dict[str, Any]] = lookup(
-            _PACKAGE,
-            "transformer_engine.pytorch.distributed:get_all_rng_states",
-            "the generators of TE's RNG tracker",
-        )
-        state = f"{_QUANTIZATION}:FP8GlobalStateManager"
-        self._fp8_enabled: Callable[[], bool] = lookup(
-            _PACKAGE, f"{state}.is_fp8_enabled", "whether quantization is on"
-        )
-        self._fp8_recipe: Callable[[], Any] = lookup(
-            _PACKAGE, f"{state}.get_fp8_recipe", "the recipe in use"
-        )
-        self._autocast_state: Callable[[], Any] = lookup(
-            _PACKAGE, f"{state}.get_autocast_state", "a snapshot of what autocast sets"
-        )
-        self._set_autocast_state: Callable[[Any], None] = lookup(
-            _PACKAGE, f"{state}.set_autocast_state", "what puts such a snapshot back"
-        )
+        self._make: Callable[..., Any] = _MAKE.find()
+        self._is_capturing: Callable[[], bool] = _IS_CAPTURING.find()
+        self._end_capturing: Callable[[], None] = _END_CAPTURING.find()
+        self._rng_states: Callable[[], dict[str, Any]] = _RNG_STATES.find()
+        self._fp8_enabled: Callable[[], bool] = _FP8_ENABLED.find()
+        self._fp8_recipe: Callable[[], Any] = _FP8_RECIPE.find()
+        self._autocast_state: Callable[[], Any] = _AUTOCAST.find()
+        self._set_autocast_state: Callable[[Any], None] = _SET_AUTOCAST.find()
 
     def capture(
         self,

@@ -12,7 +12,26 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.guard.addresses import Watched
+
+RELIES_ON = (
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("data_parallel_sharding_strategy",),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "the model's buffers",
+        attributes=("param_to_param_group", "parameter_groups", "ddp_config"),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParameterGroup",
+        "parameters in one bucket",
+        attributes=("fsdp_unit_id",),
+    ),
+)
 
 _REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.fsdp.recognise import fsdp_package_of
+from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.versions import changed
 
 _NEEDED = (
@@ -22,6 +23,9 @@ _NEEDED = (
     "synchronize_param_gather",
     "start_param_sync",
     "param_and_grad_buffer",
+)
+RELIES_ON = in_both(
+    "megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=(*_NEEDED, "_training_state")
 )
 
 

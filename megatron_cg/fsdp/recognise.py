@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_cg.errors import UnknownFsdpHookError
+from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.hooks.record import HookKind, HookRecord, describe, innermost
 from megatron_cg.versions import installed_version
 
@@ -40,6 +41,12 @@ class FsdpRole(Enum):
     WRAPS_POST_BACKWARD = "_register_post_backward_hook"
     WRAPS_PRE_BACKWARD = "create_custom_backward_hook.<locals>.forward_hook"
 
+
+RELIES_ON = tuple(
+    symbol
+    for name in (*(role.value for role in FsdpRole), "_root_pre_backward")
+    for symbol in in_both(f"megatron_fsdp:{_SCOPE}{name}", "a hook of Megatron-FSDP")
+)
 
 _KIND_OF_ROLE = {
     FsdpRole.UNSHARD: HookKind.FORWARD_PRE,

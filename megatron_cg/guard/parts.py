@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 
 from megatron_cg.guard.mismatch import Mismatch
 from megatron_cg.hooks import HookKind
+from megatron_cg.versions import Symbol
 
 _GLOBAL = (
     "_global_forward_hooks",
@@ -27,6 +28,9 @@ _GLOBAL = (
     "_global_backward_pre_hooks",
 )
 """Registries of hooks on every module; torch 2.11, ``torch/nn/modules/module.py``."""
+RELIES_ON = tuple(
+    Symbol("torch", f"torch.nn.modules.module:{name}", "hooks on every module") for name in _GLOBAL
+)
 
 Entry = tuple[Mapping[Any, Any], Any, str, str]
 """(dictionary, key, clause, what is in there)."""
@@ -53,7 +57,8 @@ def entries(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
         found += [
             (owner._buffers, name, "buffer", f"buffer {prefix}{name}") for name in owner._buffers
         ]
-        found.append((vars(owner), "forward", "forward", f"forward of {prefix[:-1] or 'layer'}"))
+        if owner is not layer:  # the layer's own is where the replay comes to stand
+            found.append((vars(owner), "forward", "forward", f"forward of {prefix[:-1]}"))
     return found
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.versions import Symbol
+
 
 class HookKind(Enum):
     """The registry of ``torch.nn.Module`` that holds a hook; the value is its attribute."""
@@ -33,6 +35,15 @@ FLAG_REGISTRIES = (
     "_forward_hooks_always_called",
 )
 """Registries that hold one flag per hook id beside the four of :class:`HookKind`."""
+
+RELIES_ON = (
+    Symbol(
+        "torch",
+        "torch.nn:Module",
+        "the registries of a module's hooks",
+        attributes=(*(kind.value for kind in HookKind), *FLAG_REGISTRIES),
+    ),
+)
 
 
 @dataclass(frozen=True)

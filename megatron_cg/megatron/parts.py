@@ -15,8 +15,16 @@ from typing import Any
 import torch
 
 from megatron_cg.guard.parts import Entry
+from megatron_cg.versions import Symbol
 
 _MODULE = "megatron.core.transformer.moe.moe_logging"
+RELIES_ON = (
+    Symbol("megatron-core", f"{_MODULE}:_MOE_METRICS_TRACKER", "Megatron's MoE metrics tracker"),
+    Symbol("megatron-core", f"{_MODULE}:MoEMetricsTracker", "what it is", attributes=("metrics",)),
+    Symbol(
+        "megatron-core", f"{_MODULE}:MetricEntry", "an entry of its metrics", attributes=("values",)
+    ),
+)
 
 
 def metric_entries() -> list[Entry]:

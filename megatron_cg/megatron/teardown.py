@@ -34,9 +34,28 @@ import torch
 
 from megatron_cg import session
 from megatron_cg.undo import set_attribute
-from megatron_cg.versions import lookup
+from megatron_cg.versions import Symbol
 
 logger = logging.getLogger(__name__)
+
+_NAME = "destroy_process_group"
+_PLACES = (
+    Symbol("torch", "torch.distributed", "the module of process groups"),
+    Symbol("torch", "torch.distributed.distributed_c10d", "where torch's own callers look"),
+)
+_DESTROY = Symbol(
+    "torch",
+    f"torch.distributed.distributed_c10d:{_NAME}",
+    "the end of process groups",
+    parameters=("group",),
+)
+_MEMBERS = Symbol(
+    "torch",
+    "torch.distributed.distributed_c10d:GroupMember",
+    "what names the default group",
+    attributes=("WORLD",),
+)
+RELIES_ON = (*_PLACES, _DESTROY, _MEMBERS)
 
 SECONDS = 60.0
 """How long the end of a run waits for the GPU to come to rest."""
@@ -49,10 +68,7 @@ def close_before_process_groups() -> Callable[[], None]:
     Where a script took the function's name into a module of its own before, that name is not
     reached. Raises UpstreamChangedError when torch has no such function.
     """
-    name = "destroy_process_group"
-    places = ("torch.distributed", "torch.distributed.distributed_c10d")
-    old = lookup("torch", f"{places[1]}:{name}", "the end of process groups")
-    members = lookup("torch", f"{places[1]}:GroupMember", "what names the default group")
+    old, members = _DESTROY.find(), _MEMBERS.find()
 
     @wraps(old)
     def destroy_process_group(group: Any = None) -> None:
@@ -61,9 +77,8 @@ def close_before_process_groups() -> Callable[[], None]:
         old(group)
 
     with ExitStack() as undo:
-        for place in places:
-            module = lookup("torch", place, "the module of process groups")
-            undo.callback(set_attribute(module, name, destroy_process_group))
+        for place in _PLACES:
+            undo.callback(set_attribute(place.find(), _NAME, destroy_process_group))
         return undo.pop_all().close
 
 

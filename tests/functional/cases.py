@@ -164,6 +164,7 @@ CASES = [
         batch(8),
         graph_flags=("--cuda-graph-warmup-steps", "0"),
     ),
+    Case("no-fast-path", MOE, ROUTER, batch(8), graph_flags=("--cg-no-fsdp-fast-path",)),
     Case("layers", MOE, ROUTER, batch(8), graph_flags=("--cg-layers", "attn:0-1", "moe_router:1-")),
     Case(
         "checkpoint",

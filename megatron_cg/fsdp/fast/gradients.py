@@ -45,10 +45,43 @@ from torch import nn
 
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
 from megatron_cg.fsdp.fast.views import BucketViews
+from megatron_cg.fsdp.symbols import in_both
 
 WAITING_BYTES = 64 << 20
 """Of gradients of one bucket; some ten of the experts of a 30B-A3B mixture."""
 _PROCESS = "_process_post_backward_gradients"
+RELIES_ON = (
+    *in_both(
+        f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
+        "what takes gradients",
+    ),
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("_params_require_handle_grad", "report_nan_in_param_grad", "mp_policy"),
+    ),
+    *in_both(
+        "param_and_grad_buffer:GradReducePipeline",
+        "what reduces gradients",
+        attributes=("bucket_grad_ready_params", "_enforce_double_buffer_limit"),
+    ),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer",
+        "one kind of gradients",
+        attributes=("fetch_bucket", "get_item_from_bucket", "param_idx"),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParameterGroup",
+        "parameters in one bucket",
+        attributes=(
+            "hfsdp_helper_gbuf",
+            "main_grad_buffer",
+            "requires_grad",
+            "params",
+            "fsdp_unit_id",
+        ),
+    ),
+)
 
 
 @dataclass

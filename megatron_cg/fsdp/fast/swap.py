@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.undo import set_attribute
 
 Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
@@ -25,6 +26,11 @@ Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
 _RAW, _DISTRIBUTED = (
     "_replace_param_with_raw_if_needed",
     "_replace_param_with_distributed_if_needed",
+)
+RELIES_ON = in_both(
+    "megatron_fsdp:MegatronFSDP",
+    "the wrapped model",
+    attributes=(_RAW, _DISTRIBUTED, "is_param_fsdp_distributed"),
 )
 
 

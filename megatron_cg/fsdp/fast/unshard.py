@@ -17,9 +17,31 @@ from torch import nn
 
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
 from megatron_cg.fsdp.fast.known import KnownParameters, ParameterLists
+from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.undo import set_attribute
 
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
+RELIES_ON = (
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("all_gather_and_wait_parameters_ready",),
+    ),
+    *(
+        symbol
+        for name in (_LISTED, _RELEASE)
+        for symbol in in_both(
+            f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{name}",
+            "what walks over parameters",
+        )
+    ),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer",
+        "one kind of weights",
+        attributes=("fetch_bucket", "get_item_from_bucket"),
+    ),
+    *in_both("param_and_grad_buffer:is_float8tensor", "whether a parameter is FP8"),
+)
 
 
 def install_unshard(fsdp: Any, after_backward: Callable[[nn.Module], None]) -> Callable[[], None]:

@@ -12,9 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.fsdp.symbols import in_both
+
 _STAYS = "FixedPoolAllocator"
 """The allocator of ``--fsdp-double-buffer``: a bucket comes back to one of two buffers that are
 never freed. Views into what others allocate would keep freed memory alive."""
+
+
+RELIES_ON = (
+    *in_both(f"param_and_grad_buffer:{_STAYS}", "buffers that stay in place"),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer",
+        "one kind of weights",
+        attributes=("temporary_bucket_allocator", "param_idx", "get_item_from_bucket"),
+    ),
+)
 
 
 class BucketViews:

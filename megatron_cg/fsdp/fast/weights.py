@@ -23,9 +23,31 @@ import torch
 
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.unshard import is_float8
+from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.undo import set_attribute
 
 _ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
+RELIES_ON = (
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "the model's buffers",
+        attributes=(
+            _ATTACH,
+            _INSTALL,
+            "optimizer_named_parameters",
+            "dist_main_grad",
+            "use_decoupled_grad",
+            "bucketing_policy",
+            "parameter_groups",
+            "param_to_param_group",
+        ),
+    ),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer",
+        "one kind of weights",
+        attributes=("data", "get_item", "param_idx", "dtype", "is_data_distributed"),
+    ),
+)
 
 
 def install_main_gradients(fsdp: Any) -> Callable[[], None]:
