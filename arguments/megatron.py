@@ -132,7 +132,8 @@ def validate(namespace: argparse.Namespace, environment: Environment | None = No
     Raises UpstreamChangedError as :func:`read` does.
     """
     graph = read_graph(namespace)
-    if not wants_graphs(namespace) and graph == GraphArguments(cg_record=graph.cg_record):
+    records = GraphArguments(cg_record=graph.cg_record, cg_report=graph.cg_report)
+    if not wants_graphs(namespace) and graph == records:
         return
     run = read_run(namespace)
     environment = environment or Environment.read()

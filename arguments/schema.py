@@ -87,6 +87,13 @@ class GraphArguments:
         "shard, as JSON into this folder; 'megatron-cg align' compares two such folders.",
         metavar="DIR",
     )
+    cg_report: str | None = _flag(
+        None,
+        "Write how the run goes as JSON into this folder: losses, norms and times of steps, what "
+        "was captured and why the rest was not, memory, counters, mismatches. 'megatron-cg "
+        "report' makes a page of it.",
+        metavar="DIR",
+    )
 
 
 @dataclass(frozen=True)

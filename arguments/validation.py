@@ -56,7 +56,7 @@ def _flags_without_graphs(run: RunArguments, graph: GraphArguments) -> tuple[Vio
     for field in dataclasses.fields(graph):
         value = getattr(graph, field.name)
         # A record is worth having of any run.
-        if value != field.default and field.name != "cg_record":
+        if value != field.default and field.name not in ("cg_record", "cg_report"):
             words = " ".join(value) if isinstance(value, tuple) else str(value)
             given.append(f"--{field.name.replace('_', '-')} {words}")
     if not given:

@@ -7,7 +7,7 @@ import runpy
 import sys
 
 from megatron_cg import disable, enable
-from megatron_cg.errors import ConfigurationError
+from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 
 _USAGE = """usage: torchrun [...] -m megatron_cg SCRIPT [the script's own arguments]
 
@@ -27,13 +27,14 @@ def main() -> None:
         sys.exit(f"megatron_cg: there is no file {script}. " + _USAGE)
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    enable()
     try:
-        runpy.run_path(script, run_name="__main__")
-    except ConfigurationError as error:
+        enable()
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            disable()
+    except (ConfigurationError, UpstreamChangedError) as error:
         sys.exit(f"megatron_cg: {error}")
-    finally:
-        disable()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ class Counters:
     """Forward passes of a graphed layer that were not: evaluation, or a mismatch."""
     mismatched: int = 0
     """Times that a guard forbade a replay."""
+    recaptured: int = 0
+    """Captures in the place of an earlier one, which a mismatch led to."""
     verified: int = 0
     """Replays that were compared with an eager pass."""
     inputs_in_place: int = 0

@@ -26,7 +26,20 @@ from megatron_cg.guard import Mismatch
 from megatron_cg.guard.inputs import described
 from megatron_cg.part import is_running_part
 from megatron_cg.undo import set_attribute
+from megatron_cg.versions import Symbol
 from megatron_cg.watch import Watch
+
+_LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
+RELIES_ON = (
+    Symbol(
+        "megatron-core",
+        _LAYER,
+        "a layer with graphs",
+        attributes=("cuda_graphs", "cuda_graph_manual_hooks"),
+    ),
+    Symbol("megatron-core", f"{_LAYER}._should_call_te_cudagraph", "what __call__ asks"),
+    Symbol("megatron-core", f"{_LAYER}._te_cuda_graph_replay", "the replay"),
+)
 
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 

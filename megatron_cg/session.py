@@ -23,6 +23,7 @@ from megatron_cg.graphed import GuardedGraph
 from megatron_cg.guarded_capture import GuardedCapture
 from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.replay import attach_replay
+from megatron_cg.reporting.capture import CaptureReport
 from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.undo import set_attribute
 from megatron_cg.verdict import Verdict, digest
@@ -116,6 +117,8 @@ class Session:
         """
         self._require(Phase.EAGER)
         self._wait_for_earlier_work()
+        votes = self._agreement.time if self._agreement is not None else None
+        report = CaptureReport(self._fsdp, self._units, self._backend, votes)
         self.phase = Phase.CAPTURING
         try:
             self._capture = GuardedCapture(
@@ -129,8 +132,8 @@ class Session:
                     yield
                     self._check_whole()
                     for unit, unit_hooks in zip(self._units, hooks, strict=True):
-                        undo = attach_replay(unit, unit_hooks.before_replay, self.watch)
-                        lasting.callback(undo)
+                        attach = unit.attach or attach_replay
+                        lasting.callback(attach(unit, unit_hooks.before_replay, self.watch))
                     if self._agreement is not None:
                         self._agreement.confirm()
                 self._undo = lasting.pop_all()
@@ -138,13 +141,15 @@ class Session:
                 # Only now are FSDP's hooks, which it is found by, in their places again.
                 self.fast_path = install_fast_path(self._fsdp)
                 self._undo.callback(self.fast_path.close)
-        except BaseException:
+        except BaseException as error:
             self._undo.close()
             self.phase = Phase.EAGER
+            report.failed(error)
             raise
         _SESSIONS.append(self)
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
         self.phase = Phase.REPLAYING
+        report.finished(self.counters)
 
     def capture(
         self,

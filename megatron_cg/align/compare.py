@@ -74,7 +74,7 @@ def read_run(directory: Path) -> dict[int, dict[str, Any]]:
     if not ranks:
         raise RecordError(
             f"{directory} holds no record (rank0.json, ...): training ended before it began, or "
-            "the run was not started with --cg-record."
+            "the run was not started with --cg-record or --cg-report."
         )
     return ranks
 

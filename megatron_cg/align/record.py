@@ -1,5 +1,8 @@
 """What a run trained, written as it was: losses, gradient norms and parameter shards.
 
+And how it came to that, for ``megatron-cg report``: counters and memory by step, machine, command
+line and environment, and whatever the rest of this package notes of its captures.
+
 Relied on: megatron-core 0.19.2, ``megatron.training.training``: ``train``, ``train_step`` and
 ``evaluate``, looked up as globals of that module when they are called; ``train_step`` gives eight
 values, of which the loss dictionary is the first, ``skipped_iter`` the second and the gradient norm
@@ -16,9 +19,10 @@ import inspect
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -26,15 +30,30 @@ from typing import Any
 import torch
 
 from megatron_cg import __version__
+from megatron_cg.agreement import AgreementTime
 from megatron_cg.align.shards import parameter_digests
+from megatron_cg.counters import Counters
+from megatron_cg.reporting.events import listening
+from megatron_cg.reporting.machine import machine, variables
+from megatron_cg.reporting.memory import memory
 from megatron_cg.undo import set_attribute
-from megatron_cg.versions import changed, installed_version, lookup
+from megatron_cg.versions import Symbol, changed, installed_version
 
 _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
+_LOOP = Symbol(_PACKAGE, _MODULE, "the module of Megatron's training loop")
+_TRAIN, _EVALUATE, _STEP = (
+    Symbol(_PACKAGE, f"{_MODULE}:{name}", "a function of Megatron's loop", parameters=parameters)
+    for name, parameters in (
+        ("train", ("forward_step_func", "model")),
+        ("evaluate", ("forward_step_func", "data_iterator", "model")),
+        ("train_step", ("forward_step_func", "data_iterator", "model", "optimizer")),
+    )
+)
+RELIES_ON = (_LOOP, _TRAIN, _EVALUATE, _STEP)
 CAPTURED_AFTER = "captured_after_step"
-_active: Recorder | None = None
+_active: list[Recorder] = []
 
 
 def note(key: str, value: Any) -> None:
@@ -42,69 +61,106 @@ def note(key: str, value: Any) -> None:
 
     Does nothing where nothing is recorded. A note that comes after training is written too.
     """
-    if _active is not None:
-        _active.note(key, value)
+    for recorder in _active:
+        recorder.note(key, value)
 
 
 def note_capture() -> None:
     """Record after how many steps the graphs were captured; see :func:`note`."""
-    if _active is not None:
-        _active.note(CAPTURED_AFTER, len(_active.data["steps"]))
+    for recorder in _active:
+        recorder.note(CAPTURED_AFTER, len(recorder.data["steps"]))
 
 
-def install_recorder(directory: str | Path) -> Callable[[], None]:
+def note_step(key: str, value: Any) -> None:
+    """Put ``value`` under ``key`` into the step that was trained last; see :func:`note`."""
+    for recorder in _active:
+        if recorder.data["steps"]:
+            recorder.data["steps"][-1][key] = value
+
+
+def add_capture(capture: dict[str, Any]) -> None:
+    """Add what one capture was like, and the number of steps trained before it."""
+    for recorder in _active:
+        steps = len(recorder.data["steps"])
+        recorder.note("captures", [*recorder.data["captures"], {"after_step": steps, **capture}])
+
+
+def follow(counters: Counters, votes: AgreementTime | None) -> None:
+    """Let records show, from now on, how these counts of one session and its votes grow."""
+    for recorder in _active:
+        recorder.follow(counters, votes)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Let notes of this process, and the warnings of this package, reach ``recorder``."""
+    with listening(recorder.add_event):
+        _active.append(recorder)
+        try:
+            yield
+        finally:
+            _active.remove(recorder)
+
+
+def install_recorder(directory: str | Path, **options: Any) -> Callable[[], None]:
     """Record the run of this process into ``directory/rank<N>.json``; returns the undo.
 
     The file is written when Megatron's ``train`` ends, by return, exception or ``sys.exit``.
+    ``options`` are those of :class:`Recorder`.
     Raises UpstreamChangedError when ``train`` or ``train_step`` are not as we know them.
     """
-    global _active
-    recorder = Recorder(Path(directory))
-    module = lookup(_PACKAGE, _MODULE, "the module of Megatron's training loop")
-    train = _function("train", ("forward_step_func", "model"))
-    evaluate = _function("evaluate", ("forward_step_func", "data_iterator", "model"))
-    step = _function("train_step", ("forward_step_func", "data_iterator", "model", "optimizer"))
+    recorder = Recorder(Path(directory), **options)
+    module = _LOOP.find()
+    train, evaluate, step = _TRAIN.find(), _EVALUATE.find(), _STEP.find()
     with ExitStack() as stack:
         stack.callback(set_attribute(module, "train_step", recorder.wrap_step(step)))
         stack.callback(set_attribute(module, "train", recorder.wrap_train(train)))
         stack.callback(set_attribute(module, "evaluate", recorder.wrap_evaluate(evaluate)))
-        undo = stack.pop_all()
-    _active = recorder
-
-    def uninstall() -> None:
-        global _active
-        undo.close()
-        if _active is recorder:
-            _active = None
-
-    return uninstall
-
-
-def _function(name: str, first_parameters: tuple[str, ...]) -> Callable[..., Any]:
-    """Megatron's function of that name, whose parameters must begin with those given."""
-    expected = f"a function of ({', '.join(first_parameters)}, ...)"
-    found: Callable[..., Any] = lookup(_PACKAGE, f"{_MODULE}:{name}", expected)
-    if tuple(inspect.signature(found).parameters)[: len(first_parameters)] != first_parameters:
-        raise changed(_PACKAGE, f"{_MODULE}:{name}", expected)
-    return found
+        stack.enter_context(recording(recorder))
+        return stack.pop_all().close
 
 
 class Recorder:
-    """One rank's record, grown step by step and written to a file of its own."""
+    """One rank's record, grown step by step and written to a file of its own.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: where ``rank<N>.json`` is written.
+        digests: whether every parameter shard is read at the end, which a comparison needs.
+        interval: steps between two rows of counters and memory.
+        write_seconds: at least so many seconds lie between two writes in the course of a run;
+            None writes at its end only.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        digests: bool = True,
+        interval: int = 1,
+        write_seconds: float | None = None,
+    ) -> None:
         self.directory = directory
+        self._digests, self._interval = digests, max(1, interval)
+        self._pause, self._next_write = write_seconds, time.monotonic() + (write_seconds or 0.0)
+        self._counters: list[Counters] = []
+        self._votes: list[AgreementTime] = []
         self._written = False
         self.data: dict[str, Any] = {
             "format": 1,
             "versions": {name: installed_version(name) for name in _PACKAGES}
             | {"megatron-cg": __version__},
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "machine": machine(),
+            "command": list(sys.argv),
+            "environment": variables(),
             "finished": False,
             "error": None,
             "steps": [],
             "parameters": {},
             "graphs": None,
+            "captures": [],
+            "intervals": [],
+            "events": [],
         }
 
     def note(self, key: str, value: Any) -> None:
@@ -112,6 +168,17 @@ class Recorder:
         self.data[key] = value
         if self._written:
             self.write()
+
+    def follow(self, counters: Counters, votes: AgreementTime | None) -> None:
+        """Count these in every row of counters from now on; sessions may share their votes."""
+        self._counters.append(counters)
+        if votes is not None and not any(known is votes for known in self._votes):
+            self._votes.append(votes)
+
+    def add_event(self, level: str, text: str) -> None:
+        """Add something that a reader should know, and how many steps were trained before it."""
+        event = {"after_step": len(self.data["steps"]), "level": level, "text": text}
+        self.note("events", [*self.data["events"], event])
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``train_step`` that also appends its loss, gradient norm and time to the record."""
@@ -173,10 +240,41 @@ class Recorder:
                 "milliseconds": (time.perf_counter() - start) * 1e3,
             }
         )
+        if len(self.data["steps"]) % self._interval == 0:
+            self._add_interval()
+            self._write_when_due()
+
+    def _add_interval(self) -> None:
+        """Append all counts and the memory after the step that was trained last."""
+        counters = Counters()
+        for counted in self._counters:
+            counters.add(counted)
+        spent = [votes.as_dict() for votes in self._votes]
+        self.data["intervals"].append(
+            {
+                "step": len(self.data["steps"]),
+                "counters": counters.as_dict(),
+                "agreement": {
+                    name: sum(votes[name] for votes in spent) for name in AgreementTime().as_dict()
+                },
+                "memory": memory(),
+            }
+        )
+
+    def _write_when_due(self) -> None:
+        """Write in the course of a run, for at most a hundredth of its time."""
+        if self._pause is None or (start := time.monotonic()) < self._next_write:
+            return
+        self.write()
+        end = time.monotonic()
+        self._next_write = end + max(self._pause, 100 * (end - start))
 
     def finish(self, model: list[Any]) -> None:
         """Record the parameter shards of every model chunk and the peak memory, and write."""
-        for index, chunk in enumerate(model):
+        rows, steps = self.data["intervals"], len(self.data["steps"])
+        if steps and (not rows or rows[-1]["step"] != steps):
+            self._add_interval()
+        for index, chunk in enumerate(model if self._digests else ()):
             for name, digest in parameter_digests(chunk).items():
                 self.data["parameters"][name if len(model) == 1 else f"{index}:{name}"] = digest
         if torch.cuda.is_available():

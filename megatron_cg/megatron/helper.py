@@ -23,40 +23,52 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_cg.agreement import Agreement
+from megatron_cg.agreement import Agreement, AgreementTime
 from megatron_cg.align.record import note, note_capture
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
+from megatron_cg.capture_memory import drop_gradients, let_gradients_go
 from megatron_cg.counters import Counters, counts_text
 from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.hook_order import OutOfStepError
+from megatron_cg.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.megatron.scopes import LayerConfig, give_scopes
 from megatron_cg.megatron.steps import StepRoutine
+from megatron_cg.memory_report import log_report
 from megatron_cg.session import Session
-from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.undo import set_attribute
-from megatron_cg.versions import changed, lookup
+from megatron_cg.versions import Symbol, changed
 from megatron_cg.watch import ReplayPolicy
 
 logger = logging.getLogger(__name__)
 
 
-for _symbol, _expected in (
-    ("transformer.cuda_graphs:TECudaGraphHelper._discover_layers", "which layers are captured"),
-    ("transformer.cuda_graphs:TECudaGraphHelper._get_sample_arguments", "static inputs"),
-    ("transformer.cuda_graphs:TECudaGraphHelper._reset_after_capture", "gradients cleared"),
-    ("transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"),
-    ("transformer.cuda_graphs:_set_capture_end", "the setter of the capturing flag"),
-    ("transformer.module:GraphableMegatronModule._should_call_te_cudagraph", "asked in __call__"),
-    ("transformer.module:GraphableMegatronModule._te_cuda_graph_replay", "the replay"),
-    ("transformer.module:GraphableMegatronModule._get_submodules_under_cudagraphs", "the scope"),
-):
-    lookup("megatron-core", f"megatron.core.{_symbol}", _expected)
+RELIES_ON = tuple(
+    Symbol("megatron-core", f"megatron.core.{path}", expected)
+    for path, expected in (
+        ("transformer.cuda_graphs:TECudaGraphHelper._discover_layers", "which layers are captured"),
+        ("transformer.cuda_graphs:TECudaGraphHelper._get_sample_arguments", "static inputs"),
+        ("transformer.cuda_graphs:TECudaGraphHelper._reset_after_capture", "gradients cleared"),
+        ("transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"),
+        ("transformer.cuda_graphs:_set_capture_end", "the setter of the capturing flag"),
+        (
+            "transformer.module:GraphableMegatronModule._should_call_te_cudagraph",
+            "asked in __call__",
+        ),
+        ("transformer.module:GraphableMegatronModule._te_cuda_graph_replay", "the replay"),
+        (
+            "transformer.module:GraphableMegatronModule._get_submodules_under_cudagraphs",
+            "the scope",
+        ),
+    )
+)
+for _symbol in RELIES_ON:
+    _symbol.find()
 
 
 class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
@@ -79,11 +91,14 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self.counters = Counters()
         """Of all sessions that were closed; a second capture opens another session."""
         super().__init__(*args, **kwargs)
+        self.undo = ExitStack()
+        """Of what is changed for as long as the run lasts."""
         self.steps: StepRoutine | None = None
         if self._fsdp is not None:
             # Made by all ranks, since all make this helper.
             self._agreement = Agreement()
-            self._static_inputs = StaticInputs(self.flattened_callables)
+            self._static_inputs = ObservedInputs(self.flattened_callables)
+            self.undo.callback(let_gradients_go(self._fsdp))
             self.steps = StepRoutine(self, self._agreement, self._static_inputs)
             if self.live is not None:
                 self.live.append(self)
@@ -173,12 +188,15 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             fast_path=self.fast_path,
         )
         captured: list[int] = []
+        drop_gradients(self._fsdp)
 
         def capture(callables: Any, *args: Any, **kwargs: Any) -> Any:
             captured.append(len(callables))
             return session.capture(callables, *args, **kwargs)
 
         with ExitStack() as scopes:
+            masks = without_unused_masks(self.flattened_callables, self._static_inputs)
+            scopes.callback(masks)
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
@@ -195,18 +213,28 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                     )
             session.on_close(scopes.pop_all().close)
         self.session = session
+        log_report(session, "after capture")
         note_capture()
 
     def capture_again(self) -> None:
         """Delete the graphs and capture anew; on all ranks, between two steps."""
         if self.session is not None:
-            if self.session.watch.saw(STATIC_INPUT):
+            # A mask that was never given before capture breaks the clause of structure.
+            if self.session.watch.saw(STATIC_INPUT) or self.session.watch.saw("structure"):
                 self._static_inputs.forget()
             self.delete_cuda_graphs()
         self._capture_finished = False
         self.create_cudagraphs()
         if self.session is not None:
             self.session.watch.captured_again = True
+            self.session.counters.recaptured += 1
+
+    def counted(self) -> tuple[Counters, AgreementTime]:
+        """All counts so far, those of the session that runs included, and what votes cost."""
+        total = Counters()
+        for counters in (self.counters, self.session.counters if self.session else Counters()):
+            total.add(counters)
+        return total, self._agreement.time
 
     def _give_up(self, error: Exception) -> None:
         """Leave no trace of a failed capture; raise, or log where going on was asked for.

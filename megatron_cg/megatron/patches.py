@@ -24,9 +24,30 @@ from megatron_cg.megatron.teardown import (
 )
 from megatron_cg.session import close_all_sessions
 from megatron_cg.undo import set_attribute
-from megatron_cg.versions import lookup
+from megatron_cg.versions import Symbol
 
-_PACKAGE = "megatron-core"
+_PARSER = Symbol(
+    "megatron-core", "megatron.training.arguments:add_megatron_arguments", "what fills the parser"
+)
+_RULES = Symbol(
+    "megatron-core", "megatron.training.arguments:validate_args", "Megatron's own rules"
+)
+_YAML_RULES = Symbol(
+    "megatron-core",
+    "megatron.training.yaml_arguments:validate_yaml",
+    "Megatron's rules for --yaml-cfg",
+)
+_HELPER = Symbol(
+    "megatron-core",
+    "megatron.training.training:TECudaGraphHelper",
+    "the capture helper that train() makes",
+)
+_COMPILE = Symbol(
+    "megatron-core",
+    "megatron.core.datasets.utils:compile_helpers",
+    "what runs make for datasets",
+)
+RELIES_ON = (_PARSER, _RULES, _YAML_RULES, _HELPER, _COMPILE)
 _YAML_VIOLATION = Violation(
     "yaml-config",
     "--yaml-cfg asks for layerwise graphs under Megatron-FSDP",
@@ -78,11 +99,14 @@ def disable() -> None:
             active.close()
 
 
-def _replace(path: str, expected: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace ``module:name`` with ``make(old)``; returns the undo."""
-    module_name, _, name = path.partition(":")
-    old = lookup(_PACKAGE, path, expected)
-    return set_attribute(lookup(_PACKAGE, module_name, "a module"), name, make(old))
+def _replace(symbol: Symbol, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace what ``symbol`` names, an attribute of a module, by ``make(old)``; returns the undo.
+
+    Raises UpstreamChangedError when it is not there.
+    """
+    module_name, _, name = symbol.path.partition(":")
+    old = symbol.find()
+    return set_attribute(sys.modules[module_name], name, make(old))
 
 
 def _extend_parser() -> Callable[[], None]:
@@ -95,9 +119,7 @@ def _extend_parser() -> Callable[[], None]:
 
         return add_megatron_arguments
 
-    return _replace(
-        "megatron.training.arguments:add_megatron_arguments", "what fills the parser", extended
-    )
+    return _replace(_PARSER, extended)
 
 
 def _extend_validation() -> Callable[[], None]:
@@ -108,12 +130,12 @@ def _extend_validation() -> Callable[[], None]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             flags.validate(args)
             result = old(args, *rest, **kwargs)
-            _start(flags.read_graph(args), wants_graphs=flags.wants_graphs(args))
+            _start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
             return result
 
         return validate_args
 
-    return _replace("megatron.training.arguments:validate_args", "Megatron's own rules", extended)
+    return _replace(_RULES, extended)
 
 
 def _refuse_yaml_with_graphs() -> Callable[[], None]:
@@ -130,11 +152,10 @@ def _refuse_yaml_with_graphs() -> Callable[[], None]:
 
         return validate_yaml
 
-    path = "megatron.training.yaml_arguments:validate_yaml"
-    return _replace(path, "Megatron's rules for --yaml-cfg", extended)
+    return _replace(_YAML_RULES, extended)
 
 
-def _start(settings: Any, wants_graphs: bool) -> None:
+def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
     """After validation: the recorder, and our helper, for the run that asks for them."""
     if _active is None:
         return
@@ -142,14 +163,23 @@ def _start(settings: Any, wants_graphs: bool) -> None:
         from megatron_cg.align.record import install_recorder
 
         _active.callback(install_recorder(settings.cg_record))
+    if settings.cg_report is not None:
+        from megatron_cg.reporting.start import start_report
+
+        _active.callback(start_report(settings.cg_report, args))
     if wants_graphs:
         _active.callback(_replace_helper(settings))
+    elif settings.cg_record is not None or settings.cg_report is not None:
+        from megatron_cg.reporting.log import follow_log
+
+        _active.callback(follow_log(()))
 
 
 def _replace_helper(settings: Any) -> Callable[[], None]:
     from megatron_cg.arguments.layers import LayerSelection
     from megatron_cg.megatron.helper import FsdpCudaGraphHelper
     from megatron_cg.megatron.steps import follow_steps
+    from megatron_cg.reporting.log import follow_log
     from megatron_cg.watch import ReplayPolicy
 
     live: list[FsdpCudaGraphHelper] = []
@@ -165,14 +195,9 @@ def _replace_helper(settings: Any) -> Callable[[], None]:
         },
     )
     with ExitStack() as undo:
-        undo.callback(
-            _replace(
-                "megatron.training.training:TECudaGraphHelper",
-                "the capture helper that train() makes",
-                lambda _old: helper,
-            )
-        )
+        undo.callback(_replace(_HELPER, lambda _old: helper))
         undo.callback(follow_steps(live))
+        undo.callback(follow_log(live))
         return undo.pop_all().close
 
 
@@ -194,6 +219,4 @@ def _allow_prebuilt_dataset_helpers() -> Callable[[], None]:
 
         return compile_helpers
 
-    return _replace(
-        "megatron.core.datasets.utils:compile_helpers", "what runs make for datasets", extended
-    )
+    return _replace(_COMPILE, extended)

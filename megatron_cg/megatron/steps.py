@@ -17,12 +17,21 @@ from megatron_cg.boundary import Boundary
 from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.undo import set_attribute
 from megatron_cg.verdict import Decision, Level, Verdict
-from megatron_cg.versions import lookup
+from megatron_cg.versions import Symbol
 
 if TYPE_CHECKING:
     from megatron_cg.megatron.helper import FsdpCudaGraphHelper
 
 logger = logging.getLogger(__name__)
+
+_LOOP = Symbol("megatron-core", "megatron.training.training", "Megatron's training loop")
+_STEP = Symbol(
+    "megatron-core",
+    "megatron.training.training:train_step",
+    "one training step",
+    parameters=("iteration",),
+)
+RELIES_ON = (_LOOP, _STEP)
 
 
 class StepRoutine:
@@ -84,9 +93,7 @@ def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
 
     ``helpers`` is read anew at each step. Raises UpstreamChangedError where ``train_step`` is gone.
     """
-    path = "megatron.training.training:train_step"
-    old = lookup("megatron-core", path, "one training step")
-    module = lookup("megatron-core", "megatron.training.training", "Megatron's training loop")
+    old, module = _STEP.find(), _LOOP.find()
 
     @wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -109,5 +116,6 @@ def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
         for helper in helpers:
             if helper.steps is not None:
                 helper.steps.close()
+            helper.undo.close()
 
     return stop
