@@ -1,0 +1,66 @@
+"""Say, without a GPU, what a run would capture, what that costs, and every rule that it breaks.
+
+For a preset, for a script with its flags after a bare --, or for a whole command line after --, of
+which what stands before the script is ignored. Exit code 0: graphs can run; 1: a rule is broken;
+2: the flags cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+READY, BROKEN, UNREADABLE = 0, 1, 2
+WIDTH = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    add = parser.add_argument
+    add("target", nargs="?", metavar="SCRIPT_OR_PRESET", help="a preset's name, or a script")
+    add("--scopes", nargs="*", metavar="SCOPE", help="what to capture; none: whole layers")
+    add("--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run")
+    add(
+        "--nproc",
+        type=_positive,
+        help="GPUs of the whole run (default: the preset's, the launcher's, or the fewest that the "
+        "parallel sizes can have)",
+    )
+    add("--json", action="store_true", help="print the plan as JSON instead of tables")
+
+
+def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Make the plan, print it, return the exit code."""
+    from megatron_cg.plan.process import make_plans
+    from megatron_cg.plan.request import read_request
+
+    request = read_request(
+        args.target, extra, scopes=args.scopes, cg_layers=args.cg_layers, nproc=args.nproc
+    )
+    (plan,) = make_plans([request])
+    if args.json:
+        print(json.dumps(plan, indent=1))
+    else:
+        from megatron_cg.plan.tables import print_plan
+
+        console = Console(width=None if sys.stdout.isatty() else WIDTH)
+        print_plan(console, plan)
+    return exit_code(plan)
+
+
+def exit_code(plan: dict[str, Any]) -> int:
+    """0 where graphs can run, 1 where a rule is broken, 2 where the flags cannot be read."""
+    if plan["usage"] is not None:
+        return UNREADABLE
+    return BROKEN if plan["violations"] or plan["megatron"] is not None else READY
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)

@@ -1,0 +1,177 @@
+"""The GPUs that a plan is made for, simulated on a machine that has none.
+
+Inside :func:`simulated_gpus` whatever asks for a CUDA device gets the meta device, whose tensors
+have no memory; streams and events are done at once; process groups have the sizes they would have,
+and their collectives do nothing. Megatron (0.19.2) builds its model and wraps it with Megatron-FSDP
+there as it would on GPUs. All is undone when the block is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_cg.cpu.standins import FACTORIES, METHODS, StandInEvent, StandInStream, replaced
+
+_META = torch.device("meta")
+HOPPER = (9, 0)
+"""The compute capability that Megatron's rules are told: an H100's or H200's."""
+
+
+@contextmanager
+def simulated_gpus(environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Let CUDA's names lead to the meta device, and questions about the GPU be answered.
+
+    Args:
+        environment: variables that are set in the block; others are put back as they were when it
+            is left, also those that Megatron sets itself.
+    """
+    saved = dict(os.environ)
+    with ExitStack() as stack:
+        stack.callback(_restore_environment, saved)
+        os.environ.update(environment or {})
+        for name, value in _cuda_names().items():
+            stack.enter_context(replaced(torch.cuda, name, value))
+        for name in FACTORIES:
+            stack.enter_context(replaced(torch, name, _on_meta(getattr(torch, name))))
+        for name in METHODS:
+            method = getattr(torch.Tensor, name)
+            wrapper = _to_on_meta if name == "to" else _on_meta
+            stack.enter_context(replaced(torch.Tensor, name, wrapper(method)))
+        stack.enter_context(replaced(torch.Tensor, "cuda", lambda self, *_a, **_k: self.to(_META)))
+        stack.enter_context(replaced(torch.nn.Module, "cuda", lambda self, *_a, **_k: self))
+        yield
+
+
+def _restore_environment(saved: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(saved):
+        del os.environ[name]
+    os.environ.update(saved)
+
+
+def _cuda_names() -> dict[str, Any]:
+    stream = StandInStream()
+    properties = SimpleNamespace(
+        major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132, name="NVIDIA H200"
+    )
+    return {
+        "Stream": StandInStream,
+        "Event": StandInEvent,
+        "stream": lambda _stream: nullcontext(),
+        "current_stream": lambda *_a, **_k: stream,
+        "default_stream": lambda *_a, **_k: stream,
+        "synchronize": lambda *_a, **_k: None,
+        "empty_cache": lambda: None,
+        "current_device": lambda: 0,
+        "set_device": lambda *_a: None,
+        "device_count": lambda: 1,
+        "is_current_stream_capturing": lambda: False,
+        "memory_allocated": lambda *_a: 0,
+        "max_memory_allocated": lambda *_a: 0,
+        "memory_reserved": lambda *_a: 0,
+        "get_device_properties": lambda *_a: properties,
+        "get_device_capability": lambda *_a: HOPPER,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda *_a, **_k: torch.get_rng_state(),
+        "set_rng_state": lambda *_a, **_k: None,
+    }
+
+
+def _device(device: Any) -> Any:
+    """The meta device for what names a CUDA device (Megatron also gives its bare index)."""
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int):
+        return _META
+    return _META if torch.device(device).type == "cuda" else device
+
+
+def _on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def on_meta(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _device(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return on_meta
+
+
+def _to_on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    by_keyword = _on_meta(function)
+
+    @functools.wraps(function)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], str | int | torch.device):
+            args = (_device(args[0]), *args[1:])
+        return by_keyword(self, *args, **kwargs)
+
+    return to
+
+
+@contextmanager
+def process_groups(args: Any) -> Iterator[Any]:
+    """Rank 0's process groups of a run with these Megatron arguments; yields the collection.
+
+    The calls are those of ``megatron.training.initialize._initialize_distributed`` (0.19.2), on
+    torch's ``fake`` backend.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import random
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # Gives collectives kernels for meta tensors, which a fake group has none of (torch 2.11).
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+    with ExitStack() as stack:
+        torch.distributed.init_process_group(
+            "fake", store=FakeStore(), rank=0, world_size=args.world_size
+        )
+        stack.callback(torch.distributed.destroy_process_group)
+        stack.enter_context(_meshes_on_meta())
+        stack.callback(parallel_state.destroy_model_parallel)
+        order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            order=order,
+            create_gloo_process_groups=False,
+        )
+        tracker = random._CUDA_RNG_STATE_TRACKER
+        random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
+        stack.callback(setattr, random, "_CUDA_RNG_STATE_TRACKER", tracker)
+        yield ProcessGroupCollection.use_mpu_process_groups()
+
+
+@contextmanager
+def _meshes_on_meta() -> Iterator[None]:
+    """Meshes have a device type with a fake group; that of meta has none."""
+    original_init, original_from_group = DeviceMesh.__init__, DeviceMesh.from_group
+
+    @functools.wraps(original_init)
+    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original_init(self, "meta", *args, **kwargs)
+
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return original_from_group(group, "meta", *args, **kwargs)
+
+    with (
+        replaced(DeviceMesh, "__init__", init),
+        replaced(DeviceMesh, "from_group", staticmethod(from_group)),
+    ):
+        yield

@@ -1,0 +1,127 @@
+"""torch's caching allocator for one CUDA graph pool, block by block. Pure.
+
+Follows torch 2.11, ``c10/cuda/CUDACachingAllocator.cpp``: sizes are multiples of 512 bytes; what
+is at most 1 MiB comes from segments of 2 MiB, what is less than 10 MiB from segments of 20 MiB, and
+what is larger from a segment of its own, rounded up to 2 MiB. The smallest free block that is large
+enough is taken (``get_free_block``), and its rest stays free if it is worth it
+(``should_split``). A graph pool gives nothing back while its graphs live, so what it reserves only
+grows. Not followed: ``expandable_segments``, ``max_split_size_mb``, ``roundup_power2_divisions``.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+MIB = 1 << 20
+_ROUND = 512
+_SMALL = MIB
+_SMALL_SEGMENT = 2 * MIB
+_MIDDLE = 10 * MIB
+_MIDDLE_SEGMENT = 20 * MIB
+
+
+def round_up(size: int) -> int:
+    """The bytes of a block for ``size`` bytes."""
+    return -(-size // _ROUND) * _ROUND
+
+
+@dataclass(eq=False)
+class Block:
+    """A part of a segment; ``before`` and ``after`` are its neighbours in it."""
+
+    start: int
+    size: int
+    small: bool
+    free: bool = True
+    before: Block | None = None
+    after: Block | None = None
+
+
+class Pool:
+    """The blocks of one pool.
+
+    Attributes:
+        reserved: bytes of all segments.
+        allocated: bytes of the blocks in use, rounded as the allocator does.
+        peak: the most that ``allocated`` was.
+        recent_peak: the most that it was since :meth:`mark`.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self.allocated = 0
+        self.peak = 0
+        self.recent_peak = 0
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+
+    def mark(self) -> int:
+        """Begin a new phase; returns the bytes in use."""
+        self.recent_peak = self.allocated
+        return self.allocated
+
+    def allocate(self, size: int) -> Block | None:
+        """A block of at least ``size`` bytes; None for none at all."""
+        if size == 0:
+            return None
+        rounded = round_up(size)
+        block = self._taken(rounded) or self._segment(rounded)
+        rest = block.size - rounded
+        if rest >= _ROUND if block.small else rest > _SMALL:
+            tail = Block(block.start + rounded, rest, block.small, True, block, block.after)
+            if block.after is not None:
+                block.after.before = tail
+            block.size, block.after = rounded, tail
+            self._offer(tail)
+        block.free = False
+        self.allocated += block.size
+        self.peak = max(self.peak, self.allocated)
+        self.recent_peak = max(self.recent_peak, self.allocated)
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Give a block back; free neighbours become one."""
+        if block is None:
+            return
+        self.allocated -= block.size
+        block.free = True
+        if block.before is not None and block.before.free:
+            self._withdraw(block.before)
+            block = self._joined(block.before, block)
+        if block.after is not None and block.after.free:
+            self._withdraw(block.after)
+            block = self._joined(block, block.after)
+        self._offer(block)
+
+    @staticmethod
+    def _joined(left: Block, right: Block) -> Block:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        return left
+
+    def _taken(self, size: int) -> Block | None:
+        blocks = self._free[size <= _SMALL]
+        at = bisect.bisect_left(blocks, size, key=lambda entry: entry[0])
+        return blocks.pop(at)[2] if at < len(blocks) else None
+
+    def _segment(self, size: int) -> Block:
+        if size <= _SMALL:
+            length = _SMALL_SEGMENT
+        elif size < _MIDDLE:
+            length = _MIDDLE_SEGMENT
+        else:
+            length = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        # Segments never touch: a gap keeps their blocks' addresses in order and apart.
+        block = Block(self.reserved, length, size <= _SMALL)
+        self.reserved += length
+        return block
+
+    def _offer(self, block: Block) -> None:
+        entry = (block.size, block.start, block)
+        bisect.insort(self._free[block.small], entry, key=lambda e: e[:2])
+
+    def _withdraw(self, block: Block) -> None:
+        blocks = self._free[block.small]
+        blocks.pop(bisect.bisect_left(blocks, (block.size, block.start), key=lambda e: e[:2]))

@@ -1,0 +1,59 @@
+"""Has plans made in a process of their own.
+
+There the likenesses of Transformer Engine are what Megatron is built on, whatever is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.plan.request import Request
+
+Plan = dict[str, Any]
+"""A plan as JSON; ``docs/plan.md`` says what is in it."""
+
+
+class PlanError(MegatronCGError):
+    """The process that makes plans ended without one."""
+
+
+def make_plans(requests: Sequence[Request], *, timeout: float = 600.0) -> list[Plan]:
+    """A plan for each request, all made by one process.
+
+    Raises PlanError with the end of what the process wrote, when it failed or took more than
+    ``timeout`` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-plan-") as folder:
+        asked, answered = Path(folder, "requests.json"), Path(folder, "plans.json")
+        asked.write_text(json.dumps([r.as_dict() for r in requests]), encoding="utf-8")
+        # A GPU that is there must not be used: the plan is the same without.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        root = str(Path(__file__).resolve().parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [root, os.environ.get("PYTHONPATH", "")])
+        )
+        command = [sys.executable, "-m", "megatron_cg.plan.worker", str(asked), str(answered)]
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise PlanError(f"no plan was made within {timeout:g} seconds.") from error
+        if done.returncode or not answered.exists():
+            end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-25:])
+            raise PlanError(f"making the plan failed (exit code {done.returncode}):\n{end}")
+        plans: list[Plan] = json.loads(answered.read_text(encoding="utf-8"))
+        return plans

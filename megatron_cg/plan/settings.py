@@ -1,0 +1,190 @@
+"""A request's flags through Megatron's own parser, and every rule that they break.
+
+Relied on: megatron-core 0.19.2, ``megatron.training.arguments``: ``parse_args`` (which reads
+``sys.argv`` and the environment), ``add_megatron_arguments``, ``validate_args``; and
+``megatron.training.argument_utils.core_transformer_config_from_args``. Megatron stops at its first
+broken rule; ours are all found, and Megatron's is shown beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
+from megatron_cg.arguments.megatron import add_arguments, read
+from megatron_cg.errors import Violation
+from megatron_cg.plan.likeness.packages import TE_VERSION
+
+_TE = "transformer-engine"
+
+
+@dataclass
+class Settings:
+    """What the flags say, and what is wrong with them."""
+
+    args: Any
+    """Megatron's namespace, validated where Megatron agreed."""
+    run: RunArguments
+    graph: GraphArguments
+    broken: tuple[Violation, ...]
+    megatron: str | None
+    """What Megatron itself stops with."""
+    notes: list[str]
+    usage: str | None = None
+    """Why the flags cannot be read at all; the rest is empty then."""
+
+
+def read_settings(
+    words: Sequence[str], gpus: int | None, environment: Mapping[str, str], *, own_flags: bool
+) -> Settings:
+    """Parse, check by our rules, check by Megatron's; nothing is raised for what is wrong."""
+    notes: list[str] = []
+    try:
+        args, unknown = _parsed(words)
+    except _UsageError as error:
+        return Settings(None, RunArguments(), GraphArguments(), (), None, [], usage=str(error))
+    if unknown and not own_flags:
+        return Settings(
+            None, RunArguments(), GraphArguments(), (), None, [], usage=_unknown_text(unknown)
+        )
+    if unknown:
+        notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
+    args.world_size = gpus or fewest_gpus(args)
+    run, graph = read(args)
+    where, more = _environment_of_the_run(environment)
+    broken = violations(run, graph, where)
+    if not run.wants_graphs and not broken:
+        broken = (_no_graphs(run),)
+    notes += [*more, *notices(run, graph, where)]
+    megatron = _megatrons_opinion(args)
+    return Settings(args, run, graph, broken, megatron, notes)
+
+
+def fewest_gpus(args: Any) -> int:
+    """The fewest GPUs that the parallel sizes of ``args`` can have, and at least 2."""
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    expert = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
+    return int(max(2, args.pipeline_model_parallel_size * max(dense, expert)))
+
+
+class _UsageError(Exception):
+    """The parser did not take the words."""
+
+
+def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
+    from megatron.training import arguments
+
+    parsers: list[argparse.ArgumentParser] = []
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parsers.append(parser)
+        return add_arguments(parser)
+
+    errors = io.StringIO()
+    with _argv(words), _quiet(), contextlib.redirect_stderr(errors):
+        try:
+            args = arguments.parse_args(provider, ignore_unknown_args=True)
+            return args, parsers[0].parse_known_args()[1]
+        except SystemExit as error:
+            text = errors.getvalue().strip().splitlines()
+            raise _UsageError(text[-1] if text else "the flags cannot be read") from error
+
+
+def _unknown_text(unknown: Sequence[str]) -> str:
+    from megatron.training import arguments
+
+    with _quiet():
+        parser = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
+    known = [option for action in parser._actions for option in action.option_strings]
+    lines = []
+    for word in unknown:
+        if not word.startswith("-"):
+            continue
+        close = difflib.get_close_matches(word.split("=")[0], known, n=1)
+        lines.append(f"{word}" + (f" (did you mean {close[0]}?)" if close else ""))
+    return f"Megatron has no such flag: {', '.join(lines) or ' '.join(unknown)}"
+
+
+def _environment_of_the_run(given: Mapping[str, str]) -> tuple[Environment, list[str]]:
+    """Versions and variables of the run, which is to be on another machine than the plan."""
+    here = Environment.read()
+    notes = []
+    versions = dict(here.versions)
+    if _TE not in versions:
+        versions[_TE] = TE_VERSION
+        notes.append(
+            f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the figures "
+            "are the same with and without it: its modules are stood in for by likenesses."
+        )
+    wanted = {name: given[name] for name in given if name in _variables()}
+    return replace(here, versions=versions, variables={**here.variables, **wanted}), notes
+
+
+def _variables() -> tuple[str, ...]:
+    from megatron_cg.arguments.schema import VARIABLES
+
+    return VARIABLES
+
+
+def _no_graphs(run: RunArguments) -> Violation:
+    fsdp = "with" if run.use_megatron_fsdp else "without"
+    return Violation(
+        "no-graphs",
+        f"--cuda-graph-impl {run.cuda_graph_impl} {fsdp} --use-megatron-fsdp",
+        "the run asks for no layerwise graphs under Megatron-FSDP, so nothing would be captured",
+        "add --use-megatron-fsdp --cuda-graph-impl transformer_engine",
+    )
+
+
+def _megatrons_opinion(args: Any) -> str | None:
+    """What ``validate_args`` and the model's configuration raise; ``args`` are validated by it."""
+    from megatron.training import arguments
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    os.environ["WORLD_SIZE"] = str(args.world_size)
+    checks: tuple[Callable[[Any], Any], ...] = (
+        arguments.validate_args,
+        core_transformer_config_from_args,
+    )
+    for check in checks:
+        with _quiet():
+            try:
+                check(args)
+            except (Exception, SystemExit) as error:
+                return _text(error)
+    return None
+
+
+def _text(error: BaseException) -> str:
+    """An error's message; of a bare assertion, the line of Megatron that makes it."""
+    if str(error):
+        return " ".join(str(error).split())
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.line} ({type(error).__name__} in {last.name})"
+
+
+@contextmanager
+def _argv(words: Sequence[str]) -> Iterator[None]:
+    saved = sys.argv
+    sys.argv = ["megatron-cg plan", *words]
+    try:
+        yield
+    finally:
+        sys.argv = saved
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron prints every argument."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

@@ -1,0 +1,189 @@
+"""What a run on the meta device would have allocated and launched, seen operation by operation.
+
+Tensors on the meta device have a shape, a type and a storage, and no memory. Autograd keeps and
+drops them as it would on a GPU, so the life of each storage is the life of the memory.
+
+Note [A storage's life]
+    torch keeps the Python object of a storage as long as the storage itself (torch 2.11,
+    ``StorageMethods.cpp``), so a weak reference to it ends exactly when the memory would be freed,
+    also for what only autograd's saved tensors hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_FACTORIES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+"""Operations that take memory and launch nothing."""
+
+_FREE = frozenset({"detach", "lift_fresh", "alias", "_unsafe_view", "_reshape_alias", "set_"})
+"""Operations that torch does not mark as views, and that launch nothing either."""
+
+
+_GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+_WAITS = frozenset({"wait_tensor", "barrier"})
+
+
+def _launches(func: Any, name: str, on_device: bool) -> bool:
+    """Whether an operation launches a kernel; collectives do, whatever they give back."""
+    if func.namespace in _COLLECTIVES:
+        return name not in _WAITS
+    quiet = func.is_view or name in _FACTORIES or name in _FREE
+    return bool(on_device and func.namespace == "aten" and not quiet)
+
+
+class Memory(Protocol):
+    """What takes and gives back bytes."""
+
+    def allocate(self, size: int) -> object:
+        """Take ``size`` bytes; returns what :meth:`free` is given."""
+
+    def free(self, block: Any) -> None:
+        """Give a block back."""
+
+
+class Trace(TorchDispatchMode):
+    """Follows every tensor that is made on the meta device in its block.
+
+    Args:
+        memory: where the bytes of each new storage are taken from.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory: Memory = memory
+        self.launches = 0
+        """Kernels that the operations so far would have launched."""
+        self.torch_gemms = 0
+        """Those of them that are matrix products of torch's own, with torch's own workspace."""
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._taken: set[int] = set()
+        self._regions = 0
+        self._deferred: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation and note what it made. Copies to the host give zeros."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "_to_copy" and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            source = args[0]
+            if source.device.type == "meta":
+                self.launches += 1
+                return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+        result = func(*args, **kwargs)
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        on_device = [tensor for tensor in made if tensor.device.type == "meta"]
+        for tensor in on_device:
+            self._note(tensor)
+        self.launches += _launches(func, name, bool(on_device))
+        self.torch_gemms += func.namespace == "aten" and name in _GEMMS
+        return result
+
+    @contextmanager
+    def one_kernel(self) -> Iterator[None]:
+        """Take the block for one kernel: what does not outlive it is never in memory."""
+        launches, gemms = self.launches, self.torch_gemms
+        self._regions += 1
+        try:
+            yield
+        finally:
+            self._regions -= 1
+            self.launches, self.torch_gemms = launches + 1, gemms
+            if not self._regions:
+                left, self._deferred = self._deferred, {}
+                for reference in left.values():
+                    storage = reference()
+                    if storage is not None:
+                        self._take(storage)
+
+    def took(self, key: int) -> bool:
+        """Whether the storage with that ``id`` was made under this trace and is still there."""
+        return key in self._taken
+
+    def known(self, *tensors: torch.Tensor) -> None:
+        """Take these tensors' storages for memory that was there before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._alive[id(storage)] = weakref.ref(storage, self._forget(id(storage)))
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive or key in self._deferred:
+            return
+        if self._regions:
+            self._deferred[key] = weakref.ref(storage, lambda _gone: self._deferred.pop(key, None))
+            return
+        self._take(storage)
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        block, memory = self.memory.allocate(storage.nbytes()), self.memory
+
+        def freed(_reference: Any) -> None:
+            del self._alive[key]
+            self._taken.discard(key)
+            memory.free(block)
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self._taken.add(key)
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def forget(_reference: Any) -> None:
+            del self._alive[key]
+
+        return forget
+
+
+_active: list[Trace] = []
+
+
+@contextmanager
+def tracing(trace: Trace) -> Iterator[None]:
+    """Follow operations by ``trace`` and let :func:`launched` reach it."""
+    _active.append(trace)
+    try:
+        with trace:
+            yield
+    finally:
+        _active.pop()
+
+
+def launched(kernels: int) -> None:
+    """Say that a likeness of an operation would have launched so many kernels."""
+    if _active:
+        _active[-1].launches += kernels
+
+
+def compiled(function: Any = None, **_settings: Any) -> Any:
+    """In the place of ``torch.compile``: the function as it is, traced as one kernel."""
+    if function is None:
+        return compiled
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _active:
+            return function(*args, **kwargs)
+        with _active[-1].one_kernel():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def scratch(*sizes: int) -> None:
+    """Take and give back so many bytes at once, as an operation with workspaces does."""
+    if _active:
+        memory = _active[-1].memory
+        for block in [memory.allocate(size) for size in sizes]:
+            memory.free(block)

@@ -1,0 +1,82 @@
+"""Makes plans: ``python -m megatron_cg.plan.worker REQUESTS.json PLANS.json``.
+
+In a process of its own, in which the likenesses of TE are installed before Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.plan.likeness.packages import install
+
+FORMAT = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the requests, make the plans, write them; returns the exit code."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    with ExitStack() as stack:
+        stack.callback(install())
+        importlib.import_module("megatron_cg.plan.details")
+        # Megatron-FSDP collects garbage for each model; what was imported is none.
+        gc.freeze()
+        requests = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+        plans = [make_plan(request) for request in requests]
+        Path(argv[1]).write_text(json.dumps(plans, indent=1), encoding="utf-8")
+    return 0
+
+
+def make_plan(request: dict[str, Any]) -> dict[str, Any]:
+    """One plan; what is wrong with the flags is in it, and not raised."""
+    from megatron_cg.plan.machine import simulated_gpus
+    from megatron_cg.plan.settings import read_settings
+
+    given = request["environment"]
+    with simulated_gpus({**given, "RANK": "0", "WORLD_SIZE": "1"}):
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        os.environ.update(given)
+        settings = read_settings(
+            request["words"], request["nproc"], given, own_flags=request["own_flags"]
+        )
+        plan: dict[str, Any] = {
+            "format": FORMAT,
+            "title": request["title"],
+            "flags": request["words"],
+            "usage": settings.usage,
+            "violations": [asdict(violation) for violation in settings.broken],
+            "megatron": settings.megatron,
+            "notes": settings.notes,
+        }
+        if settings.usage is None:
+            plan["gpus"] = settings.args.world_size
+        if settings.usage is None and not settings.broken and settings.megatron is None:
+            plan.update(_details(settings, plan["notes"]))
+        return plan
+
+
+def _details(settings: Any, notes: list[str]) -> dict[str, Any]:
+    """What can be said of a run that breaks no rule; a model that cannot be planned is noted."""
+    from megatron_cg.errors import MegatronCGError
+    from megatron_cg.plan.details import details
+
+    try:
+        return details(settings, notes)
+    except MegatronCGError as error:
+        notes.append(str(error))
+        return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

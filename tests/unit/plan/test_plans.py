@@ -1,0 +1,300 @@
+"""Whole plans, made by one process: every preset, and command lines with mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatron_cg.align.presets import load_preset, preset_names
+from megatron_cg.cli import plan as command
+from megatron_cg.plan.process import Plan, PlanError, make_plans
+from megatron_cg.plan.request import Request, read_request
+from megatron_cg.plan.samples import masks_given
+from megatron_cg.plan.tables import print_plan
+
+MISTAKES = (
+    "--cuda-graph-modules attn moe_router --pipeline-model-parallel-size 3 "
+    "--recompute-granularity full --recompute-method uniform"
+)
+SELECTED = ("attn:0-1", "moe_router:1-")
+CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+
+
+def on_preset(flags: str, **more: Any) -> Request:
+    return read_request("llama-tiny", flags.split(), **more)
+
+
+REQUESTS = {
+    **{name: read_request(name, []) for name in preset_names()},
+    "mistakes": on_preset(MISTAKES),
+    "only Megatron minds": on_preset("--num-attention-heads 7"),
+    "unknown flag": on_preset("--cuda-graf-modules attn"),
+    "bad value": on_preset("--num-layers many"),
+    "foreign flag": Request("train.py", (*on_preset("").words, "--my-flag", "1"), own_flags=True),
+    "no graphs": on_preset("--cuda-graph-impl none"),
+    "selected": read_request("qwen3-moe-tiny", [], cg_layers=SELECTED),
+    "whole layers": on_preset("", scopes=[]),
+    "twice as long": on_preset("--seq-length 1024 --max-position-embeddings 1024"),
+    "more microbatches": on_preset("--global-batch-size 16"),
+    "no warmup": on_preset("--cuda-graph-warmup-steps 1"),
+    "fp8": on_preset("--fp8-format hybrid"),
+    "context parallel": on_preset("--context-parallel-size 2"),
+    "experts": read_request("mixtral-tiny", CAPACITY.split(), scopes=["attn", "moe"]),
+    "tensor parallel": on_preset("--tensor-model-parallel-size 2 --sequence-parallel"),
+    "again": read_request("deepseek-v3-tiny", []),
+    "expandable": Request(
+        "x", on_preset("").words, 2, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    return dict(zip(REQUESTS, make_plans(list(REQUESTS.values())), strict=True))
+
+
+def shown(plan: Plan) -> str:
+    console = Console(width=command.WIDTH, record=True, file=io.StringIO())
+    print_plan(console, plan)
+    return console.export_text()
+
+
+def rules(plan: Plan) -> set[str]:
+    return {item["rule"] for item in plan["violations"]}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_plans(plans: dict[str, Plan], name: str) -> None:
+    plan = plans[name]
+    assert command.exit_code(plan) == command.READY, plan
+    graphed = [row for row in plan["layers"] if "memory" in row]
+    assert len(graphed) == plan["graphs"]["captured"] > 0
+    scopes = {scope for row in graphed for scope in row["scopes"]}
+    assert scopes == set(load_preset(name).scopes)
+    for row in plan["layers"]:
+        assert row["captured"] or row["eager"]
+        assert all(part["reason"] for part in row["eager"])
+    assert plan["kernels"]["saved_per_step"] > 0
+    assert "graph_memory" in plan and plan["fsdp"]["totals"]["double_buffers"]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_terms_of_the_memory_add_up(plans: dict[str, Plan], name: str) -> None:
+    memory = plans[name]["graph_memory"]
+    rows = [row["memory"] for row in plans[name]["layers"] if "memory" in row]
+    for term in ("static_inputs", "saved_activations", "outputs"):
+        assert memory[term] == sum(row[term] for row in rows) > 0
+    inside = ("saved_activations", "outputs", "gradients_and_workspace", "torch_gemm_workspace")
+    assert memory["pool_peak"] == sum(memory[term] for term in inside)
+    assert memory["pool_reserved"] == memory["pool_peak"] + memory["fragmentation"]
+    outside = memory["static_inputs"] + memory["output_gradients"]
+    assert memory["total"] == memory["pool_reserved"] + outside
+    assert all(value >= 0 for value in memory.values())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_tables_fit_their_width(plans: dict[str, Plan], name: str) -> None:
+    text = shown(plans[name])
+    assert max(map(len, text.splitlines())) <= command.WIDTH
+    for part in ("What is captured", "Static inputs", "Memory of one graph", "Megatron-FSDP's"):
+        assert part in text
+
+
+def test_a_plan_does_not_depend_on_those_before_it(plans: dict[str, Plan]) -> None:
+    assert plans["again"] == plans["deepseek-v3-tiny"]
+
+
+def test_three_mistakes_are_named_at_once(plans: dict[str, Plan]) -> None:
+    plan = plans["mistakes"]
+    assert rules(plan) == {"moe-without-experts", "pipeline-parallel", "full-recompute"}
+    assert command.exit_code(plan) == command.BROKEN
+    text = " ".join(shown(plan).split())
+    for item in plan["violations"]:
+        assert item["found"] in text and f"Instead: {item['remedy']}" in text
+    # Megatron's own rule is shown beside ours.
+    assert plan["megatron"] and plan["megatron"] in text and "layers" not in plan
+
+
+def test_what_only_megatron_refuses_is_refused(plans: dict[str, Plan]) -> None:
+    plan = plans["only Megatron minds"]
+    assert not plan["violations"] and "num_attention_heads" in plan["megatron"]
+    assert command.exit_code(plan) == command.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("unknown flag", ("--cuda-graf-modules", "--cuda-graph-modules")), ("bad value", ("many",))],
+)
+def test_flags_that_cannot_be_read_are_a_usage_error(
+    plans: dict[str, Plan], name: str, words: Sequence[str]
+) -> None:
+    plan = plans[name]
+    assert command.exit_code(plan) == command.UNREADABLE
+    assert all(word in plan["usage"] and word in shown(plan) for word in words)
+
+
+def test_a_script_may_have_flags_of_its_own(plans: dict[str, Plan]) -> None:
+    plan = plans["foreign flag"]
+    assert command.exit_code(plan) == command.READY
+    assert any("--my-flag 1" in note for note in plan["notes"])
+
+
+def test_a_run_without_graphs_is_said_to_have_none(plans: dict[str, Plan]) -> None:
+    assert rules(plans["no graphs"]) == {"no-graphs"}
+
+
+def test_variables_before_the_command_are_checked(plans: dict[str, Plan]) -> None:
+    assert rules(plans["expandable"]) == {"expandable-segments"}
+
+
+@pytest.mark.parametrize(
+    ("in_dataloader", "steps", "given"), [(False, 1, False), (False, 0, True), (True, 3, True)]
+)
+def test_a_mask_is_captured_unless_steps_before_capture_show_none(
+    in_dataloader: bool, steps: int, given: bool
+) -> None:
+    flags = Namespace(
+        create_attention_mask_in_dataloader=in_dataloader, cuda_graph_warmup_steps=steps
+    )
+    assert masks_given(flags) is given
+
+
+def test_selected_layers_capture_what_was_selected(plans: dict[str, Plan]) -> None:
+    rows = plans["selected"]["layers"]
+    assert [row["scopes"] for row in rows] == [["attn"], ["attn", "moe_router"], ["moe_router"]]
+    left_out = {part["part"]: part["reason"] for part in rows[2]["eager"]}
+    assert "--cg-layers" in left_out["attention"]
+    names = [[entry["name"] for entry in row["static_inputs"]] for row in rows]
+    assert names[0] == names[1] == ["hidden_states", "rotary_pos_emb"]
+    assert "rotary_pos_emb" not in names[2]
+
+
+def test_whole_layers_capture_everything(plans: dict[str, Plan]) -> None:
+    rows = plans["whole layers"]["layers"]
+    assert all(row["captured"] == ["attention", "MLP"] and not row["eager"] for row in rows)
+    partly = plans["llama-tiny"]["graph_memory"]["saved_activations"]
+    assert plans["whole layers"]["graph_memory"]["saved_activations"] > partly
+
+
+def test_experts_of_fixed_capacity_are_captured(plans: dict[str, Plan]) -> None:
+    for row in plans["experts"]["layers"]:
+        assert "experts" in row["captured"] and not row["eager"]
+
+
+def test_microbatches_share_their_graphs(plans: dict[str, Plan]) -> None:
+    one, four = plans["llama-tiny"], plans["more microbatches"]
+    assert one["graph_memory"] == four["graph_memory"]
+    assert four["graphs"]["replays_per_step"] == 4 * one["graphs"]["replays_per_step"]
+    assert four["kernels"]["saved_per_step"] == 4 * one["kernels"]["saved_per_step"]
+
+
+def test_a_table_seen_in_fewer_than_two_steps_is_copied(
+    plans: dict[str, Plan],
+) -> None:
+    kept, copied = plans["llama-tiny"], plans["no warmup"]
+    assert (copies(kept), copies(copied)) == ([False] * 3, [True] * 3)
+    # One table for all layers, so it is counted once.
+    size = kept["layers"][0]["static_inputs"][1]["bytes"]
+    grown = copied["graph_memory"]["static_inputs"] - kept["graph_memory"]["static_inputs"]
+    assert grown == size
+
+
+def copies(plan: Plan) -> list[bool]:
+    return [
+        entry["copied"]
+        for row in plan["layers"]
+        for entry in row["static_inputs"]
+        if entry["name"] == "rotary_pos_emb"
+    ]
+
+
+def test_memory_of_attention_is_what_a_pencil_gives(plans: dict[str, Plan]) -> None:
+    tokens, hidden, length, batch, heads, groups, width = 1024, 512, 512, 2, 8, 4, 64
+    normed, statistics = tokens * hidden * 2, tokens * 4
+    q, kv = tokens * heads * width * 2, tokens * groups * width * 2
+    attention = tokens * heads * width * 2 + batch * heads * length * 4 + 512
+    tables = 4 * length * width * 2  # cosines and sines, in bfloat16, for q and for k
+    by_hand = normed + statistics + q + 2 * kv + attention + tables
+    for row in plans["llama-tiny"]["layers"]:
+        memory = row["memory"]
+        assert memory["saved_activations"] == by_hand
+        assert memory["outputs"] == memory["input_gradient"] == tokens * hidden * 2
+        qkv, projection = (heads + 2 * groups) * width * hidden, heads * width * hidden
+        assert memory["weight_gradients"] == (qkv + projection + hidden) * 2
+        assert memory["static_inputs"] == tokens * hidden * 2
+
+
+def test_memory_grows_with_the_sequence(plans: dict[str, Plan]) -> None:
+    one, two = plans["llama-tiny"]["layers"][0], plans["twice as long"]["layers"][0]
+    saved = [row["memory"]["saved_activations"] for row in (one, two)]
+    assert saved[1] == 2 * saved[0] - 512  # the state of random numbers does not grow
+
+
+def test_tensor_parallel_ranks_hold_a_part(plans: dict[str, Plan]) -> None:
+    whole, half = (plans[n]["layers"][0]["memory"] for n in ("llama-tiny", "tensor parallel"))
+    assert half["outputs"] * 2 == whole["outputs"]
+    assert whole["saved_activations"] / 2 <= half["saved_activations"] < whole["saved_activations"]
+    assert plans["tensor parallel"]["model"]["data_parallel"] == 1
+
+
+def test_what_cannot_be_counted_is_said(plans: dict[str, Plan]) -> None:
+    assert any("bfloat16" in note for note in plans["fp8"]["notes"])
+    plan = plans["context parallel"]
+    assert any("context parallel" in note for note in plan["notes"])
+    assert "graph_memory" not in plan and plan["layers"] and plan["fsdp"]
+    assert "What is captured" in shown(plan)
+
+
+def test_fsdps_buffers_are_those_of_its_units(plans: dict[str, Plan]) -> None:
+    plan = plans["llama-tiny"]
+    units = plan["fsdp"]["units"]
+    assert [unit["name"] for unit in units if unit["unit"] is not None] == [
+        f"layer {index}" for index in range(plan["model"]["layers"])
+    ]
+    assert sum(unit["elements"] for unit in units) == plan["model"]["parameters_on_rank_0"]
+    whole = {
+        unit["name"]: sum(bucket["weights"]["unsharded"] for bucket in unit["buckets"])
+        for unit in units
+    }
+    totals = plan["fsdp"]["totals"]
+    assert totals["double_buffers"]["weights bfloat16"] == 2 * whole["layer 0"]
+    assert totals["persistent_buffers"]["weights bfloat16"] == whole["outside of all units"]
+    shards = sum(bucket["weights"]["shard"] for unit in units for bucket in unit["buckets"])
+    assert totals["shards"]["weights bfloat16"] == shards == sum(whole.values()) / plan["gpus"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("name", ["llama-tiny", "mistakes", "unknown flag"])
+def test_the_command_prints_the_plan_and_its_exit_code(
+    plans: dict[str, Plan],
+    name: str,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The process that the command starts is the one that made all plans above.
+    monkeypatch.setattr("megatron_cg.plan.process.make_plans", lambda _requests: [plans[name]])
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["llama-tiny", *(["--json"] if as_json else [])])
+    assert command.run(args, []) == command.exit_code(plans[name])
+    printed = capsys.readouterr().out
+    if as_json:
+        assert json.loads(printed) == plans[name]
+    else:
+        assert printed.startswith(plans[name]["title"])
+
+
+def test_a_process_that_makes_no_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match=r"within 0\.01 seconds"):
+        make_plans([REQUESTS["llama-tiny"]], timeout=0.01)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(PlanError, match="exit code 1"):
+        make_plans([REQUESTS["llama-tiny"]])
