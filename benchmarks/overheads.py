@@ -22,7 +22,6 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.figures import FiguresError, figures, first_counted, step_times
-from benchmarks.machine import machine
 from benchmarks.report import Measurement, as_markdown, print_table
 from benchmarks.runs import TAPE, TRANSFORMER_ENGINE, Request, records
 from megatron_cg.align.data import from_text, python_sources
@@ -30,6 +29,7 @@ from megatron_cg.align.outcome import Outcome
 from megatron_cg.align.presets import load_preset, preset_names
 from megatron_cg.align.run import gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE
+from megatron_cg.bench.machine import machine
 from megatron_cg.errors import MegatronCGError
 
 FAILED = 2

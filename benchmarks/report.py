@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figures import RankFigures, Spread
+from megatron_cg.bench.machine import described
 
 SCHEMA = {"name": "megatron_cg.overheads", "version": 1}
 TARGET = 0.01
@@ -116,12 +117,8 @@ def print_table(console: Console, title: str, measurement: Measurement) -> None:
 
 def as_markdown(title: str, measurement: Measurement) -> str:
     """The same, with what it was measured on."""
-    machine = measurement.machine
-    names = machine["gpus"] or [machine["processor"]]
-    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    driver = f", driver {machine['driver']}" if machine["driver"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in measurement.versions.items())
-    lines = [f"# {title}", "", f"Machine: {kinds}{driver}. {versions}.", ""]
+    lines = [f"# {title}", "", f"Machine: {described(measurement.machine)}. {versions}.", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---|---:|---:|"]
     lines += [f"| {' | '.join(row)} |" for row in measurement.rows()]
     return "\n".join([*lines, "", f"{measurement.verdict().capitalize()}.", ""])

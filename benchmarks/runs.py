@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import measured
-from megatron_cg.align.command import DETERMINISTIC_ENVIRONMENT, Plan, arguments, environment
+from megatron_cg.align.command import Plan, arguments, environment
 from megatron_cg.align.compare import FAILED
 from megatron_cg.align.data import TokenStream
 from megatron_cg.align.outcome import Outcome
@@ -18,6 +17,7 @@ from megatron_cg.align.presets import Preset
 from megatron_cg.align.processes import LaunchError, Options, Run, run_and_compare
 from megatron_cg.align.run import gpu_count, torch_cudnn
 from megatron_cg.align.tape import tape_shape
+from megatron_cg.bench.commands import as_inherited
 
 TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
 NAMES = ("eager", "graphs")
@@ -84,15 +84,9 @@ def _on_gpus(request: Request, data: TokenStream, directory: Path) -> list[Run]:
         env = environment(os.environ, root=_ROOT, cudnn=torch_cudnn())
         if not request.deterministic:
             words = [word for word in words if word != "--deterministic-mode"]
-            env = _as_inherited(env)
+            env = as_inherited(env, os.environ)
         runs.append(Run(name, words, env, folder))
     return runs
-
-
-def _as_inherited(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without what determinism asks for."""
-    kept = {name: value for name, value in env.items() if name not in DETERMINISTIC_ENVIRONMENT}
-    return kept | {n: os.environ[n] for n in DETERMINISTIC_ENVIRONMENT if n in os.environ}
 
 
 def _on_tape(request: Request, data: TokenStream, directory: Path) -> list[Run]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
+
+
+def described(found: Mapping[str, Any]) -> str:
+    """The machine in a few words: its GPUs with their driver, or else its processor."""
+    names = found["gpus"] or [found["processor"] or "an unnamed processor"]
+    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return f"{kinds}, driver {found['driver']}" if found["driver"] else kinds
 
 
 def _gpus() -> list[tuple[str, str]]:

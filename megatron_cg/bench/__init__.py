@@ -1,0 +1,1 @@
+"""``megatron-cg bench``: what graphs save, against what else people would run."""

@@ -1,0 +1,47 @@
+"""What is asked of the accelerator while it trains; without one, nothing is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def synchronize() -> None:
+    """Wait for all work of the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def memory() -> dict[str, int] | None:
+    """Bytes of torch's allocator now, and at most since :func:`reset_peaks`; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        # With what CUDA, its graphs and NCCL hold beside the allocator, and other processes.
+        "device_in_use": total - free,
+    }
+
+
+def reset_peaks() -> None:
+    """Let peaks count from now."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def accelerator() -> dict[str, Any]:
+    """The GPU and the libraries that torch brought for it; on a CPU only that it is one."""
+    if not torch.cuda.is_available():
+        return {"name": "cpu"}
+    return {
+        "name": torch.cuda.get_device_name(),
+        "count": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }

@@ -1,0 +1,210 @@
+"""Runs made one after the other; what each measured, or how it failed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.align.processes import Run, named_error
+from megatron_cg.bench.idle import analyse
+from megatron_cg.bench.schedule import PlannedRun
+from megatron_cg.bench.spreads import FiguresError
+from megatron_cg.bench.stacks import most_inclusive
+from megatron_cg.bench.store import FAILED, LEFT_OUT, OK, Result
+from megatron_cg.bench.timeline import read_timeline
+
+_TAIL = 30
+_LOOK = 0.25
+GRACE = 30.0
+"""Seconds that a run may take to end once it has written all figures."""
+_KEPT_ENVIRONMENT = ("NVTE_", "NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How runs are made."""
+
+    work: Path
+    """Gets logs, traces and samples."""
+    invocation: str
+    """The same for all runs that are made side by side."""
+    timeout: float
+    """Seconds that one run may take."""
+    budget: float | None = None
+    """Seconds after which no further run is begun."""
+    keep_traces: bool = False
+    samples: Path | None = None
+    """Where folded stacks are kept."""
+
+
+Start = Callable[[PlannedRun, Path], Run]
+
+
+def execute(
+    runs: Sequence[PlannedRun],
+    start: Start,
+    options: Options,
+    facts: Mapping[str, Any],
+    *,
+    finished: Callable[[Result], None],
+    refused: Callable[[PlannedRun], str] = lambda _run: "",
+) -> list[Result]:
+    """Make the runs in turn.
+
+    Args:
+        runs: what is to be run.
+        start: makes the process of a run, with a folder for its log and figures.
+        refused: why a run cannot be made on this machine; empty where it can.
+        options: limits and places.
+        facts: put into each result: machine, backend.
+        finished: called with each result as soon as it is known.
+
+    Returns:
+        A result for each run, also for those that were left out.
+    """
+    began = time.monotonic()
+    results = []
+    took: dict[tuple[Any, ...], float] = {}
+    for run in runs:
+        left = None if options.budget is None else options.budget - (time.monotonic() - began)
+        # A run of the same size has shown what they take here; else it is a guess.
+        size = tuple(value for name, value in run.key.items() if name != "contender")
+        expected = took.get(size, run.seconds())
+        why = refused(run)
+        if not why and left is not None and expected > left:
+            why = f"{expected:.0f} s expected, {max(0.0, left):.0f} s left of --budget-seconds"
+        if why:
+            result = _result(run, options, facts) | {"status": LEFT_OUT, "error": why}
+        else:
+            limit = options.timeout if left is None else min(options.timeout, left)
+            result = _made(run, start, replace(options, timeout=limit), facts)
+            if result["status"] == OK:
+                took[size] = result["seconds"]
+        finished(result)
+        results.append(result)
+    return results
+
+
+def _result(run: PlannedRun, options: Options, facts: Mapping[str, Any]) -> Result:
+    return {
+        "key": run.key,
+        "invocation": options.invocation,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": run.settings.as_dict(),
+        **facts,
+        "status": FAILED,
+        "error": "",
+        "tail": [],
+        "seconds": 0.0,
+        "ranks": [],
+        "trace": None,
+        "samples": None,
+        "notes": [],
+    }
+
+
+def _made(run: PlannedRun, start: Start, options: Options, facts: Mapping[str, Any]) -> Result:
+    result = _result(run, options, facts)
+    folder = options.work / f"{run.name}.{options.invocation}"
+    process = start(run, folder)
+    began = time.monotonic()
+    try:
+        process.start(options.timeout)
+        code = _wait(process, folder / "figures", run.settings.nproc, began + options.timeout)
+    finally:
+        process.stop()
+    result["seconds"] = time.monotonic() - began
+    result["command"] = shown_words(process.words)
+    result["environment"] = shown_environment(process.env)
+    result["ranks"] = _ranks(folder / "figures")
+    whole = bool(result["ranks"]) and all(rank["finished"] for rank in result["ranks"])
+    if code == 0 and whole:
+        result["status"] = OK
+    else:
+        text = process.text()
+        named = named_error(text) or (f"exit code {code}" if code else "no figures were written")
+        result |= {"error": named, "tail": text.splitlines()[-_TAIL:]}
+    _add_profile(result, folder / "figures", options)
+    print(f"{run.name}: {result['status']} after {result['seconds']:.0f} s", file=sys.stderr)
+    return result
+
+
+def _wait(process: Run, figures: Path, ranks: int, deadline: float) -> int:
+    """The run's exit code; 0 once all its figures are there, for one that then does not end.
+
+    A process with graphs and collectives may hang when it takes them down, which is no figure.
+    """
+    done_since: float | None = None
+    while process.process is not None and process.process.poll() is None:
+        now = time.monotonic()
+        found = _ranks(figures)
+        if done_since is None and len(found) == ranks and all(rank["finished"] for rank in found):
+            done_since = now
+        if done_since is not None and now - done_since > GRACE:
+            print(f"{process.name}: measured, and stopped since it does not end", file=sys.stderr)
+            process.stop()
+            return 0
+        if now > deadline:
+            break
+        time.sleep(_LOOK)
+    return process.wait()
+
+
+def shown_words(words: Sequence[str]) -> list[str]:
+    """A command line to keep: files by their names, without this machine's folders."""
+    return [Path(word).name if word.startswith("/") else word for word in words]
+
+
+def shown_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries of the GPU read, less those that name a place."""
+    return {
+        name: env[name]
+        for name in sorted(env)
+        if name.startswith(_KEPT_ENVIRONMENT) and "/" not in env[name]
+    }
+
+
+def _ranks(folder: Path) -> list[dict[str, Any]]:
+    """What each rank wrote, by rank; a file that cannot be read is as one that is not there."""
+    found = []
+    for path in folder.glob("rank*.json"):
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError:
+            continue
+    return sorted(found, key=lambda rank: int(rank["rank"]))
+
+
+def _add_profile(result: Result, folder: Path, options: Options) -> None:
+    """What the trace and the samples of rank 0 say; a trace that cannot be read is noted."""
+    first = result["ranks"][0] if result["ranks"] else {}
+    profiled, sampled = first.get("profiled"), first.get("sampled")
+    if profiled:
+        trace = folder / profiled["trace"]
+        try:
+            result["trace"] = analyse(read_timeline(trace), profiled["steps"])
+        except FiguresError as error:
+            result["notes"].append(str(error))
+        if options.keep_traces and trace.exists():
+            with trace.open("rb") as text, gzip.open(f"{trace}.gz", "wb", 5) as packed:
+                shutil.copyfileobj(text, packed)
+        trace.unlink(missing_ok=True)
+    if sampled:
+        stacks = folder / sampled["file"]
+        if sampled["note"]:
+            result["notes"].append(f"samples: {sampled['note']}")
+        if stacks.exists():
+            lines = stacks.read_text(encoding="utf-8", errors="replace").splitlines()
+            result["samples"] = most_inclusive(lines)
+            if options.samples is not None:
+                options.samples.mkdir(parents=True, exist_ok=True)
+                shutil.copy(stacks, options.samples / f"{os.path.basename(folder.parent)}.folded")

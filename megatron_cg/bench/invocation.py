@@ -1,0 +1,184 @@
+"""One call of ``megatron-cg bench``: from its arguments to results on disk."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from megatron_cg.align.data import TokenStream, existing, from_text, python_sources
+from megatron_cg.align.presets import load_preset
+from megatron_cg.align.run import gpu_count
+from megatron_cg.align.tape import TAPE_NOTICE, tape_shape
+from megatron_cg.bench.commands import DEFAULT, Settings, run_environment
+from megatron_cg.bench.comparing import compare
+from megatron_cg.bench.contenders import EAGER, GRAPHS
+from megatron_cg.bench.execute import Options, execute
+from megatron_cg.bench.machine import machine
+from megatron_cg.bench.markdown import as_markdown
+from megatron_cg.bench.plots import PlotError, plot_all
+from megatron_cg.bench.scaling import trends
+from megatron_cg.bench.schedule import PlannedRun, Scale, schedule
+from megatron_cg.bench.shapes import SHAPES
+from megatron_cg.bench.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
+from megatron_cg.bench.store import OK, Result, keep, kept, newest, read, write_all
+from megatron_cg.bench.windows import Windows
+from megatron_cg.cli.bench import INCOMPLETE, TAPE, TRANSFORMER_ENGINE
+
+TAPE_SHAPES = ("qwen3-moe-tiny",)
+REPORT = "bench.md"
+
+
+def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Do what the arguments say; returns the exit code."""
+    earlier = read(args.compare) if args.compare else []
+    results: list[Result] = []
+    if not args.report:
+        backend = _backend(args.backend)
+        runs = planned(args, backend, extra)
+        if args.dry_run:
+            _print_plan(args, runs)
+            return 0
+        results = _execute(args, backend, runs)
+    _report(args.out, results, earlier)
+    return 0 if all(result["status"] == OK for result in results) else INCOMPLETE
+
+
+def _backend(chosen: str) -> str:
+    if chosen != "auto":
+        return chosen
+    return TRANSFORMER_ENGINE if gpu_count() else TAPE
+
+
+def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> list[PlannedRun]:
+    """The runs that the arguments ask for. Raises ScheduleError and PresetError."""
+    scale = Scale.parse(args.scale) if args.scale else None
+    on_cpu = backend == TAPE
+    windows = _windows(args, scaling=scale is not None, on_cpu=on_cpu)
+    base = []
+    for name in args.shapes or (TAPE_SHAPES if on_cpu else SHAPES):
+        preset = load_preset(name)
+        settings = Settings(
+            preset,
+            args.nproc or preset.nproc,
+            1 if on_cpu else args.microbatches,
+            args.layers,
+            None if args.scopes is None else tuple(args.scopes),
+            DEFAULT,
+            windows,
+            args.check_for_nan,
+            args.rope_fusion,
+            tuple(extra),
+        )
+        base.append(_in_small(settings) if on_cpu else settings)
+    only = args.only.split(",") if args.only else ([EAGER, GRAPHS] if on_cpu else None)
+    runs = schedule(base, args.grouped_gemm, only, scale)
+    if on_cpu:
+        for run in runs:
+            check_for_tape(run)
+    return runs
+
+
+def _in_small(settings: Settings) -> Settings:
+    """The settings as they are of the preset's likeness, which the tape trains."""
+    shape = tape_shape(settings.preset)
+    return replace(
+        settings,
+        layers=settings.layers or shape.layers,
+        scopes=shape.scopes if settings.scopes is None else settings.scopes,
+    )
+
+
+def _windows(args: argparse.Namespace, *, scaling: bool, on_cpu: bool) -> Windows:
+    def chosen(given: int | None, default: int) -> int:
+        return (0 if scaling else default) if given is None else given
+
+    return Windows(
+        warmup=args.warmup_steps,
+        settle=args.settle_steps,
+        timed=args.timed_steps,
+        probed=chosen(args.probe_steps, 4),
+        sampled=args.sample_steps if args.sample else 0,
+        profiled=chosen(args.profile_steps, 0 if on_cpu else 2),
+    )
+
+
+def _print_plan(args: argparse.Namespace, runs: Sequence[PlannedRun]) -> None:
+    """What would be run, as commands that a shell takes, with a guess at the time."""
+    work = _work(args)
+    start = on_gpus(TokenStream(work / "data" / "text", "", is_bytes=True))
+    total = 0.0
+    for run in runs:
+        total += run.seconds()
+        inherited = run_environment(run.settings, {}, root=Path("."), cudnn=None, figures=Path("."))
+        process = start(run, work / run.name)
+        own = [f"{name}={shlex.quote(process.env[name])}" for name in inherited]
+        print(f"# {run.name}: about {run.seconds():.0f} s")
+        print(f"{' '.join(own)} {shlex.join(process.words)}\n")
+    print(f"# {len(runs)} runs, about {total:.0f} s together, of which starting is the most.")
+
+
+def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> list[Result]:
+    work = _work(args)
+    facts: dict[str, Any] = {"machine": machine(), "backend": backend}
+    facts["notice"] = TAPE_NOTICE if backend == TAPE else ""
+    refused = refused_on_gpus if backend != TAPE else (lambda _run: "")
+    data = _data(args, work / "data")
+    options = Options(
+        work=work,
+        invocation=f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
+        timeout=args.timeout,
+        budget=args.budget_seconds,
+        keep_traces=args.keep_traces,
+        samples=args.out / "samples",
+    )
+    start = on_tape(data) if backend == TAPE else on_gpus(data)
+
+    def finished(result: Result) -> None:
+        keep(result, args.out)
+        if result["error"]:
+            print(f"  {result['status']}: {result['error']}", file=sys.stderr, flush=True)
+
+    return execute(runs, start, options, facts, finished=finished, refused=refused)
+
+
+def _work(args: argparse.Namespace) -> Path:
+    work: Path = args.work_dir or args.out / "work"
+    return work.resolve()
+
+
+def _data(args: argparse.Namespace, folder: Path) -> TokenStream:
+    if args.data_path:
+        return existing(args.data_path)
+    prefix = folder / "text"
+    if all(prefix.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")):
+        return TokenStream(prefix, "text of an earlier call", is_bytes=True)
+    return from_text(python_sources(), folder, "the sources of Python's own library")
+
+
+def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> None:
+    """Write all results in ``out``; print the tables of those just made, or of all."""
+    everything = newest([*kept(out), *made])
+    changes = compare(earlier, everything) if earlier else []
+    lines = trends(everything)
+    write_all(everything, out)
+    (out / REPORT).write_text(as_markdown(everything, lines, changes), encoding="utf-8")
+    # Wide enough that no cell is cut where the output goes to a file.
+    console = Console(width=None if sys.stdout.isatty() else 250)
+    console.print(Markdown(as_markdown(list(made) or everything, lines, changes)))
+    print(f"written: {out / 'bench.json'} and {REPORT}")
+    try:
+        files = plot_all(everything, lines, out)
+    except PlotError as error:
+        print(f"megatron-cg bench: {error}", file=sys.stderr)
+    else:
+        print(f"drawn: {', '.join(path.name for path in files) or 'nothing yet'}")

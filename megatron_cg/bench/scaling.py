@@ -1,0 +1,59 @@
+"""How figures grow with layers, microbatches and GPUs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cg.bench.figures import Figures, figures, step_median
+from megatron_cg.bench.spreads import Line, fit
+from megatron_cg.bench.store import Result
+
+GROWING: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
+    "step": ("ms", step_median),
+    "capture": ("s", lambda found: found.capture_seconds),
+    "capture without warmup": ("s", lambda found: found.capture_without_warmup),
+    "peak allocated": ("MiB", lambda found: found.peak_allocated),
+    "peak in capture": ("MiB", lambda found: found.capture_peak),
+}
+
+
+@dataclass(frozen=True)
+class Trend:
+    """One figure of one contender, at the values of one dimension, with the line through it."""
+
+    shape: str
+    grouped_gemm: str
+    contender: str
+    dimension: str
+    figure: str
+    unit: str
+    points: tuple[tuple[float, float], ...]
+    line: Line
+
+
+def trends(results: Sequence[Result]) -> list[Trend]:
+    """Of every scaling run with two points or more, for each figure that was measured."""
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        key = result["key"]
+        if key["dimension"]:
+            others = [v for name, v in key.items() if name not in (key["dimension"], "contender")]
+            groups.setdefault((*others, key["contender"]), []).append(result)
+    found = []
+    for group in groups.values():
+        for figure, (unit, read) in GROWING.items():
+            points = _points(group, read)
+            if len({x for x, _ in points}) > 1:
+                key = group[0]["key"]
+                names = (key["shape"], key["grouped_gemm"], key["contender"], key["dimension"])
+                found.append(Trend(*names, figure, unit, points, fit(points)))
+    return found
+
+
+def _points(
+    group: Sequence[Result], read: Callable[[Figures], float | None]
+) -> tuple[tuple[float, float], ...]:
+    pairs = [(float(r["key"][r["key"]["dimension"]]), read(figures(r))) for r in group]
+    return tuple(sorted((x, y) for x, y in pairs if y is not None))

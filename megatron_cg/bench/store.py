@@ -1,0 +1,84 @@
+"""Results on disk: a file for each run, and one that has them all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.bench.schedule import slug
+from megatron_cg.errors import MegatronCGError
+
+SCHEMA = {"name": "megatron_cg.bench", "version": 1}
+FILE = "bench.json"
+OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
+Result = dict[str, Any]
+
+
+class ResultError(MegatronCGError):
+    """A file is not a result of this benchmark."""
+
+
+def keep(result: Result, directory: Path) -> Path:
+    """Write one run's result to a file of its own in ``directory/runs``."""
+    folder = directory / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{slug(result['key'])}.{result['invocation']}.json"
+    _write(path, {"schema": SCHEMA, "runs": [result]})
+    return path
+
+
+def kept(directory: Path) -> list[Result]:
+    """The newest result of each key in ``directory``: of its file of all, and of single runs."""
+    files = [directory / FILE, *sorted((directory / "runs").glob("*.json"))]
+    return newest(result for path in files if path.is_file() for result in read(path))
+
+
+def newest(results: Iterable[Result]) -> list[Result]:
+    """One result for each key, the one that was begun last, in the order of their beginnings.
+
+    A run that was left out never takes the place of one that was made.
+    """
+    found: dict[str, Result] = {}
+    for result in results:
+        name = slug(result["key"])
+        old = found.get(name)
+        if old is None or _order(result) >= _order(old):
+            found[name] = result
+    return sorted(found.values(), key=lambda result: str(result["began"]))
+
+
+def _order(result: Result) -> tuple[bool, str]:
+    return result["status"] != LEFT_OUT, str(result["began"])
+
+
+def read(path: Path) -> list[Result]:
+    """The results in a file. Raises ResultError where it is not one of ours, or of a later form."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path} cannot be read: {error}") from error
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise ResultError(
+            f"{path} is of the form {schema}, and {SCHEMA} is known: give a {FILE} that "
+            "megatron-cg bench of this version wrote."
+        )
+    results: list[Result] = data["runs"]
+    return results
+
+
+def write_all(results: list[Result], directory: Path) -> Path:
+    """Write ``directory/bench.json``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / FILE
+    _write(path, {"schema": SCHEMA, "runs": results})
+    return path
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, path)

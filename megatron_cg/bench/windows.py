@@ -1,0 +1,71 @@
+"""Which training steps are measured how. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+
+from megatron_cg.bench.spreads import FiguresError
+
+VARIABLE = "MEGATRON_CG_BENCH"
+"""The environment variable by which a run learns its windows and where its figures go."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Steps of each kind, in this order; one kind never disturbs another."""
+
+    warmup: int = 3
+    """Eager steps before graphs are captured; eager runs have as many."""
+    settle: int = 5
+    """Steps after capture that are not measured."""
+    timed: int = 20
+    """Timed, with nothing else about them."""
+    probed: int = 4
+    """Host time by phase."""
+    sampled: int = 0
+    """A sampling profile of the host."""
+    profiled: int = 2
+    """A trace of torch.profiler."""
+
+    def __post_init__(self) -> None:
+        """Raises FiguresError where nothing would be timed."""
+        if self.timed < 1:
+            raise FiguresError("there must be one timed step at least: give more --timed-steps.")
+
+    @property
+    def steps(self) -> int:
+        """All of them together, with the one that ends the last of them."""
+        return len(list(self.kinds()))
+
+    def kinds(self) -> Iterator[str]:
+        """The kind of each step, in order; the last is ``tail``, which is not measured.
+
+        A step is timed to the start of the next one, so the last that is measured needs another.
+        """
+        for kind in fields(self):
+            yield from [kind.name] * getattr(self, kind.name)
+        yield "tail"
+
+    def variable(self, directory: str) -> str:
+        """The value of ``VARIABLE`` for a run whose figures go to ``directory``."""
+        counts = ",".join(f"{name}={count}" for name, count in asdict(self).items())
+        return f"{counts}:{directory}"
+
+
+def given(environment: Mapping[str, str] = os.environ) -> tuple[Windows, str]:
+    """The windows and the directory that this run was started with.
+
+    Raises FiguresError where ``VARIABLE`` is not set or not as :meth:`Windows.variable` made it.
+    """
+    counts, _, directory = environment.get(VARIABLE, "").partition(":")
+    try:
+        if not directory:
+            raise ValueError("no directory")
+        pairs = [pair.split("=") for pair in counts.split(",")]
+        return Windows(**{name: int(count) for name, count in pairs}), directory
+    except (TypeError, ValueError) as error:
+        raise FiguresError(
+            f"{VARIABLE} does not say what to measure: start this run by megatron-cg bench."
+        ) from error

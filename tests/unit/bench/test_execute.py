@@ -1,0 +1,168 @@
+"""Runs follow one another, failures are shown and do not stop the others, budgets are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.align.presets import load_preset
+from megatron_cg.align.processes import Run
+from megatron_cg.bench.commands import Settings
+from megatron_cg.bench.contenders import DDP_EAGER, EAGER, GRAPHS
+from megatron_cg.bench.execute import Options, Start, execute, shown_environment, shown_words
+from megatron_cg.bench.schedule import PlannedRun
+from megatron_cg.bench.store import FAILED, LEFT_OUT, OK
+
+SETTINGS = Settings(load_preset("llama"), 2)
+RUNS = [PlannedRun(SETTINGS, name) for name in (EAGER, GRAPHS, DDP_EAGER)]
+RANK = {"rank": 0, "finished": True, "captures": []}
+
+
+def writing(rank: dict[str, Any], also: str = "") -> str:
+    """A program that leaves a rank's figures where a run would."""
+    text = json.dumps(rank)
+    return (
+        f"import os; os.mkdir('figures'); open('figures/rank0.json', 'w').write({text!r}); {also}"
+    )
+
+
+def starting(programs: dict[str, str]) -> Start:
+    """Runs the program of each contender in its own folder."""
+
+    def start(run: PlannedRun, folder: Path) -> Run:
+        body = f"import os; os.chdir({str(folder)!r})\n{programs[run.contender]}"
+        return Run(run.name, [sys.executable, "-c", body], dict(os.environ), folder)
+
+    return start
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Callable[..., Options]:
+    """Options of an invocation in a folder of its own."""
+
+    def make(**changes: Any) -> Options:
+        given = {"work": tmp_path, "invocation": "one", "timeout": 60.0, **changes}
+        return Options(**given)
+
+    return make
+
+
+def test_a_contender_that_fails_is_shown_and_the_others_go_on(
+    options: Callable[..., Options],
+) -> None:
+    programs = {
+        EAGER: writing(RANK),
+        GRAPHS: "print('before'); raise RuntimeError('out of luck')",
+        DDP_EAGER: "pass",
+    }
+    seen: list[str] = []
+    results = execute(
+        RUNS,
+        starting(programs),
+        options(),
+        {"notice": ""},
+        finished=lambda r: seen.append(r["status"]),
+    )
+    assert seen == [OK, FAILED, FAILED]
+    assert [result["error"] for result in results] == [
+        "",
+        "RuntimeError: out of luck",
+        "no figures were written",
+    ]
+    assert results[1]["tail"][0] == "before"
+    assert results[0]["ranks"] == [RANK] and results[0]["key"] == RUNS[0].key
+
+
+def test_a_run_that_did_not_finish_failed_and_keeps_its_figures(
+    options: Callable[..., Options],
+) -> None:
+    begun = RANK | {"finished": False, "timed": {"step_ms": [1.0]}}
+    programs = {EAGER: writing(begun), GRAPHS: writing(RANK, "raise SystemExit(3)")}
+    results = execute(RUNS[:2], starting(programs), options(), {}, finished=lambda _r: None)
+    assert [result["status"] for result in results] == [FAILED, FAILED]
+    assert results[0]["ranks"] == [begun] and results[1]["error"] == "exit code 3"
+
+
+def test_what_can_no_longer_end_in_time_is_left_out(options: Callable[..., Options]) -> None:
+    results = execute(RUNS, starting({}), options(budget=5.0), {}, finished=lambda _r: None)
+    assert [result["status"] for result in results] == [LEFT_OUT] * 3
+    assert "s left of --budget-seconds" in results[0]["error"]
+
+
+def test_a_run_gets_no_more_time_than_is_left(options: Callable[..., Options]) -> None:
+    programs = {EAGER: "import time; time.sleep(60)"}
+    quick = options(timeout=0.5)
+    (result,) = execute(RUNS[:1], starting(programs), quick, {}, finished=lambda _r: None)
+    assert result["status"] == FAILED and "TimeoutError" in result["error"]
+
+
+def test_a_run_that_measured_all_and_hangs_is_stopped(
+    options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_cg.bench.execute.GRACE", 0.1)
+    single = [PlannedRun(replace(SETTINGS, nproc=1), EAGER)]
+    programs = {EAGER: writing(RANK, "import time; time.sleep(60)")}
+    (result,) = execute(single, starting(programs), options(), {}, finished=lambda _r: None)
+    assert result["status"] == OK and result["ranks"] == [RANK]
+
+
+def test_what_a_machine_cannot_run_is_left_out_with_the_reason(
+    options: Callable[..., Options],
+) -> None:
+    programs = {EAGER: writing(RANK), DDP_EAGER: writing(RANK)}
+    results = execute(
+        RUNS,
+        starting(programs),
+        options(),
+        {},
+        finished=lambda _r: None,
+        refused=lambda run: "no kernels" if run.contender == GRAPHS else "",
+    )
+    assert [result["status"] for result in results] == [OK, LEFT_OUT, OK]
+    assert results[1]["error"] == "no kernels"
+
+
+def test_a_trace_and_samples_become_figures_and_the_trace_goes(
+    options: Callable[..., Options], tmp_path: Path
+) -> None:
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 0, "dur": 2000}
+    rank = RANK | {
+        "profiled": {"steps": 2, "trace": "trace.json"},
+        "sampled": {"steps": 2, "file": "samples.folded", "note": "py-spy is not installed"},
+    }
+    also = f"open('figures/trace.json', 'w').write({json.dumps({'traceEvents': [kernel]})!r});"
+    also += "open('figures/samples.folded', 'w').write('thread a;f (b.py:1) 3\\n')"
+    kept = options(keep_traces=True, samples=tmp_path / "kept")
+    (result,) = execute(
+        RUNS[:1], starting({EAGER: writing(rank, also)}), kept, {}, finished=lambda _r: None
+    )
+    assert result["trace"]["busy_ms"] == pytest.approx(1.0)
+    assert result["samples"][0]["function"] == "f (b.py)"
+    assert result["notes"] == ["samples: py-spy is not installed"]
+    folder = tmp_path / f"{RUNS[0].name}.one" / "figures"
+    assert not (folder / "trace.json").exists() and (folder / "trace.json.gz").exists()
+    assert (tmp_path / "kept" / f"{RUNS[0].name}.one.folded").read_text().endswith(" 3\n")
+
+
+def test_a_trace_that_shows_nothing_is_noted(options: Callable[..., Options]) -> None:
+    rank = RANK | {"profiled": {"steps": 2, "trace": "trace.json"}}
+    (result,) = execute(
+        RUNS[:1], starting({EAGER: writing(rank)}), options(), {}, finished=lambda _r: None
+    )
+    assert result["status"] == OK and result["trace"] is None
+    assert "trace.json is not a trace" in result["notes"][0]
+
+
+def test_what_is_kept_of_a_command_names_no_folder() -> None:
+    assert shown_words(["/usr/bin/python", "-m", "x", "/home/a/text"]) == [
+        *("python", "-m", "x", "text")
+    ]
+    env = {"NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "/tmp/x", "HOME": "/root", "CUDA_A": "1"}
+    assert shown_environment(env) == {"CUDA_A": "1", "NCCL_ALGO": "Ring"}
