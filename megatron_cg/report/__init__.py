@@ -1,0 +1,1 @@
+"""From records of runs to one page to read; see ``docs/report.md``."""

@@ -1,0 +1,150 @@
+"""Records made up for the test of the page, with all that a record can hold. Nothing was run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.align.record import exact
+from megatron_cg.counters import Counters
+from megatron_cg.reporting.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED
+
+MIB = 2**20
+MISMATCH = (
+    "megatron_cg: no replay of layer 3, microbatch 0: argument <hidden> & co was (512, 2, 64) at "
+    "capture and is (256, 2, 64) now (shape). A batch of another size. Reported once."
+)
+
+
+def make_record(
+    *, steps: int = 40, graphs: bool = True, layers: int = 24, off: int | None = None
+) -> dict[str, Any]:
+    """One rank's record; from step ``off`` on its losses are not those of the others."""
+    captured = 5
+    record: dict[str, Any] = {
+        "rank": 0,
+        "format": 1,
+        "versions": {"torch": "0.0", "megatron-cg": "0.0"},
+        "device": "a made-up GPU",
+        "machine": {"gpu": "a made-up GPU", "gpus": 2, "gpu_bytes": 2**37, "driver": "0.0"},
+        "command": ["train.py", "--seed", "1", *(["--cuda-graph-modules", "attn"] * graphs)],
+        "environment": {"NCCL_GRAPH_REGISTER": "0"},
+        "finished": True,
+        "error": None,
+        "steps": [],
+        "parameters": {"main:w": "a"},
+        "graphs": None,
+        "captures": [],
+        "intervals": [],
+        "events": [],
+        "peak_allocated_bytes": (26000 + 900 * graphs) * MIB,
+    }
+    counters = Counters()
+    for step in range(1, steps + 1):
+        with_graphs = graphs and step > captured
+        if graphs and step == captured + 1:
+            record["captures"].append(_capture(captured, layers))
+            record["captured_after_step"] = captured
+            counters.captured += layers
+        record["steps"].append(_step(step, with_graphs, off))
+        if with_graphs:
+            mismatched = int(step == 20)
+            counters.replayed += layers - mismatched
+            counters.eager += mismatched
+            counters.mismatched += mismatched
+            counters.bytes_copied += layers * MIB
+            counters.verified += layers * int(step % 10 == 0)
+        record["intervals"].append(_interval(step, with_graphs, counters))
+    if graphs:
+        record["graphs"] = counters.as_dict()
+        record["events"].append({"after_step": 19, "level": "warning", "text": MISMATCH})
+    return record
+
+
+def _step(step: int, with_graphs: bool, off: int | None) -> dict[str, Any]:
+    loss = 5.5 + 4 * math.exp(-step / 30) + 0.1 * math.sin(7 * step)
+    if off is not None and step >= off:
+        loss += 1e-4 * math.cos(step)
+    forward, backward, optimizer = (30.0, 60.0, 8.0) if with_graphs else (50.0, 90.0, 8.0)
+    slow = 4000.0 if step == 1 else 0.0
+    return {
+        "losses": {"lm loss": exact(loss), "load_balancing_loss": exact(1 + 1 / step)},
+        "grad_norm": exact(1 + 1 / step),
+        "skipped": False,
+        "milliseconds": forward + backward + optimizer + 4 + slow,
+        "phases": {"forward": forward + slow, "backward": backward, "optimizer": optimizer},
+    }
+
+
+def _interval(step: int, with_graphs: bool, counters: Counters) -> dict[str, Any]:
+    votes = {"votes": step, "issuing_ms": 0.0, "waiting_ms": 0.1 * step, "exchanging_ms": 0.0}
+    memory = _memory(20000 + 900 * with_graphs, 26000 + 900 * with_graphs)
+    return {
+        "step": step,
+        "counters": counters.as_dict(),
+        "agreement": votes,
+        "memory": memory,
+    }
+
+
+def _memory(allocated: int, peak: int) -> dict[str, int]:
+    return {
+        "allocated_bytes": allocated * MIB,
+        "reserved_bytes": (peak + 1500) * MIB,
+        "peak_allocated_bytes": peak * MIB,
+        "peak_reserved_bytes": (peak + 1500) * MIB,
+    }
+
+
+def _capture(after_step: int, layers: int) -> dict[str, Any]:
+    return {
+        "after_step": after_step,
+        "layers": layers,
+        "graphs": layers,
+        "error": None,
+        "seconds": {
+            "prepare": 0.3,
+            "warm up": 1.2,
+            "capture": 0.9,
+            "publish": 0.05,
+            "vote": 0.02,
+        },
+        "memory": {
+            "before": _memory(20000, 26000),
+            "warmed up": _memory(20400, 26000),
+            "captured": _memory(21100, 26300),
+            "after": _memory(20900, 26300),
+            "highest": {"allocated_bytes": 26300 * MIB, "exact": 1},
+        },
+        "coverage": [_layer(index, layers) for index in range(layers)],
+    }
+
+
+def _layer(index: int, layers: int) -> dict[str, Any]:
+    moe = index >= 2
+    graphed = ["attn"] if index < layers - 4 else []
+    eager = {"mamba": NO_SUCH_PART}
+    if not graphed:
+        eager["attn"] = NOT_SELECTED
+    eager |= dict.fromkeys(("moe", "moe_preprocess"), NOT_ASKED if moe else NO_SUCH_PART)
+    eager["mlp"] = NO_SUCH_PART if moe else NOT_ASKED
+    if moe:
+        graphed.append("moe_router")
+    else:
+        eager["moe_router"] = NO_SUCH_PART
+    return {
+        "name": f"layer {index}",
+        "kind": "TransformerLayer",
+        "graphed": graphed,
+        "eager": eager,
+    }
+
+
+def write(directory: Path, *records: dict[str, Any]) -> Path:
+    """One file a record, by their order's rank."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for rank, record in enumerate(records):
+        (directory / f"rank{rank}.json").write_text(json.dumps(record | {"rank": rank}))
+    return directory
