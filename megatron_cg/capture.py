@@ -15,9 +15,10 @@ Note [Order of entering]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from megatron_cg.fsdp.recognise import fsdp_package_of
 from megatron_cg.fsdp.tag import tag_backward_wrappers
 from megatron_cg.fsdp.transform import UnitHooks, transform
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
+from megatron_cg.part import run_part
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class Unit:
     """Whether the graph takes the layer's own arguments; else code of the layer runs before it."""
     collectives: bool = False
     """Whether the graph is known to hold collectives; others are found when it is captured."""
+    inputs: tuple[str, ...] = ("hidden_states",)
+    """Names of the positional inputs, for messages."""
+    run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_part
+    """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
+    attach: Callable[..., Callable[[], None]] | None = None
+    """Puts the replay in the place of that, with arguments and undo of
+    :func:`megatron_cg.replay.attach_replay`, which None is."""
 
 
 def read_hooks(unit: Unit) -> UnitHooks:

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_flatten
 
 from megatron_cg.capture import Unit
 from megatron_cg.guard import Guard
-from megatron_cg.part import run_part
 from megatron_cg.verify import Kept, verify
 from megatron_cg.watch import Watch
 
@@ -52,7 +51,7 @@ class GuardedGraph:
         counters.guard_ns += time.perf_counter_ns() - began
         if mismatch is None and self._watch.verifies:
             counters.verified += 1
-            mismatch = verify(self._unit.layer, self._graph, args, kwargs, self._kept)
+            mismatch = verify(self._unit, self._graph, args, kwargs, self._kept)
         if mismatch is not None:
             self._watch.mismatched(
                 mismatch,
@@ -62,7 +61,7 @@ class GuardedGraph:
                 fresh=self._replays == 0,
             )
             counters.eager += 1
-            return run_part(self._unit.layer, args, kwargs)
+            return self._unit.run(self._unit.layer, args, kwargs)
         self._replays += 1
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
         outputs = self._graph(*args, **kwargs)

@@ -93,7 +93,8 @@ class GuardedCapture:
             raise
         made: list[GuardedGraph | None] = [None] * len(graphs)
         for index, numbers in enumerate(numbers_of):
-            inputs = [Inputs(args[number], kwargs[number], borrowed) for number in numbers]
+            names = self._units[index].inputs
+            inputs = [Inputs(args[n], kwargs[n], borrowed, names) for n in numbers]
             guards = self._guards[index].guards(
                 inputs,
                 args[numbers[0]][0].device.type,

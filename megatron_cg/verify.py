@@ -15,17 +15,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from megatron_cg.capture import Unit
 from megatron_cg.guard.mismatch import Mismatch
-from megatron_cg.part import run_part
 
 Kept = Callable[[], AbstractContextManager[None]]
 
 
 def verify(
-    layer: nn.Module,
+    unit: Unit,
     graph: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -36,14 +35,14 @@ def verify(
     Waits for the GPU, once an output.
 
     Args:
-        layer: the unit whose part is run eagerly.
+        unit: whose part is run eagerly.
         graph: its graph.
         args: what it is called with; never written to.
         kwargs: the same by keyword.
         kept: makes a context that puts back what a pass changes.
     """
     with kept():
-        eager = _copies(run_part(layer, *_detached(args, kwargs)))
+        eager = _copies(unit.run(unit.layer, *_detached(args, kwargs)))
     with torch.no_grad(), kept():
         inputs, keywords = _detached(args, kwargs)
         return _first_difference(eager, _copies(graph(*inputs, **keywords)))

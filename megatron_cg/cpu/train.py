@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 
 from megatron_cg.agreement import Agreement
-from megatron_cg.align.record import CAPTURED_AFTER, Recorder
+from megatron_cg.align.record import CAPTURED_AFTER, Recorder, recording
 from megatron_cg.backends.base import Backend
 from megatron_cg.cpu.data import Batches
 from megatron_cg.cpu.model import CpuModelConfig, build, transformer_layers
@@ -176,7 +176,7 @@ def train(plan: TrainingPlan, directory: Path) -> None:
     recorder = Recorder(directory)
     try:
         trainer = VotingTrainer(plan)
-        with closing(trainer):
+        with recording(recorder), closing(trainer):
             for number in range(plan.steps):
                 if plan.graphs and number == plan.warmup_steps:
                     trainer.start()

@@ -74,6 +74,7 @@ class VotingTrainer(Trainer):
         self.start()
         if self.session is not None:
             self.session.watch.captured_again = True
+            self.session.counters.recaptured += 1
 
     def _give_up(self, _decision: Decision) -> None:
         self.stop()

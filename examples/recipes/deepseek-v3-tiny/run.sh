@@ -1,0 +1,149 @@
+#!/usr/bin/env bash
+# DeepSeek-V3 shape, tiny: multi-latent attention, a dense first layer, a shared expert, and a
+# sigmoid router with expert bias and groups.
+# Layerwise CUDA graphs of attn and moe_router under Megatron-FSDP, on the GPUs of this node.
+# Made by examples/recipes/make.py from arguments/presets/deepseek-v3-tiny.yaml.
+#
+#   DATA_PATH=/data/my_text_document TOKENIZER_MODEL=/data/tokenizer OUTPUT=/runs/1 \
+#       bash examples/recipes/deepseek-v3-tiny/run.sh [more of Megatron's flags]
+#   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/deepseek-v3-tiny/run.sh
+#
+# The second tries it on made-up data. GRAPHS=0 is the same run without graphs.
+set -euo pipefail
+
+fail() { echo "$0: $*" >&2; exit 2; }
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+script=${SCRIPT:-$here/../../pretrain_gpt.py}
+python=${PYTHON:-python}
+[[ -f $script ]] || fail "there is no $script: set SCRIPT to a pretraining script of Megatron's"
+
+# Where, and how much.
+nodes=${NODES:-1}
+gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
+((gpus > 0)) || fail "nvidia-smi finds no GPU: set GPUS_PER_NODE to how many this node has"
+iterations=${TRAIN_ITERS:-1000}
+global_batch=${GLOBAL_BATCH_SIZE:-$((nodes * gpus * 4))}
+
+# What is trained on.
+if [[ ${MOCK_DATA:-0} == 1 ]]; then
+    data=(--mock-data --tokenizer-type NullTokenizer)
+else
+    [[ -n ${DATA_PATH:-} ]] || fail "set DATA_PATH to the prefix of a dataset that Megatron's" \
+        "tools/preprocess_data.py wrote (/data/my_text_document), or MOCK_DATA=1 to try the script"
+    for file in "$DATA_PATH.bin" "$DATA_PATH.idx"; do
+        [[ -f $file ]] || fail "there is no $file: DATA_PATH is the common prefix of .bin and .idx"
+    done
+    [[ -n ${TOKENIZER_MODEL:-} ]] || fail "set TOKENIZER_MODEL to the name or folder of the" \
+        "Hugging Face tokenizer that the dataset was made with"
+    data=(--data-path "$DATA_PATH" --split '99,1,0'
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL")
+fi
+if [[ -n ${OUTPUT:-} ]]; then
+    data+=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval 500
+        --tensorboard-dir "$OUTPUT/tensorboard" --data-cache-path "$OUTPUT/cache")
+fi
+
+# Megatron-FSDP refuses 1 (megatron-core 0.19.2, training/arguments.py: "FSDP requires
+# CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset"); many containers set it.
+unset CUDA_DEVICE_MAX_CONNECTIONS
+# TE opens the cuDNN of CUDNN_HOME before that of the CUDA toolkit and the system (2.20.2,
+# common/__init__.py, _load_cuda_library_from_system). An older system cuDNN costs fused attention,
+# so this is the one that torch brings.
+if [[ -z ${CUDNN_HOME:-} ]]; then
+    torch_cudnn='import nvidia.cudnn; print(nvidia.cudnn.__path__[0])'
+    CUDNN_HOME=$("$python" -c "$torch_cudnn" 2>/dev/null || true)
+    if [[ -n $CUDNN_HOME ]]; then export CUDNN_HOME; else unset CUDNN_HOME; fi
+fi
+# Against fragmentation: EXPANDABLE_SEGMENTS=1. Then NCCL must not register graphs' buffers, or a
+# replay reads unmapped memory (megatron-core 0.19.2, cuda_graphs.py, TECudaGraphHelper).
+if [[ ${EXPANDABLE_SEGMENTS:-0} == 1 ]]; then
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NCCL_GRAPH_REGISTER=0
+fi
+# Not set, on purpose: TORCH_NCCL_AVOID_RECORD_STREAMS (torch 2.11: "is the default now, this
+# environment variable is thus deprecated"), and NVTE_FLASH_ATTN and its like (--attention-backend
+# chooses).
+
+model=(
+    --num-layers 3
+    --hidden-size 512
+    --ffn-hidden-size 1536
+    --num-attention-heads 8
+    --multi-latent-attention
+    --q-lora-rank 192
+    --kv-lora-rank 128
+    --qk-head-dim 64
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 64
+    --qk-layernorm
+    --rope-type rope
+    --seq-length 512
+    --max-position-embeddings 512
+    --vocab-size 512
+    --micro-batch-size 2
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --position-embedding-type rope
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --num-experts 16
+    --moe-layer-freq '([0]*1+[1]*2)'
+    --moe-ffn-hidden-size 256
+    --moe-shared-expert-intermediate-size 256
+    --moe-router-topk 4
+    --moe-router-num-groups 4
+    --moe-router-group-topk 2
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 0.001
+    --moe-router-topk-scaling-factor 2.5
+    --moe-router-load-balancing-type seq_aux_loss
+    --moe-aux-loss-coeff 0.0001
+    --moe-router-dtype fp32
+    --moe-token-dispatcher-type alltoall
+    --moe-grouped-gemm
+)
+parallel=(
+    --tensor-model-parallel-size "${TENSOR_PARALLEL:-1}"
+    --context-parallel-size "${CONTEXT_PARALLEL:-1}"
+    --expert-model-parallel-size "${EXPERT_PARALLEL:-1}"
+)
+if ((${TENSOR_PARALLEL:-1} > 1)); then parallel+=(--sequence-parallel); fi
+training=(
+    --bf16 --transformer-impl transformer_engine
+    --global-batch-size "$global_batch" --train-iters "$iterations"
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --eval-interval 500 --eval-iters 10 --log-interval 10
+    # Attention is causal by itself; a mask would be copied into every graph.
+    --no-create-attention-mask-in-dataloader
+    # As in every run that was verified.
+    --no-rope-fusion
+    # The generator that graphs need; with it GRAPHS=0 draws the same numbers.
+    --te-rng-tracker
+)
+fsdp=(
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion
+)
+graphs=(--cuda-graph-impl none)
+if [[ ${GRAPHS:-1} == 1 ]]; then
+    graphs=(
+        --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router
+        --cuda-graph-warmup-steps 3
+        # Unsharded parameters stay where they lay at capture.
+        --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+    )
+fi
+
+launch=(--standalone)
+if ((nodes > 1)); then
+    [[ -n ${RENDEZVOUS:-} && -n ${RUN_ID:-} ]] || fail "for $nodes nodes set RENDEZVOUS to" \
+        "host:port of one of them and RUN_ID to any number, the same on all; submit.sbatch does"
+    launch=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "$RUN_ID")
+fi
+exec "$python" -m torch.distributed.run "${launch[@]}" --nproc-per-node "$gpus" \
+    -m megatron_cg "$script" "${model[@]}" "${parallel[@]}" "${training[@]}" "${fsdp[@]}" \
+    "${graphs[@]}" "${data[@]}" "$@"

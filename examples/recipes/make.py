@@ -1,0 +1,217 @@
+"""Write ``run.sh`` and ``submit.sbatch`` for every preset: python examples/recipes/make.py
+
+The scripts are meant to be read and copied; they are made from the presets so that they stay true.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from pathlib import Path
+
+from megatron_cg.align.presets import Preset, load_preset, preset_names
+
+FOLDER = Path(__file__).resolve().parent
+
+RUN = r"""#!/usr/bin/env bash
+@TITLE@
+# Layerwise CUDA graphs of @SCOPES@ under Megatron-FSDP, on the GPUs of this node.
+# Made by examples/recipes/make.py from arguments/presets/@NAME@.yaml.
+#
+#   DATA_PATH=/data/my_text_document TOKENIZER_MODEL=/data/tokenizer OUTPUT=/runs/1 \
+#       bash @HERE@/run.sh [more of Megatron's flags]
+#   MOCK_DATA=1 TRAIN_ITERS=20 bash @HERE@/run.sh
+#
+# The second tries it on made-up data. GRAPHS=0 is the same run without graphs.
+set -euo pipefail
+
+fail() { echo "$0: $*" >&2; exit 2; }
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+script=${SCRIPT:-$here/../../pretrain_gpt.py}
+python=${PYTHON:-python}
+[[ -f $script ]] || fail "there is no $script: set SCRIPT to a pretraining script of Megatron's"
+
+# Where, and how much.
+nodes=${NODES:-1}
+gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
+((gpus > 0)) || fail "nvidia-smi finds no GPU: set GPUS_PER_NODE to how many this node has"
+iterations=${TRAIN_ITERS:-1000}
+global_batch=${GLOBAL_BATCH_SIZE:-$((nodes * gpus * 4))}
+
+# What is trained on.
+if [[ ${MOCK_DATA:-0} == 1 ]]; then
+    data=(--mock-data --tokenizer-type NullTokenizer)
+else
+    [[ -n ${DATA_PATH:-} ]] || fail "set DATA_PATH to the prefix of a dataset that Megatron's" \
+        "tools/preprocess_data.py wrote (/data/my_text_document), or MOCK_DATA=1 to try the script"
+    for file in "$DATA_PATH.bin" "$DATA_PATH.idx"; do
+        [[ -f $file ]] || fail "there is no $file: DATA_PATH is the common prefix of .bin and .idx"
+    done
+    [[ -n ${TOKENIZER_MODEL:-} ]] || fail "set TOKENIZER_MODEL to the name or folder of the" \
+        "Hugging Face tokenizer that the dataset was made with"
+    data=(--data-path "$DATA_PATH" --split '99,1,0'
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL")
+fi
+if [[ -n ${OUTPUT:-} ]]; then
+    data+=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval 500
+        --tensorboard-dir "$OUTPUT/tensorboard" --data-cache-path "$OUTPUT/cache")
+fi
+
+# Megatron-FSDP refuses 1 (megatron-core 0.19.2, training/arguments.py: "FSDP requires
+# CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset"); many containers set it.
+unset CUDA_DEVICE_MAX_CONNECTIONS
+# TE opens the cuDNN of CUDNN_HOME before that of the CUDA toolkit and the system (2.20.2,
+# common/__init__.py, _load_cuda_library_from_system). An older system cuDNN costs fused attention,
+# so this is the one that torch brings.
+if [[ -z ${CUDNN_HOME:-} ]]; then
+    torch_cudnn='import nvidia.cudnn; print(nvidia.cudnn.__path__[0])'
+    CUDNN_HOME=$("$python" -c "$torch_cudnn" 2>/dev/null || true)
+    if [[ -n $CUDNN_HOME ]]; then export CUDNN_HOME; else unset CUDNN_HOME; fi
+fi
+# Against fragmentation: EXPANDABLE_SEGMENTS=1. Then NCCL must not register graphs' buffers, or a
+# replay reads unmapped memory (megatron-core 0.19.2, cuda_graphs.py, TECudaGraphHelper).
+if [[ ${EXPANDABLE_SEGMENTS:-0} == 1 ]]; then
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NCCL_GRAPH_REGISTER=0
+fi
+# Not set, on purpose: TORCH_NCCL_AVOID_RECORD_STREAMS (torch 2.11: "is the default now, this
+# environment variable is thus deprecated"), and NVTE_FLASH_ATTN and its like (--attention-backend
+# chooses).
+
+model=(
+@MODEL@
+)
+parallel=(
+@PARALLEL@
+)
+if ((${TENSOR_PARALLEL:-1} > 1)); then parallel+=(--sequence-parallel); fi
+training=(
+    --bf16 --transformer-impl transformer_engine
+    --global-batch-size "$global_batch" --train-iters "$iterations"
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --eval-interval 500 --eval-iters 10 --log-interval 10
+    # Attention is causal by itself; a mask would be copied into every graph.
+    --no-create-attention-mask-in-dataloader
+    # As in every run that was verified.
+    --no-rope-fusion
+    # The generator that graphs need; with it GRAPHS=0 draws the same numbers.
+    --te-rng-tracker
+)
+fsdp=(
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion
+)
+graphs=(--cuda-graph-impl none)
+if [[ ${GRAPHS:-1} == 1 ]]; then
+    graphs=(
+        --cuda-graph-impl transformer_engine@GRAPHS@
+        --cuda-graph-warmup-steps 3
+        # Unsharded parameters stay where they lay at capture.
+        --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+    )
+fi
+
+launch=(--standalone)
+if ((nodes > 1)); then
+    [[ -n ${RENDEZVOUS:-} && -n ${RUN_ID:-} ]] || fail "for $nodes nodes set RENDEZVOUS to" \
+        "host:port of one of them and RUN_ID to any number, the same on all; submit.sbatch does"
+    launch=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "$RUN_ID")
+fi
+exec "$python" -m torch.distributed.run "${launch[@]}" --nproc-per-node "$gpus" \
+    -m megatron_cg "$script" "${model[@]}" "${parallel[@]}" "${training[@]}" "${fsdp[@]}" \
+    "${graphs[@]}" "${data[@]}" "$@"
+"""
+
+SUBMIT = r"""#!/usr/bin/env bash
+#SBATCH --job-name=@NAME@
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=04:00:00
+#SBATCH --output=%x-%j.log
+@TITLE@
+# run.sh beside this file on every node of a Slurm job. From the folder above examples/:
+#
+#   DATA_PATH=/data/my_text_document TOKENIZER_MODEL=/data/tokenizer OUTPUT=/runs/1 \
+#       sbatch --nodes 4 @HERE@/submit.sbatch [more of Megatron's flags]
+#
+# Partition, account and container are your site's: give them to sbatch, or add them above.
+# Made by examples/recipes/make.py from arguments/presets/@NAME@.yaml.
+set -euo pipefail
+
+fail() { echo "submit.sbatch: $*" >&2; exit 2; }
+[[ -n ${SLURM_JOB_ID:-} ]] || fail "this is a job: sbatch @HERE@/submit.sbatch"
+recipe=${RECIPE:-$SLURM_SUBMIT_DIR/@HERE@}
+[[ -f $recipe/run.sh ]] || fail "there is no $recipe/run.sh: submit from the folder above" \
+    "examples/, or set RECIPE to the folder that holds run.sh, as all nodes see it"
+if [[ ${MOCK_DATA:-0} != 1 ]]; then
+    [[ -n ${DATA_PATH:-} ]] || fail "set DATA_PATH, or MOCK_DATA=1 to try the job; see run.sh"
+fi
+
+# What run.sh asks for; the rest (DATA_PATH, OUTPUT, ...) is handed on as it is by srun.
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export NODES=$SLURM_NNODES RUN_ID=$SLURM_JOB_ID RENDEZVOUS=${names%%$'\n'*}:${PORT:-29500}
+export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
+# Where nodes have several networks, gloo and NCCL may choose one that is not routed
+# (docs.pytorch.org, torch.distributed, "Choosing the network interface to use"). Ranks vote on
+# their graphs over gloo.
+# export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
+
+# A node that fails ends the others; without it they wait for it until a collective times out.
+exec srun --kill-on-bad-exit=1 bash "$recipe/run.sh" "$@"
+"""
+
+_EXPERTS = ('    --expert-model-parallel-size "${EXPERT_PARALLEL:-1}"',)
+_TENSOR = (
+    '    --tensor-model-parallel-size "${TENSOR_PARALLEL:-1}"',
+    '    --context-parallel-size "${CONTEXT_PARALLEL:-1}"',
+)
+
+
+def scripts(preset: Preset) -> dict[str, str]:
+    """File names and contents of one preset."""
+    values = {
+        "TITLE": textwrap.fill(preset.description, 98, initial_indent="# ", subsequent_indent="# "),
+        "NAME": preset.name,
+        "HERE": f"examples/recipes/{preset.name}",
+        "SCOPES": " and ".join(preset.scopes) or "whole layers",
+        "MODEL": "\n".join(_lines(preset.arguments(), 4)),
+        "PARALLEL": "\n".join([*_TENSOR, *(_EXPERTS if "num-experts" in preset.flags else ())]),
+        "GRAPHS": f" --cuda-graph-modules {' '.join(preset.scopes)}" if preset.scopes else "",
+    }
+    return {
+        "run.sh": _filled(RUN, values),
+        "submit.sbatch": _filled(SUBMIT, values),
+    }
+
+
+def write(folder: Path = FOLDER) -> None:
+    """Write the scripts of all presets into folders of their names."""
+    for name in preset_names():
+        (folder / name).mkdir(exist_ok=True)
+        for file, text in scripts(load_preset(name)).items():
+            path = folder / name / file
+            path.write_text(text)
+            path.chmod(0o755)
+
+
+def _filled(template: str, values: dict[str, str]) -> str:
+    for key, value in values.items():
+        template = template.replace(f"@{key}@", value)
+    return template
+
+
+def _lines(words: list[str], indent: int) -> list[str]:
+    """A command line with one flag and its values a line."""
+    lines: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
+    return [" " * indent + " ".join(line) for line in lines]
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,138 @@
+#!/usr/bin/env bash
+# Qwen3-30B-A3B's width: hidden 2048, 32 heads of 128 in 4 KV groups, experts of 768, top-8,
+# sequences of 4096; 8 layers and 64 experts instead of 48 and 128, so that two GPUs hold it.
+# Layerwise CUDA graphs of attn and moe_router under Megatron-FSDP, on the GPUs of this node.
+# Made by examples/recipes/make.py from arguments/presets/qwen3-moe.yaml.
+#
+#   DATA_PATH=/data/my_text_document TOKENIZER_MODEL=/data/tokenizer OUTPUT=/runs/1 \
+#       bash examples/recipes/qwen3-moe/run.sh [more of Megatron's flags]
+#   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/qwen3-moe/run.sh
+#
+# The second tries it on made-up data. GRAPHS=0 is the same run without graphs.
+set -euo pipefail
+
+fail() { echo "$0: $*" >&2; exit 2; }
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+script=${SCRIPT:-$here/../../pretrain_gpt.py}
+python=${PYTHON:-python}
+[[ -f $script ]] || fail "there is no $script: set SCRIPT to a pretraining script of Megatron's"
+
+# Where, and how much.
+nodes=${NODES:-1}
+gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
+((gpus > 0)) || fail "nvidia-smi finds no GPU: set GPUS_PER_NODE to how many this node has"
+iterations=${TRAIN_ITERS:-1000}
+global_batch=${GLOBAL_BATCH_SIZE:-$((nodes * gpus * 4))}
+
+# What is trained on.
+if [[ ${MOCK_DATA:-0} == 1 ]]; then
+    data=(--mock-data --tokenizer-type NullTokenizer)
+else
+    [[ -n ${DATA_PATH:-} ]] || fail "set DATA_PATH to the prefix of a dataset that Megatron's" \
+        "tools/preprocess_data.py wrote (/data/my_text_document), or MOCK_DATA=1 to try the script"
+    for file in "$DATA_PATH.bin" "$DATA_PATH.idx"; do
+        [[ -f $file ]] || fail "there is no $file: DATA_PATH is the common prefix of .bin and .idx"
+    done
+    [[ -n ${TOKENIZER_MODEL:-} ]] || fail "set TOKENIZER_MODEL to the name or folder of the" \
+        "Hugging Face tokenizer that the dataset was made with"
+    data=(--data-path "$DATA_PATH" --split '99,1,0'
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL")
+fi
+if [[ -n ${OUTPUT:-} ]]; then
+    data+=(--save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" --save-interval 500
+        --tensorboard-dir "$OUTPUT/tensorboard" --data-cache-path "$OUTPUT/cache")
+fi
+
+# Megatron-FSDP refuses 1 (megatron-core 0.19.2, training/arguments.py: "FSDP requires
+# CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset"); many containers set it.
+unset CUDA_DEVICE_MAX_CONNECTIONS
+# TE opens the cuDNN of CUDNN_HOME before that of the CUDA toolkit and the system (2.20.2,
+# common/__init__.py, _load_cuda_library_from_system). An older system cuDNN costs fused attention,
+# so this is the one that torch brings.
+if [[ -z ${CUDNN_HOME:-} ]]; then
+    torch_cudnn='import nvidia.cudnn; print(nvidia.cudnn.__path__[0])'
+    CUDNN_HOME=$("$python" -c "$torch_cudnn" 2>/dev/null || true)
+    if [[ -n $CUDNN_HOME ]]; then export CUDNN_HOME; else unset CUDNN_HOME; fi
+fi
+# Against fragmentation: EXPANDABLE_SEGMENTS=1. Then NCCL must not register graphs' buffers, or a
+# replay reads unmapped memory (megatron-core 0.19.2, cuda_graphs.py, TECudaGraphHelper).
+if [[ ${EXPANDABLE_SEGMENTS:-0} == 1 ]]; then
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NCCL_GRAPH_REGISTER=0
+fi
+# Not set, on purpose: TORCH_NCCL_AVOID_RECORD_STREAMS (torch 2.11: "is the default now, this
+# environment variable is thus deprecated"), and NVTE_FLASH_ATTN and its like (--attention-backend
+# chooses).
+
+model=(
+    --num-layers 8
+    --hidden-size 2048
+    --ffn-hidden-size 6144
+    --num-attention-heads 32
+    --kv-channels 128
+    --group-query-attention
+    --num-query-groups 4
+    --qk-layernorm
+    --seq-length 4096
+    --max-position-embeddings 4096
+    --vocab-size 32000
+    --micro-batch-size 1
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --position-embedding-type rope
+    --rotary-base 1000000
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --num-experts 64
+    --moe-ffn-hidden-size 768
+    --moe-router-topk 8
+    --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 0.001
+    --moe-router-dtype fp32
+    --moe-token-dispatcher-type alltoall
+    --moe-grouped-gemm
+)
+parallel=(
+    --tensor-model-parallel-size "${TENSOR_PARALLEL:-1}"
+    --context-parallel-size "${CONTEXT_PARALLEL:-1}"
+    --expert-model-parallel-size "${EXPERT_PARALLEL:-1}"
+)
+if ((${TENSOR_PARALLEL:-1} > 1)); then parallel+=(--sequence-parallel); fi
+training=(
+    --bf16 --transformer-impl transformer_engine
+    --global-batch-size "$global_batch" --train-iters "$iterations"
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --eval-interval 500 --eval-iters 10 --log-interval 10
+    # Attention is causal by itself; a mask would be copied into every graph.
+    --no-create-attention-mask-in-dataloader
+    # As in every run that was verified.
+    --no-rope-fusion
+    # The generator that graphs need; with it GRAPHS=0 draws the same numbers.
+    --te-rng-tracker
+)
+fsdp=(
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion
+)
+graphs=(--cuda-graph-impl none)
+if [[ ${GRAPHS:-1} == 1 ]]; then
+    graphs=(
+        --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router
+        --cuda-graph-warmup-steps 3
+        # Unsharded parameters stay where they lay at capture.
+        --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+    )
+fi
+
+launch=(--standalone)
+if ((nodes > 1)); then
+    [[ -n ${RENDEZVOUS:-} && -n ${RUN_ID:-} ]] || fail "for $nodes nodes set RENDEZVOUS to" \
+        "host:port of one of them and RUN_ID to any number, the same on all; submit.sbatch does"
+    launch=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "$RUN_ID")
+fi
+exec "$python" -m torch.distributed.run "${launch[@]}" --nproc-per-node "$gpus" \
+    -m megatron_cg "$script" "${model[@]}" "${parallel[@]}" "${training[@]}" "${fsdp[@]}" \
+    "${graphs[@]}" "${data[@]}" "$@"

@@ -1,0 +1,184 @@
+"""Layerwise graphs from a training loop of one's own on megatron-core, without megatron.training.
+
+For models of the standalone megatron_fsdp package see :mod:`megatron_cg.standalone`.
+
+Relied on: megatron-core 0.19.2, ``TransformerConfig`` and ``DistributedDataParallelConfig``, whose
+fields have the names of Megatron's flags; ``cuda_graphs.HAVE_TE_GRAPHS``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, Self
+
+from torch import nn
+
+from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.validation import violations
+from megatron_cg.backends.base import Backend
+from megatron_cg.counters import Counters
+from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.standalone.ending import graphs_close_in_time
+from megatron_cg.undo import set_attribute
+from megatron_cg.watch import ReplayPolicy
+
+
+class GraphedLayers:
+    """The graphs of a megatron-core model's layers, over the steps of a training loop.
+
+    All ranks make it together, after the model was wrapped and before the first step. Steps inside
+    :meth:`step` train eagerly until ``config.cuda_graph_warmup_steps`` of them are done; what is
+    captured then is what ``config.cuda_graph_modules`` says.
+
+    Args:
+        model: megatron-core's ``FullyShardedDataParallel`` around one model, whose config has
+            ``cuda_graph_impl="transformer_engine"``.
+        optimizer: whose gradients are cleared after capture (``zero_grad()``).
+        seq_length: tokens of a sequence.
+        micro_batch_size: sequences of a microbatch. Megatron's number of microbatches has to be
+            set (``init_num_microbatches_calculator``).
+        layers: as ``--cg-layers``, such as ``("attn:0-23", "moe_router:4-")``.
+        backend: what captures; Transformer Engine if None.
+        on_failure: as ``--cg-on-failure``.
+        on_mismatch: as ``--cg-on-mismatch``.
+        verify_interval: as ``--cg-verify-interval``.
+
+    Raises:
+        ConfigurationError: with every reason why this model cannot be graphed.
+        HookError: ``model`` holds no ``MegatronFSDP``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        layers: Sequence[str] = (),
+        backend: Backend | None = None,
+        on_failure: Literal["error", "eager"] = "error",
+        on_mismatch: Literal["eager", "recapture", "error"] = "eager",
+        verify_interval: int = 0,
+    ) -> None:
+        fsdp: Any = find_megatron_fsdp(model)
+        if fsdp is None:
+            raise HookError(
+                f"{type(model).__name__} holds no MegatronFSDP: wrap the model in "
+                "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel first."
+            )
+        config: Any = model.config
+        given = GraphArguments(
+            cg_layers=tuple(layers),
+            cg_on_failure=on_failure,
+            cg_on_mismatch=on_mismatch,
+            cg_verify_interval=verify_interval,
+        )
+        _check(config, fsdp.ddp_config, given, backend)
+        with ExitStack() as undo:
+            self._helper = _make_helper(
+                undo, (model, optimizer, seq_length, micro_batch_size), given, backend
+            )
+            undo.callback(graphs_close_in_time())
+            undo.callback(self._helper.steps.close)
+            undo.callback(self._delete)
+            self._undo = undo.pop_all()
+        self._warmup_steps = int(config.cuda_graph_warmup_steps)
+        self._steps = 0
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of all captures so far."""
+        total = Counters()
+        total.add(self._helper.counters)
+        if self._helper.session is not None:
+            total.add(self._helper.session.counters)
+        return total
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step of all ranks: every microbatch, and the optimizer's step.
+
+        On entering, graphs are captured if they are due, or what ranks decided is done.
+
+        Raises:
+            CaptureError, AgreementError, ReplayMismatchError: as a run of Megatron's does.
+        """
+        if self._steps == self._warmup_steps and not self._helper.capture_finished():
+            self._helper.create_cudagraphs()
+        routine = self._helper.steps
+        routine.before_step()
+        try:
+            yield
+        finally:
+            routine.after_step()
+        self._steps += 1
+        routine.vote(self._steps)
+
+    def close(self) -> None:
+        """Delete the graphs and undo all that was changed. Safe to run twice."""
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _delete(self) -> None:
+        if self._helper.session is not None:
+            self._helper.delete_cuda_graphs()
+
+
+def _make_helper(
+    undo: ExitStack, subject: tuple[Any, ...], given: GraphArguments, backend: Backend | None
+) -> Any:
+    """Megatron's capture helper, ours, for one model."""
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+
+    members: dict[str, Any] = {
+        "selection": LayerSelection.parse(given.cg_layers),
+        "on_failure": given.cg_on_failure,
+        "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
+    }
+    if backend is not None:
+        members["make_backend"] = staticmethod(lambda: backend)
+        # Asked by Megatron's own helper, which knows of no other backend than TE.
+        undo.callback(set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True))
+    model, optimizer, seq_length, micro_batch_size = subject
+    kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
+    return kind([model], model.config, seq_length, micro_batch_size, [optimizer])
+
+
+def _check(config: Any, ddp_config: Any, given: GraphArguments, backend: Backend | None) -> None:
+    """Raise ConfigurationError where the rules for Megatron's flags forbid it.
+
+    What only a command line has (layer specs, fine-tuning on packed sequences) is not asked.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(RunArguments):
+        for source in (config, ddp_config):
+            if hasattr(source, field.name):
+                values[field.name] = getattr(source, field.name)
+    values["use_megatron_fsdp"] = True
+    values["cuda_graph_modules"] = tuple(scope.name for scope in config.cuda_graph_modules)
+    values["recompute_modules"] = tuple(config.recompute_modules or ("core_attn",))
+    values["fp8_param_gather"] = bool(getattr(config, "fp8_param", False))
+    values["te_rng_tracker"] = True
+    frequency = values["moe_layer_freq"]
+    values["moe_layer_freq"] = frequency if isinstance(frequency, int) else tuple(frequency)
+    if values["cuda_graph_impl"] == "none":
+        raise HookError(
+            "cuda_graph_impl of the model's config is none: build it with "
+            'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
+        )
+    name = "transformer_engine" if backend is None else backend.name
+    broken = violations(RunArguments(**values), given, Environment.read(name))
+    if broken:
+        raise ConfigurationError(broken)

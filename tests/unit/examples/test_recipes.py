@@ -1,0 +1,215 @@
+"""The recipes: true to the presets, good shell, and accepted by Megatron's rules and ours.
+
+The flags are those that the scripts really give: they are run, with a program in Python's place
+that writes its arguments down.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import megatron_cg
+from megatron_cg.align.presets import load_preset, preset_names
+from megatron_cg.versions import installed_version
+
+FOLDER = Path(__file__).resolve().parents[3] / "examples" / "recipes"
+REQUIREMENT = (FOLDER / "../../requirements/contract.txt").resolve().read_text()
+TE_VERSION = REQUIREMENT.rpartition("transformer-engine==")[2].strip()
+TINY = [name for name in preset_names() if name.endswith("-tiny")]
+RECORDER = """#!/bin/sh
+[ "$1" = -c ] && exit 1
+for word; do printf '%s\\n' "$word"; done > "$RECORD"
+env > "$RECORD.env"
+"""
+
+
+def made_by_generator() -> Any:
+    spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Any:
+    """Runs a script of a preset with the given variables; its exit status, error and folder."""
+    program = tmp_path / "python"
+    program.write_text(RECORDER)
+    program.chmod(0o755)
+
+    def run(path: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": os.environ["PATH"], "PYTHON": str(program), **variables}
+        environment |= {"RECORD": str(tmp_path / "record"), "GPUS_PER_NODE": "2"}
+        return subprocess.run(
+            ["bash", str(path), *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def recorded(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+    """The words of the program that was started, and its environment."""
+    words = (tmp_path / "record").read_text().splitlines()
+    lines = (tmp_path / "record.env").read_text().splitlines()
+    return words, dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def test_the_scripts_are_what_the_generator_writes() -> None:
+    generator = made_by_generator()
+    for name in preset_names():
+        for file, text in generator.scripts(load_preset(name)).items():
+            path = FOLDER / name / file
+            remedy = "run python examples/recipes/make.py"
+            assert path.is_file() and path.read_text() == text, f"{path} is out of date: {remedy}"
+            assert os.access(path, os.X_OK), remedy
+    folders = {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders == set(preset_names())
+
+
+def test_the_scripts_are_good_shell() -> None:
+    scripts = [str(path) for path in sorted(FOLDER.glob("*/*")) if path.suffix != ".pyc"]
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", *scripts], check=True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "set DATA_PATH to the prefix of a dataset"),
+        ({"DATA_PATH": "/nowhere/text"}, "there is no /nowhere/text.bin"),
+        ({"DATA_PATH": "{here}/text"}, "set TOKENIZER_MODEL"),
+        ({"MOCK_DATA": "1", "SCRIPT": "/nowhere.py"}, "there is no /nowhere.py: set SCRIPT"),
+        ({"MOCK_DATA": "1", "NODES": "2"}, "for 2 nodes set RENDEZVOUS"),
+    ],
+)
+def test_what_is_missing_is_asked_for(
+    shell: Any, tmp_path: Path, variables: dict[str, str], message: str
+) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"text.{suffix}").touch()
+    given = {name: value.format(here=tmp_path) for name, value in variables.items()}
+    found = shell(FOLDER / TINY[0] / "run.sh", **given)
+    assert found.returncode == 2 and message in found.stderr
+    assert not (tmp_path / "record").exists()
+
+
+def test_real_data_and_environment(shell: Any, tmp_path: Path) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"my text.{suffix}").touch()
+    found = shell(
+        FOLDER / TINY[0] / "run.sh",
+        "--seed",
+        "7",
+        DATA_PATH=f"{tmp_path}/my text",
+        TOKENIZER_MODEL="some/model",
+        OUTPUT=f"{tmp_path}/out",
+        EXPANDABLE_SEGMENTS="1",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+    )
+    assert found.returncode == 0, found.stderr
+    words, environment = recorded(tmp_path)
+    assert words[words.index("--data-path") + 1] == f"{tmp_path}/my text"
+    assert words[-2:] == ["--seed", "7"] and "--standalone" in words
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment["NCCL_GRAPH_REGISTER"] == "0"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment and "CUDNN_HOME" not in environment
+
+
+SLURM = {
+    "scontrol": "#!/bin/sh\nprintf 'node-a\\nnode-b\\n'\n",
+    "srun": '#!/bin/sh\n[ "$1" = --kill-on-bad-exit=1 ] || exit 9\nshift\nexec "$@"\n',
+}
+
+
+def test_a_job_runs_the_same_script_on_its_nodes(shell: Any, tmp_path: Path) -> None:
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_SUBMIT_DIR": str(FOLDER.parents[1]),
+    }
+    script = FOLDER / TINY[0] / "submit.sbatch"
+    assert "set DATA_PATH" in shell(script, **job).stderr
+    assert "this is a job: sbatch" in shell(script, MOCK_DATA="1").stderr
+    found = shell(script, "--seed", "7", MOCK_DATA="1", **job)
+    assert found.returncode == 0, found.stderr
+    words, _ = recorded(tmp_path)
+    start = words.index("--nnodes")
+    assert words[start : start + 8] == [
+        *("--nnodes", "2", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "node-a:29500", "--rdzv-id", "7"),
+    ]
+    assert words[-2:] == ["--seed", "7"] and words[words.index("--global-batch-size") + 1] == "16"
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What Megatron's rules ask of the machine, and this package enabled."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr("megatron.core.utils._te_version", Version(TE_VERSION))
+    monkeypatch.setattr(
+        "megatron_cg.arguments.schema.installed_version",
+        lambda name: TE_VERSION if name == "transformer-engine" else installed_version(name),
+    )
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    megatron_cg.enable()
+    yield
+    megatron_cg.disable()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_megatron_and_our_rules_accept_it(
+    shell: Any, tmp_path: Path, hopper: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from megatron.training import arguments as megatron
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    found = shell(FOLDER / name / "run.sh", MOCK_DATA="1", TENSOR_PARALLEL="2")
+    assert found.returncode == 0, found.stderr
+    words, _ = recorded(tmp_path)
+    at = words.index("megatron_cg")
+    assert words[:2] == ["-m", "torch.distributed.run"] and Path(words[at + 1]).is_file()
+    monkeypatch.setattr(sys, "argv", words[at + 1 :])
+    args = megatron.parse_args()
+    megatron.validate_args(args)
+    config = core_transformer_config_from_args(args)
+    captured = [module.name for module in config.cuda_graph_modules]
+    assert captured == list(load_preset(name).scopes)
+
+
+def test_the_same_run_without_graphs(shell: Any, tmp_path: Path) -> None:
+    runs = []
+    for graphs in ("1", "0"):
+        shell(FOLDER / TINY[0] / "run.sh", MOCK_DATA="1", GRAPHS=graphs)
+        runs.append(recorded(tmp_path)[0])
+    start = runs[0].index("--cuda-graph-impl")
+    end = runs[0].index("--mock-data")
+    assert runs[1] == [*runs[0][:start], "--cuda-graph-impl", "none", *runs[0][end:]]
