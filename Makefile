@@ -1,42 +1,60 @@
 # make demo: compare training with and without graphs, here and now.
-# make test: unit tests, ruff and mypy.
-# Both make an environment in $(VENV) from what requirements/ says, and only when that has changed.
+# make test: unit tests (with a browser, if there is one), ruff, mypy, documentation and wheel.
+# make docs: the documentation, as a site in build/site. make wheel: the wheel, in build/dist.
+# All make an environment in $(VENV) from what requirements/ says, and only when that has changed.
 
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
+INSTALL := sh tools/install.sh $(PYTHON)
+# Test files run side by side; 0 is one after the other, in one process. A file's tests stay together,
+# since many share processes that are started once a file.
+WORKERS ?= 2
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(WANTED)
+TESTED := $(STAMP)-tests
 # Python sources of TE for the tests of its contract. Beside site-packages and not in it: without its
 # compiled part TE raises when it is imported, and Megatron with it.
 TE_SOURCE := $(VENV)/te-source
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 DEMO_NEEDS := $(STAMP) $(if $(HAS_GPU),$(STAMP)-gpu)
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test lint types unit docs wheel clean
 
 demo: $(DEMO_NEEDS)
 	$(PYTHON) -m megatron_cg.cli.main align $(ALIGN)
 
-test: unit lint types
+test: lint types docs wheel unit
 
-unit: $(STAMP)
-	$(PYTHON) -m pytest tests/unit
+unit: $(TESTED)
+	MEGATRON_CG_BROWSER=$$(sh tools/get_chromium.sh) $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile \
+		tests/unit
 
-lint: $(STAMP)
+lint: $(TESTED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-types: $(STAMP)
+types: $(TESTED)
 	$(PYTHON) -m mypy
+
+docs: $(TESTED)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
+	$(PYTHON) -m tools.check_site build/site
+
+wheel: $(TESTED)
+	$(PYTHON) -m tools.check_wheel build/dist
 
 $(STAMP):
 	python=$$(sh tools/find_python.sh) && "$$python" -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet -r requirements/runtime.txt -r requirements/dev.txt
-	$(PYTHON) -m pip install --quiet --no-deps -r requirements/upstream.txt
-	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target $(TE_SOURCE) -r requirements/contract.txt
-	$(PYTHON) -m pip install --quiet --no-deps --editable .
+	$(INSTALL) -r requirements/runtime.txt
+	$(INSTALL) --no-deps -r requirements/upstream.txt
+	$(INSTALL) --no-deps --editable .
 	rm -f $(VENV)/.installed-*
+	touch $@
+
+$(TESTED): $(STAMP)
+	$(INSTALL) -r requirements/dev.txt -r requirements/docs.txt
+	$(INSTALL) --no-deps --upgrade --target $(TE_SOURCE) -r requirements/contract.txt
 	touch $@
 
 # TE's extension is compiled here against the torch that was just installed, which takes nvcc and
@@ -47,4 +65,4 @@ $(STAMP)-gpu: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build

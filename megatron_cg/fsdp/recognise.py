@@ -122,6 +122,6 @@ def _unknown(record: HookRecord, distribution: str, why: str) -> UnknownFsdpHook
     return UnknownFsdpHookError(
         f"{distribution} {version} put the hook {describe(record.fn)} into {record.kind.value}, "
         f"and {why}. Running it in the wrong phase gives wrong gradients without an error, so "
-        "capture stops here. Install a version named in the README's support table, or run with "
+        "capture stops here. Install a version that megatron-cg doctor knows, or run with "
         "--cuda-graph-impl none."
     )

@@ -1,0 +1,60 @@
+"""Versions that were never seen: a notice where all is there, a message where something is gone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_cg import __main__ as launcher
+from megatron_cg.arguments import megatron
+from megatron_cg.arguments.schema import Environment
+from tests.unit.arguments.good_configuration import GOOD_ARGV, megatron_parser, parse
+
+INSTALLED = {
+    "megatron-core": "0.20.0",
+    "megatron-fsdp": "0.6.1",
+    "transformer-engine": "2.21.0",
+    "torch": "2.11.0",
+}
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Megatron, which asks for versions too, is to be imported with those that are there.
+    megatron_parser()
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: INSTALLED.get(name) or real(name)
+    )
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_run_on_newer_versions_is_told_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        megatron.validate(parse(*GOOD_ARGV), Environment.read())
+    lines = [record.getMessage() for record in caplog.records]
+    for name, seen in (("megatron-core 0.20.0", "0.19.2"), ("transformer-engine 2.21.0", "2.20.2")):
+        (line,) = [line for line in lines if name in line]
+        assert "was never run with this package" in line and seen in line
+        assert "megatron-cg align" in line
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_symbol_that_is_gone_ends_the_launcher_with_package_version_symbol_and_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from megatron.training import arguments
+
+    monkeypatch.delattr(arguments, "add_megatron_arguments")
+    script = tmp_path / "script.py"
+    script.write_text("raise AssertionError('the script was run')")
+    monkeypatch.setattr("sys.argv", ["megatron_cg", str(script)])
+    with pytest.raises(SystemExit) as ended:
+        launcher.main()
+    message = str(ended.value)
+    assert "megatron-core 0.20.0" in message
+    assert "megatron.training.arguments:add_megatron_arguments" in message
+    assert "megatron-cg doctor" in message

@@ -1,0 +1,1 @@
+"""Markdown made from the code, for the pages of the site."""
