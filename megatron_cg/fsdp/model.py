@@ -2,7 +2,8 @@
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
 ``_replace_param_with_raw_if_needed``, ``is_param_fsdp_distributed``, ``synchronize_param_gather``,
-``start_param_sync`` and the attribute ``_training_state`` of every module below it.
+``start_param_sync``, ``all_gather_pipeline`` and the attribute ``_training_state`` of every module
+below it; class ``AllGatherPipeline``: ``param_gather_event_map`` and ``wait_bucket_ready``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ _NEEDED = (
     "synchronize_param_gather",
     "start_param_sync",
     "param_and_grad_buffer",
+    "all_gather_pipeline",
 )
-RELIES_ON = in_both(
-    "megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=(*_NEEDED, "_training_state")
+RELIES_ON = (
+    *in_both(
+        "megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=(*_NEEDED, "_training_state")
+    ),
+    *in_both(
+        "param_and_grad_buffer:AllGatherPipeline",
+        "what gathers weights",
+        attributes=("param_gather_event_map", "wait_bucket_ready"),
+    ),
 )
 
 
@@ -65,6 +74,10 @@ def raw_parameters(fsdp: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # What its reset does itself, but not without a warning that lists every bucket.
+        pipeline = fsdp.all_gather_pipeline
+        for bucket, bwd in list(pipeline.param_gather_event_map):
+            pipeline.wait_bucket_ready(bucket, bwd)
         fsdp.synchronize_param_gather()
         if not was_distributed:
             fsdp.start_param_sync()

@@ -26,12 +26,21 @@ Note [One stream a copy]
     several streams (a shared expert may have its own) are not copied together: the first ones to
     wait decide, and one from elsewhere takes Megatron-FSDP's way at once, on its own stream.
 
+Note [A buffer that is still read]
+    With double buffers a unit's gradients go where those of the unit before last were reduced
+    from. Megatron-FSDP frees that buffer on the stream of the reductions alone, so a copy on the
+    stream of the backward pass is not ordered after the reduction that still reads it; a host that
+    runs far enough ahead would overwrite what is being sent. So the copy waits, on the device, for
+    the reductions that were freed for it. They were issued two units ago, and are over mostly.
+    (NVIDIA/Megatron-LM#5222 is about another way to the same overwriting.)
+
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
 ``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
-pass) and ``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params`` and
-``_enforce_double_buffer_limit``; ``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket`` and
-``param_idx``; ``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``,
-``params`` and ``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
+pass) and ``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params``,
+``grad_reduce_queue`` (event, function, bucket) and ``_enforce_double_buffer_limit``;
+``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket`` and ``param_idx``;
+``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``, ``params`` and
+``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
 """
 
 from __future__ import annotations
@@ -63,7 +72,11 @@ RELIES_ON = (
     *in_both(
         "param_and_grad_buffer:GradReducePipeline",
         "what reduces gradients",
-        attributes=("bucket_grad_ready_params", "_enforce_double_buffer_limit"),
+        attributes=(
+            "bucket_grad_ready_params",
+            "grad_reduce_queue",
+            "_enforce_double_buffer_limit",
+        ),
     ),
     *in_both(
         "param_and_grad_buffer:DataParallelBuffer",
@@ -206,8 +219,7 @@ class GradientHandOff:
     @torch.no_grad()
     def _copy(self, bucket: _Bucket, waiting: Sequence[nn.Parameter]) -> None:
         store = self._fsdp.param_and_grad_buffer
-        # Before the bucket is fetched, as Megatron-FSDP does: this may free its buffer.
-        self._fsdp.grad_reduce_pipeline._enforce_double_buffer_limit([bucket.number])
+        make_room(self._fsdp.grad_reduce_pipeline, bucket.number)
         fetched = bucket.gradients.fetch_bucket(dtype=store.mp_policy.grad_comm_dtype)
         views = bucket.views.of(fetched, waiting)
         gradients = [p.grad for p in waiting if p.grad is not None]
@@ -217,6 +229,19 @@ class GradientHandOff:
             target.main_grad = view
             target.grad = None
         self.copies += 1
+
+
+def make_room(pipeline: Any, bucket: int) -> None:
+    """Let Megatron-FSDP free a buffer for ``bucket``; see Note [A buffer that is still read].
+
+    Args:
+        pipeline: the ``GradReducePipeline``; its queue holds an event for each reduction.
+        bucket: a bucket's number.
+    """
+    before = list(pipeline.grad_reduce_queue)
+    pipeline._enforce_double_buffer_limit([bucket])
+    for event, _free, _bucket in before[: len(before) - len(pipeline.grad_reduce_queue)]:
+        event.wait()
 
 
 def current_stream() -> int:

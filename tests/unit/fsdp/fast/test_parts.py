@@ -12,6 +12,7 @@ from torch import nn
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.fast import install
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
+from megatron_cg.fsdp.fast.gradients import make_room
 from megatron_cg.fsdp.fast.known import KnownParameters
 from megatron_cg.fsdp.fast.unshard import _fetched
 from megatron_cg.fsdp.fast.views import BucketViews
@@ -174,3 +175,18 @@ def test_float8_weights_are_left_to_megatron_fsdp(
     buffers = (g.model_weight_buffer for g in fsdp.param_and_grad_buffer.parameter_groups)
     assert not any("fetch_bucket" in vars(buffer) for buffer in buffers)
     path.close()
+
+
+def test_a_copy_waits_for_the_reductions_whose_buffer_it_is_given() -> None:
+    waited: list[str] = []
+    entries = [
+        (SimpleNamespace(wait=lambda name=name: waited.append(name)), None, number)
+        for number, name in enumerate(("oldest", "older", "newest"))
+    ]
+    pipeline = SimpleNamespace(grad_reduce_queue=entries)
+    pipeline._enforce_double_buffer_limit = lambda _buckets: entries.__delitem__(slice(2))
+    make_room(pipeline, 7)
+    assert waited == ["oldest", "older"]
+    pipeline._enforce_double_buffer_limit = lambda _buckets: None
+    make_room(pipeline, 7)
+    assert waited == ["oldest", "older"]
