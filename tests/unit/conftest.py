@@ -32,6 +32,7 @@ def let_models_go() -> None:
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """A gloo group of this process alone, under the CPU stand-ins."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_cg.cpu.standins import cpu_standins
 
@@ -39,6 +40,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
         )
+        destroy_moe_metrics_tracker()  # of a test with another number of layers
         try:
             yield
         finally:

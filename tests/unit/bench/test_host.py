@@ -169,16 +169,27 @@ def test_a_thread_samples_where_py_spy_is_not(
     assert name in functions
 
 
+REFUSES = "import sys; sys.exit('permission denied')"
+SAMPLES = """
+import pathlib, signal, sys
+def write(*_):
+    pathlib.Path(sys.argv[-1]).write_text("thread 1;f 3\\n")
+    sys.exit(0)
+# Also where this signal was ignored at the start, as in a shell's background job.
+signal.signal(signal.SIGINT, write)
+print("Sampling process", flush=True)
+while True:
+    signal.pause()
+"""
+
+
 @pytest.mark.parametrize("fails_at_once", [True, False])
 def test_py_spy_is_asked_first(
     fails_at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program of that name stands in for py-spy, which is never a dependency."""
     program = tmp_path / "py-spy"
-    waits = 'trap \'echo "thread 1;f 3" > "$last"; exit 0\' INT\n'
-    waits += "echo Sampling process\nwhile true; do sleep 0.01; done"
-    body = "echo permission denied >&2; exit 1" if fails_at_once else waits
-    program.write_text(f"#!/bin/sh\nfor last; do :; done\n{body}\n")
+    program.write_text(f"#!{sys.executable}\n" + (REFUSES if fails_at_once else SAMPLES))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     facts = sampling.sampling(tmp_path / "samples.folded").stop()
