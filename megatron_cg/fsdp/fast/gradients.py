@@ -38,7 +38,8 @@ Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backwar
 ``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
 pass) and ``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params``,
 ``grad_reduce_queue`` (event, function, bucket) and ``_enforce_double_buffer_limit``;
-``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket`` and ``param_idx``;
+``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket``, ``param_idx`` and
+``is_data_distributed`` (false where a data-parallel group is one rank, as that of experts may be);
 ``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``, ``params`` and
 ``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
 """
@@ -81,7 +82,7 @@ RELIES_ON = (
     *in_both(
         "param_and_grad_buffer:DataParallelBuffer",
         "one kind of gradients",
-        attributes=("fetch_bucket", "get_item_from_bucket", "param_idx"),
+        attributes=("fetch_bucket", "get_item_from_bucket", "param_idx", "is_data_distributed"),
     ),
     *in_both(
         "param_and_grad_buffer:ParameterGroup",
@@ -132,7 +133,6 @@ class GradientHandOff:
     def __init__(self, fsdp: Any, original: Callable[[list[nn.Parameter]], None]) -> None:
         self._fsdp, self._original = fsdp, original
         self._of_parameter: dict[int, _Bucket] = {}
-        self._of_unit: dict[int, list[_Bucket]] = {}
         self._unit_of_module: dict[nn.Module, list[_Bucket]] = {}
         self.copies = 0
         """Fused copies so far."""
@@ -177,12 +177,10 @@ class GradientHandOff:
         buffer = group.hfsdp_helper_gbuf or group.main_grad_buffer
         if group.fsdp_unit_id is None or not group.requires_grad or buffer is None:
             return
-        own = [p for p in group.params if not getattr(p, "_is_shared", False)]
-        if len(own) != len(group.params) or not buffer.is_data_distributed:
+        if any(getattr(parameter, "_is_shared", False) for parameter in group.params):
             return
-        bucket = _Bucket(number, buffer, BucketViews(buffer), len(own))
-        self._of_unit.setdefault(group.fsdp_unit_id, []).append(bucket)
-        for parameter in own:
+        bucket = _Bucket(number, buffer, BucketViews(buffer), len(group.params))
+        for parameter in group.params:
             self._of_parameter[id(parameter)] = bucket
 
     def _buckets_of(self, unit: nn.Module) -> list[_Bucket]:
@@ -218,17 +216,25 @@ class GradientHandOff:
 
     @torch.no_grad()
     def _copy(self, bucket: _Bucket, waiting: Sequence[nn.Parameter]) -> None:
-        store = self._fsdp.param_and_grad_buffer
         make_room(self._fsdp.grad_reduce_pipeline, bucket.number)
-        fetched = bucket.gradients.fetch_bucket(dtype=store.mp_policy.grad_comm_dtype)
-        views = bucket.views.of(fetched, waiting)
+        views = self._views(bucket, waiting)
         gradients = [p.grad for p in waiting if p.grad is not None]
-        torch._foreach_copy_(views, gradients)
+        if bucket.gradients.is_data_distributed:
+            torch._foreach_copy_(views, gradients)
+        else:
+            # A buffer that no other rank has a part of: it sums up all microbatches of the step.
+            torch._foreach_add_(views, gradients)
         for parameter, view in zip(waiting, views, strict=True):
             target: Any = parameter
             target.main_grad = view
             target.grad = None
         self.copies += 1
+
+    def _views(self, bucket: _Bucket, waiting: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
+        sharded = bucket.gradients.is_data_distributed
+        fetched = bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)
+        return bucket.views.of(fetched, waiting)
 
 
 def make_room(pipeline: Any, bucket: int) -> None:

@@ -1,7 +1,8 @@
 """The pieces of a bucket that belong to its parameters, cut once where the bucket stays in place.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``DataParallelBuffer``:
-``temporary_bucket_allocator``, ``param_idx`` and ``get_item_from_bucket``; ``FixedPoolAllocator``.
+``temporary_bucket_allocator``, ``is_data_distributed``, ``param_idx`` and ``get_item_from_bucket``;
+``FixedPoolAllocator``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ RELIES_ON = (
     *in_both(
         "param_and_grad_buffer:DataParallelBuffer",
         "one kind of weights",
-        attributes=("temporary_bucket_allocator", "param_idx", "get_item_from_bucket"),
+        attributes=(
+            "temporary_bucket_allocator",
+            "is_data_distributed",
+            "param_idx",
+            "get_item_from_bucket",
+        ),
     ),
 )
 
@@ -38,7 +44,9 @@ class BucketViews:
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
-        self._kept = type(buffer.temporary_bucket_allocator).__name__ == _STAYS
+        pooled = type(buffer.temporary_bucket_allocator).__name__ == _STAYS
+        # What is not sharded is its own bucket, and allocated once.
+        self._kept = pooled or not buffer.is_data_distributed
         self._place: tuple[int, int] | None = None
         self._views: dict[int, torch.Tensor] = {}
 

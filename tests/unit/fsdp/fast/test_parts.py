@@ -117,11 +117,12 @@ def test_one_parameter_of_a_bucket_is_shown_and_every_float8_one() -> None:
 class Buffer:
     """Three parameters in a bucket that lies where it is told."""
 
-    def __init__(self, allocator: str = "FixedPoolAllocator") -> None:
+    def __init__(self, allocator: str = "FixedPoolAllocator", sharded: bool = True) -> None:
         self.memory = torch.arange(6.0)
         self.params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
         self.param_idx = {parameter: index for index, parameter in enumerate(self.params)}
         self.temporary_bucket_allocator = type(allocator, (), {})()
+        self.is_data_distributed = sharded
         self.set = 0
 
     def fetch_bucket(self, dtype: Any, set_param_data: bool, strict: bool) -> Any:
@@ -153,10 +154,15 @@ def test_parameters_are_pointed_at_their_bucket_only_when_they_are_elsewhere() -
 
 
 @pytest.mark.parametrize(
-    ("allocator", "kept"), [("FixedPoolAllocator", True), ("StorageResizeBased", False)]
+    ("allocator", "sharded", "kept"),
+    [
+        ("FixedPoolAllocator", True, True),
+        ("StorageResizeBased", True, False),
+        ("StorageResizeBased", False, True),
+    ],
 )
-def test_views_are_kept_only_where_memory_stays(allocator: str, kept: bool) -> None:
-    buffer = Buffer(allocator)
+def test_views_are_kept_only_where_memory_stays(allocator: str, sharded: bool, kept: bool) -> None:
+    buffer = Buffer(allocator, sharded)
     views = BucketViews(buffer)
     one, two = (views.of(buffer.fetch_bucket(None, False, True), buffer.params) for _ in range(2))
     assert [a is b for a, b in zip(one, two, strict=True)] == [kept] * 3

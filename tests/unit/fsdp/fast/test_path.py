@@ -100,6 +100,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.parametrize("options", [SCENARIOS["dense"], MANY], ids=["dense", "experts"])
+def test_a_rank_alone_in_its_group_sums_up_its_microbatches(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """As the experts of a mixture may be: no buffer is sharded then."""
+    run_processes(partial(train_alone, options, tmp_path / "runs.json"), processes=1)
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    for key in ("numbers", "shards"):
+        assert runs["fast"][key] == runs["eager"][key]
+    assert runs["fast"]["copies"] > 0 and "gradients" in runs["fast"]["parts"]
+
+
+def train_alone(options: dict[str, Any], file: Path) -> None:
+    runs = {name: trained(options, name == "fast", True) for name in ("eager", "fast")}
+    file.write_text(json.dumps(runs))
+
+
 def runs_of(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     for rank in range(2):
         yield json.loads((folder / f"{name}-{rank}.json").read_text())
