@@ -30,6 +30,7 @@ from megatron_cg.align.presets import load_preset, preset_names
 from megatron_cg.align.run import gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE
 from megatron_cg.bench.machine import machine
+from megatron_cg.cli.numbers import positive, whole
 from megatron_cg.errors import MegatronCGError
 
 FAILED = 2
@@ -47,10 +48,10 @@ def parser() -> argparse.ArgumentParser:
     add("--preset", default="qwen3-moe-tiny", metavar="NAME", help=f"model shape: {names}")
     backends = ("auto", TRANSFORMER_ENGINE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
-    add("--nproc", type=_positive, help="processes, one a GPU (default: the preset's)")
-    add("--steps", type=_positive, default=60, help="training steps of each run (default 60)")
-    add("--warmup-steps", type=_whole, default=3, help="eager steps first (default 3)")
-    add("--settle", type=_whole, default=10, help="steps after capture not counted (default 10)")
+    add("--nproc", type=positive, help="processes, one a GPU (default: the preset's)")
+    add("--steps", type=positive, default=60, help="training steps of each run (default 60)")
+    add("--warmup-steps", type=whole, default=3, help="eager steps first (default 3)")
+    add("--settle", type=whole, default=10, help="steps after capture not counted (default 10)")
     add("--scopes", nargs="*", metavar="SCOPE", help="what to capture; none: whole layers")
     add("--deterministic", action="store_true", help="as runs are compared bit for bit")
     add("--out", type=Path, required=True, metavar="DIR", help="where the two files go")
@@ -140,18 +141,6 @@ def _work_directory(chosen: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="megatron-cg-overheads-") as temporary:
         yield Path(temporary)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _whole(text) == 0:
-        raise argparse.ArgumentTypeError("0 is too few, give 1 or more")
-    return int(text)
 
 
 if __name__ == "__main__":

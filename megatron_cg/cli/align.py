@@ -26,6 +26,7 @@ from megatron_cg.align.processes import LaunchError, Options
 from megatron_cg.align.report import as_json, print_report
 from megatron_cg.align.run import align_on_gpus, example_script, gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_shape
+from megatron_cg.cli.numbers import positive, whole
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, FAILED: 3}
 TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
@@ -36,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(preset_names())
     add = parser.add_argument
     add("--preset", default="llama-tiny", metavar="NAME", help=f"model shape: {names}")
-    add("--steps", type=_positive, default=12, help="training steps (default 12)")
-    add("--warmup-steps", type=_whole, default=3, help="eager steps first (default 3)")
+    add("--steps", type=positive, default=12, help="training steps (default 12)")
+    add("--warmup-steps", type=whole, default=3, help="eager steps first (default 3)")
     add("--scopes", nargs="*", metavar="SCOPE", help="what to capture; none: whole layers")
     add("--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run")
     add(
         "--nproc",
-        type=_positive,
+        type=positive,
         help="processes, one a GPU (default: the preset's, or as many as there are GPUs)",
     )
     add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
@@ -154,15 +155,3 @@ def _backend_here() -> str:
     import torch
 
     return TRANSFORMER_ENGINE if torch.cuda.is_available() else TAPE
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _whole(text) == 0:
-        raise argparse.ArgumentTypeError("0 is too few, give 1 or more")
-    return int(text)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cg.bench.shapes import SHAPES
+from megatron_cg.cli.numbers import positive, whole
 
 INCOMPLETE = 3
 TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
@@ -31,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="default",
         help="of experts; contenders of one table have the same (default: TE's default)",
     )
-    add("--nproc", type=_positive, help="processes, one a GPU (default: the preset's)")
-    add("--layers", type=_positive, help="layers (default: the preset's)")
-    add("--microbatches", type=_positive, default=2, help="of a step (default 2)")
+    add("--nproc", type=positive, help="processes, one a GPU (default: the preset's)")
+    add("--layers", type=positive, help="layers (default: the preset's)")
+    add("--microbatches", type=positive, default=2, help="of a step (default 2)")
     add("--scopes", nargs="*", metavar="SCOPE", help="of partial graphs (default: all that fit)")
     add("--scale", metavar="WHAT=N,N", help="grow layers, microbatches or nproc: layers=4,8,16,32")
     _add_windows(parser)
@@ -53,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_windows(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--warmup-steps", type=_whole, default=3, help="eager steps before capture (default 3)")
-    add("--settle-steps", type=_whole, default=5, help="steps after that, not measured (default 5)")
-    add("--timed-steps", type=_positive, default=20, help="steps that are timed (default 20)")
-    add("--probe-steps", type=_whole, help="steps for host time by phase (default 4; scaling: 0)")
-    add("--profile-steps", type=_whole, help="steps that are traced (default 2; scaling: 0)")
+    add("--warmup-steps", type=whole, default=3, help="eager steps before capture (default 3)")
+    add("--settle-steps", type=whole, default=5, help="steps after that, not measured (default 5)")
+    add("--timed-steps", type=positive, default=20, help="steps that are timed (default 20)")
+    add("--probe-steps", type=whole, help="steps for host time by phase (default 4; scaling: 0)")
+    add("--profile-steps", type=whole, help="steps that are traced (default 2; scaling: 0)")
     add("--sample", action="store_true", help="a sampling profile of the host too")
-    add("--sample-steps", type=_positive, default=20, help="steps of it (default 20)")
+    add("--sample-steps", type=positive, default=20, help="steps of it (default 20)")
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -67,15 +68,3 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_cg.bench.invocation import invoke
 
     return invoke(args, extra)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _whole(text) == 0:
-        raise argparse.ArgumentTypeError("0 is too few, give 1 or more")
-    return int(text)

@@ -170,42 +170,45 @@ def module_entry(name: str, module: types.ModuleType) -> Iterator[None]:
             sys.modules[name] = before
 
 
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with every cuda device in its ``device=`` argument sent to the CPU."""
+Convert = Callable[[Any], Any]
+
+
+def redirected(function: Callable[..., Any], convert: Convert) -> Callable[..., Any]:
+    """Return ``function`` with its ``device=`` argument put through ``convert``."""
 
     @functools.wraps(function)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = to_cpu(kwargs["device"])
+            kwargs["device"] = convert(kwargs["device"])
         if kwargs.get("pin_memory"):
             # Pinned memory needs CUDA's allocator; here the two memories are one.
             kwargs["pin_memory"] = False
         return function(*args, **kwargs)
 
-    return on_cpu
+    return elsewhere
 
 
-def _method_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`_on_cpu`, for a method whose first argument may also be the device."""
-    by_keyword = _on_cpu(function)
+def redirected_method(function: Callable[..., Any], convert: Convert) -> Callable[..., Any]:
+    """As :func:`redirected`, for a method whose first argument may also be the device."""
+    by_keyword = redirected(function, convert)
 
     @functools.wraps(function)
-    def on_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def elsewhere(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], (str, int, torch.device)):
-            args = (to_cpu(args[0]), *args[1:])
+            args = (convert(args[0]), *args[1:])
         return by_keyword(self, *args, **kwargs)
 
-    return on_cpu
+    return elsewhere
 
 
 def _factories(stack: ExitStack) -> None:
     """Wrap the factories themselves: a TorchFunctionMode is off in hooks that autograd calls."""
     for name in FACTORIES:
-        stack.enter_context(replaced(torch, name, _on_cpu(getattr(torch, name))))
+        stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), to_cpu)))
     for name in METHODS:
         original = getattr(torch.Tensor, name)
-        wrapper = _method_on_cpu if name == "to" else _on_cpu
-        stack.enter_context(replaced(torch.Tensor, name, wrapper(original)))
+        wrapper = redirected_method if name == "to" else redirected
+        stack.enter_context(replaced(torch.Tensor, name, wrapper(original, to_cpu)))
     stack.enter_context(replaced(torch.Tensor, "cuda", lambda self, *_a, **_k: self))
     stack.enter_context(replaced(torch.nn.Module, "cuda", lambda self, *_a, **_k: self))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_cg.cpu.standins import FACTORIES, METHODS, StandInEvent, StandInStream, replaced
+from megatron_cg.cpu.standins import (
+    FACTORIES,
+    METHODS,
+    StandInEvent,
+    StandInStream,
+    redirected,
+    redirected_method,
+    replaced,
+)
 
 _META = torch.device("meta")
 HOPPER = (9, 0)
@@ -41,11 +49,11 @@ def simulated_gpus(environment: Mapping[str, str] | None = None) -> Iterator[Non
         for name, value in _cuda_names().items():
             stack.enter_context(replaced(torch.cuda, name, value))
         for name in FACTORIES:
-            stack.enter_context(replaced(torch, name, _on_meta(getattr(torch, name))))
+            stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), _device)))
         for name in METHODS:
             method = getattr(torch.Tensor, name)
-            wrapper = _to_on_meta if name == "to" else _on_meta
-            stack.enter_context(replaced(torch.Tensor, name, wrapper(method)))
+            wrapper = redirected_method if name == "to" else redirected
+            stack.enter_context(replaced(torch.Tensor, name, wrapper(method, _device)))
         stack.enter_context(replaced(torch.Tensor, "cuda", lambda self, *_a, **_k: self.to(_META)))
         stack.enter_context(replaced(torch.nn.Module, "cuda", lambda self, *_a, **_k: self))
         yield
@@ -92,30 +100,6 @@ def _device(device: Any) -> Any:
     if isinstance(device, int):
         return _META
     return _META if torch.device(device).type == "cuda" else device
-
-
-def _on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def on_meta(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = _device(kwargs["device"])
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return function(*args, **kwargs)
-
-    return on_meta
-
-
-def _to_on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
-    by_keyword = _on_meta(function)
-
-    @functools.wraps(function)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], str | int | torch.device):
-            args = (_device(args[0]), *args[1:])
-        return by_keyword(self, *args, **kwargs)
-
-    return to
 
 
 @contextmanager

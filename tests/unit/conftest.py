@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
+
+from megatron_cg.align.command import DETERMINISTIC_ENVIRONMENT
+from megatron_cg.versions import installed_version
 
 
 def let_models_go() -> None:
@@ -26,6 +31,38 @@ def let_models_go() -> None:
                 (parameter._post_accumulate_grad_hooks or {}).clear()
     RotaryEmbedding.forward.cache_clear()
     gc.collect()
+
+
+TE = "transformer-engine"
+REQUIREMENT = Path(__file__, "../../../requirements/contract.txt").resolve().read_text()
+TE_VERSION = REQUIREMENT.rpartition(f"{TE}==")[2].strip()
+"""The release that the functional tests run with."""
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What Megatron's rules ask of the machine, and this package enabled."""
+    import megatron_cg
+
+    capability = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    # Set and taken away again, so that what Megatron itself sets is undone too.
+    for name in (*DETERMINISTIC_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    # Megatron and we read which TE is installed; a run on GPUs has it, this environment need not.
+    monkeypatch.setattr("megatron.core.utils._te_version", Version(TE_VERSION))
+    monkeypatch.setattr(
+        "megatron_cg.arguments.schema.installed_version",
+        lambda name: TE_VERSION if name == TE else installed_version(name),
+    )
+    monkeypatch.setenv("RANK", "0")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    megatron_cg.enable()
+    yield
+    megatron_cg.disable()
+    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture

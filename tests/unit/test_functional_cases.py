@@ -5,29 +5,19 @@ Both runs of every case, through Megatron's real parser, without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from packaging.version import Version
 
-import megatron_cg
-from megatron_cg.align.command import DETERMINISTIC_ENVIRONMENT, arguments
+from megatron_cg.align.command import arguments
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.versions import installed_version
 from tests.functional import cases, test_failures
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of
 from tests.functional.tampered import ACTIONS, VARIABLES
 
-TE = "transformer-engine"
-REQUIREMENT = Path(__file__, "../../../requirements/contract.txt").resolve().read_text()
-TE_VERSION = REQUIREMENT.rpartition(f"{TE}==")[2].strip()
-"""The release that the functional tests run with."""
-
+pytestmark = pytest.mark.usefixtures("hopper")
 DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer")
 LIFE = [
     *cases.LIFE.values(),
@@ -35,30 +25,6 @@ LIFE = [
 ]
 ALL = [*cases.CASES, *LIFE, test_failures.case("failing"), test_failures.mixture("mixture")]
 """Every case that a functional test trains; others differ from one of these in their names."""
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What Megatron's rules ask of the machine, and this package enabled."""
-    capability = SimpleNamespace(major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    # Set and taken away again, so that what Megatron itself sets is undone too.
-    for name in (*DETERMINISTIC_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    # Megatron and we read which TE is installed; a run on GPUs has it, this environment need not.
-    monkeypatch.setattr("megatron.core.utils._te_version", Version(TE_VERSION))
-    monkeypatch.setattr(
-        "megatron_cg.arguments.schema.installed_version",
-        lambda name: TE_VERSION if name == TE else installed_version(name),
-    )
-    monkeypatch.setenv("RANK", "0")
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    megatron_cg.enable()
-    yield
-    megatron_cg.disable()
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def validated(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, graphs: bool) -> Any:

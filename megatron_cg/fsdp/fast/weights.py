@@ -15,7 +15,6 @@ with ``orig_param``), ``dist_main_grad``, ``use_decoupled_grad``, ``bucketing_po
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,9 +150,7 @@ def install_main_weights(fsdp: Any) -> Callable[[], None]:
     for group in store.parameter_groups:
         if group.main_weight_buffer is not None and group.model_weight_buffer is None:
             raise StepsAsideError("parameters are not sharded, and no buffer holds model weights")
-    with ExitStack() as undo:
-        undo.callback(set_attribute(store, _INSTALL, _WeightTable(store)))
-        return undo.pop_all().close
+    return set_attribute(store, _INSTALL, _WeightTable(store))
 
 
 class _WeightTable:

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from packaging.version import Version
 
-import megatron_cg
-from megatron_cg.align.command import DETERMINISTIC_ENVIRONMENT
 from megatron_cg.align.data import TokenStream
 from megatron_cg.align.presets import load_preset
 from megatron_cg.bench.commands import Settings, script_words
 from megatron_cg.bench.contenders import CONTENDERS, FULL, GRAPHS, PLAIN
 from megatron_cg.bench.schedule import contenders_for
 from megatron_cg.bench.shapes import SHAPES, is_moe
-from megatron_cg.versions import installed_version
 
+pytestmark = pytest.mark.usefixtures("hopper")
 MOE = "qwen3-moe"
-TE = "transformer-engine"
-REQUIREMENT = Path(__file__, "../../../../requirements/contract.txt").resolve().read_text()
-TE_VERSION = REQUIREMENT.rpartition(f"{TE}==")[2].strip()
 DATA = TokenStream(Path("data/text"), "", is_bytes=True)
 PAIRS = [
     (shape, contender)
     for shape in SHAPES
     for contender in contenders_for(load_preset(shape), None, scaling=False)
 ]
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What Megatron's rules ask of the machine, and this package enabled."""
-    capability = SimpleNamespace(major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    for name in (*DETERMINISTIC_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setattr("megatron.core.utils._te_version", Version(TE_VERSION))
-    monkeypatch.setattr(
-        "megatron_cg.arguments.schema.installed_version",
-        lambda name: TE_VERSION if name == TE else installed_version(name),
-    )
-    monkeypatch.setenv("RANK", "0")
-    megatron_cg.enable()
-    yield
-    megatron_cg.disable()
 
 
 def parsed(settings: Settings, contender: str, monkeypatch: pytest.MonkeyPatch) -> Any:

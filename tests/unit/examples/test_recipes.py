@@ -11,22 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from packaging.version import Version
 
-import megatron_cg
 from megatron_cg.align.presets import load_preset, preset_names
-from megatron_cg.versions import installed_version
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "recipes"
-REQUIREMENT = (FOLDER / "../../requirements/contract.txt").resolve().read_text()
-TE_VERSION = REQUIREMENT.rpartition("transformer-engine==")[2].strip()
 TINY = [name for name in preset_names() if name.endswith("-tiny")]
 RECORDER = """#!/bin/sh
 [ "$1" = -c ] && exit 1
@@ -166,28 +158,13 @@ def test_a_job_runs_the_same_script_on_its_nodes(shell: Any, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What Megatron's rules ask of the machine, and this package enabled."""
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0)
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setattr("megatron.core.utils._te_version", Version(TE_VERSION))
-    monkeypatch.setattr(
-        "megatron_cg.arguments.schema.installed_version",
-        lambda name: TE_VERSION if name == "transformer-engine" else installed_version(name),
-    )
-    monkeypatch.setenv("RANK", "0")
+def two_gpus(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    megatron_cg.enable()
-    yield
-    megatron_cg.disable()
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_megatron_and_our_rules_accept_it(
-    shell: Any, tmp_path: Path, hopper: None, monkeypatch: pytest.MonkeyPatch, name: str
+    shell: Any, tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     from megatron.training import arguments as megatron
     from megatron.training.argument_utils import core_transformer_config_from_args

@@ -1,0 +1,19 @@
+"""Numbers on a command line, as argparse's ``type``."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def whole(text: str) -> int:
+    """A whole number of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if whole(text) == 0:
+        raise argparse.ArgumentTypeError("0 is too few, give 1 or more")
+    return int(text)
