@@ -24,7 +24,7 @@ def main() -> None:
         sys.exit(0 if len(sys.argv) > 1 else 2)
     script = sys.argv[1]
     if not os.path.isfile(script):
-        sys.exit(f"megatron_cg: there is no file {script}. " + _USAGE)
+        sys.exit(f"megatron_cg: error: there is no file {script}. " + _USAGE)
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
@@ -34,7 +34,7 @@ def main() -> None:
         finally:
             disable()
     except (ConfigurationError, UpstreamChangedError) as error:
-        sys.exit(f"megatron_cg: {error}")
+        sys.exit(f"megatron_cg: error: {error}")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from megatron_cg.errors import MegatronCGError
 _TAIL = 40
 _STOP_SECONDS = 20.0
 _NAMED = re.compile(
-    r"^(?:\[rank\d+\]:\s*)?((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b|megatron_cg: ).*)$"
+    r"^(?:\[rank\d+\]:\s*)?((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b|megatron_cg: error: ).*)$"
 )
-_OURS = ("megatron_cg: ", "megatron_cg.errors.")
+_OURS = ("megatron_cg: error: ", "megatron_cg.")
 _CLASS_ALONE = re.compile(r"[\w.]+:")
 # torchrun's own account of the process that failed first, where a signal ended it.
 _KILLED = re.compile(

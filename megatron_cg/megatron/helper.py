@@ -36,6 +36,7 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.hook_order import OutOfStepError
+from megatron_cg.leaving import leave_without_waiting
 from megatron_cg.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.megatron.scopes import LayerConfig, give_scopes
 from megatron_cg.megatron.steps import StepRoutine
@@ -247,6 +248,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         traceback.clear_frames(error.__traceback__)
         if self.on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
             # At once: the launcher ends the other ranks, and waiting for their votes helps nobody.
+            if isinstance(error, OutOfStepError):
+                leave_without_waiting()
             raise failure from (error if failure is not error else error.__cause__)
         self._agreement.report_failure()
         logger.error("%s Training goes on eagerly (--cg-on-failure eager).", failure)

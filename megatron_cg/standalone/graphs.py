@@ -19,6 +19,7 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, Megatr
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.hook_order import OutOfStepError
+from megatron_cg.leaving import leave_without_waiting
 from megatron_cg.session import Session
 from megatron_cg.standalone.ending import graphs_close_in_time
 from megatron_cg.standalone.flight import Flight
@@ -178,6 +179,8 @@ class GraphedUnits:
             # What the traceback's frames hold of half-made graphs is what going on needs most.
             traceback.clear_frames(error.__traceback__)
             if self._on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
+                if isinstance(error, OutOfStepError):
+                    leave_without_waiting()
                 raise failure from (error if failure is not error else error.__cause__)
             self._agreement.report_failure()
             logger.error("%s Training goes on eagerly (on_failure='eager').", failure)

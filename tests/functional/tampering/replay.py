@@ -119,8 +119,11 @@ def under_autocast(model: nn.Module) -> None:
         entered.append(torch.autocast("cuda", dtype=torch.bfloat16))
         entered[-1].__enter__()
 
+    def after(*_args: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
     layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), prepend=True)
+    layer.register_forward_hook(after, prepend=True)
 
 
 def wrong_bit(layer: str) -> None:

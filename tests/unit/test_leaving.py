@@ -1,0 +1,26 @@
+"""The end of a process that is out of step with the other ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import atexit, logging, threading
+from megatron_cg.leaving import leave_without_waiting
+# What the end of a process out of step meets: something that waits for other ranks for ever.
+atexit.register(threading.Event().wait)
+leave_without_waiting()
+leave_without_waiting()
+print("written")
+raise RuntimeError("a hook raised")
+"""
+
+
+def test_the_error_is_out_and_nothing_at_the_end_waits() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == "written\n"
+    assert "RuntimeError: a hook raised" in ended.stderr
