@@ -57,6 +57,7 @@ class Session:
         static_inputs: what is known of the units' inputs, in the same order.
         fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs live; see
             ``megatron_cg/fsdp/fast``.
+        optimizers: of the model's parameters, for the fast path.
 
     Raises:
         HookError: ``model`` holds no ``MegatronFSDP``.
@@ -74,6 +75,7 @@ class Session:
         policy: ReplayPolicy | None = None,
         static_inputs: StaticInputs | None = None,
         fast_path: bool = True,
+        optimizers: Sequence[Any] = (),
     ) -> None:
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:
@@ -86,7 +88,7 @@ class Session:
         self._backend = backend
         self._agreement, self._joins = agreement, joins
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
-        self._wants_fast_path = fast_path
+        self._wants_fast_path, self._optimizers = fast_path, tuple(optimizers)
         self.fast_path: FastPath | None = None
         self._undo = ExitStack()
         self._hooks: tuple[UnitHooks, ...] = ()
@@ -139,7 +141,7 @@ class Session:
                 self._undo = lasting.pop_all()
             if self._wants_fast_path:
                 # Only now are FSDP's hooks, which it is found by, in their places again.
-                self.fast_path = install_fast_path(self._fsdp)
+                self.fast_path = install_fast_path(self._fsdp, self._optimizers)
                 self._undo.callback(self.fast_path.close)
         except BaseException as error:
             self._undo.close()

@@ -20,7 +20,8 @@ from megatron_cg.errors import MegatronCGError
 _TAIL = 40
 _STOP_SECONDS = 20.0
 _NAMED = re.compile(
-    r"^(?:\[rank\d+\]:\s*)?((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b|megatron_cg: error: ).*)$"
+    r"^(?:\[rank\d+\]:\s*)?"
+    r"((?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b|megatron_cg: error: ).*)$"
 )
 _OURS = ("megatron_cg: error: ", "megatron_cg.")
 _CLASS_ALONE = re.compile(r"[\w.]+:")

@@ -187,6 +187,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             policy=type(self).policy,
             static_inputs=self._static_inputs,
             fast_path=self.fast_path,
+            optimizers=self.optimizers,
         )
         captured: list[int] = []
         drop_gradients(self._fsdp)

@@ -24,7 +24,8 @@ Note [What stays Megatron-FSDP's]
 Note [One stream a copy]
     A hook runs on the stream of its gradient, and a copy made there needs no waiting. Gradients of
     several streams (a shared expert may have its own) are not copied together: the first ones to
-    wait decide, and one from elsewhere takes Megatron-FSDP's way at once, on its own stream.
+    wait decide, and one from elsewhere takes Megatron-FSDP's way at once, on its own stream. If it
+    was the last to come, the copy of those that waited is ordered after their stream.
 
 Note [A buffer that is still read]
     With double buffers a unit's gradients go where those of the unit before last were reduced
@@ -109,6 +110,8 @@ class _Bucket:
     size: int
     """How many parameters need a gradient."""
     waiting: list[nn.Parameter] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
+    """Parameters, by ``id``, whose gradients were taken together; their own hooks are to come."""
     waiting_bytes: int = 0
     handed_over: int = 0
     """In this backward pass, ``waiting`` not among them."""
@@ -116,6 +119,10 @@ class _Bucket:
     """Megatron-FSDP's own set for the backward pass that ``waiting`` belongs to."""
     stream: int = 0
     """On which what waits was computed."""
+
+    def complete_with(self, more: int) -> bool:
+        """Whether all gradients have come, ``more`` among them that are not counted yet."""
+        return self.handed_over + len(self.waiting) + more == self.size
 
     def waits_on_another(self, stream: int) -> bool:
         """Whether what waits was computed on another stream; see Note [One stream a copy]."""
@@ -139,6 +146,50 @@ class GradientHandOff:
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
             self._add(number, group)
 
+    def knows(self, parameter: object) -> bool:
+        """Whether it is a parameter whose gradient is handed over here."""
+        return id(parameter) in self._of_parameter
+
+    def take(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
+    ) -> bool:
+        """Hand gradients over that no parameter holds yet, if that is all they are for.
+
+        Args:
+            parameters: known ones, each once.
+            gradients: theirs, in this order.
+
+        Returns:
+            Whether they were taken: all or none; see ``nodes.py``.
+        """
+        expected = self._fsdp._params_require_handle_grad
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if (
+                gradient is None
+                or parameter.grad is not None
+                or parameter not in expected
+                or gradient.dtype != parameter.dtype
+                or gradient.shape != parameter.shape
+                or parameter._backward_hooks
+                or len(parameter._post_accumulate_grad_hooks or ()) != 1
+                or self._is_special(parameter)
+            ):
+                return False
+        together: dict[int, tuple[list[nn.Parameter], list[Any]]] = {}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            bucket = self._of_parameter[id(parameter)]
+            ours, theirs = together.setdefault(bucket.number, ([], []))
+            ours.append(parameter)
+            theirs.append(gradient)
+        for ours, theirs in together.values():
+            bucket = self._of_parameter[id(ours[0])]
+            self._begin(bucket)
+            bucket.taken.update(map(id, ours))
+            if bucket.complete_with(len(ours)) and bucket.waiting:
+                self._hand_over_waiting(bucket)
+            self._hand_over(bucket, ours, theirs)
+        return True
+
     def __call__(self, parameters: list[nn.Parameter]) -> None:
         """Take these parameters' gradients, now or when those of their bucket have come."""
         for parameter in parameters:
@@ -150,6 +201,8 @@ class GradientHandOff:
 
     def _take(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
         self._begin(bucket)
+        if id(parameter) in bucket.taken:
+            return
         stream = current_stream()
         gradient = parameter.grad
         if gradient is None or self._is_special(parameter) or bucket.waits_on_another(stream):
@@ -159,9 +212,8 @@ class GradientHandOff:
             bucket.waiting.append(parameter)
             bucket.waiting_bytes += gradient.nbytes
             bucket.stream = stream
-        complete = bucket.handed_over + len(bucket.waiting) == bucket.size
-        if bucket.waiting and (complete or bucket.waiting_bytes > WAITING_BYTES):
-            self._hand_over(bucket)
+        if bucket.waiting and (bucket.complete_with(0) or bucket.waiting_bytes > WAITING_BYTES):
+            self._hand_over_waiting(bucket)
 
     def unit_is_done(self, unit: nn.Module) -> None:
         """Hand over what still waits of ``unit``; see Note [How long a gradient may wait]."""
@@ -171,7 +223,7 @@ class GradientHandOff:
         for bucket in buckets:
             self._begin(bucket)
             if bucket.waiting:
-                self._hand_over(bucket)
+                self._hand_over_waiting(bucket)
 
     def _add(self, number: int, group: Any) -> None:
         buffer = group.hfsdp_helper_gbuf or group.main_grad_buffer
@@ -201,13 +253,19 @@ class GradientHandOff:
         now = self._fsdp._params_require_handle_grad
         if bucket.backward is not now:
             bucket.backward, bucket.handed_over = now, 0
-            bucket.waiting, bucket.waiting_bytes = [], 0
+            bucket.waiting, bucket.waiting_bytes, bucket.taken = [], 0, set()
 
-    def _hand_over(self, bucket: _Bucket) -> None:
+    def _hand_over_waiting(self, bucket: _Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
-        bucket.handed_over += len(waiting)
-        self._copy(bucket, waiting)
-        *others, last = waiting
+        wait_for(bucket.stream)
+        self._hand_over(bucket, waiting, [p.grad for p in waiting if p.grad is not None])
+
+    def _hand_over(
+        self, bucket: _Bucket, parameters: list[nn.Parameter], gradients: list[torch.Tensor]
+    ) -> None:
+        bucket.handed_over += len(parameters)
+        self._copy(bucket, parameters, gradients)
+        *others, last = parameters
         self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[bucket.number].update(others)
         self._fsdp._params_require_handle_grad.difference_update(others)
         target: Any = last
@@ -215,26 +273,27 @@ class GradientHandOff:
         self._original([last])
 
     @torch.no_grad()
-    def _copy(self, bucket: _Bucket, waiting: Sequence[nn.Parameter]) -> None:
+    def _copy(
+        self, bucket: _Bucket, parameters: list[nn.Parameter], gradients: list[torch.Tensor]
+    ) -> None:
         make_room(self._fsdp.grad_reduce_pipeline, bucket.number)
-        views = self._views(bucket, waiting)
-        gradients = [p.grad for p in waiting if p.grad is not None]
+        views = self._views(bucket, parameters)
         if bucket.gradients.is_data_distributed:
             torch._foreach_copy_(views, gradients)
         else:
             # A buffer that no other rank has a part of: it sums up all microbatches of the step.
             torch._foreach_add_(views, gradients)
-        for parameter, view in zip(waiting, views, strict=True):
+        for parameter, view in zip(parameters, views, strict=True):
             target: Any = parameter
             target.main_grad = view
             target.grad = None
         self.copies += 1
 
-    def _views(self, bucket: _Bucket, waiting: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    def _views(self, bucket: _Bucket, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
         sharded = bucket.gradients.is_data_distributed
         fetched = bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)
-        return bucket.views.of(fetched, waiting)
+        return bucket.views.of(fetched, parameters)
 
 
 def make_room(pipeline: Any, bucket: int) -> None:
@@ -258,6 +317,12 @@ def current_stream() -> int:
     if torch.cuda.is_initialized():
         return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     return 0
+
+
+def wait_for(stream: int) -> None:
+    """Order the current stream after the one of that raw handle; see Note [One stream a copy]."""
+    if stream != current_stream():
+        torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(stream))
 
 
 def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
+from megatron_cg.fsdp.fast.adam import install_adam
 from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
+from megatron_cg.fsdp.fast.nodes import install_nodes
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.swap import install_swap
 from megatron_cg.fsdp.fast.unshard import install_unshard
@@ -51,18 +53,22 @@ class FastPath:
                 "backward pass is done"
             )
         self.hand_off, undo = install_gradients(fsdp)
-        return undo
+        with ExitStack() as stack:
+            stack.callback(undo)
+            stack.callback(install_nodes(fsdp.module, self.hand_off))
+            return stack.pop_all().close
 
     def _unit_is_done(self, unit: nn.Module) -> None:
         if self.hand_off is not None:
             self.hand_off.unit_is_done(unit)
 
 
-def install(fsdp: Any) -> FastPath:
+def install(fsdp: Any, optimizers: Sequence[Any] = ()) -> FastPath:
     """Put in every part that applies to ``fsdp``, between two steps.
 
     Args:
         fsdp: the ``MegatronFSDP``.
+        optimizers: of its parameters, Megatron's or torch's.
 
     Returns:
         What was put in; its ``close`` takes it out.
@@ -77,6 +83,8 @@ def install(fsdp: Any) -> FastPath:
         path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done))
         path._add("main gradients", lambda: install_main_gradients(fsdp))
         path._add("main weights", lambda: install_main_weights(fsdp))
+        if optimizers:
+            path._add("optimizer", lambda: install_adam(optimizers))
     except BaseException:
         path.close()
         raise
