@@ -141,7 +141,9 @@ class Session:
                 self._undo = lasting.pop_all()
             if self._wants_fast_path:
                 # Only now are FSDP's hooks, which it is found by, in their places again.
-                self.fast_path = install_fast_path(self._fsdp, self._optimizers)
+                self.fast_path = install_fast_path(
+                    self._fsdp, self._backend.room(), self._optimizers
+                )
                 self._undo.callback(self.fast_path.close)
         except BaseException as error:
             self._undo.close()

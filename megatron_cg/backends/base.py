@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.guard.parts import Entry
+from megatron_cg.idle_pool import Room
 
 
 class GraphedCallable(Protocol):
@@ -42,6 +43,9 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Wait until no graph is replaying: one that is must not be destroyed."""
+
+    def room(self) -> Room | None:
+        """Memory of what was captured that may be lent between two steps; None if there is none."""
 
     def numerics(self) -> Any:
         """The state of numerics right now (FP8, for one), comparable with ``==``."""

@@ -29,6 +29,7 @@ from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
 from megatron_cg.guard.parts import Entry
 from megatron_cg.hooks import HookKind
+from megatron_cg.idle_pool import Room
 from megatron_cg.schedule import Step, schedule
 
 Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
@@ -102,6 +103,10 @@ class TapeBackend:
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
         """None: all that a tape uses are parameters and buffers."""
         return []
+
+    def room(self) -> Room | None:
+        """None: the memory of tapes is ordinary memory."""
+        return None
 
     def synchronize(self) -> None:
         """Nothing to wait for: a replay is over when its call returns."""

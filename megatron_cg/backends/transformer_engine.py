@@ -25,6 +25,7 @@ from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.guard.parts import Entry
+from megatron_cg.idle_pool import IdlePool, Room
 from megatron_cg.undo import garbage_collection_kept
 from megatron_cg.versions import Symbol
 
@@ -79,6 +80,7 @@ class TransformerEngineBackend:
 
     def __init__(self) -> None:
         """Raises UpstreamChangedError where this TE has no capture-time hooks."""
+        self._pool: tuple[int, int] | None = None
         self._make: Callable[..., Any] = _MAKE.find()
         self._is_capturing: Callable[[], bool] = _IS_CAPTURING.find()
         self._end_capturing: Callable[[], None] = _END_CAPTURING.find()
@@ -110,7 +112,12 @@ class TransformerEngineBackend:
             except BaseException:
                 _leave_pool(pool)
                 raise
+        self._pool = pool
         return graphs
+
+    def room(self) -> Room | None:
+        """The idle memory of the graphs' pool."""
+        return IdlePool(self._pool) if self._pool is not None else None
 
     def numerics(self) -> Any:
         """TE's recipe where FP8 is on, else None."""

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from megatron_cg.cpu.gloo import one_worker_a_group
+
 if TYPE_CHECKING:
     from megatron_cg.cpu.train import TrainingPlan
 
@@ -36,7 +38,10 @@ def _worker(rank: int, processes: int, store: str, body: Callable[[], Any]) -> N
     # The same sums in the same order whatever the machine: one thread a process.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    with one_worker_a_group():
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=processes
+        )
     from megatron_cg.cpu.standins import cpu_standins
 
     try:

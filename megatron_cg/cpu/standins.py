@@ -29,6 +29,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cg.backends.tape_record import is_recording, recorded_action
+from megatron_cg.cpu.gloo import one_worker_a_group
 from megatron_cg.undo import set_attribute
 
 #: Functions of ``torch`` that take ``device=`` and make a tensor.
@@ -362,6 +363,7 @@ def cpu_standins() -> Iterator[None]:
     (megatron-core 0.19.2) and for ``megatron_fsdp`` 0.6.1; whichever is installed.
     """
     with ExitStack() as stack:
+        stack.enter_context(one_worker_a_group())
         _factories(stack)
         for name, value in _cuda_names().items():
             stack.enter_context(replaced(torch.cuda, name, value))

@@ -16,6 +16,7 @@ from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.swap import install_swap
 from megatron_cg.fsdp.fast.unshard import install_unshard
 from megatron_cg.fsdp.fast.weights import install_main_gradients, install_main_weights
+from megatron_cg.idle_pool import Room
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +64,12 @@ class FastPath:
             self.hand_off.unit_is_done(unit)
 
 
-def install(fsdp: Any, optimizers: Sequence[Any] = ()) -> FastPath:
+def install(fsdp: Any, room: Room | None = None, optimizers: Sequence[Any] = ()) -> FastPath:
     """Put in every part that applies to ``fsdp``, between two steps.
 
     Args:
         fsdp: the ``MegatronFSDP``.
+        room: where what lives between two steps may lie; ordinary memory where there is none.
         optimizers: of its parameters, Megatron's or torch's.
 
     Returns:
@@ -81,7 +83,7 @@ def install(fsdp: Any, optimizers: Sequence[Any] = ()) -> FastPath:
         path._add("swap", lambda: install_swap(fsdp))
         path._add("gradients", lambda: path._gradients(fsdp))
         path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done))
-        path._add("main gradients", lambda: install_main_gradients(fsdp))
+        path._add("main gradients", lambda: install_main_gradients(fsdp, room))
         path._add("main weights", lambda: install_main_weights(fsdp))
         if optimizers:
             path._add("optimizer", lambda: install_adam(optimizers))

@@ -5,6 +5,14 @@ Note [Once by Megatron-FSDP, then from a table]
     parameter. Buffers of shards are allocated once, so a slice is cut once and used again for as
     long as its buffer is the same tensor, which is asked in every step.
 
+Note [Copies in lent memory]
+    The copies that the optimizer reads live from the end of a step's last backward pass to the
+    next ``zero_grad``, in which time no graph runs. So they may lie in the graphs' own memory
+    (``idle_pool.py``). A script that keeps gradients beyond that, into the next forward pass, finds
+    them moved before the pass begins. One piece for each parameter, and not one for a bucket:
+    small pieces fit into what other tensors left, and large ones need memory of their own (3.6 GiB
+    more reserved, measured on the preset ``qwen3-moe``).
+
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
 ``update_main_grads``, ``copy_main_weights_to_model_weights``, ``optimizer_named_parameters`` (each
 with ``orig_param``), ``dist_main_grad``, ``use_decoupled_grad``, ``bucketing_policy``,
@@ -15,6 +23,7 @@ with ``orig_param``), ``dist_main_grad``, ``use_decoupled_grad``, ``bucketing_po
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +32,7 @@ import torch
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.unshard import is_float8
 from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.idle_pool import Room
 from megatron_cg.undo import set_attribute
 
 _ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
@@ -49,10 +59,27 @@ RELIES_ON = (
 )
 
 
-def install_main_gradients(fsdp: Any) -> Callable[[], None]:
-    """Attach gradients to the optimizer's parameters from a table; returns the undo."""
+def install_main_gradients(fsdp: Any, room: Room | None) -> Callable[[], None]:
+    """Attach gradients to the optimizer's parameters from a table; returns the undo.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        room: where the copies for the optimizer go, if not into ordinary memory; see
+            Note [Copies in lent memory].
+    """
     store = fsdp.param_and_grad_buffer
-    return set_attribute(store, _ATTACH, _GradientTable(store))
+    table = _GradientTable(store, room)
+    forward = fsdp.forward
+
+    def after_coming_home(*args: Any, **kwargs: Any) -> Any:
+        if table.lent and fsdp.training and torch.is_grad_enabled():
+            table.come_home()
+        return forward(*args, **kwargs)
+
+    with ExitStack() as undo:
+        undo.callback(set_attribute(store, _ATTACH, table))
+        undo.callback(set_attribute(fsdp, "forward", after_coming_home))
+        return undo.pop_all().close
 
 
 @dataclass(frozen=True)
@@ -61,7 +88,8 @@ class _Row:
 
     parameter: Any
     gradient: Any
-    """A DTensor that Megatron-FSDP made, or None where this rank's shard is empty."""
+    """A DTensor that Megatron-FSDP made, or None where this rank's shard is empty. Its local
+    tensor is None from ``zero_grad`` on."""
     start: int
     shape: torch.Size
     """Of the shard, which begins at element ``start`` of its buffer."""
@@ -70,9 +98,11 @@ class _Row:
 class _GradientTable:
     """Stands in the place of ``update_main_grads``."""
 
-    def __init__(self, store: Any) -> None:
-        self._store, self._original = store, store.update_main_grads
+    def __init__(self, store: Any, room: Room | None) -> None:
+        self._store, self._original, self._room = store, store.update_main_grads, room
         self._groups: list[_GroupGradients] = []
+        self.lent = False
+        """Whether copies may lie where the next replay writes."""
 
     def __call__(self) -> None:
         if not self._groups or any(group.moved for group in self._groups):
@@ -81,7 +111,14 @@ class _GradientTable:
             return
         attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
         for group in self._groups:
-            group.attach(attribute)
+            group.attach(attribute, self._room)
+        self.lent = self._room is not None and self._room.lends()
+
+    def come_home(self) -> None:
+        """Move copies that somebody still holds to ordinary memory."""
+        self.lent = False
+        for group in self._groups:
+            group.come_home()
 
     def _read(self) -> list[_GroupGradients]:
         """How Megatron-FSDP has just attached them."""
@@ -109,34 +146,50 @@ class _GradientTable:
 
 
 class _GroupGradients:
-    """The gradients of one bucket; cast in one piece where the optimizer wants another dtype."""
+    """The gradients of one bucket; copied where the optimizer wants another dtype."""
 
     def __init__(self, group: Any, rows: list[_Row], *, cast: bool) -> None:
-        self._buffer, self._rows = group.main_grad_buffer, rows
+        self._buffer = group.main_grad_buffer
         self._data = self._buffer.data
         self._dtype = rows[0].parameter.dtype
-        self._cast = cast and group.main_weight_buffer is not None
-        self._pieces = self._cut(self._data)
+        self._casts = (
+            cast and group.main_weight_buffer is not None and self._dtype != self._data.dtype
+        )
+        self._empty = [row.parameter for row in rows if row.gradient is None]
+        self._rows = [row for row in rows if row.gradient is not None]
+        self._sizes = [row.shape.numel() for row in self._rows]
+        self._pieces = [
+            self._data[row.start : row.start + size].view(row.shape)
+            for row, size in zip(self._rows, self._sizes, strict=True)
+        ]
 
     @property
     def moved(self) -> bool:
         """Whether the buffer is another tensor now."""
         return self._buffer.data is not self._data
 
-    def attach(self, attribute: str) -> None:
-        """Set every parameter's gradient, as a DTensor on its piece of the buffer."""
+    def attach(self, attribute: str, room: Room | None) -> None:
+        """Set every parameter's gradient, as a DTensor on its piece of the buffer or a copy."""
         pieces = self._pieces
-        if self._cast and self._dtype != self._data.dtype:
-            pieces = self._cut(self._data.to(self._dtype))
+        if self._casts and pieces:
+            if room is None:
+                pieces = [torch.empty_like(piece, dtype=self._dtype) for piece in pieces]
+            else:
+                copies = room.empty(self, self._sizes, self._dtype)
+                pieces = [copy.view_as(piece) for copy, piece in zip(copies, pieces, strict=True)]
+            torch._foreach_copy_(pieces, self._pieces)
         for row, piece in zip(self._rows, pieces, strict=True):
-            if row.gradient is not None:
-                row.gradient._local_tensor = piece
+            row.gradient._local_tensor = piece
             setattr(row.parameter, attribute, row.gradient)
+        for parameter in self._empty:
+            setattr(parameter, attribute, None)
 
-    def _cut(self, data: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            data[row.start : row.start + row.shape.numel()].view(row.shape) for row in self._rows
-        ]
+    def come_home(self) -> None:
+        """See :meth:`_GradientTable.come_home`."""
+        for row in self._rows if self._casts else ():
+            copy = row.gradient._local_tensor
+            if copy is not None:
+                row.gradient._local_tensor = copy.clone()
 
 
 def install_main_weights(fsdp: Any) -> Callable[[], None]:

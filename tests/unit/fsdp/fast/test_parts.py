@@ -16,6 +16,7 @@ from megatron_cg.fsdp.fast.gradients import make_room
 from megatron_cg.fsdp.fast.known import KnownParameters
 from megatron_cg.fsdp.fast.unshard import _fetched
 from megatron_cg.fsdp.fast.views import BucketViews
+from megatron_cg.fsdp.fast.weights import _GroupGradients, _Row, install_main_gradients
 
 CELLS = (
     "_param_list_for_submodule_unshard",
@@ -112,6 +113,48 @@ def test_one_parameter_of_a_bucket_is_shown_and_every_float8_one() -> None:
     first, _, third, fourth, _, sixth = parameters
     assert [id(p) for p in known.parameters()] == [id(p) for p in (first, third, fourth, sixth)]
     assert [id(p) for p in known.others] == [id(parameters[1]), id(parameters[4])]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
+    training: bool,
+) -> None:
+    data = torch.arange(6.0).bfloat16()
+    lent = [torch.empty(4), torch.empty(2)]
+    room = SimpleNamespace(empty=lambda *_: list(lent), lends=lambda: True)
+    store = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
+    held: list[torch.Tensor] = []
+
+    def forward() -> None:
+        for tensor in lent:
+            tensor.fill_(torch.nan)
+        held.extend(row.gradient._local_tensor for row in rows)
+
+    fsdp = SimpleNamespace(param_and_grad_buffer=store, forward=forward, training=training)
+    undo = install_main_gradients(fsdp, room)
+    table: Any = store.update_main_grads
+    parameters = [SimpleNamespace(dtype=torch.float32, grad=None) for _ in range(3)]
+    gradients = [SimpleNamespace(_local_tensor=None) for _ in range(2)]
+    rows = [
+        _Row(parameters[0], gradients[0], 0, torch.Size([2, 2])),
+        _Row(parameters[1], gradients[1], 4, torch.Size([2])),
+    ]
+    group = SimpleNamespace(
+        main_grad_buffer=SimpleNamespace(data=data), main_weight_buffer=object()
+    )
+    empty = _Row(parameters[2], None, 6, torch.Size([0]))
+    table._groups = [_GroupGradients(group, [*rows, empty], cast=True)]
+    table()
+    assert [p.grad for p in parameters] == [*gradients, None]
+    assert gradients[0]._local_tensor.data_ptr() == lent[0].data_ptr()
+    fsdp.forward()
+    # An evaluation replays nothing, so nothing is moved for it.
+    expected = [[[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0]] if training else None
+    assert [t.tolist() for t in held] == expected or (
+        not training and all(t.isnan().all() for t in held)
+    )
+    undo()
+    assert fsdp.forward is forward
 
 
 class Buffer:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.cpu.launch import run_processes
 
 STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
@@ -23,6 +24,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "dense": {"graph_modules": ("attn", "mlp")},
     "experts without tokens": MANY,
     "few bytes wait": {**MANY, "waiting_bytes": 1},
+    "lent memory": {"graph_modules": ("attn", "mlp"), "lends": True},
     "frozen": {"graph_modules": ("attn", "mlp"), "frozen": "linear_proj"},
     "fp32": {"bf16": False},
     "gradients in fp32": {"fsdp_options": {"megatron_fsdp_main_grads_dtype": torch.float32}},
@@ -42,13 +44,13 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
     from megatron.core import parallel_state
 
     from megatron_cg.align.shards import parameter_digests
-    from megatron_cg.backends.tape import TapeBackend
     from megatron_cg.cpu.model import CpuModelConfig
     from megatron_cg.cpu.train import Trainer, TrainingPlan
     from megatron_cg.fsdp.fast import gradients
 
     options = dict(options)
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
+    backend = Lending() if options.pop("lends", False) else TapeBackend()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if waiting is not None:
             patch.setattr(gradients, "WAITING_BYTES", waiting)
@@ -62,14 +64,55 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         did: dict[str, Any] = {}
         if graphs:
-            session = trainer.capture(TapeBackend(), fast_path=fast)
+            session = trainer.capture(backend, fast_path=fast)
             stack.callback(session.close)
         numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
         if graphs and fast:
             path = session.fast_path
             copies = path.hand_off.copies if path.hand_off else 0
+            assert not isinstance(backend, Lending) or backend.poisoned > 0
             did = {"parts": path.parts, "left out": path.left_out, "copies": copies}
         return {"numbers": numbers, "shards": parameter_digests(trainer.model), **did}
+
+
+class Lending(TapeBackend):
+    """A tape that lends memory which its replays overwrite, as those of CUDA graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[torch.Tensor] = []
+        self.poisoned = 0
+
+    def room(self) -> Any:
+        return self
+
+    def lends(self) -> bool:
+        return True
+
+    def empty(self, _caller: Any, sizes: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        made = [torch.full((size,), torch.nan, dtype=dtype) for size in sizes]
+        self.given += made
+        return made
+
+    def capture(self, *args: Any, **kwargs: Any) -> Any:
+        return tuple(Overwriting(graph, self) for graph in super().capture(*args, **kwargs))
+
+
+class Overwriting:
+    """A graph of such a tape."""
+
+    def __init__(self, graph: Any, lending: Lending) -> None:
+        self._graph, self._lending = graph, lending
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for tensor in self._lending.given:
+            tensor.fill_(torch.nan)
+            self._lending.poisoned += 1
+        self._lending.given = []
+        return self._graph(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
 
 
 def with_frozen(make: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -1,0 +1,74 @@
+"""Gloo groups on which one collective ends before the next begins.
+
+A gloo group of torch 2.11 has two worker threads, and both note the last collective that they
+finished in one ``std::string``, without a lock (ProcessGroupGloo.cpp, ``runLoop``:
+``lastCompletedWorkName``). A name of more than 15 characters lies on the heap, as
+``ALLGATHER_COALESCED`` does, which is what Megatron-FSDP's all-gathers become. When two of those,
+one of them prefetched, finish at the same moment, that memory is freed twice: now and then a
+process ended in "malloc(): unaligned tcache chunk detected" or SIGSEGV. One worker has nobody to
+share the note with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from megatron_cg.undo import set_attribute
+from megatron_cg.versions import Symbol
+
+_MODULE = "torch.distributed.distributed_c10d"
+_GROUP = Symbol(
+    "torch",
+    f"{_MODULE}:ProcessGroupGloo",
+    "the class of gloo's groups",
+    attributes=("create_device", "create_default_device"),
+)
+_OPTIONS = Symbol(
+    "torch",
+    f"{_MODULE}:ProcessGroupGloo._Options",
+    "what a gloo group is made with",
+    attributes=("_devices", "_threads", "_timeout"),
+)
+RELIES_ON = (_GROUP, _OPTIONS)
+
+
+@contextmanager
+def one_worker_a_group() -> Iterator[None]:
+    """Give each gloo group that is made in the block one worker thread. May be nested."""
+    group = _GROUP.find()
+    undo = set_attribute(group, "__init__", _with_one_worker(group.__init__))
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``ProcessGroupGloo.__init__``, which takes options or a time limit, with one worker."""
+
+    def init(
+        group: Any, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None
+    ) -> None:
+        if isinstance(options, timedelta):
+            options, timeout = None, options
+        if options is None:
+            options = _default_options()
+            if timeout is not None:
+                options._timeout = timeout
+        options._threads = 1
+        original(group, store, rank, size, options)
+
+    return init
+
+
+def _default_options() -> Any:
+    """What torch itself makes a group with that is given no options (torch 2.11, init.cpp)."""
+    group, options = _GROUP.find(), _OPTIONS.find()()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [group.create_device(interface=name) for name in names]
+    options._devices = devices or [group.create_default_device()]
+    return options

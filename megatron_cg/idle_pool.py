@@ -1,0 +1,140 @@
+"""Memory of graphs that lies idle between two steps, lent to what lives only then.
+
+A graph's pool holds the activations that its forward pass leaves to its backward pass: reserved
+for good, since every replay writes to the same addresses, and of no use from the last backward pass
+of a step to the first forward pass of the next (see ``memory_pools.py``). The optimizer's copies of
+the gradients live in just that time.
+
+Note [What is lent]
+    Blocks that were freed while the graphs were captured, and no others: the allocator itself gives
+    them out, as it would to another graph of the pool. They belong to the stream of the capture,
+    so they are asked for on that stream; whoever borrows uses them on the stream that the graphs
+    are replayed on, which orders them after one step's graphs and before the next one's.
+    The pool must not grow for it, so the first time each piece is asked for alone; a piece that the
+    pool has no room for comes from ordinary memory, then and later.
+
+Relied on: torch 2.11, ``torch.cuda.memory_snapshot()``, ``torch.cuda.memory_reserved`` and
+``torch._C``'s ``_cuda_beginAllocateCurrentThreadToPool``, ``_cuda_endAllocateToPool`` and
+``_cuda_releasePool``, as ``torch.cuda.use_mem_pool`` calls them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from megatron_cg.memory_pools import pools
+from megatron_cg.versions import Symbol
+
+logger = logging.getLogger(__name__)
+
+_BEGIN, _END, _RELEASE = (
+    Symbol("torch", f"torch._C:{name}", "what turns allocations to a pool")
+    for name in (
+        "_cuda_beginAllocateCurrentThreadToPool",
+        "_cuda_endAllocateToPool",
+        "_cuda_releasePool",
+    )
+)
+RELIES_ON = (_BEGIN, _END, _RELEASE)
+SMALL = 1 << 20
+"""Bytes up to which the allocator takes blocks of another kind; not worth lending."""
+
+
+class Room(Protocol):
+    """Where tensors that live between two steps come from."""
+
+    def empty(
+        self, caller: Hashable, sizes: Sequence[int], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """A flat tensor, not initialised, of each number of elements.
+
+        A caller asks for the same sizes each time, and all callers in the same order.
+        """
+
+    def lends(self) -> bool:
+        """Whether some of them lie where the next replay writes."""
+
+
+class IdlePool:
+    """The idle memory of one pool; see Note [What is lent].
+
+    Args:
+        pool: of the graphs.
+    """
+
+    def __init__(self, pool: tuple[int, int]) -> None:
+        self._pool, self._device = pool, torch.cuda.current_device()
+        uses = [use for use in pools(torch.cuda.memory_snapshot()) if use.pool == pool]
+        free = max(uses, key=lambda use: use.reserved - use.allocated, default=None)
+        self._stream = torch.cuda.ExternalStream(free.stream) if free is not None else None
+        self._from_pool: dict[Hashable, list[bool]] = {}
+        self.lent_bytes = 0
+        """By the plans made so far."""
+
+    def lends(self) -> bool:
+        """See :class:`Room`."""
+        return self.lent_bytes > 0
+
+    def empty(
+        self, caller: Hashable, sizes: Sequence[int], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """See :class:`Room`."""
+        if caller not in self._from_pool:
+            tensors, self._from_pool[caller] = self._try(sizes, dtype)
+            return tensors
+        lent = self._from_pool[caller]
+        tensors = []
+        with self._allocating():
+            inside = [self._new(n, dtype) for n, yes in zip(sizes, lent, strict=True) if yes]
+        given = iter(inside)
+        for size, yes in zip(sizes, lent, strict=True):
+            tensors.append(next(given) if yes else self._new(size, dtype))
+        return tensors
+
+    def _try(
+        self, sizes: Sequence[int], dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], list[bool]]:
+        """Ask for one after the other; which of them the pool had room for."""
+        tensors: list[torch.Tensor] = []
+        lent: list[bool] = []
+        too_large = 1 << 62 if self._stream is not None else 0
+        for size in sizes:
+            nbytes = size * dtype.itemsize
+            tensor = self._lent(size, dtype) if SMALL < nbytes < too_large else None
+            if tensor is None and nbytes > SMALL:
+                too_large = min(too_large, nbytes)
+            lent.append(tensor is not None)
+            self.lent_bytes += nbytes if tensor is not None else 0
+            tensors.append(self._new(size, dtype) if tensor is None else tensor)
+        return tensors, lent
+
+    def _lent(self, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor in the pool, or None where the pool would have to grow."""
+        before = torch.cuda.memory_reserved(self._device)
+        try:
+            with self._allocating():
+                tensor = self._new(size, dtype)
+        except torch.OutOfMemoryError:
+            return None
+        return tensor if torch.cuda.memory_reserved(self._device) == before else None
+
+    def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=torch.device("cuda", self._device))
+
+    @contextmanager
+    def _allocating(self) -> Iterator[None]:
+        """Let this thread's allocations come from the pool."""
+        assert self._stream is not None
+        begin, end, release = _BEGIN.find(), _END.find(), _RELEASE.find()
+        with torch.cuda.stream(self._stream):
+            begin(self._device, self._pool)
+            try:
+                yield
+            finally:
+                end(self._device, self._pool)
+                release(self._device, self._pool)
