@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.accumulators import forget_accumulators
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture import Unit, buffers_kept
 from megatron_cg.fsdp.model import training_states
@@ -82,6 +83,7 @@ class GuardedCapture:
         # Outside of the order: a rank that failed has nothing to note.
         pairs = zip(self._guards, order.wrapped, strict=True)
         observed = [guard.observe(self._fsdp, wrapped) for guard, wrapped in pairs]
+        forget_accumulators(module for unit in self._units for module in unit.graphed)
         begin()
         try:
             graphs = self._capture(order, observed, args, kwargs, options)

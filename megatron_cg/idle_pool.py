@@ -10,6 +10,9 @@ Note [What is lent]
     them out, as it would to another graph of the pool. They belong to the stream of the capture,
     so they are asked for on that stream; whoever borrows uses them on the stream that the graphs
     are replayed on, which orders them after one step's graphs and before the next one's.
+    Nothing may run on that stream, though: with deterministic algorithms ``torch.empty`` fills what
+    it gives (``torch.utils.deterministic.fill_uninitialized_memory``), and the fill would race with
+    what the other stream writes. So bare storages are asked for.
     The pool must not grow for it, so the first time each piece is asked for alone; a piece that the
     pool has no room for comes from ordinary memory, then and later.
 
@@ -124,7 +127,10 @@ class IdlePool:
         return tensor if torch.cuda.memory_reserved(self._device) == before else None
 
     def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=torch.device("cuda", self._device))
+        device = torch.device("cuda", self._device)
+        storage = torch.UntypedStorage(size * dtype.itemsize, device=device)
+        empty = torch.tensor([], dtype=dtype, device=device)
+        return empty.set_(storage, 0, (size,), (1,))
 
     @contextmanager
     def _allocating(self) -> Iterator[None]:

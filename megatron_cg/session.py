@@ -142,7 +142,7 @@ class Session:
             if self._wants_fast_path:
                 # Only now are FSDP's hooks, which it is found by, in their places again.
                 self.fast_path = install_fast_path(
-                    self._fsdp, self._backend.room(), self._optimizers
+                    self._fsdp, self._backend.room(), self._optimizers, self._graphed()
                 )
                 self._undo.callback(self.fast_path.close)
         except BaseException as error:
@@ -234,6 +234,10 @@ class Session:
                 f"this session is {self.phase.value}, and has to be {phase.value} for that. To "
                 "capture again, delete its graphs and open a new session"
             )
+
+    def _graphed(self) -> set[nn.Module]:
+        """All modules inside of graphs."""
+        return {module for unit in self._units for top in unit.graphed for module in top.modules()}
 
     def _wait_for_earlier_work(self) -> None:
         """An error of the GPU shows at the next wait, which would otherwise be one of capture."""

@@ -24,8 +24,8 @@ class Allocator(NamedTuple):
     new_pool: Callable[[], Any] = torch.cuda.graph_pool_handle
 
 
-_FIRST, _LAST = -1, -2
-"""Ids of our hooks; torch counts its own from 0."""
+_FIRST, _LAST = -3, -4
+"""Ids of our hooks; torch counts its own from 0, and the guard's are -1 and -2."""
 
 
 class HeldByForward:

@@ -23,7 +23,7 @@ hands over, ``AccumulateGrad.variable``, and that hooks may return None for a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -40,10 +40,18 @@ MANY = 4
 Gradients = Sequence[torch.Tensor | None]
 
 
-def install_nodes(model: nn.Module, hand_off: GradientHandOff) -> Callable[[], None]:
-    """Let ``hand_off`` take the gradients of modules with many parameters; returns the undo."""
+def install_nodes(
+    model: nn.Module, hand_off: GradientHandOff, graphed: Container[nn.Module] = ()
+) -> Callable[[], None]:
+    """Let ``hand_off`` take the gradients of modules with many parameters; returns the undo.
+
+    Modules in ``graphed`` are left as they are: a replay runs none of their Python, and the guard
+    would find that it was replaced.
+    """
     with ExitStack() as undo:
         for module in model.modules():
+            if module in graphed:
+                continue
             # Between two steps these may be the optimizer's DTensors; what counts is seen later.
             if len(list(module.parameters(recurse=False))) >= MANY:
                 undo.callback(set_attribute(module, "forward", _Taking(module.forward, hand_off)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -46,7 +46,7 @@ class FastPath:
         else:
             self.parts.append(name)
 
-    def _gradients(self, fsdp: Any) -> Callable[[], None]:
+    def _gradients(self, fsdp: Any, graphed: Container[nn.Module]) -> Callable[[], None]:
         strategy = fsdp.data_parallel_sharding_strategy
         if strategy != "optim_grads_params":
             raise StepsAsideError(
@@ -56,7 +56,7 @@ class FastPath:
         self.hand_off, undo = install_gradients(fsdp)
         with ExitStack() as stack:
             stack.callback(undo)
-            stack.callback(install_nodes(fsdp.module, self.hand_off))
+            stack.callback(install_nodes(fsdp.module, self.hand_off, graphed))
             return stack.pop_all().close
 
     def _unit_is_done(self, unit: nn.Module) -> None:
@@ -64,13 +64,19 @@ class FastPath:
             self.hand_off.unit_is_done(unit)
 
 
-def install(fsdp: Any, room: Room | None = None, optimizers: Sequence[Any] = ()) -> FastPath:
+def install(
+    fsdp: Any,
+    room: Room | None = None,
+    optimizers: Sequence[Any] = (),
+    graphed: Container[nn.Module] = (),
+) -> FastPath:
     """Put in every part that applies to ``fsdp``, between two steps.
 
     Args:
         fsdp: the ``MegatronFSDP``.
         room: where what lives between two steps may lie; ordinary memory where there is none.
         optimizers: of its parameters, Megatron's or torch's.
+        graphed: modules whose Python no longer runs.
 
     Returns:
         What was put in; its ``close`` takes it out.
@@ -81,7 +87,7 @@ def install(fsdp: Any, room: Room | None = None, optimizers: Sequence[Any] = ())
     path = FastPath()
     try:
         path._add("swap", lambda: install_swap(fsdp))
-        path._add("gradients", lambda: path._gradients(fsdp))
+        path._add("gradients", lambda: path._gradients(fsdp, graphed))
         path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done))
         path._add("main gradients", lambda: install_main_gradients(fsdp, room))
         path._add("main weights", lambda: install_main_weights(fsdp))

@@ -172,6 +172,9 @@ class _GroupGradients:
         """Set every parameter's gradient, as a DTensor on its piece of the buffer or a copy."""
         pieces = self._pieces
         if self._casts and pieces:
+            for row in self._rows:
+                # Copies of this very step, where gradients are scaled after they were reduced.
+                row.gradient._local_tensor = None
             if room is None:
                 pieces = [torch.empty_like(piece, dtype=self._dtype) for piece in pieces]
             else:

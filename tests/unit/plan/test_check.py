@@ -12,6 +12,7 @@ from torch import nn
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
 from megatron_cg.plan.check import CheckError, check
 from megatron_cg.plan.measure import Allocator, HeldByForward, measured_capture, pool_bytes
+from megatron_cg.unit_guard import _with_first, _with_last
 
 MIB = 2**20
 PLAN: dict[str, Any] = {
@@ -113,6 +114,16 @@ def test_memory_is_read_right_before_and_after_a_forward_pass() -> None:
     assert meter.bytes == {"layer 0": 64}
     assert order == ["unshard", "reshard"] * 2
     assert list(theirs["forward_pre_hooks"]) == [3]
+
+
+def test_the_guards_own_hooks_stay() -> None:
+    """Theirs have ids of their own too, and a guard that noted nothing ends the run."""
+    theirs = _with_last(_with_first({0: str}, len), len)
+    keys = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    (found,) = HeldByForward(lambda: 0).around(["layer 0"], [dict.fromkeys(keys, theirs)])
+    for key in keys:
+        assert found[key].items() >= theirs.items()
+    assert len(found["forward_hooks"]) == len(found["forward_pre_hooks"]) == len(theirs) + 1
 
 
 def test_a_measured_capture_is_the_capture_and_its_figures() -> None:

@@ -222,6 +222,12 @@ def test_only_a_pass_that_is_alone_is_taken() -> None:
     assert taken() == 0 and weights[0].grad is not None
 
 
+def test_modules_inside_of_graphs_are_left_as_they_are() -> None:
+    graphed, eager = Grouped(), Grouped()
+    install_nodes(nn.Sequential(graphed, eager), HandOff(), {graphed})  # type: ignore[arg-type]
+    assert "forward" not in vars(graphed) and "forward" in vars(eager)
+
+
 def test_what_is_taken_are_the_gradients_in_the_parameters_order() -> None:
     module, hand_off = Grouped(), HandOff()
     module(rows())[0].square().sum().backward()

@@ -147,6 +147,12 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     table()
     assert [p.grad for p in parameters] == [*gradients, None]
     assert gradients[0]._local_tensor.data_ptr() == lent[0].data_ptr()
+    # Gradients that are scaled after their reduction are copied once more, into the same room.
+    data.mul_(2)
+    room.empty = lambda *_: [] if any(g._local_tensor is not None for g in gradients) else lent
+    table()
+    data.div_(2)
+    table()
     fsdp.forward()
     # An evaluation replays nothing, so nothing is moved for it.
     expected = [[[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0]] if training else None
