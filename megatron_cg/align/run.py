@@ -58,9 +58,10 @@ def _device_shares(nproc: int, shares: int) -> list[str | None]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(index) for index in range(gpu_count())]
     if len(devices) < nproc:
+        smaller = "a smaller --nproc, or " if devices else ""
         raise LaunchError(
-            f"--nproc {nproc} needs as many GPUs, and {len(devices)} can be seen: give a smaller "
-            "--nproc, or --backend tape to compare on the CPU."
+            f"--nproc {nproc} needs as many GPUs, and {len(devices)} can be seen: give {smaller}"
+            "--backend tape to compare on the CPU."
         )
     if shares < 2 or len(devices) < shares * nproc:
         return [visible]

@@ -172,13 +172,15 @@ def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> Non
     lines = trends(everything)
     write_all(everything, out)
     (out / REPORT).write_text(as_markdown(everything, lines, changes), encoding="utf-8")
-    # Wide enough that no cell is cut where the output goes to a file.
-    console = Console(width=None if sys.stdout.isatty() else 250)
-    console.print(Markdown(as_markdown(list(made) or everything, lines, changes)))
-    print(f"written: {out / 'bench.json'} and {REPORT}")
+    text = as_markdown(list(made) or everything, lines, changes)
+    if sys.stdout.isatty():
+        Console().print(Markdown(text))
+    else:
+        print(text)
+    print(f"written: {out / 'bench.json'} and {out / REPORT}")
     try:
         files = plot_all(everything, lines, out)
     except PlotError as error:
         print(f"megatron-cg bench: {error}", file=sys.stderr)
     else:
-        print(f"drawn: {', '.join(path.name for path in files) or 'nothing yet'}")
+        print(f"drawn: {', '.join(map(str, files)) or 'nothing yet'}")

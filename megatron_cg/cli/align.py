@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_cg.align.command import Plan
+from megatron_cg.align.command import MUTATION_VARIABLE, Plan
 from megatron_cg.align.compare import DIFFERENT, FAILED, IDENTICAL
 from megatron_cg.align.data import TokenStream, existing, from_text, python_sources
 from megatron_cg.align.outcome import Outcome
@@ -26,6 +27,7 @@ from megatron_cg.align.processes import LaunchError, Options
 from megatron_cg.align.report import as_json, print_report
 from megatron_cg.align.run import align_on_gpus, example_script, gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_shape
+from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.cli.numbers import positive, whole
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, FAILED: 3}
@@ -39,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", default="llama-tiny", metavar="NAME", help=f"model shape: {names}")
     add("--steps", type=positive, default=12, help="training steps (default 12)")
     add("--warmup-steps", type=whole, default=3, help="eager steps first (default 3)")
-    add("--scopes", nargs="*", metavar="SCOPE", help="what to capture; none: whole layers")
+    add(
+        "--scopes",
+        nargs="*",
+        choices=SCOPES,
+        metavar="SCOPE",
+        help=f"what to capture, of {', '.join(SCOPES)}; none: whole layers",
+    )
     add("--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run")
     add(
         "--nproc",
@@ -57,8 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--eager-record", type=Path, metavar="DIR", help="the eager/record of an earlier --work-dir"
     )
-    add("--mutate", metavar="NAME", help="break the graph run on purpose, to see it found")
-    add("--work-dir", type=Path, metavar="DIR", help="keep data, logs and records here")
+    add(
+        "--mutate",
+        metavar="NAME",
+        help="break the graph run on purpose, to see it found: that run alone has NAME in "
+        f"{MUTATION_VARIABLE}, for a --script that acts on it",
+    )
+    add(
+        "--work-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep data, logs and records here; 'megatron-cg report DIR' makes a page of them",
+    )
     add("--timeout", type=float, default=1800.0, help="seconds that a run may take")
 
 
@@ -82,6 +100,9 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(text + "\n", encoding="utf-8")
         console.print(f"written: {args.json}", highlight=False)
+    if args.work_dir is not None and outcome.graphed is not None:
+        # Not by rich, which would break a long line.
+        print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return EXIT_CODES[outcome.comparison.status]
 
 

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.bench.shapes import SHAPES
 from megatron_cg.cli.numbers import positive, whole
 
@@ -35,7 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc", type=positive, help="processes, one a GPU (default: the preset's)")
     add("--layers", type=positive, help="layers (default: the preset's)")
     add("--microbatches", type=positive, default=2, help="of a step (default 2)")
-    add("--scopes", nargs="*", metavar="SCOPE", help="of partial graphs (default: all that fit)")
+    add(
+        "--scopes",
+        nargs="*",
+        choices=SCOPES,
+        metavar="SCOPE",
+        help="of partial graphs (default: all that fit)",
+    )
     add("--scale", metavar="WHAT=N,N", help="grow layers, microbatches or nproc: layers=4,8,16,32")
     _add_windows(parser)
     add("--rope-fusion", action="store_true", help="fused rotary embedding, Megatron's default")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ COMMANDS = {
     "report": "megatron_cg.cli.report",
 }
 """Each command's module; it has ``add_arguments(parser)`` and ``run(args, extra) -> int``."""
+
+TAKING_FLAGS = ("align", "bench", "plan")
+"""The commands to which Megatron's flags are given, after a bare ``--``."""
 
 USAGE_ERROR = 2
 
@@ -41,9 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub = commands.add_parser(name, help=text.splitlines()[0], description=text)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        hint = " (Megatron's own come after a bare --)" if args.command in TAKING_FLAGS else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     # Megatron warns, as it is imported, of each optional package that is not there.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+    # And torch warns where there is nvcc and no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         return int(args.run(args, extra))
     except MegatronCGError as error:

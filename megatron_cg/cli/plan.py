@@ -15,6 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_cg.align.presets import preset_names
+from megatron_cg.arguments.schema import SCOPES
+from megatron_cg.cli.numbers import positive
+
 READY, BROKEN, UNREADABLE = 0, 1, 2
 WIDTH = 100
 
@@ -22,12 +26,24 @@ WIDTH = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add = parser.add_argument
-    add("target", nargs="?", metavar="SCRIPT_OR_PRESET", help="a preset's name, or a script")
-    add("--scopes", nargs="*", metavar="SCOPE", help="what to capture; none: whole layers")
+    names = ", ".join(preset_names())
+    add(
+        "target",
+        nargs="?",
+        metavar="SCRIPT_OR_PRESET",
+        help=f"a script (its name ends with .py), or a preset: {names}",
+    )
+    add(
+        "--scopes",
+        nargs="*",
+        choices=SCOPES,
+        metavar="SCOPE",
+        help=f"what to capture, of {', '.join(SCOPES)}; none: whole layers",
+    )
     add("--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run")
     add(
         "--nproc",
-        type=_positive,
+        type=positive,
         help="GPUs of the whole run (default: the preset's, the launcher's, or the fewest that the "
         "parallel sizes can have)",
     )
@@ -58,9 +74,3 @@ def exit_code(plan: dict[str, Any]) -> int:
     if plan["usage"] is not None:
         return UNREADABLE
     return BROKEN if plan["violations"] or plan["megatron"] is not None else READY
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)

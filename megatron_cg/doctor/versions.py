@@ -17,6 +17,8 @@ from megatron_cg.doctor.modules import megatron_version
 from megatron_cg.doctor.system import System
 
 _TE, _FSDP = "transformer-engine", "megatron-fsdp"
+_BUILD_TOOLS = "setuptools wheel ninja pybind11"
+"""What compiling TE takes, where pip installs nothing for it: ``requirements/gpu-build.txt``."""
 _TE_PARTS = ("transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
 _WITH_TORCH = {"cuda": ("CUDA", "13.0"), "cudnn": ("cuDNN", "9.19"), "nccl": ("NCCL", "2.28")}
 """What torch 2.11.0+cu130 brings, with which the README's table was measured."""
@@ -70,7 +72,7 @@ def te_parts(system: System) -> Iterator[Finding]:
     if whole is None or not there:
         return
     different = [f"{name} {version}" for name, version in there.items() if version != whole]
-    install = f"pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]=={whole}'"
+    install = _build(f"transformer-engine[pytorch,core_cu13]=={whole}")
     if different:
         yield error(
             f"{', '.join(different)} beside {_TE} {whole}",
@@ -148,8 +150,13 @@ def _missing(system: System, wanted: Requirement) -> Finding:
 def _install(wanted: Requirement) -> str:
     """The line that installs a package in the range it is wanted in."""
     extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
-    isolation = "--no-build-isolation " if wanted.name == _TE else ""
-    return f"pip install {isolation}'{wanted.name}{extras}{wanted.specifier}'"
+    what = f"{wanted.name}{extras}{wanted.specifier}"
+    return _build(what) if wanted.name == _TE else f"pip install '{what}'"
+
+
+def _build(what: str) -> str:
+    """The lines that install what is compiled against the torch that is here."""
+    return f"pip install {_BUILD_TOOLS} && pip install --no-build-isolation '{what}'"
 
 
 def _ranges(system: System) -> dict[str, Requirement]:

@@ -26,6 +26,8 @@ from megatron_cg.plan.samples import PlannedHelper, Sample, copied, masks_given
 
 _GRAPH_LAUNCHES = 2
 """A replay launches one graph in the forward pass and one in the backward pass."""
+_VOCABULARY = 131_072
+"""What is counted where only the tokenizer knows, and a plan opens none."""
 
 
 def details(settings: Any, notes: list[str]) -> dict[str, Any]:
@@ -37,6 +39,13 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
             "because Transformer Engine's quantized tensors have no likeness yet."
         )
         args.fp8, args.fp8_param_gather = None, False
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        args.vocab_size = _VOCABULARY
+        notes.append(
+            "the size of the vocabulary is the tokenizer's, which a plan does not open: counted as "
+            f"{_VOCABULARY:,}, unless --vocab-size says otherwise. No graph holds the embedding or "
+            "the output layer."
+        )
     DotProductAttention.deterministic = (
         os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     )

@@ -23,7 +23,7 @@ _PARTS = {
 """Parts of a layer by the path of their module: what they are called, and the scope for them."""
 
 _DISPATCH = ("token dispatch", "moe_preprocess")
-_FIXED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+_FIXED = "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity"
 
 
 def describe_layers(
@@ -89,7 +89,7 @@ def _reason(name: str, scope: str, index: int, run: RunArguments, active: Sequen
             return f"--cg-layers leaves {asked} out of layer {index}"
         return f"layer {index} has no such scope"
     if name == "experts":
-        return f"tokens per expert differ from step to step; with {_FIXED}: moe"
+        return f"tokens per expert differ from step to step; moe can capture them with {_FIXED}"
     if name == _DISPATCH[0]:
         return "its counting of tokens can be captured by moe_preprocess; its communication cannot"
     return f"{scope} is not in --cuda-graph-modules"

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.megatron import add_arguments, read
+from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.errors import Violation
 from megatron_cg.plan.likeness.packages import TE_VERSION
 
@@ -58,7 +59,9 @@ def read_settings(
             None, RunArguments(), GraphArguments(), (), None, [], usage=_unknown_text(unknown)
         )
     if unknown:
-        notes.append(f"not Megatron's, so taken for the script's own: {' '.join(unknown)}")
+        # Close to a flag of Megatron's are many that a script may well have.
+        own = " ".join(_with_hints(unknown, cutoff=0.9))
+        notes.append(f"not Megatron's, so taken for the script's own: {own}")
     args.world_size = gpus or fewest_gpus(args)
     run, graph = read(args)
     where, more = _environment_of_the_run(environment)
@@ -98,21 +101,37 @@ def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
         except SystemExit as error:
             text = errors.getvalue().strip().splitlines()
             raise _UsageError(text[-1] if text else "the flags cannot be read") from error
+        except KeyError as error:
+            # Megatron looks a scope up in its enumeration, and argparse lets that error through.
+            raise _UsageError(_scope_text(str(error.args[0]))) from error
+
+
+def _scope_text(word: str) -> str:
+    hint = _did_you_mean(word, SCOPES, cutoff=0.6)
+    return f"--cuda-graph-modules has no {word}{hint}: {', '.join(SCOPES)}"
 
 
 def _unknown_text(unknown: Sequence[str]) -> str:
+    flags = [word for word in _with_hints(unknown, cutoff=0.6) if word.startswith("-")]
+    return f"Megatron has no such flag: {', '.join(flags) or ' '.join(unknown)}"
+
+
+def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
+    """The words, each flag with the one of Megatron's that it may be a slip of."""
     from megatron.training import arguments
 
     with _quiet():
         parser = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
     known = [option for action in parser._actions for option in action.option_strings]
-    lines = []
-    for word in unknown:
-        if not word.startswith("-"):
-            continue
-        close = difflib.get_close_matches(word.split("=")[0], known, n=1)
-        lines.append(f"{word}" + (f" (did you mean {close[0]}?)" if close else ""))
-    return f"Megatron has no such flag: {', '.join(lines) or ' '.join(unknown)}"
+    return [
+        word + (_did_you_mean(word.split("=")[0], known, cutoff) if word.startswith("-") else "")
+        for word in unknown
+    ]
+
+
+def _did_you_mean(word: str, known: Sequence[str], cutoff: float) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _environment_of_the_run(given: Mapping[str, str]) -> tuple[Environment, list[str]]:

@@ -188,7 +188,9 @@ def _runs(
     alike = signature or (lambda layer: [layer[key] for key in keys])
     group: list[dict[str, Any]] = []
     for layer in [*layers, None]:
-        if group and (layer is None or alike(layer) != alike(group[0])):
+        # Of layers with graphs alone, one may be missing between two that are alike.
+        follows = group and layer is not None and layer["index"] == group[-1]["index"] + 1
+        if group and not (follows and alike(layer) == alike(group[0])):
             first, last = group[0]["index"], group[-1]["index"]
             yield (str(first) if first == last else f"{first}-{last}"), group[0]
             group = []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from megatron_cg.report.story import Story
+from megatron_cg.report.words import count
 
 _NONE = "none"
 _MACHINE = {
@@ -37,7 +39,18 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     if machine.get("gpu_bytes"):
         machine["gpu_bytes"] = f"{machine['gpu_bytes'] / 2**30:.0f} GiB"
     found |= {name: _text(machine[key]) for key, name in _MACHINE.items() if key in machine}
-    return found | {name: _text(v) for name, v in record.get("environment", {}).items()}
+    found |= {name: _text(v) for name, v in record.get("environment", {}).items()}
+    return found | {"parts in graphs": _graphed(record)}
+
+
+def _graphed(record: Mapping[str, Any]) -> str:
+    """The scopes that the last capture holds, each with how many layers have it in a graph."""
+    if "captures" not in record:
+        return "not recorded"
+    made = [capture for capture in record["captures"] if capture["graphs"]]
+    rows = made[-1]["coverage"] if made else ()
+    layers = Counter(scope for row in rows for scope in row["graphed"])
+    return ", ".join(f"{scope} of {count(n, 'layer')}" for scope, n in layers.items()) or _NONE
 
 
 def _text(value: Any) -> str:

@@ -108,7 +108,12 @@ def test_too_few_gpus_and_a_missing_script_are_refused(
     with pytest.raises(LaunchError, match=r"train\.py: there is no such file"):
         run.align_on_gpus(PLAN, data, options)
     there = Plan(run.example_script(), 2, (), 12)
-    with pytest.raises(LaunchError, match="--nproc 2 needs as many GPUs, and 1 can be seen"):
+    seen = "--nproc 2 needs as many GPUs, and {} can be seen: give {}--backend tape"
+    with pytest.raises(LaunchError, match=seen.format(1, "a smaller --nproc, or ")):
+        run.align_on_gpus(there, data, options)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(run, "gpu_count", lambda: 0)
+    with pytest.raises(LaunchError, match=seen.format(0, "")):
         run.align_on_gpus(there, data, options)
     assert list(tmp_path.iterdir()) == []
 

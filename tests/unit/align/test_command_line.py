@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,24 @@ def test_the_json_holds_every_number_and_what_it_took(
     assert data["runs"]["graphs"] is None
     # The first half of the steps, where warmup and capture are, does not count.
     assert data["runs"]["eager"]["median_step_milliseconds"] == 20.0
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_kept_folder_is_said_to_make_a_page_if_the_runs_left_records(
+    made: bool,
+    text: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outcome = Outcome(Comparison(IDENTICAL if made else FAILED, ""))
+    answer(monkeypatch, replace(outcome, eager={0: RECORD}, graphed={0: RECORD} if made else None))
+    folder = tmp_path / ("a long name " * 9)
+    main(["align", "--backend", "tape", "--work-dir", str(folder), *text])
+    page = f"a page of it: megatron-cg report '{folder}'\n"
+    assert (page in capsys.readouterr().out) is made
+    main(["align", "--backend", "tape", *text])
+    assert "megatron-cg report" not in capsys.readouterr().out
 
 
 def test_arguments_reach_the_plan(text: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,16 @@ def test_the_tape_runs_from_end_to_end_and_results_join(
 
     earlier = tmp_path / "earlier.json"
     earlier.write_text((tmp_path / "bench.json").read_text())
+    capsys.readouterr()
     assert bench(f"--report --compare {earlier}", tmp_path) == 0
-    assert "| 1.000 |" in (tmp_path / "bench.md").read_text().partition("## Compared")[2]
-    assert "old / new" in capsys.readouterr().out
+    report = (tmp_path / "bench.md").read_text()
+    assert "| 1.000 |" in report.partition("## Compared")[2] and "old / new" in report
+    # To a file or a pipe the tables go as they are in the report, not drawn as for a screen.
+    printed, _, files = capsys.readouterr().out.partition("written: ")
+    assert printed.strip() == report.strip()
+    assert f"{tmp_path / 'bench.json'} and {tmp_path / 'bench.md'}\n" in files
+    # Where there is no matplotlib nothing is drawn.
+    assert all(f"drawn: {picture}\n" in files for picture in tmp_path.glob("*.png"))
 
 
 def test_a_dry_run_prints_commands_that_a_shell_takes(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_cg.doctor import versions
-from megatron_cg.doctor.finding import Level
-from megatron_cg.doctor.system import TAPE, own_requirements
+from megatron_cg.doctor.finding import Finding, Level
+from megatron_cg.doctor.system import TAPE, System, own_requirements
 from tests.unit.doctor.systems import ROOT, of_level, only, system, torch_answer
+
+Check = Callable[[System], Iterator[Finding]]
 
 
 def test_the_measured_versions_are_all_ok() -> None:
@@ -61,6 +65,19 @@ def test_missing_packages_are_errors_but_for_the_optional_one() -> None:
     errors = {finding.found.split()[0] for finding in of_level(found, Level.ERROR)}
     assert errors == {"torch", "megatron-core", "transformer-engine"}
     assert "megatron-fsdp" in only(found, Level.NOTE).found
+
+
+@pytest.mark.parametrize(
+    ("check", "gone"),
+    [(versions.packages, "transformer-engine"), (versions.te_parts, "transformer-engine-torch")],
+)
+def test_what_compiles_te_is_installed_with_it(check: Check, gone: str) -> None:
+    remedy = only(check(system(versions={gone: None})), Level.ERROR).remedy
+    first, _, second = remedy.partition(" && pip install --no-build-isolation ")
+    assert "transformer-engine[" in second
+    lines = (ROOT / "requirements" / "gpu-build.txt").read_text().splitlines()
+    assert first.split()[2:] == [Requirement(line).name for line in lines]
+    assert f"python -m {first}\n" in (ROOT / "docs" / "start.md").read_text()
 
 
 def test_the_tape_needs_no_transformer_engine() -> None:

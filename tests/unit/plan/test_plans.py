@@ -7,6 +7,7 @@ import io
 import json
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,11 +25,19 @@ MISTAKES = (
     "--recompute-granularity full --recompute-method uniform"
 )
 SELECTED = ("attn:0-1", "moe_router:1-")
+HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model somebody/model"
 CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 
 
 def on_preset(flags: str, **more: Any) -> Request:
     return read_request("llama-tiny", flags.split(), **more)
+
+
+def with_a_tokenizer(name: str) -> Request:
+    """The preset without ``--vocab-size``, which its tokenizer then knows alone."""
+    words = list(read_request(name, HUGGING_FACE.split()).words)
+    at = words.index("--vocab-size")
+    return Request("x", (*words[:at], *words[at + 2 :]), 2)
 
 
 REQUESTS = {
@@ -37,7 +46,11 @@ REQUESTS = {
     "only Megatron minds": on_preset("--num-attention-heads 7"),
     "unknown flag": on_preset("--cuda-graf-modules attn"),
     "bad value": on_preset("--num-layers many"),
-    "foreign flag": Request("train.py", (*on_preset("").words, "--my-flag", "1"), own_flags=True),
+    "mistyped scope": on_preset("--cuda-graph-modules moe_rooter"),
+    "a tokenizer": with_a_tokenizer("llama-tiny"),
+    "foreign flag": Request(
+        "train.py", (*on_preset("--fsdp-double-bufer").words, "--my-flag", "1"), own_flags=True
+    ),
     "no graphs": on_preset("--cuda-graph-impl none"),
     "selected": read_request("qwen3-moe-tiny", [], cg_layers=SELECTED),
     "whole layers": on_preset("", scopes=[]),
@@ -107,6 +120,28 @@ def test_tables_fit_their_width(plans: dict[str, Plan], name: str) -> None:
         assert part in text
 
 
+def test_layers_in_one_row_follow_each_other(plans: dict[str, Plan]) -> None:
+    text = shown(plans["mamba-hybrid-tiny"])
+    titles = ("Static inputs of a graph", "Memory of one graph", "Estimated memory")
+    for title, following in pairwise(titles):
+        lines = text[text.index(title) : text.index(following)].splitlines()
+        numbers = [line.split()[0] for line in lines if line[1:2].isdecimal()]
+        assert numbers == ["0-1", "4-5"]
+
+
+def test_experts_say_what_lets_a_graph_hold_them(plans: dict[str, Plan]) -> None:
+    (reason,) = {
+        part["reason"]
+        for row in plans["qwen3-moe-tiny"]["layers"]
+        for part in row["eager"]
+        if part["part"] == "experts"
+    }
+    assert reason == (
+        "tokens per expert differ from step to step; moe can capture them with "
+        "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity"
+    )
+
+
 def test_a_plan_does_not_depend_on_those_before_it(plans: dict[str, Plan]) -> None:
     assert plans["again"] == plans["deepseek-v3-tiny"]
 
@@ -130,7 +165,11 @@ def test_what_only_megatron_refuses_is_refused(plans: dict[str, Plan]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("unknown flag", ("--cuda-graf-modules", "--cuda-graph-modules")), ("bad value", ("many",))],
+    [
+        ("unknown flag", ("--cuda-graf-modules", "--cuda-graph-modules")),
+        ("bad value", ("many",)),
+        ("mistyped scope", ("moe_rooter", "did you mean moe_router?", "attn", "mamba")),
+    ],
 )
 def test_flags_that_cannot_be_read_are_a_usage_error(
     plans: dict[str, Plan], name: str, words: Sequence[str]
@@ -143,7 +182,23 @@ def test_flags_that_cannot_be_read_are_a_usage_error(
 def test_a_script_may_have_flags_of_its_own(plans: dict[str, Plan]) -> None:
     plan = plans["foreign flag"]
     assert command.exit_code(plan) == command.READY
-    assert any("--my-flag 1" in note for note in plan["notes"])
+    (note,) = [note for note in plan["notes"] if "the script's own" in note]
+    # One that may be a slip is said to be.
+    assert "--fsdp-double-bufer (did you mean --fsdp-double-buffer?) --my-flag 1" in note
+
+
+def test_a_vocabulary_that_only_a_tokenizer_knows_is_counted_as_some(
+    plans: dict[str, Plan],
+) -> None:
+    known, unknown = plans["llama-tiny"], plans["a tokenizer"]
+    assert command.exit_code(unknown) == command.READY
+    assert unknown["graph_memory"] == known["graph_memory"]
+    (note,) = [note for note in unknown["notes"] if "vocabulary" in note]
+    assert "131,072" in note and "--vocab-size" in note
+    assert not any("vocabulary" in note for note in known["notes"])
+    hidden, grown = 512, 131_072 - 512
+    more = unknown["model"]["parameters_on_rank_0"] - known["model"]["parameters_on_rank_0"]
+    assert more == 2 * grown * hidden
 
 
 def test_a_run_without_graphs_is_said_to_have_none(plans: dict[str, Plan]) -> None:

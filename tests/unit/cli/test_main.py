@@ -1,0 +1,61 @@
+"""What all commands have in common: words that are refused, and what is printed unasked."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from megatron_cg.align.presets import preset_names
+from megatron_cg.arguments.schema import SCOPES
+from megatron_cg.cli.main import COMMANDS, TAKING_FLAGS, main
+
+HINT = "Megatron's own come after a bare --"
+
+
+def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["plan llama-tiny", "align", "bench --out x"])
+def test_a_mistyped_scope_is_refused_with_those_there_are(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(f"{line} --scopes attn moe_rooter", capsys)
+    assert "moe_rooter" in said and all(scope in said for scope in SCOPES)
+
+
+@pytest.mark.parametrize("line", ["plan train.py", "align", "bench --out x", "doctor", "report x"])
+def test_megatrons_flags_without_a_bare_dash_are_refused_with_where_they_go(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(f"{line} --num-layers 4", capsys)
+    assert "unrecognized arguments: --num-layers 4" in said
+    assert (HINT in said) == (line.split(maxsplit=1)[0] in TAKING_FLAGS)
+
+
+def test_commands_that_take_flags_are_commands() -> None:
+    assert set(TAKING_FLAGS) < set(COMMANDS)
+
+
+def test_the_help_of_a_plan_names_presets_and_scopes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    # Without line ends, for a name may be broken at its dash.
+    said = "".join(capsys.readouterr().out.split())
+    assert all(name in said for name in (*preset_names(), *SCOPES))
+
+
+def test_torch_does_not_warn_of_a_compiler_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(log, "level", logging.NOTSET)
+    log.manager._clear_cache()  # type: ignore[attr-defined]
+    assert log.isEnabledFor(logging.WARNING)
+    assert main(["doctor", "--", "--bf16"]) == 2
+    assert not log.isEnabledFor(logging.WARNING)
+    capsys.readouterr()
