@@ -48,27 +48,26 @@ def one_worker_a_group() -> Iterator[None]:
 
 
 def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
-    """Return ``ProcessGroupGloo.__init__``, which takes options or a time limit, with one worker."""
+    """Return ``ProcessGroupGloo.__init__`` with one worker; it takes options or a time limit."""
 
-    def init(
-        group: Any, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None
-    ) -> None:
-        if isinstance(options, timedelta):
-            options, timeout = None, options
-        if options is None:
-            options = _default_options()
-            if timeout is not None:
-                options._timeout = timeout
+    def init(group: Any, store: Any, rank: int, size: int, given: Any = None, **named: Any) -> None:
+        given = named.get("options", named.get("timeout", given))
+        if given is None or isinstance(given, timedelta):
+            options = _default_options(given)
+        else:
+            options = given
         options._threads = 1
         original(group, store, rank, size, options)
 
     return init
 
 
-def _default_options() -> Any:
+def _default_options(timeout: timedelta | None) -> Any:
     """What torch itself makes a group with that is given no options (torch 2.11, init.cpp)."""
     group, options = _GROUP.find(), _OPTIONS.find()()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     devices = [group.create_device(interface=name) for name in names]
     options._devices = devices or [group.create_default_device()]
+    if timeout is not None:
+        options._timeout = timeout
     return options

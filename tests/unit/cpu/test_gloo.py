@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ProcessGroupGloo
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import FileStore
 
 from megatron_cg.cpu.gloo import one_worker_a_group
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.cpu.standins import cpu_standins
 
+ProcessGroupGloo: Any = c10d.ProcessGroupGloo
 CPU = torch.device("cpu")
 GATHERS, IN_FLIGHT = 200, 4
 
@@ -36,38 +38,33 @@ def group_of_one(store: str) -> Any:
     return dist.group.WORLD
 
 
-def worker_threads() -> int:
-    """How many of this process's threads torch has named as workers of gloo groups."""
-    names = (task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
-    return sum(name.startswith("pt_gloo_runloop") for name in names)
-
-
 @pytest.mark.parametrize("interface", ["lo", "lo,lo", ""])
 def test_a_group_made_in_the_block_has_one_worker(
     store: str, interface: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    before = worker_threads()
     with one_worker_a_group():
-        backend = group_of_one(store)._get_backend(CPU)
-    assert worker_threads() == before + 1
-    options = backend.options
-    assert options._timeout == timedelta(seconds=77)
-    assert len(options._devices) == max(1, len(interface.split(",")))
+        options = group_of_one(store)._get_backend(CPU).options
+    assert (options._threads, options._timeout) == (1, timedelta(seconds=77))
+    assert len(options._devices) == len(interface.split(","))
     total = torch.ones(3)
     dist.all_reduce(total)
     assert total.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_group_that_is_given_options_has_one_worker_too(tmp_path: Path) -> None:
-    options = ProcessGroupGloo._Options()
-    options._devices, options._threads = [ProcessGroupGloo.create_device(interface="lo")], 4
-    before = worker_threads()
+def test_a_group_that_is_given_options_or_a_bare_time_limit_has_one_worker_too(
+    tmp_path: Path,
+) -> None:
+    given = ProcessGroupGloo._Options()
+    given._devices, given._threads = [ProcessGroupGloo.create_device(interface="lo")], 4
+    found = []
     with one_worker_a_group(), one_worker_a_group():
-        group = ProcessGroupGloo(dist.FileStore(f"{tmp_path}/store", 1), 0, 1, options)
-        timed = ProcessGroupGloo(dist.FileStore(f"{tmp_path}/two", 1), 0, 1, timedelta(seconds=9))
-    assert worker_threads() == before + 2
-    assert (group.options._threads, timed.options._timeout) == (1, timedelta(seconds=9))
+        for number, last in enumerate(((given,), (timedelta(seconds=9),), ())):
+            store = FileStore(f"{tmp_path}/{number}", 1)
+            found.append(ProcessGroupGloo(store, 0, 1, *last).options)
+    assert [options._threads for options in found] == [1, 1, 1]
+    assert found[1]._timeout == timedelta(seconds=9)
+    assert found[2]._timeout == ProcessGroupGloo._Options()._timeout
 
 
 def test_groups_are_as_torch_makes_them_after_the_block_also_after_an_exception(store: str) -> None:
@@ -75,17 +72,19 @@ def test_groups_are_as_torch_makes_them_after_the_block_also_after_an_exception(
     with pytest.raises(KeyboardInterrupt), one_worker_a_group():
         assert ProcessGroupGloo.__init__ is not original
         raise KeyboardInterrupt
-    before = worker_threads()
-    group_of_one(store)
-    assert worker_threads() == before + 2
+    assert group_of_one(store)._get_backend(CPU).options._threads == 2
 
 
-def test_the_stand_ins_give_a_group_one_worker(store: str) -> None:
-    before = worker_threads()
+def test_the_stand_ins_give_every_group_one_worker(store: str) -> None:
     with cpu_standins():
-        group_of_one(store)
-        dist.new_group([0])
-    assert worker_threads() == before + 2
+        groups = [group_of_one(store), dist.new_group([0])]
+    assert [group._get_backend(CPU).options._threads for group in groups] == [1, 1]
+
+
+def worker_threads() -> int:
+    """How many of this process's threads torch has named as workers of gloo groups."""
+    names = (task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
+    return sum(name.startswith("pt_gloo_runloop") for name in names)
 
 
 def gather_and_count(directory: Path) -> None:
@@ -96,7 +95,7 @@ def gather_and_count(directory: Path) -> None:
         outputs = [torch.empty(2 * 20) for _ in range(IN_FLIGHT)]
         with ExitStack() as waiting:
             for output in outputs:
-                with dist._coalescing_manager(group, async_ops=True) as gathered:
+                with c10d._coalescing_manager(group, async_ops=True) as gathered:
                     mine = torch.full((20,), float(number + dist.get_rank()))
                     dist.all_gather_into_tensor(output, mine, group=group, async_op=True)
                 waiting.callback(gathered.wait)
