@@ -47,8 +47,9 @@ def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
     assert_identical(outcome, 12)
     assert outcome.graphed is not None
     for rank in outcome.graphed.values():
-        # Three layers, two microbatches; steps 4 and 5, 6, 7 to 9, 10 to 12.
-        assert [counts["captured"] for counts in rank["sessions"]] == [6] * 4
+        # Three layers of one graph each, as always without pipeline parallelism, and two
+        # microbatches; steps 4 and 5, 6, 7 to 9, 10 to 12.
+        assert [counts["captured"] for counts in rank["sessions"]] == [3] * 4
         assert [counts["replayed"] for counts in rank["sessions"]] == [12, 6, 18, 18]
 
 
