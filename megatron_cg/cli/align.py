@@ -27,8 +27,8 @@ from megatron_cg.align.processes import LaunchError, Options
 from megatron_cg.align.report import as_json, print_report
 from megatron_cg.align.run import align_on_gpus, example_script, gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_shape
-from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.cli.numbers import positive, whole
+from megatron_cg.cli.scopes import add_scopes
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, FAILED: 3}
 TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
@@ -41,14 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", default="llama-tiny", metavar="NAME", help=f"model shape: {names}")
     add("--steps", type=positive, default=12, help="training steps (default 12)")
     add("--warmup-steps", type=whole, default=3, help="eager steps first (default 3)")
-    add(
-        "--scopes",
-        nargs="*",
-        choices=SCOPES,
-        metavar="SCOPE",
-        help=f"what to capture, of {', '.join(SCOPES)}; none: whole layers",
-    )
-    add("--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run")
+    add_scopes(parser)
     add(
         "--nproc",
         type=positive,

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from megatron_cg.align.presets import preset_names
-from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.cli.numbers import positive
+from megatron_cg.cli.scopes import add_scopes
 
 READY, BROKEN, UNREADABLE = 0, 1, 2
 WIDTH = 100
@@ -33,14 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCRIPT_OR_PRESET",
         help=f"a script (its name ends with .py), or a preset: {names}",
     )
-    add(
-        "--scopes",
-        nargs="*",
-        choices=SCOPES,
-        metavar="SCOPE",
-        help=f"what to capture, of {', '.join(SCOPES)}; none: whole layers",
-    )
-    add("--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run")
+    add_scopes(parser)
     add(
         "--nproc",
         type=positive,

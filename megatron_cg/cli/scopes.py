@@ -1,0 +1,21 @@
+"""What to capture, as commands that plan or run are told."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_cg.arguments.schema import SCOPES
+
+
+def add_scopes(parser: argparse.ArgumentParser) -> None:
+    """Add ``--scopes`` and ``--cg-layers``."""
+    parser.add_argument(
+        "--scopes",
+        nargs="*",
+        choices=SCOPES,
+        metavar="SCOPE",
+        help=f"what to capture, of {', '.join(SCOPES)}; none: whole layers",
+    )
+    parser.add_argument(
+        "--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run"
+    )
