@@ -1,16 +1,16 @@
-"""The lists that Transformer Engine's FusedAdam makes anew in each step, kept.
+"""The step of Transformer Engine's FusedAdam without a DTensor made for every look at one.
 
-FusedAdam launches a few kernels for all parameters, and sorts the parameters into the lists for
-them in each step. Under Megatron-FSDP they are DTensors, of which every look at ``.data`` makes
-another; with every expert's weight a parameter the host is at it for longer than the kernels run.
-Parameters and moments stay where they are from step to step, so only the gradients are read anew.
+FusedAdam launches a few kernels for all parameters, and sorts the parameters into lists for them in
+each step. Under Megatron-FSDP they are DTensors, of which every look at ``.data`` makes another;
+with every expert's weight a parameter the host is at it for longer than the kernels run. Here the
+same lists are made of the local tensors themselves.
 
-Note [Once by TE, then from a table]
-    The first step is TE's own, and what it hands to its kernel is compared with what the table
-    would have handed over: kernel, addresses, sizes and numbers. Only if they are the same does
-    the table take over; whatever another release of TE does differently leaves its own step in
-    place. Parameters and moments are looked at in each step, and the table is made anew where one
-    was replaced, as loading a checkpoint does.
+Note [Once by TE, then shorter]
+    The first step is TE's own, and what it hands to its kernel is compared with what would have
+    been handed over here: kernel, addresses, sizes and numbers. Only if they are the same is the
+    shorter way taken from then on; whatever another release of TE does differently leaves its own
+    step in place. Nothing is kept from step to step, so a checkpoint that is loaded, or a moment
+    that is replaced, is seen by the next step.
 
 Relied on: transformer-engine 2.20.2, ``FusedAdam`` (``capturable``, ``master_weights``,
 ``use_decoupled_grad``, ``multi_tensor_adam``, ``adam_w_mode``, ``_dummy_overflow_buf``) and, in its
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -62,13 +62,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
-    """Keep the lists of every FusedAdam among ``optimizers``; returns the undo.
+    """Shorten the step of every FusedAdam among ``optimizers``; returns the undo.
 
     Args:
         optimizers: Megatron's, chained or not, or torch's.
 
     Raises:
-        StepsAsideError: none of them is a FusedAdam whose lists are the simple ones.
+        StepsAsideError: none of them is a FusedAdam whose lists are simple ones.
         UpstreamChangedError: a symbol that this relies on is gone; nothing is changed then.
     """
     if _MODULE not in sys.modules:
@@ -80,7 +80,7 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
         raise StepsAsideError(f"the optimizer {why}")
     with ExitStack() as undo:
         for adam in simple.values():
-            undo.callback(set_attribute(adam, "step", KeptLists(adam)))
+            undo.callback(set_attribute(adam, "step", LocalStep(adam)))
         return undo.pop_all().close
 
 
@@ -95,27 +95,6 @@ def _inner(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 def _is_special(adam: Any) -> bool:
     return bool(adam.capturable or adam.master_weights or adam.use_decoupled_grad)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A parameter and what of it stays in place."""
-
-    parameter: Any
-    weight: torch.Tensor
-    """This rank's shard, float32."""
-    state: dict[str, Any]
-    moments: tuple[Any, Any]
-    local_moments: tuple[torch.Tensor, torch.Tensor]
-
-    def stays(self) -> bool:
-        """Whether nobody has put another tensor in the place of one."""
-        state = self.state
-        return (
-            _local(self.parameter).data_ptr() == self.weight.data_ptr()
-            and state.get(_MOMENTS[0]) is self.moments[0]
-            and state.get(_MOMENTS[1]) is self.moments[1]
-        )
 
 
 @dataclass(frozen=True)
@@ -134,16 +113,14 @@ class _Call:
         return self.kernel, places, self.numbers
 
 
-class KeptLists:
+class LocalStep:
     """Stands in the place of ``FusedAdam.step``."""
 
     def __init__(self, adam: Any) -> None:
         self._adam, self._original = adam, adam.step
-        self._rows: list[list[_Row]] = []
-        self._made_of: tuple[Any, ...] = ()
         self._trusted: bool | None = None
         self.steps = 0
-        """Steps made from the table."""
+        """Steps that were not TE's own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step; with arguments, or with hooks of torch's, it is TE's own."""
@@ -164,52 +141,28 @@ class KeptLists:
 
     def _calls(self) -> list[_Call] | None:
         """What the next step launches; None where that is TE's to say."""
-        groups = self._adam.param_groups
-        if any(type(group.get("step")) is not int for group in groups):
-            return None
-        if not self._is_current() and not self._read():
-            return None
-        most = _AT_MOST.find()
+        adam, most = self._adam, _AT_MOST.find()
         calls = []
-        for group, rows in zip(groups, self._rows, strict=True):
-            lists = _lists(rows)
+        for group in adam.param_groups:
+            lists = _lists(group["params"], adam.state)
+            if lists is None or type(group.get("step")) is not int:
+                return None
             numbers = (
                 group["lr"],
                 *group["betas"],
                 group["eps"],
                 group["step"] + 1,
-                self._adam.adam_w_mode,
+                adam.adam_w_mode,
                 1 if group["bias_correction"] else 0,
                 group["weight_decay"],
             )
             for start in range(0, len(lists[0]), most):
                 some = [tensors[start : start + most] for tensors in lists]
-                calls.append(_Call(self._adam.multi_tensor_adam, some, numbers))
+                calls.append(_Call(adam.multi_tensor_adam, some, numbers))
         return calls
 
-    def _is_current(self) -> bool:
-        adam = self._adam
-        now = (adam.state, adam.param_groups, *(group["params"] for group in adam.param_groups))
-        if len(now) != len(self._made_of) or any(
-            one is not other for one, other in zip(now, self._made_of, strict=True)
-        ):
-            self._made_of = now
-            return False
-        return all(row.stays() for rows in self._rows for row in rows)
-
-    def _read(self) -> bool:
-        """Make the table; whether all parameters are of the simple kind."""
-        self._rows = []
-        for group in self._adam.param_groups:
-            rows = [_row(parameter, self._adam.state[parameter]) for parameter in group["params"]]
-            self._rows.append([row for row in rows if row is not None])
-            if len(self._rows[-1]) < len(rows):
-                self._made_of = ()
-                return False
-        return True
-
     def _compared(self, calls: Sequence[_Call]) -> Any:
-        """TE's own step; afterwards the table is trusted, or never asked again."""
+        """TE's own step; afterwards the shorter way is trusted, or never taken."""
         expected, found = [call.facts() for call in calls], []
         applier = _APPLIER.find()
 
@@ -245,26 +198,25 @@ def _local(tensor: Any) -> torch.Tensor:
     return found
 
 
-def _row(parameter: Any, state: dict[str, Any]) -> _Row | None:
-    """None where TE does more with it than to hand it to the kernel."""
-    if set(state) != set(_MOMENTS):
-        return None
-    weight, moments = _local(parameter).detach(), (state[_MOMENTS[0]], state[_MOMENTS[1]])
-    first, second = map(_local, moments)
-    plain = all(
-        type(tensor) is torch.Tensor and tensor.dtype == torch.float32
-        for tensor in (weight, first, second)
-    )
-    return _Row(parameter, weight, state, moments, (first, second)) if plain else None
+def _lists(
+    parameters: Sequence[Any], states: Mapping[Any, Mapping[str, Any]]
+) -> list[list[torch.Tensor]] | None:
+    """Gradients, weights and moments of the parameters that have a gradient.
 
-
-def _lists(rows: Sequence[_Row]) -> list[list[torch.Tensor]]:
-    """Gradients, weights and moments of the parameters that have a gradient."""
+    None where TE does more with one of them than to hand it to the kernel.
+    """
     lists: list[list[torch.Tensor]] = [[], [], [], []]
-    for row in rows:
-        gradient = row.parameter.grad
-        if gradient is not None:
-            found = (_local(gradient), row.weight, *row.local_moments)
-            for tensors, tensor in zip(lists, found, strict=True):
-                tensors.append(tensor)
+    for parameter in parameters:
+        state = states[parameter]
+        if len(state) != len(_MOMENTS) or any(name not in state for name in _MOMENTS):
+            return None
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        weight = _local(parameter).detach()
+        found = (_local(gradient), weight, *(_local(state[name]) for name in _MOMENTS))
+        for tensors, tensor in zip(lists, found, strict=True):
+            if type(tensor) is not torch.Tensor or tensor.dtype != torch.float32:
+                return None
+            tensors.append(tensor)
     return lists

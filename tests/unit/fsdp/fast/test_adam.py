@@ -1,4 +1,4 @@
-"""The kept lists of FusedAdam: the same launches as Transformer Engine's own step makes."""
+"""The shorter step of FusedAdam: the same launches as Transformer Engine's own step makes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.cpu.standins import cpu_standins
-from megatron_cg.fsdp.fast.adam import KeptLists, install_adam
+from megatron_cg.fsdp.fast.adam import LocalStep, install_adam
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 
 fused_adam = pytest.importorskip(
@@ -131,7 +131,7 @@ def test_a_step_that_is_another_than_expected_stays_te_s(
     adam = adam_of(parameters("plain"))
     step(adam, 1)
     install_adam([adam])
-    monkeypatch.setattr(KeptLists, "_calls", lambda self: [])
+    monkeypatch.setattr(LocalStep, "_calls", lambda self: [])
     step(adam, 2)
     step(adam, 3)
     assert adam.step.steps == 0 and [g["step"] for g in adam.param_groups] == [3, 3, 3]
