@@ -55,6 +55,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
+from megatron_cg.fsdp.fast.streams import current_stream, wait_for
 from megatron_cg.fsdp.fast.views import BucketViews
 from megatron_cg.fsdp.symbols import in_both
 
@@ -110,8 +111,6 @@ class _Bucket:
     size: int
     """How many parameters need a gradient."""
     waiting: list[nn.Parameter] = field(default_factory=list)
-    taken: set[int] = field(default_factory=set)
-    """Parameters, by ``id``, whose gradients were taken together; their own hooks are to come."""
     waiting_bytes: int = 0
     handed_over: int = 0
     """In this backward pass, ``waiting`` not among them."""
@@ -129,6 +128,27 @@ class _Bucket:
         return bool(self.waiting) and self.stream != stream
 
 
+@dataclass
+class Kept:
+    """Gradients that one operation computed, whose parameters' hooks are still to run."""
+
+    parameters: list[nn.Parameter]
+    gradients: list[Any]
+    stream: int
+    """On which they were computed."""
+    _back: int = 0
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Take note that ``parameter``'s hook has run; whether it was the last."""
+        if parameter.grad is not None:
+            # It was used in another way too, and autograd has stored that part.
+            place = next(n for n, one in enumerate(self.parameters) if one is parameter)
+            self.gradients[place] = self.gradients[place] + parameter.grad
+            parameter.grad = None
+        self._back += 1
+        return self._back == len(self.parameters)
+
+
 class GradientHandOff:
     """Stands in the place of Megatron-FSDP's gradient function for one model.
 
@@ -141,6 +161,8 @@ class GradientHandOff:
         self._fsdp, self._original = fsdp, original
         self._of_parameter: dict[int, _Bucket] = {}
         self._unit_of_module: dict[nn.Module, list[_Bucket]] = {}
+        self._kept: dict[int, Kept] = {}
+        self._kept_in: object = None
         self.copies = 0
         """Fused copies so far."""
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
@@ -150,24 +172,27 @@ class GradientHandOff:
         """Whether it is a parameter whose gradient is handed over here."""
         return id(parameter) in self._of_parameter
 
-    def take(
+    def keep(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
     ) -> bool:
-        """Hand gradients over that no parameter holds yet, if that is all they are for.
+        """Keep gradients that no parameter holds yet until all the parameters' hooks have run.
 
         Args:
             parameters: known ones, each once.
-            gradients: theirs, in this order.
+            gradients: theirs, in this order; the only ones or parts of them.
 
         Returns:
-            Whether they were taken: all or none; see ``nodes.py``.
+            Whether they are kept, all or none. Where they are not, autograd goes on with them; see
+            ``nodes.py``.
         """
         expected = self._fsdp._params_require_handle_grad
+        kept = self._kept_now(expected)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if (
                 gradient is None
                 or parameter.grad is not None
                 or parameter not in expected
+                or id(parameter) in kept
                 or gradient.dtype != parameter.dtype
                 or gradient.shape != parameter.shape
                 or parameter._backward_hooks
@@ -175,24 +200,42 @@ class GradientHandOff:
                 or self._is_special(parameter)
             ):
                 return False
-        together: dict[int, tuple[list[nn.Parameter], list[Any]]] = {}
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            bucket = self._of_parameter[id(parameter)]
+        together = Kept(list(parameters), list(gradients), current_stream())
+        kept.update(dict.fromkeys(map(id, parameters), together))
+        return True
+
+    def _kept_now(self, backward: object) -> dict[int, Kept]:
+        """What is kept in this backward pass; an earlier one may have ended in an exception."""
+        if self._kept_in is not backward:
+            self._kept_in, self._kept = backward, {}
+        return self._kept
+
+    def _came_back(self, kept: Kept, parameter: nn.Parameter) -> None:
+        """A parameter's own hook has run; with the last one all gradients are handed over."""
+        if not kept.counts(parameter):
+            return
+        wait_for(kept.stream, kept.gradients)
+        together: dict[int, tuple[list[nn.Parameter], list[torch.Tensor]]] = {}
+        for one, gradient in zip(kept.parameters, kept.gradients, strict=True):
+            bucket = self._of_parameter[id(one)]
             ours, theirs = together.setdefault(bucket.number, ([], []))
-            ours.append(parameter)
+            ours.append(one)
             theirs.append(gradient)
         for ours, theirs in together.values():
             bucket = self._of_parameter[id(ours[0])]
             self._begin(bucket)
-            bucket.taken.update(map(id, ours))
             if bucket.complete_with(len(ours)) and bucket.waiting:
                 self._hand_over_waiting(bucket)
             self._hand_over(bucket, ours, theirs)
-        return True
 
     def __call__(self, parameters: list[nn.Parameter]) -> None:
         """Take these parameters' gradients, now or when those of their bucket have come."""
+        kept_now = self._kept_now(self._fsdp._params_require_handle_grad)
         for parameter in parameters:
+            kept = kept_now.pop(id(parameter), None)
+            if kept is not None:
+                self._came_back(kept, parameter)
+                continue
             bucket = self._of_parameter.get(id(parameter))
             if bucket is None:
                 self._original([parameter])
@@ -201,8 +244,6 @@ class GradientHandOff:
 
     def _take(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
         self._begin(bucket)
-        if id(parameter) in bucket.taken:
-            return
         stream = current_stream()
         gradient = parameter.grad
         if gradient is None or self._is_special(parameter) or bucket.waits_on_another(stream):
@@ -253,12 +294,13 @@ class GradientHandOff:
         now = self._fsdp._params_require_handle_grad
         if bucket.backward is not now:
             bucket.backward, bucket.handed_over = now, 0
-            bucket.waiting, bucket.waiting_bytes, bucket.taken = [], 0, set()
+            bucket.waiting, bucket.waiting_bytes = [], 0
 
     def _hand_over_waiting(self, bucket: _Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
-        wait_for(bucket.stream)
-        self._hand_over(bucket, waiting, [p.grad for p in waiting if p.grad is not None])
+        gradients = [p.grad for p in waiting if p.grad is not None]
+        wait_for(bucket.stream, gradients)
+        self._hand_over(bucket, waiting, gradients)
 
     def _hand_over(
         self, bucket: _Bucket, parameters: list[nn.Parameter], gradients: list[torch.Tensor]
@@ -307,22 +349,6 @@ def make_room(pipeline: Any, bucket: int) -> None:
     pipeline._enforce_double_buffer_limit([bucket])
     for event, _free, _bucket in before[: len(before) - len(pipeline.grad_reduce_queue)]:
         event.wait()
-
-
-def current_stream() -> int:
-    """The raw handle of the device's current stream; 0 without a GPU.
-
-    ``torch.cuda.current_stream`` makes an object at each call, twenty times as dear.
-    """
-    if torch.cuda.is_initialized():
-        return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    return 0
-
-
-def wait_for(stream: int) -> None:
-    """Order the current stream after the one of that raw handle; see Note [One stream a copy]."""
-    if stream != current_stream():
-        torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(stream))
 
 
 def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:

@@ -1,24 +1,22 @@
 """Gradients of many parameters, taken where autograd has just computed them all.
 
 A grouped GEMM computes the gradients of all its experts at once. Autograd then stores each in its
-parameter and calls a hook for it; only after the last of them can a fused copy begin, and the GPU
-waits for that. A hook of the operation's node sees all gradients before the first is stored.
+parameter and calls a hook for it, which costs more than to launch the fused copy that they all are
+waiting for. Here a hook of the operation's node sees all gradients before the first is stored, and
+keeps them; each parameter's own hook then only counts, and the last one hands all over.
 
-Note [Only where nobody else would notice]
-    What the hook takes is missing to AccumulateGrad, which stores nothing and calls the
-    parameter's hook all the same (torch 2.11); ours knows that the parameter is done. So it takes
-    all parameters of a node or none, and none where anything else waits for the gradient: another
-    hook, a gradient stored already, a pass outside of Megatron-FSDP's backward pass
-    (``torch.autograd.grad``, which wants it returned).
-
-Note [A module that is called twice]
-    Then a parameter's gradient is a sum, which AccumulateGrad's own inputs hold: neither node has
-    it. So a pass is taken only if no other pass of the same module was open at any time since. A
-    pass is open until its node has run or is gone; interleaved microbatches of a pipeline are left
-    to the longer way for the same reason.
+Note [Every parameter's own hook decides]
+    What the node's hook keeps is missing to AccumulateGrad, which stores nothing and calls the
+    parameter's hook all the same (torch 2.11), when all that uses the parameter has been
+    differentiated. So nothing is handed over before its time, and where a parameter has been used
+    in another way too, its hook finds the rest of the gradient and adds what was kept. Autograd
+    would have made the same sum, of two; of three or more it may add in another order.
+    What does not come from AccumulateGrad is not to be kept: ``torch.autograd.grad``, or
+    ``backward`` with ``inputs``, wants gradients returned, or leaves parameters out.
 
 Relied on: torch 2.11, ``Node.next_functions``, in the order of the gradients that ``register_hook``
-hands over, ``AccumulateGrad.variable``, and that hooks may return None for a gradient.
+hands over, ``AccumulateGrad.variable``, that hooks may return None for a gradient, and
+``torch._C._will_engine_execute_node``, which raises for a leaf that ``autograd.grad`` is asked for.
 """
 
 from __future__ import annotations
@@ -27,14 +25,16 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from megatron_cg.fsdp.fast.gradients import GradientHandOff
 from megatron_cg.undo import set_attribute
+from megatron_cg.versions import Symbol
 
+_EXECUTES = Symbol("torch", "torch._C:_will_engine_execute_node", "what a backward pass comes to")
+RELIES_ON = (_EXECUTES,)
 MANY = 4
 """Parameters that a module holds itself, from which on it is worth a hook for each pass."""
 Gradients = Sequence[torch.Tensor | None]
@@ -58,19 +58,11 @@ def install_nodes(
         return undo.pop_all().close
 
 
-class _Pass:
-    """One call of a module, for as long as autograd may still come back to it."""
-
-    alone = True
-    """Whether no other pass of the module was open since it began."""
-
-
 class _Taking:
     """Stands in the place of a module's ``forward``."""
 
     def __init__(self, forward: Callable[..., Any], hand_off: GradientHandOff) -> None:
         self._forward, self._hand_off = forward, hand_off
-        self._open: WeakSet[_Pass] = WeakSet()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)
@@ -81,31 +73,36 @@ class _Taking:
         return output
 
     def _follow(self, node: torch.autograd.graph.Node) -> None:
-        """Note the pass, and what its node computes gradients of."""
-        now = _Pass()
-        for earlier in self._open:
-            earlier.alone = now.alone = False
-        self._open.add(now)
-        leaves: list[Any] = [
-            getattr(function, "variable", None) for function, _ in node.next_functions
-        ]
-        places = [n for n, leaf in enumerate(leaves) if self._hand_off.knows(leaf)]
-        # The pass is kept by its node's hook alone, and so ends with the node at the latest.
-        node.register_hook(partial(self._take, now, places, [leaves[n] for n in places]))
+        """Note which of the node's gradients are of which parameters."""
+        places, leaves = [], []
+        for place, (function, _) in enumerate(node.next_functions):
+            if self._hand_off.knows(getattr(function, "variable", None)):
+                places.append(place)
+                leaves.append(function)
+        if len(places) >= MANY:
+            node.register_hook(partial(self._take, places, leaves))
 
     def _take(
         self,
-        now: _Pass,
         places: Sequence[int],
-        parameters: Sequence[nn.Parameter],
+        leaves: Sequence[Any],
         gradients: Gradients,
         _outputs: Gradients,
     ) -> Gradients | None:
-        self._open.discard(now)
         found = [gradients[place] for place in places]
-        if len(places) < MANY or not now.alone or not self._hand_off.take(parameters, found):
+        parameters = [leaf.variable for leaf in leaves]
+        if not _all_accumulate(leaves) or not self._hand_off.keep(parameters, found):
             return None
-        kept = list(gradients)
+        left = list(gradients)
         for place in places:
-            kept[place] = None
-        return tuple(kept)
+            left[place] = None
+        return tuple(left)
+
+
+def _all_accumulate(leaves: Sequence[Any]) -> bool:
+    """Whether this backward pass comes to all these AccumulateGrad nodes."""
+    execute: Callable[[Any], bool] = _EXECUTES.find()
+    try:
+        return all(map(execute, leaves))
+    except RuntimeError:
+        return False
