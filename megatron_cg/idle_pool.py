@@ -13,27 +13,29 @@ Note [What is lent]
     Nothing may run on that stream, though: with deterministic algorithms ``torch.empty`` fills what
     it gives (``torch.utils.deterministic.fill_uninitialized_memory``), and the fill would race with
     what the other stream writes. So bare storages are asked for.
-    The pool must not grow for it, so the first time each piece is asked for alone; a piece that the
-    pool has no room for comes from ordinary memory, then and later.
+    The pool must not grow for it: what it grew by would be lost to activations. So the first time
+    each piece is looked for in the allocator's own list of free blocks, the way it would look
+    itself (the smallest block that will do, and what is left of it if that is more than a MiB), and
+    only a piece that has a block is asked for. Where the pool grew all the same, no more is lent.
 
-Relied on: torch 2.11, ``torch.cuda.memory_snapshot()``, ``torch.cuda.memory_reserved`` and
+Relied on: torch 2.11, ``torch.cuda.memory_snapshot()`` (see ``memory_pools.py``),
+``torch.cuda.memory_reserved``, ``torch.multiprocessing.reductions.StorageWeakRef`` and
 ``torch._C``'s ``_cuda_beginAllocateCurrentThreadToPool``, ``_cuda_endAllocateToPool`` and
 ``_cuda_releasePool``, as ``torch.cuda.use_mem_pool`` calls them.
 """
 
 from __future__ import annotations
 
-import logging
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_cg.memory_pools import pools
 from megatron_cg.versions import Symbol
-
-logger = logging.getLogger(__name__)
 
 _BEGIN, _END, _RELEASE = (
     Symbol("torch", f"torch._C:{name}", "what turns allocations to a pool")
@@ -46,6 +48,7 @@ _BEGIN, _END, _RELEASE = (
 RELIES_ON = (_BEGIN, _END, _RELEASE)
 SMALL = 1 << 20
 """Bytes up to which the allocator takes blocks of another kind; not worth lending."""
+_ROUND = 512
 
 
 class Room(Protocol):
@@ -62,6 +65,12 @@ class Room(Protocol):
     def lends(self) -> bool:
         """Whether some of them lie where the next replay writes."""
 
+    def still_held(self) -> int:
+        """How many of those that lie there are still held by anybody; asked once for each."""
+
+    def lend_no_more(self) -> None:
+        """Give ordinary memory from now on."""
+
 
 class IdlePool:
     """The idle memory of one pool; see Note [What is lent].
@@ -76,12 +85,24 @@ class IdlePool:
         free = max(uses, key=lambda use: use.reserved - use.allocated, default=None)
         self._stream = torch.cuda.ExternalStream(free.stream) if free is not None else None
         self._from_pool: dict[Hashable, list[bool]] = {}
+        self._given: list[StorageWeakRef] = []
+        self._grew = False
         self.lent_bytes = 0
         """By the plans made so far."""
 
     def lends(self) -> bool:
         """See :class:`Room`."""
         return self.lent_bytes > 0
+
+    def still_held(self) -> int:
+        """See :class:`Room`."""
+        given, self._given = self._given, []
+        return sum(not storage.expired() for storage in given)
+
+    def lend_no_more(self) -> None:
+        """See :class:`Room`."""
+        self._from_pool = {caller: [False] * len(lent) for caller, lent in self._from_pool.items()}
+        self._grew, self.lent_bytes = True, 0
 
     def empty(
         self, caller: Hashable, sizes: Sequence[int], dtype: torch.dtype
@@ -91,40 +112,58 @@ class IdlePool:
             tensors, self._from_pool[caller] = self._try(sizes, dtype)
             return tensors
         lent = self._from_pool[caller]
-        tensors = []
-        with self._allocating():
-            inside = [self._new(n, dtype) for n, yes in zip(sizes, lent, strict=True) if yes]
+        inside: list[torch.Tensor] = []
+        if any(lent):
+            with self._allocating():
+                inside = [self._new(n, dtype) for n, yes in zip(sizes, lent, strict=True) if yes]
+        self._note(inside)
         given = iter(inside)
-        for size, yes in zip(sizes, lent, strict=True):
-            tensors.append(next(given) if yes else self._new(size, dtype))
-        return tensors
+        return [
+            next(given) if yes else self._new(size, dtype)
+            for size, yes in zip(sizes, lent, strict=True)
+        ]
 
     def _try(
         self, sizes: Sequence[int], dtype: torch.dtype
     ) -> tuple[list[torch.Tensor], list[bool]]:
-        """Ask for one after the other; which of them the pool had room for."""
+        """Ask for each piece that has a block; which of them the pool gave."""
+        blocks = self._free_blocks()
         tensors: list[torch.Tensor] = []
         lent: list[bool] = []
-        too_large = 1 << 62 if self._stream is not None else 0
         for size in sizes:
             nbytes = size * dtype.itemsize
-            tensor = self._lent(size, dtype) if SMALL < nbytes < too_large else None
-            if tensor is None and nbytes > SMALL:
-                too_large = min(too_large, nbytes)
+            tensor = self._lent(size, dtype) if not self._grew and fits(blocks, nbytes) else None
+            self._note([tensor] if tensor is not None else [])
             lent.append(tensor is not None)
             self.lent_bytes += nbytes if tensor is not None else 0
             tensors.append(self._new(size, dtype) if tensor is None else tensor)
         return tensors, lent
 
+    def _note(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._given += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+    def _free_blocks(self) -> list[int]:
+        """Sizes of what the pool could give on its stream, in bytes and in order."""
+        stream = self._stream.cuda_stream if self._stream is not None else None
+        return sorted(
+            block["size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == self._pool and segment["stream"] == stream
+            for block in segment["blocks"]
+            if block["state"] == "inactive" and block["size"] > SMALL
+        )
+
     def _lent(self, size: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor in the pool, or None where the pool would have to grow."""
+        """A tensor in the pool, or None where the pool has grown for it."""
         before = torch.cuda.memory_reserved(self._device)
         try:
             with self._allocating():
                 tensor = self._new(size, dtype)
         except torch.OutOfMemoryError:
+            self._grew = True
             return None
-        return tensor if torch.cuda.memory_reserved(self._device) == before else None
+        self._grew = torch.cuda.memory_reserved(self._device) != before
+        return None if self._grew else tensor
 
     def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         device = torch.device("cuda", self._device)
@@ -146,3 +185,24 @@ class IdlePool:
             finally:
                 end(self._device, self._pool)
                 release(self._device, self._pool)
+
+
+def fits(blocks: list[int], nbytes: int) -> bool:
+    """Whether a piece finds room among free blocks; ``blocks`` is then what is left of them.
+
+    As torch 2.11's allocator does: a piece is rounded up to 512 bytes, the smallest block that is
+    large enough is taken, and its rest is a block again if it has more than a MiB. Pieces of a MiB
+    or less come from blocks of another kind and never fit.
+
+    Args:
+        blocks: sizes in bytes, in order.
+        nbytes: of the piece.
+    """
+    wanted = -(-nbytes // _ROUND) * _ROUND
+    place = bisect_left(blocks, wanted)
+    if wanted <= SMALL or place == len(blocks):
+        return False
+    rest = blocks.pop(place) - wanted
+    if rest > SMALL:
+        insort(blocks, rest)
+    return True

@@ -14,6 +14,7 @@ import atexit
 import logging
 import os
 import sys
+from contextlib import suppress
 
 
 def leave_without_waiting() -> None:
@@ -27,7 +28,10 @@ def leave_without_waiting() -> None:
 
 
 def _leave() -> None:
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
+    try:
+        # Whoever read the output may be gone, and there may be no output at all.
+        for finish in (logging.shutdown, *(s.flush for s in (sys.stdout, sys.stderr) if s)):
+            with suppress(Exception):
+                finish()
+    finally:
+        os._exit(1)

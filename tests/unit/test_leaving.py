@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import atexit, logging, threading
 from megatron_cg.leaving import leave_without_waiting
@@ -15,6 +17,17 @@ leave_without_waiting()
 print("written")
 raise RuntimeError("a hook raised")
 """
+
+
+@pytest.mark.parametrize(
+    "broken", ["os.close(1); os.close(2)", "sys.stdout = None", "sys.stdout.close()"]
+)
+def test_output_that_is_broken_keeps_nobody(broken: str) -> None:
+    script = SCRIPT.replace('print("written")', f"import os, sys; print('x'); {broken}")
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
 
 
 def test_the_error_is_out_and_nothing_at_the_end_waits() -> None:

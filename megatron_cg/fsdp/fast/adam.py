@@ -76,7 +76,9 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
     adams = [inner for inner in _inner(optimizers) if type(inner) is _ADAM.find()]
     simple = {id(adam): adam for adam in adams if not _is_special(adam)}
     if not simple:
-        why = "keeps main weights itself, or runs in a graph" if adams else "is not FusedAdam"
+        why = "is not FusedAdam"
+        if adams:
+            why = "keeps main weights itself, runs in a graph, or has a step of its own"
         raise StepsAsideError(f"the optimizer {why}")
     with ExitStack() as undo:
         for adam in simple.values():
@@ -94,7 +96,9 @@ def _inner(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_special(adam: Any) -> bool:
-    return bool(adam.capturable or adam.master_weights or adam.use_decoupled_grad)
+    # A step that somebody wrapped does more: that of ``fully_shard_optimizer`` installs weights.
+    wrapped = "step" in vars(adam)
+    return bool(adam.capturable or adam.master_weights or adam.use_decoupled_grad or wrapped)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ Note [Copies in lent memory]
     The copies that the optimizer reads live from the end of a step's last backward pass to the
     next ``zero_grad``, in which time no graph runs. So they may lie in the graphs' own memory
     (``idle_pool.py``). A script that keeps gradients beyond that, into the next forward pass, finds
-    them moved before the pass begins. One piece for each parameter, and not one for a bucket:
-    small pieces fit into what other tensors left, and large ones need memory of their own (3.6 GiB
-    more reserved, measured on the preset ``qwen3-moe``).
+    them moved before the pass begins. Only gradients are moved: whatever else shares their memory
+    (``p.grad.detach()``, a local tensor) is overwritten by the replay that follows. That is found
+    before the replay, too late for what is held, and ends the lending with a warning.
+    There is one piece for each parameter, and not one for a bucket: small pieces fit into what
+    other tensors left, and large ones need memory of their own (3.6 GiB more reserved, measured on
+    the preset ``qwen3-moe``).
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
 ``update_main_grads``, ``copy_main_weights_to_model_weights``, ``optimizer_named_parameters`` (each
@@ -22,6 +25,7 @@ with ``orig_param``), ``dist_main_grad``, ``use_decoupled_grad``, ``bucketing_po
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +38,8 @@ from megatron_cg.fsdp.fast.unshard import is_float8
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.idle_pool import Room
 from megatron_cg.undo import set_attribute
+
+logger = logging.getLogger(__name__)
 
 _ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
 RELIES_ON = (
@@ -119,6 +125,15 @@ class _GradientTable:
         self.lent = False
         for group in self._groups:
             group.come_home()
+        held = self._room.still_held() if self._room is not None else 0
+        if held and self._room is not None:
+            self._room.lend_no_more()
+            logger.warning(
+                "megatron_cg: as a forward pass begins, %d tensors are still held that share "
+                "memory with the optimizer's gradients. It is the graphs' now, and their numbers "
+                "are lost: clone what is to be kept. Gradients get memory of their own now.",
+                held,
+            )
 
     def _read(self) -> list[_GroupGradients]:
         """How Megatron-FSDP has just attached them."""
@@ -137,8 +152,10 @@ class _GradientTable:
             row = _Row(parameter, gradient if shape.numel() else None, start, shape)
             rows.setdefault(number, []).append(row)
         cast = not store.use_decoupled_grad
-        groups = ((store.parameter_groups[number], found) for number, found in rows.items())
-        return [_GroupGradients(group, found, cast=cast) for group, found in groups]
+        return [
+            _GroupGradients(number, store.parameter_groups[number], found, cast=cast)
+            for number, found in rows.items()
+        ]
 
     def _shards_only(self) -> bool:
         strategy = self._store.bucketing_policy.data_parallel_sharding_strategy
@@ -148,8 +165,8 @@ class _GradientTable:
 class _GroupGradients:
     """The gradients of one bucket; copied where the optimizer wants another dtype."""
 
-    def __init__(self, group: Any, rows: list[_Row], *, cast: bool) -> None:
-        self._buffer = group.main_grad_buffer
+    def __init__(self, number: int, group: Any, rows: list[_Row], *, cast: bool) -> None:
+        self._number, self._buffer = number, group.main_grad_buffer
         self._data = self._buffer.data
         self._dtype = rows[0].parameter.dtype
         self._casts = (
@@ -178,7 +195,7 @@ class _GroupGradients:
             if room is None:
                 pieces = [torch.empty_like(piece, dtype=self._dtype) for piece in pieces]
             else:
-                copies = room.empty(self, self._sizes, self._dtype)
+                copies = room.empty(self._number, self._sizes, self._dtype)
                 pieces = [copy.view_as(piece) for copy, piece in zip(copies, pieces, strict=True)]
             torch._foreach_copy_(pieces, self._pieces)
         for row, piece in zip(self._rows, pieces, strict=True):

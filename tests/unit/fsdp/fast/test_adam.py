@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -121,8 +124,27 @@ def test_what_a_checkpoint_replaced_is_read_anew() -> None:
         first = adam.param_groups[0]["params"][0]
         adam.state[first]["exp_avg"] = torch.ones_like(adam.state[first]["exp_avg"])
         step(adam, 5)
+        adam.state[first] = {name: value * 2 for name, value in adam.state[first].items()}
+        step(adam, 6)
+        other = nn.Parameter(first.detach() * 3)
+        adam.state[other] = adam.state.pop(first)
+        adam.param_groups[0]["params"][0] = other
+        step(adam, 7)
         runs.append(values(adam))
     assert runs[0] == runs[1]
+
+
+def test_old_moments_are_not_kept_alive() -> None:
+    adam = adam_of(parameters("plain"))
+    step(adam, 1)
+    install_adam([adam])
+    for number in (2, 3):
+        step(adam, number)
+    saved = copy.deepcopy(adam.state_dict())
+    old = [weakref.ref(state["exp_avg"]) for state in adam.state.values()]
+    adam.load_state_dict(saved)
+    gc.collect()
+    assert len(old) == 5 and not any(moment() is not None for moment in old)
 
 
 def test_a_step_that_is_another_than_expected_stays_te_s(
@@ -158,6 +180,10 @@ def test_other_optimizers_are_left_alone() -> None:
     some = parameters("plain")
     with pytest.raises(StepsAsideError, match="is not FusedAdam"):
         install_adam([torch.optim.Adam(some)])
+    adam = adam_of(some)
+    adam.step = adam.step
+    with pytest.raises(StepsAsideError, match="a step of its own"):
+        install_adam([adam])
     adam = adam_of(some, master_weights=True)
     with pytest.raises(StepsAsideError, match="keeps main weights itself"):
         install_adam([adam])

@@ -117,11 +117,17 @@ def test_one_parameter_of_a_bucket_is_shown_and_every_float8_one() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
-    training: bool,
+    training: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = torch.arange(6.0).bfloat16()
     lent = [torch.empty(4), torch.empty(2)]
-    room = SimpleNamespace(empty=lambda *_: list(lent), lends=lambda: True)
+    ended: list[bool] = []
+    room = SimpleNamespace(
+        empty=lambda *_: list(lent),
+        lends=lambda: True,
+        still_held=lambda: 2,
+        lend_no_more=lambda: ended.append(True),
+    )
     store = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
     held: list[torch.Tensor] = []
 
@@ -143,7 +149,7 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
         main_grad_buffer=SimpleNamespace(data=data), main_weight_buffer=object()
     )
     empty = _Row(parameters[2], None, 6, torch.Size([0]))
-    table._groups = [_GroupGradients(group, [*rows, empty], cast=True)]
+    table._groups = [_GroupGradients(3, group, [*rows, empty], cast=True)]
     table()
     assert [p.grad for p in parameters] == [*gradients, None]
     assert gradients[0]._local_tensor.data_ptr() == lent[0].data_ptr()
@@ -159,6 +165,9 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     assert [t.tolist() for t in held] == expected or (
         not training and all(t.isnan().all() for t in held)
     )
+    # Whatever else is held in that memory is lost, and said to be.
+    assert ended == [True] * training
+    assert ("2 tensors are still held" in caplog.text) is training
     undo()
     assert fsdp.forward is forward
 
