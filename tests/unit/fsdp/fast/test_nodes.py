@@ -241,6 +241,14 @@ def test_gradients_that_are_asked_for_or_left_out_are_not_kept(
     assert [weight.grad is not None for weight in weights[:3]] == [False, True, False]
 
 
+def test_a_parameter_that_an_operation_has_twice_is_left_to_autograd(hand_off: HandOff) -> None:
+    module = Grouped()
+    module._parameters["weight5"] = module._parameters["weight0"]
+    install(module, hand_off)
+    module(rows())[0].sum().backward()
+    assert hand_off.gradients == [] and all(w.grad is not None for w in module.parameters())
+
+
 def test_modules_inside_of_graphs_are_left_as_they_are(hand_off: HandOff) -> None:
     graphed, eager = Grouped(), Grouped()
     install_nodes(nn.Sequential(graphed, eager), hand_off, {graphed})  # type: ignore[arg-type]
