@@ -74,7 +74,8 @@ class _Taking:
 
     def _follow(self, node: torch.autograd.graph.Node) -> None:
         """Note which of the node's gradients are of which parameters."""
-        places, leaves = [], []
+        places: list[int] = []
+        leaves: list[Any] = []
         for place, (function, _) in enumerate(node.next_functions):
             if self._hand_off.knows(getattr(function, "variable", None)):
                 places.append(place)
