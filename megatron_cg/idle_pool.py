@@ -133,10 +133,13 @@ class IdlePool:
         for size in sizes:
             nbytes = size * dtype.itemsize
             tensor = self._lent(size, dtype) if not self._grew and fits(blocks, nbytes) else None
-            self._note([tensor] if tensor is not None else [])
             lent.append(tensor is not None)
-            self.lent_bytes += nbytes if tensor is not None else 0
-            tensors.append(self._new(size, dtype) if tensor is None else tensor)
+            if tensor is None:
+                tensor = self._new(size, dtype)
+            else:
+                self._note([tensor])
+                self.lent_bytes += nbytes
+            tensors.append(tensor)
         return tensors, lent
 
     def _note(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -212,7 +212,7 @@ def _lists(
     lists: list[list[torch.Tensor]] = [[], [], [], []]
     for parameter in parameters:
         state = states[parameter]
-        if len(state) != len(_MOMENTS) or any(name not in state for name in _MOMENTS):
+        if state.keys() != set(_MOMENTS):
             return None
         gradient = parameter.grad
         if gradient is None:
