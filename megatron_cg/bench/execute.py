@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.align.processes import Run, named_error
+from megatron_cg.bench.host_calls import host_calls
 from megatron_cg.bench.idle import analyse
 from megatron_cg.bench.schedule import PlannedRun
 from megatron_cg.bench.spreads import FiguresError
-from megatron_cg.bench.stacks import most_inclusive
 from megatron_cg.bench.store import FAILED, LEFT_OUT, OK, Result
 from megatron_cg.bench.timeline import read_timeline
 
@@ -107,7 +107,7 @@ def _result(run: PlannedRun, options: Options, facts: Mapping[str, Any]) -> Resu
         "seconds": 0.0,
         "ranks": [],
         "trace": None,
-        "samples": None,
+        "host_calls": None,
         "notes": [],
     }
 
@@ -204,7 +204,7 @@ def _add_profile(result: Result, folder: Path, options: Options) -> None:
             result["notes"].append(f"samples: {sampled['note']}")
         if stacks.exists():
             lines = stacks.read_text(encoding="utf-8", errors="replace").splitlines()
-            result["samples"] = most_inclusive(lines)
+            result["host_calls"] = host_calls(lines, sampled)
             if options.samples is not None:
                 options.samples.mkdir(parents=True, exist_ok=True)
                 shutil.copy(stacks, options.samples / f"{os.path.basename(folder.parent)}.folded")

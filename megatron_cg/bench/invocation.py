@@ -107,7 +107,8 @@ def _windows(args: argparse.Namespace, *, scaling: bool, on_cpu: bool) -> Window
         settle=args.settle_steps,
         timed=args.timed_steps,
         probed=chosen(args.probe_steps, 4),
-        sampled=args.sample_steps if args.sample else 0,
+        sampled=args.sample_steps if args.sample or args.sample_native else 0,
+        native=args.sample_native,
         profiled=chosen(args.profile_steps, 0 if on_cpu else 2),
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_cg.bench.comparing import Change
 from megatron_cg.bench.contenders import CONTENDERS
 from megatron_cg.bench.figures import Row, step_median, tables
+from megatron_cg.bench.host_calls_text import sampled_block, sampled_heading
 from megatron_cg.bench.machine import described
 from megatron_cg.bench.scaling import Trend
 from megatron_cg.bench.store import OK, Result
@@ -206,7 +207,12 @@ def _idle_lines(rows: Sequence[Row]) -> list[str]:
 def _sample_lines(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     for row in _measured(rows):
-        samples = row.result["samples"]
+        found = row.result.get("host_calls")
+        if found:
+            lines += [f"{row.name}, {sampled_heading(found)}:", ""]
+            lines += ["```text", *sampled_block(found), "```", ""]
+        # Of results that an earlier version wrote.
+        samples = row.result.get("samples")
         if samples:
             body = [
                 [f"{s['function'][:90]} [{s['thread']}]".replace("|", "\\|"), *_shares(s)]

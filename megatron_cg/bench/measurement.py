@@ -57,6 +57,7 @@ class Measurement:
         counts: Callable[[], Counts | None] = lambda: None,
     ) -> None:
         self._kinds = list(windows.kinds())
+        self._native = windows.native
         self._directory = directory
         self._counts = counts
         self._rank = int(os.environ.get("RANK", "0"))
@@ -121,7 +122,8 @@ class Measurement:
             "probed": Probed,
         }
         if self._rank == 0:
-            make["sampled"] = lambda: Sampled(self._directory / "samples.folded")
+            path, native = self._directory / "samples.folded", self._native
+            make["sampled"] = lambda: Sampled(path, native=native)
             if torch.cuda.is_available():
                 make["profiled"] = lambda: Profiled(self._directory / "trace.json")
         synchronize()
@@ -207,9 +209,9 @@ class Probed:
 class Sampled:
     """A sampling profile of this process, in ``path``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, native: bool = False) -> None:
         self._steps = 0
-        self._sampler = sampling(path)
+        self._sampler = sampling(path, native=native)
         self._began = time.perf_counter()
 
     def begin_step(self) -> None:

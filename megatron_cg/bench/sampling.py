@@ -1,13 +1,16 @@
 """A sampling profile of this process: by py-spy where it is installed, else by a thread.
 
-py-spy sees native frames and every thread, also those that hold no Python frame. The thread sees
-Python's frames alone, and only when the interpreter lets it run, so work that never gives up the
-interpreter's lock is seen late; it needs nothing.
+py-spy sees every thread that is busy, also one that holds no Python frame, and does not stop them:
+a stack that changes while it is read is lost, and counted. With native frames it has to stop them,
+also for the minutes that it may take to read every library's symbols. The thread sees Python's
+frames alone, of threads that wait too, and only when the interpreter lets it run, so work that
+never gives up the interpreter's lock is seen late; it needs nothing.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +26,10 @@ INTERVAL = 0.005
 """Seconds between two samples of the thread; py-spy takes 200 a second too."""
 _READY = "Sampling process"
 """What py-spy says once it samples; with native frames it first reads every library's symbols."""
-_READY_AFTER = 90.0
+_LOST = re.compile(r"Errors: (\d+)")
+_BEHIND = "behind in sampling"
+_READY_AFTER = {False: 90.0, True: 600.0}
+"""Seconds, without and with native frames."""
 _WRITTEN_AFTER = 60.0
 
 
@@ -31,14 +37,21 @@ class Sampler(Protocol):
     """A profile that is being taken."""
 
     def stop(self) -> dict[str, Any]:
-        """End it and write its file; how it was taken, for JSON."""
+        """End it and write its file; how it was taken, for JSON.
+
+        ``interval_ms`` is from one look at the threads to the next, and ``lost`` how many of the
+        looks saw nothing.
+        """
 
 
-def sampling(path: Path) -> Sampler:
-    """Begin to sample this process; the folded stacks go to ``path``."""
+def sampling(path: Path, *, native: bool = False) -> Sampler:
+    """Begin to sample this process; the folded stacks go to ``path``.
+
+    ``native`` frames are py-spy's alone.
+    """
     program = shutil.which("py-spy")
     if program is not None:
-        sampler = PySpy(program, path)
+        sampler = PySpy(program, path, native=native)
         if sampler.is_ready():
             return sampler
         return ThreadSampler(path, f"py-spy cannot sample here: {sampler.said()}")
@@ -48,12 +61,15 @@ def sampling(path: Path) -> Sampler:
 class PySpy:
     """py-spy on this very process, which it has to be allowed to trace (root, or ptrace_scope 0).
 
-    Relied on: py-spy 0.4's command line; on SIGINT it writes what it has.
+    Relied on: py-spy 0.4's command line, where ``--native`` and ``--nonblocking`` exclude each
+    other; on SIGINT it writes what it has, and says how many of its looks failed.
     """
 
-    def __init__(self, program: str, path: Path) -> None:
-        words = [program, "record", "--pid", str(os.getpid()), "--native", "--threads"]
-        words += ["--rate", "200", "--format", "raw", "--output", str(path)]
+    def __init__(self, program: str, path: Path, *, native: bool = False) -> None:
+        words = [program, "record", "--pid", str(os.getpid()), "--threads"]
+        words += ["--native" if native else "--nonblocking", "--rate", f"{1 / INTERVAL:.0f}"]
+        words += ["--format", "raw", "--output", str(path)]
+        self._native = native
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._log = path.with_suffix(".log")
@@ -62,9 +78,9 @@ class PySpy:
 
     def is_ready(self) -> bool:
         """Wait until it samples; False where it ends before, or takes too long and is ended."""
-        deadline = time.monotonic() + _READY_AFTER
+        deadline = time.monotonic() + _READY_AFTER[self._native]
         while self._process.poll() is None:
-            if _READY in self._log.read_text(errors="replace"):
+            if _READY in self._printed():
                 return True
             if time.monotonic() > deadline:
                 self._process.kill()
@@ -75,7 +91,7 @@ class PySpy:
 
     def said(self) -> str:
         """The last line that it printed."""
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = self._printed().strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
     def stop(self) -> dict[str, Any]:
@@ -86,8 +102,24 @@ class PySpy:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        note = "" if self._path.exists() else f"py-spy wrote nothing: {self.said()}"
-        return {"sampler": "py-spy", "file": self._path.name, "note": note}
+        printed = self._printed()
+        note = ""
+        if not self._path.exists():
+            note = f"py-spy wrote nothing: {self.said()}"
+        elif _BEHIND in printed:
+            note = "py-spy fell behind its looks for more than a second: the times are rough"
+        lost = _LOST.search(printed)
+        return {
+            "sampler": "py-spy",
+            "native": self._native,
+            "interval_ms": INTERVAL * 1e3,
+            "lost": int(lost[1]) if lost else 0,
+            "file": self._path.name,
+            "note": note,
+        }
+
+    def _printed(self) -> str:
+        return self._log.read_text(errors="replace")
 
 
 class ThreadSampler:
@@ -101,6 +133,8 @@ class ThreadSampler:
     def __init__(self, path: Path, note: str = "", interval: float = INTERVAL) -> None:
         self._path, self._note, self._interval = path, note, interval
         self._stacks: Counter[str] = Counter()
+        self._looks = 0
+        self._began = time.perf_counter()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="sampler", daemon=True)
         self._thread.start()
@@ -109,14 +143,24 @@ class ThreadSampler:
         """See :class:`Sampler`."""
         self._ended.set()
         self._thread.join()
+        took = time.perf_counter() - self._began
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = [f"{stack} {count}\n" for stack, count in sorted(self._stacks.items())]
         self._path.write_text("".join(lines), encoding="utf-8")
-        return {"sampler": "thread", "file": self._path.name, "note": self._note}
+        return {
+            "sampler": "thread",
+            "native": False,
+            # As often as it could, which is less often than it wanted.
+            "interval_ms": took * 1e3 / max(1, self._looks),
+            "lost": 0,
+            "file": self._path.name,
+            "note": self._note,
+        }
 
     def _sample(self) -> None:
         own = threading.get_ident()
         while not self._ended.wait(self._interval):
+            self._looks += 1
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             for ident, frame in sys._current_frames().items():
                 if ident != own:

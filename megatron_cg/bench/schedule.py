@@ -18,6 +18,8 @@ START_SECONDS = 30.0
 _LAYER_SECONDS = {True: 0.05, False: 0.015}
 """A guess at one layer's share of a step with two microbatches, eager: of experts, or dense."""
 _TRACE_SECONDS = 6.0
+_SYMBOLS_SECONDS = 120.0
+"""Of a sampling profile with native frames, before its first sample."""
 
 
 class ScheduleError(MegatronCGError):
@@ -78,6 +80,7 @@ class PlannedRun:
         layers = settings.layers or layer_count(settings.preset)
         step = layers * _LAYER_SECONDS[is_moe(settings.preset)] * settings.microbatches / 2
         whole = START_SECONDS + layers * 0.5 + windows.steps * step
+        whole += _SYMBOLS_SECONDS if windows.sampled and windows.native else 0.0
         return whole + (_TRACE_SECONDS if windows.profiled else 0.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from megatron_cg.bench.spreads import FiguresError
 
@@ -28,6 +29,8 @@ class Windows:
     """A sampling profile of the host."""
     profiled: int = 2
     """A trace of torch.profiler."""
+    native: bool = False
+    """Not steps: whether the sampling profile has native frames."""
 
     def __post_init__(self) -> None:
         """Raises FiguresError where nothing would be timed."""
@@ -45,12 +48,13 @@ class Windows:
         A step is timed to the start of the next one, so the last that is measured needs another.
         """
         for kind in fields(self):
-            yield from [kind.name] * getattr(self, kind.name)
+            if kind.name != "native":
+                yield from [kind.name] * getattr(self, kind.name)
         yield "tail"
 
     def variable(self, directory: str) -> str:
         """The value of ``VARIABLE`` for a run whose figures go to ``directory``."""
-        counts = ",".join(f"{name}={count}" for name, count in asdict(self).items())
+        counts = ",".join(f"{name}={int(count)}" for name, count in asdict(self).items())
         return f"{counts}:{directory}"
 
 
@@ -64,7 +68,8 @@ def given(environment: Mapping[str, str] = os.environ) -> tuple[Windows, str]:
         if not directory:
             raise ValueError("no directory")
         pairs = [pair.split("=") for pair in counts.split(",")]
-        return Windows(**{name: int(count) for name, count in pairs}), directory
+        found: dict[str, Any] = {name: int(count) for name, count in pairs}
+        return Windows(**found | {"native": bool(found.get("native"))}), directory
     except (TypeError, ValueError) as error:
         raise FiguresError(
             f"{VARIABLE} does not say what to measure: start this run by megatron-cg bench."

@@ -66,7 +66,13 @@ def _add_windows(parser: argparse.ArgumentParser) -> None:
     add("--timed-steps", type=positive, default=20, help="steps that are timed (default 20)")
     add("--probe-steps", type=whole, help="steps for host time by phase (default 4; scaling: 0)")
     add("--profile-steps", type=whole, help="steps that are traced (default 2; scaling: 0)")
-    add("--sample", action="store_true", help="a sampling profile of the host too")
+    add("--sample", action="store_true", help="a sampling profile of the host too, as a call tree")
+    add(
+        "--sample-native",
+        action="store_true",
+        help="the same with native frames, by py-spy: reading symbols may take minutes while the "
+        "run stands still, so give --timeout room",
+    )
     add("--sample-steps", type=positive, default=20, help="steps of it (default 20)")
 
 

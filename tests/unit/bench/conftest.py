@@ -102,7 +102,7 @@ def _result(
         "seconds": 40.0,
         "ranks": [rank, {**rank, "rank": 1}],
         "trace": trace,
-        "samples": None,
+        "host_calls": None,
         "notes": [],
     }
     return result | changes

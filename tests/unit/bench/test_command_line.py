@@ -79,6 +79,21 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(
 
 
 @pytest.mark.parametrize(
+    ("words", "sampled", "native"),
+    [("", 0, False), ("--sample", 20, False), ("--sample-native --sample-steps 5", 5, True)],
+)
+def test_native_frames_are_asked_for_by_a_flag_of_their_own(
+    words: str, sampled: int, native: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = "--backend transformer_engine --dry-run --shapes llama --only fsdp-graphs"
+    assert bench(f"{plan} {words}", tmp_path) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "torch.distr" in line)
+    env = dict(word.split("=", 1) for word in shlex.split(line) if word.split("=")[0].isupper())
+    windows, _ = given(env)
+    assert (windows.sampled, windows.native) == (sampled, native)
+
+
+@pytest.mark.parametrize(
     ("words", "reason"),
     [
         (f"{TAPE} --only ddp-eager", "without the contender ddp-eager"),

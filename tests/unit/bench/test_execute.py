@@ -135,16 +135,20 @@ def test_a_trace_and_samples_become_figures_and_the_trace_goes(
     kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 0, "dur": 2000}
     rank = RANK | {
         "profiled": {"steps": 2, "trace": "trace.json"},
-        "sampled": {"steps": 2, "file": "samples.folded", "note": "py-spy is not installed"},
+        "sampled": {
+            **{"steps": 2, "step_ms": 10.0, "sampler": "thread", "interval_ms": 5.0, "lost": 0},
+            **{"file": "samples.folded", "note": "py-spy is not installed"},
+        },
     }
     also = f"open('figures/trace.json', 'w').write({json.dumps({'traceEvents': [kernel]})!r});"
-    also += "open('figures/samples.folded', 'w').write('thread a;f (b.py:1) 3\\n')"
+    also += "open('figures/samples.folded', 'w').write('thread MainThread;f (b.py:1) 3\\n')"
     kept = options(keep_traces=True, samples=tmp_path / "kept")
     (result,) = execute(
         RUNS[:1], starting({EAGER: writing(rank, also)}), kept, {}, finished=lambda _r: None
     )
     assert result["trace"]["busy_ms"] == pytest.approx(1.0)
-    assert result["samples"][0]["function"] == "f (b.py)"
+    (thread,) = result["host_calls"]["threads"]
+    assert thread["tree"][0]["function"] == "f (b.py)" and thread["ms"] == 7.5
     assert result["notes"] == ["samples: py-spy is not installed"]
     folder = tmp_path / f"{RUNS[0].name}.one" / "figures"
     assert not (folder / "trace.json").exists() and (folder / "trace.json.gz").exists()

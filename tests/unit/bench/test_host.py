@@ -1,21 +1,16 @@
-"""Phases are found in the real packages and timed without being replaced; stacks are sampled."""
+"""Phases are found in the real packages and timed without being replaced."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 import pytest
 
-from megatron_cg.bench import sampling
 from megatron_cg.bench.phases import PHASES, find_code, find_phases
-from megatron_cg.bench.sampling import ThreadSampler
-from megatron_cg.bench.stacks import ALL, most_inclusive
 from megatron_cg.bench.watching import PhaseTimes, WatchError, watching
 
 
@@ -130,71 +125,3 @@ def test_other_tools_are_not_pushed_aside() -> None:
     finally:
         for tool in (2, 3, 4):
             sys.monitoring.free_tool_id(tool)
-
-
-def test_folded_stacks_become_shares_by_thread() -> None:
-    lines = [
-        "thread (0x1): main;run (a.py:1);step (a.py:5) 6",
-        "thread (0x1): main;run (a.py:1);step (a.py:9);step (a.py:9);copy (b.c) 2",
-        "process 5;thread (0x2): pt_autograd;Thread.run (t.py:9);run (a.py:1) 1",
-        "cut off",
-        "",
-    ]
-    rows = most_inclusive(lines)
-    first = [(row["function"], row["share"], row["own"]) for row in rows[:3]]
-    assert first == [
-        ("run (a.py)", 1.0, 0.0),
-        ("step (a.py)", 1.0, 0.75),
-        ("copy (b.c)", 0.25, 0.25),
-    ]
-    other = {row["function"] for row in rows if row["thread"] == "thread (0x2): pt_autograd"}
-    assert other == {"Thread.run (t.py)", "run (a.py)"}
-    assert most_inclusive(["a;b 1"])[0]["thread"] == ALL
-    assert len(most_inclusive(lines, top=1)) == 2
-
-
-def test_a_thread_samples_where_py_spy_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    sampler = sampling.sampling(tmp_path / "new" / "samples.folded")
-    assert isinstance(sampler, ThreadSampler)
-    while not sampler._stacks:
-        time.sleep(0.001)
-    facts = sampler.stop()
-    assert facts["sampler"] == "thread" and "not installed" in facts["note"]
-    rows = most_inclusive((tmp_path / "new" / facts["file"]).read_text().splitlines())
-    functions = [row["function"] for row in rows if row["thread"] == "thread MainThread"]
-    name = "test_a_thread_samples_where_py_spy_is_not (test_host.py)"
-    assert name in functions
-
-
-REFUSES = "import sys; sys.exit('permission denied')"
-SAMPLES = """
-import pathlib, signal, sys
-def write(*_):
-    pathlib.Path(sys.argv[-1]).write_text("thread 1;f 3\\n")
-    sys.exit(0)
-# Also where this signal was ignored at the start, as in a shell's background job.
-signal.signal(signal.SIGINT, write)
-print("Sampling process", flush=True)
-while True:
-    signal.pause()
-"""
-
-
-@pytest.mark.parametrize("fails_at_once", [True, False])
-def test_py_spy_is_asked_first(
-    fails_at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program of that name stands in for py-spy, which is never a dependency."""
-    program = tmp_path / "py-spy"
-    program.write_text(f"#!{sys.executable}\n" + (REFUSES if fails_at_once else SAMPLES))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    facts = sampling.sampling(tmp_path / "samples.folded").stop()
-    if fails_at_once:
-        assert facts["sampler"] == "thread" and "permission denied" in facts["note"]
-    else:
-        assert facts == {"sampler": "py-spy", "file": "samples.folded", "note": ""}
-        assert (tmp_path / "samples.folded").read_text() == "thread 1;f 3\n"

@@ -13,6 +13,7 @@ import pytest
 from megatron_cg.bench.comparing import compare
 from megatron_cg.bench.contenders import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.bench.figures import Figures, figures, step_median, tables
+from megatron_cg.bench.host_calls import host_calls
 from megatron_cg.bench.markdown import as_markdown, grid
 from megatron_cg.bench.plots import PlotError, host_stack, plot_all
 from megatron_cg.bench.scaling import trends
@@ -99,9 +100,16 @@ def test_a_ratio_across_invocations_is_marked(result: Make) -> None:
     assert "\u2020" not in as_markdown([result(EAGER), result(GRAPHS)])
 
 
+CALLS = host_calls(
+    ["thread 1: MainThread;f (a.py:1) 6"],
+    {"steps": 1, "step_ms": 50.0, "lost": 0, "sampler": "py-spy", "interval_ms": 5.0},
+)
+
+
 def test_the_report_has_every_kind_of_figure(result: Make) -> None:
     samples = [{"thread": "main", "function": "f (a.py)", "share": 0.5, "own": 0.1, "samples": 50}]
-    text = as_markdown([result(EAGER), result(GRAPHS, samples=samples)])
+    old = result(EAGER, samples=samples)
+    text = as_markdown([old, result(GRAPHS, host_calls=CALLS)])
     assert "llama: 8 layers, 2 microbatches, 2 processes, grouped GEMM default" in text
     assert "2 x NVIDIA H200, driver 580.1; torch 2.11.0, cuda 13.0, nccl 2.28.9." in text
     assert "| fsdp-graphs | 102.0 | 3.00 | 100.0 to 110.0 | 1.000 | 50.0 | 45.0 | 2.04 |" in text
@@ -111,6 +119,9 @@ def test_the_report_has_every_kind_of_figure(result: Make) -> None:
     assert "| unshard / aten::copy_ [main] | host | 30.00 | 12.0 |" in text
     assert "| unshard / aten::empty [main] | 20.00 |" in text
     assert "| f (a.py) [main] | 50.0% | 10.0% |" in text
+    assert "fsdp-graphs, host time a step, sampled (py-spy: 1 steps of 50.0 ms, 6 stacks)" in text
+    block = text.partition("```text\n")[2].partition("```")[0]
+    assert f"{30:8.1f}{30:8.1f}  f (a.py:1)\n" in block
 
 
 def test_a_grid_is_a_markdown_table() -> None:

@@ -107,7 +107,8 @@ def test_the_command_runs_the_measured_example_by_the_launcher() -> None:
 
 
 def test_windows_follow_one_another_and_end_with_a_step_that_is_not_measured() -> None:
-    windows = Windows(warmup=1, settle=2, timed=3, probed=0, sampled=1, profiled=1)
+    windows = Windows(warmup=1, settle=2, timed=3, probed=0, sampled=1, profiled=1, native=True)
+    assert given({VARIABLE: windows.variable("/f")}) == (windows, "/f")
     kinds = list(windows.kinds())
     assert kinds == "warmup settle settle timed timed timed sampled profiled tail".split()
     assert windows.steps == len(kinds) == sum(Counter(kinds).values())
