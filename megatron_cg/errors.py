@@ -71,5 +71,9 @@ class PhaseError(MegatronCGError):
     """An operation was asked of a session in a phase that does not allow it."""
 
 
+class FastPathError(MegatronCGError):
+    """A parameter was used in a way that the FSDP fast path cannot follow."""
+
+
 class ReplayMismatchError(MegatronCGError):
     """A graph must not be replayed: something is not as it was at capture."""

@@ -21,6 +21,11 @@ Note [What stays Megatron-FSDP's]
     and conditions of the reductions, scaling, HSDP's second reduction are as they were. A
     parameter that gets no gradient is left to its root hook, which looks after all that are left.
 
+Note [Weights that autograd does not see]
+    Gradients of grouped GEMMs come all at once from the operation itself (``hidden.py``). Their
+    weights' own hooks run only where a weight is used in another way too, and then the two parts
+    wait for each other here.
+
 Note [One stream a copy]
     A hook runs on the stream of its gradient, and a copy made there needs no waiting. Gradients of
     several streams (a shared expert may have its own) are not copied together: the first ones to
@@ -54,9 +59,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
 from megatron_cg.fsdp.fast.streams import current_stream, wait_for
-from megatron_cg.fsdp.fast.views import BucketViews
+from megatron_cg.fsdp.fast.views import BucketViews, in_one_piece
 from megatron_cg.fsdp.symbols import in_both
 
 WAITING_BYTES = 64 << 20
@@ -129,24 +135,15 @@ class _Bucket:
 
 
 @dataclass
-class Kept:
-    """Gradients that one operation computed, whose parameters' hooks are still to run."""
+class _Pass:
+    """What hidden weights wait for in one backward pass; see ``hidden.py``."""
 
-    parameters: list[nn.Parameter]
-    gradients: list[Any]
-    stream: int
-    """On which they were computed."""
-    _back: int = 0
-
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Take note that ``parameter``'s hook has run; whether it was the last."""
-        if parameter.grad is not None:
-            # It was used in another way too, and autograd has stored that part.
-            place = next(n for n, one in enumerate(self.parameters) if one is parameter)
-            self.gradients[place] = self.gradients[place] + parameter.grad
-            parameter.grad = None
-        self._back += 1
-        return self._back == len(self.parameters)
+    backward: object
+    """Megatron-FSDP's own set for it."""
+    came: set[int] = field(default_factory=set)
+    """Weights whose own hooks have run before their operation's backward function."""
+    later: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients of weights whose own hooks are still to run."""
 
 
 class GradientHandOff:
@@ -161,8 +158,8 @@ class GradientHandOff:
         self._fsdp, self._original = fsdp, original
         self._of_parameter: dict[int, _Bucket] = {}
         self._unit_of_module: dict[nn.Module, list[_Bucket]] = {}
-        self._kept: dict[int, Kept] = {}
-        self._kept_in: object = None
+        self._hidden: dict[int, Callable[[], bool]] = {}
+        self._pass = _Pass(None)
         self.copies = 0
         """Fused copies so far."""
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
@@ -172,55 +169,50 @@ class GradientHandOff:
         """Whether it is a parameter whose gradient is handed over here."""
         return id(parameter) in self._of_parameter
 
-    def keep(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
-    ) -> bool:
-        """Keep gradients that no parameter holds yet until all the parameters' hooks have run.
+    def backward_pass(self) -> object:
+        """What stands for the backward pass that is under way: the same object all through it."""
+        return self._fsdp._params_require_handle_grad
+
+    def hidden_are(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> None:
+        """Let known ``weights`` be hidden from autograd.
 
         Args:
-            parameters: known ones, each once.
-            gradients: theirs, in this order; the only ones or parts of them.
-
-        Returns:
-            Whether they are kept, all or none. Where they are not, autograd goes on with them; see
-            ``nodes.py``.
+            weights: of one operation.
+            to_come: whether this backward pass has still to come to the operation.
         """
-        expected = self._fsdp._params_require_handle_grad
-        kept = self._kept_now(expected)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if (
-                gradient is None
-                or parameter.grad is not None
-                or parameter not in expected
-                or id(parameter) in kept
-                or gradient.dtype != parameter.dtype
-                or gradient.shape != parameter.shape
-                or parameter._backward_hooks
-                or len(parameter._post_accumulate_grad_hooks or ()) != 1
-                or self._is_special(parameter)
-            ):
-                return False
-        together = Kept(list(parameters), list(gradients), current_stream())
-        kept.update(dict.fromkeys(map(id, parameters), together))
-        return True
+        self._hidden.update(dict.fromkeys(map(id, weights), to_come))
 
-    def _kept_now(self, backward: object) -> dict[int, Kept]:
-        """What is kept in this backward pass; an earlier one may have ended in an exception."""
-        if self._kept_in is not backward:
-            self._kept_in, self._kept = backward, {}
-        return self._kept
+    def hidden_no_more(self, weights: Sequence[nn.Parameter]) -> None:
+        """Let the own hooks of ``weights`` be all that there is again."""
+        for weight in weights:
+            self._hidden.pop(id(weight), None)
 
-    def _came_back(self, kept: Kept, parameter: nn.Parameter) -> None:
-        """A parameter's own hook has run; with the last one all gradients are handed over."""
-        if not kept.counts(parameter):
-            return
-        wait_for(kept.stream, kept.gradients)
+    def take_hidden(
+        self,
+        weights: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
+        used: Sequence[bool],
+    ) -> None:
+        """Take gradients that autograd did not see, on the stream that they are computed on.
+
+        Args:
+            weights: hidden ones, each once.
+            gradients: theirs, in this order.
+            used: whether this backward pass comes to a weight's own hook too.
+        """
+        now = self._pass_now()
         together: dict[int, tuple[list[nn.Parameter], list[torch.Tensor]]] = {}
-        for one, gradient in zip(kept.parameters, kept.gradients, strict=True):
-            bucket = self._of_parameter[id(one)]
-            ours, theirs = together.setdefault(bucket.number, ([], []))
-            ours.append(one)
-            theirs.append(gradient)
+        for weight, gradient, also in zip(weights, gradients, used, strict=True):
+            if also and id(weight) not in now.came:
+                if gradient is not None:
+                    now.later[id(weight)] = gradient
+            elif gradient is None or not self._is_plain(weight, gradient):
+                self._take_alone(weight, gradient)
+            else:
+                number = self._of_parameter[id(weight)].number
+                ours, theirs = together.setdefault(number, ([], []))
+                ours.append(weight)
+                theirs.append(gradient if weight.grad is None else weight.grad + gradient)
         for ours, theirs in together.values():
             bucket = self._of_parameter[id(ours[0])]
             self._begin(bucket)
@@ -230,17 +222,54 @@ class GradientHandOff:
 
     def __call__(self, parameters: list[nn.Parameter]) -> None:
         """Take these parameters' gradients, now or when those of their bucket have come."""
-        kept_now = self._kept_now(self._fsdp._params_require_handle_grad)
         for parameter in parameters:
-            kept = kept_now.pop(id(parameter), None)
-            if kept is not None:
-                self._came_back(kept, parameter)
-                continue
             bucket = self._of_parameter.get(id(parameter))
             if bucket is None:
                 self._original([parameter])
-            else:
+            elif id(parameter) not in self._hidden or self._is_whole(parameter):
                 self._take(parameter, bucket)
+
+    def _pass_now(self) -> _Pass:
+        """The state of this backward pass; an earlier one may have ended in an exception."""
+        if self._pass.backward is not self.backward_pass():
+            self._pass = _Pass(self.backward_pass())
+        return self._pass
+
+    def _is_whole(self, weight: nn.Parameter) -> bool:
+        """Whether a hidden weight has all of its gradient, as its own hook runs."""
+        now = self._pass_now()
+        kept = now.later.pop(id(weight), None)
+        if kept is not None:
+            weight.grad = kept if weight.grad is None else weight.grad + kept
+        elif self._hidden[id(weight)]():
+            now.came.add(id(weight))
+            return False
+        elif weight not in self._fsdp._params_require_handle_grad:
+            raise FastPathError(
+                "A weight of a grouped GEMM got a gradient from another use after that of the "
+                "GEMM was handed over, so its gradient would lack a part: the weight was given "
+                "another AccumulateGrad node, or is used again under reentrant activation "
+                "recompute. Type --cg-no-fsdp-fast-path."
+            )
+        return True
+
+    def _take_alone(self, weight: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Do as autograd does: store the gradient, and call the weight's hook."""
+        if gradient is not None:
+            gradient = gradient.to(weight.dtype)
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        if weight in self._fsdp._params_require_handle_grad:
+            self._take(weight, self._of_parameter[id(weight)])
+        else:
+            self._original([weight])
+
+    def _is_plain(self, weight: nn.Parameter, gradient: torch.Tensor) -> bool:
+        return (
+            gradient.dtype == weight.dtype
+            and gradient.shape == weight.shape
+            and weight in self._fsdp._params_require_handle_grad
+            and not self._is_special(weight)
+        )
 
     def _take(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
         self._begin(bucket)
@@ -308,8 +337,14 @@ class GradientHandOff:
         bucket.handed_over += len(parameters)
         self._copy(bucket, parameters, gradients)
         *others, last = parameters
-        self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[bucket.number].update(others)
+        ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[bucket.number]
+        ready.update(others)
         self._fsdp._params_require_handle_grad.difference_update(others)
+        if len(ready) + 1 < bucket.size:
+            # Its own function would find that there is nothing to reduce yet.
+            ready.add(last)
+            self._fsdp._params_require_handle_grad.discard(last)
+            return
         target: Any = last
         target.grad_added_to_main_grad = True
         self._original([last])
@@ -320,15 +355,16 @@ class GradientHandOff:
     ) -> None:
         make_room(self._fsdp.grad_reduce_pipeline, bucket.number)
         views = self._views(bucket, parameters)
+        whole, source = in_one_piece(views), in_one_piece(gradients)
+        if whole is not None and source is not None:
+            views, gradients = [whole], [source]
         if bucket.gradients.is_data_distributed:
             torch._foreach_copy_(views, gradients)
         else:
             # A buffer that no other rank has a part of: it sums up all microbatches of the step.
             torch._foreach_add_(views, gradients)
-        for parameter, view in zip(parameters, views, strict=True):
-            target: Any = parameter
-            target.main_grad = view
-            target.grad = None
+        for parameter in parameters:
+            parameter.grad = None
         self.copies += 1
 
     def _views(self, bucket: _Bucket, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

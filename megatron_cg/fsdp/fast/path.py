@@ -11,11 +11,12 @@ from torch import nn
 
 from megatron_cg.fsdp.fast.adam import install_adam
 from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
-from megatron_cg.fsdp.fast.nodes import install_nodes
+from megatron_cg.fsdp.fast.hidden import install_hidden
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.swap import install_swap
 from megatron_cg.fsdp.fast.unshard import install_unshard
 from megatron_cg.fsdp.fast.weights import install_main_gradients, install_main_weights
+from megatron_cg.fsdp.fast.zero import install_zero
 from megatron_cg.idle_pool import Room
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class FastPath:
         else:
             self.parts.append(name)
 
-    def _gradients(self, fsdp: Any, graphed: Container[nn.Module]) -> Callable[[], None]:
+    def _gradients(self, fsdp: Any) -> Callable[[], None]:
         strategy = fsdp.data_parallel_sharding_strategy
         if strategy != "optim_grads_params":
             raise StepsAsideError(
@@ -54,10 +55,12 @@ class FastPath:
                 "backward pass is done"
             )
         self.hand_off, undo = install_gradients(fsdp)
-        with ExitStack() as stack:
-            stack.callback(undo)
-            stack.callback(install_nodes(fsdp.module, self.hand_off, graphed))
-            return stack.pop_all().close
+        return undo
+
+    def _hidden(self, fsdp: Any, graphed: Container[nn.Module]) -> Callable[[], None]:
+        if self.hand_off is None:
+            raise StepsAsideError("gradients are left to Megatron-FSDP")
+        return install_hidden(fsdp.module, self.hand_off, graphed)
 
     def _unit_is_done(self, unit: nn.Module) -> None:
         if self.hand_off is not None:
@@ -87,10 +90,12 @@ def install(
     path = FastPath()
     try:
         path._add("swap", lambda: install_swap(fsdp))
-        path._add("gradients", lambda: path._gradients(fsdp, graphed))
+        path._add("gradients", lambda: path._gradients(fsdp))
+        path._add("hidden weights", lambda: path._hidden(fsdp, graphed))
         path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done))
         path._add("main gradients", lambda: install_main_gradients(fsdp, room))
         path._add("main weights", lambda: install_main_weights(fsdp))
+        path._add("zero gradients", lambda: install_zero(fsdp))
         if optimizers:
             path._add("optimizer", lambda: install_adam(optimizers))
     except BaseException:

@@ -64,3 +64,22 @@ class BucketViews:
         item = self._buffer.param_idx[parameter]
         piece: torch.Tensor = self._buffer.get_item_from_bucket(bucket, item)
         return piece.view(parameter.shape)
+
+
+def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor of all these, where they lie side by side in memory, in this order.
+
+    A grouped GEMM computes all weights' gradients as pieces of one tensor, and its weights may be
+    neighbours in their bucket. One copy of all is launched with less work than one of many.
+    """
+    first = tensors[0]
+    address, end = first.data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or tensor.dtype != first.dtype or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    size = (end - address) // first.itemsize
+    return first.as_strided((size,), (1,))

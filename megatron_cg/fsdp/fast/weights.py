@@ -12,9 +12,9 @@ Note [Copies in lent memory]
     them moved before the pass begins. Only gradients are moved: whatever else shares their memory
     (``p.grad.detach()``, a local tensor) is overwritten by the replay that follows. That is found
     before the replay, too late for what is held, and ends the lending with a warning.
-    There is one piece for each parameter, and not one for a bucket: small pieces fit into what
-    other tensors left, and large ones need memory of their own (3.6 GiB more reserved, measured on
-    the preset ``qwen3-moe``).
+    Each parameter has a piece of its own, and a bucket has none: small pieces fit into what other
+    tensors left, and large ones need memory of their own (3.6 GiB more reserved, measured on the
+    preset ``qwen3-moe``). Pieces that come to lie side by side are cut from one allocation.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
 ``update_main_grads``, ``copy_main_weights_to_model_weights``, ``optimizer_named_parameters`` (each
@@ -101,37 +101,51 @@ class _Row:
     """Of the shard, which begins at element ``start`` of its buffer."""
 
 
+Kind = tuple[torch.device, torch.dtype, torch.dtype] | None
+"""Where gradients lie, and what they are cast from and to; None where they are read in place."""
+
+
 class _GradientTable:
     """Stands in the place of ``update_main_grads``."""
 
     def __init__(self, store: Any, room: Room | None) -> None:
         self._store, self._original, self._room = store, store.update_main_grads, room
         self._groups: list[_GroupGradients] = []
+        self._kinds: list[_OneKind] = []
         self.lent = False
         """Whether copies may lie where the next replay writes."""
 
     def __call__(self) -> None:
         if not self._groups or any(group.moved for group in self._groups):
             self._original()
-            self._groups = self._read()
+            self.use(self._read())
             return
         attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
-        for group in self._groups:
-            group.attach(attribute, self._room)
+        for one_kind in self._kinds:
+            one_kind.attach(attribute, self._room)
         self.lent = self._room is not None and self._room.lends()
+
+    def use(self, groups: list[_GroupGradients]) -> None:
+        """Attach these from now on, all of one kind together."""
+        self._groups = groups
+        kinds: dict[Kind, list[_GroupGradients]] = {}
+        for group in groups:
+            kinds.setdefault(group.kind, []).append(group)
+        self._kinds = [_OneKind(kind, of_it) for kind, of_it in kinds.items()]
 
     def come_home(self) -> None:
         """Move copies that somebody still holds to ordinary memory."""
         self.lent = False
-        for group in self._groups:
-            group.come_home()
+        for one_kind in self._kinds:
+            one_kind.come_home()
         held = self._room.still_held() if self._room is not None else 0
         if held and self._room is not None:
             self._room.lend_no_more()
             logger.warning(
-                "megatron_cg: as a forward pass begins, %d tensors are still held that share "
-                "memory with the optimizer's gradients. It is the graphs' now, and their numbers "
-                "are lost: clone what is to be kept. Gradients get memory of their own now.",
+                "megatron_cg: as a forward pass begins, at least %d tensors are still held that "
+                "share memory with the optimizer's gradients. It is the graphs' now, and their "
+                "numbers are lost: clone what is to be kept. Gradients get memory of their own "
+                "now.",
                 held,
             )
 
@@ -153,7 +167,7 @@ class _GradientTable:
             rows.setdefault(number, []).append(row)
         cast = not store.use_decoupled_grad
         return [
-            _GroupGradients(number, store.parameter_groups[number], found, cast=cast)
+            _GroupGradients(store.parameter_groups[number], found, cast=cast)
             for number, found in rows.items()
         ]
 
@@ -163,21 +177,19 @@ class _GradientTable:
 
 
 class _GroupGradients:
-    """The gradients of one bucket; copied where the optimizer wants another dtype."""
+    """The gradients of one bucket, as pieces of its buffer."""
 
-    def __init__(self, number: int, group: Any, rows: list[_Row], *, cast: bool) -> None:
-        self._number, self._buffer = number, group.main_grad_buffer
+    def __init__(self, group: Any, rows: list[_Row], *, cast: bool) -> None:
+        self._buffer = group.main_grad_buffer
         self._data = self._buffer.data
-        self._dtype = rows[0].parameter.dtype
-        self._casts = (
-            cast and group.main_weight_buffer is not None and self._dtype != self._data.dtype
-        )
-        self._empty = [row.parameter for row in rows if row.gradient is None]
-        self._rows = [row for row in rows if row.gradient is not None]
-        self._sizes = [row.shape.numel() for row in self._rows]
-        self._pieces = [
-            self._data[row.start : row.start + size].view(row.shape)
-            for row, size in zip(self._rows, self._sizes, strict=True)
+        dtype = rows[0].parameter.dtype
+        casts = cast and group.main_weight_buffer is not None and dtype != self._data.dtype
+        self.kind: Kind = (self._data.device, self._data.dtype, dtype) if casts else None
+        self.empty = [row.parameter for row in rows if row.gradient is None]
+        self.rows = [row for row in rows if row.gradient is not None]
+        self.pieces = [
+            self._data[row.start : row.start + row.shape.numel()].view(row.shape)
+            for row in self.rows
         ]
 
     @property
@@ -185,31 +197,47 @@ class _GroupGradients:
         """Whether the buffer is another tensor now."""
         return self._buffer.data is not self._data
 
+
+class _OneKind:
+    """Gradients of several buckets that are all read in place, or all cast in the same way."""
+
+    def __init__(self, kind: Kind, groups: list[_GroupGradients]) -> None:
+        self._kind = kind
+        self._parameters = [row.parameter for group in groups for row in group.rows]
+        self._gradients = [row.gradient for group in groups for row in group.rows]
+        self._pieces = [piece for group in groups for piece in group.pieces]
+        self._empty = [parameter for group in groups for parameter in group.empty]
+
     def attach(self, attribute: str, room: Room | None) -> None:
         """Set every parameter's gradient, as a DTensor on its piece of the buffer or a copy."""
         pieces = self._pieces
-        if self._casts and pieces:
-            for row in self._rows:
-                # Copies of this very step, where gradients are scaled after they were reduced.
-                row.gradient._local_tensor = None
-            if room is None:
-                pieces = [torch.empty_like(piece, dtype=self._dtype) for piece in pieces]
-            else:
-                copies = room.empty(self._number, self._sizes, self._dtype)
-                pieces = [copy.view_as(piece) for copy, piece in zip(copies, pieces, strict=True)]
-            torch._foreach_copy_(pieces, self._pieces)
-        for row, piece in zip(self._rows, pieces, strict=True):
-            row.gradient._local_tensor = piece
-            setattr(row.parameter, attribute, row.gradient)
+        if self._kind is not None and pieces:
+            pieces = self._copies(self._kind[-1], room)
+        for parameter, gradient, piece in zip(
+            self._parameters, self._gradients, pieces, strict=True
+        ):
+            gradient._local_tensor = piece
+            setattr(parameter, attribute, gradient)
         for parameter in self._empty:
             setattr(parameter, attribute, None)
 
+    def _copies(self, dtype: torch.dtype, room: Room | None) -> list[torch.Tensor]:
+        for gradient in self._gradients:
+            # Copies of this very step, where gradients are scaled after they were reduced.
+            gradient._local_tensor = None
+        if room is None:
+            copies = [torch.empty_like(piece, dtype=dtype) for piece in self._pieces]
+        else:
+            copies = room.empty(self._kind, self._pieces, dtype)
+        torch._foreach_copy_(copies, self._pieces)
+        return copies
+
     def come_home(self) -> None:
         """See :meth:`_GradientTable.come_home`."""
-        for row in self._rows if self._casts else ():
-            copy = row.gradient._local_tensor
+        for gradient in self._gradients if self._kind is not None else ():
+            copy = gradient._local_tensor
             if copy is not None:
-                row.gradient._local_tensor = copy.clone()
+                gradient._local_tensor = copy.clone()
 
 
 def install_main_weights(fsdp: Any) -> Callable[[], None]:

@@ -1,0 +1,95 @@
+"""Gradients let go and buffers zeroed in a few calls.
+
+Before each step Megatron-FSDP asks of every parameter by name what there is to let go, and zeroes
+each bucket's buffer by a call of its own. Here what is there is let go, and small buffers are
+zeroed together. Nothing is remembered from step to step.
+
+Note [Small buffers together]
+    torch's fused kernels take 320 blocks of 65,536 elements a launch. A buffer of more elements
+    would take several launches, and by ``zero_`` it takes one.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
+``zero_grad``, ``ddp_config`` with its field ``megatron_fsdp_cuda_graph_mode``, ``dist_main_grad``,
+which has gradients of parameters in ``optimizer_named_parameters`` and no others, and
+``parameter_groups``, each with ``main_grad_buffer`` and ``hfsdp_helper_gbuf``;
+``DataParallelBuffer.data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.undo import set_attribute
+
+_ZERO, _KEEPS = "zero_grad", "megatron_fsdp_cuda_graph_mode"
+_DECOUPLED = "decoupled_grad"
+SMALL = 320 * 65_536
+"""Elements; see Note [Small buffers together]."""
+RELIES_ON = (
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "the model's buffers",
+        attributes=(
+            _ZERO,
+            "ddp_config",
+            "dist_main_grad",
+            "optimizer_named_parameters",
+            "parameter_groups",
+        ),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParameterGroup",
+        "one bucket's buffers",
+        attributes=("main_grad_buffer", "hfsdp_helper_gbuf"),
+    ),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer", "one kind of weights", attributes=("data",)
+    ),
+)
+
+
+def install_zero(fsdp: Any) -> Callable[[], None]:
+    """Shorten ``zero_grad`` of ``fsdp``'s buffers; returns the undo."""
+    store = fsdp.param_and_grad_buffer
+    original = store.zero_grad
+
+    def zero_grad() -> None:
+        # Asked in each step: the mode may come back, and then gradients are to stay.
+        if getattr(store.ddp_config, _KEEPS, True):
+            original()
+            return
+        _let_go(store)
+        _zero(store)
+
+    return set_attribute(store, _ZERO, zero_grad)
+
+
+def _let_go(store: Any) -> None:
+    for _, parameter in store.optimizer_named_parameters:
+        parameter.grad = None
+        if _DECOUPLED in parameter.__dict__:
+            parameter.decoupled_grad = None
+    for gradient in store.dist_main_grad.values():
+        gradient._local_tensor = None
+
+
+def _zero(store: Any) -> None:
+    small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for data in _buffers(store):
+        if data.numel() > SMALL:
+            data.zero_()
+        else:
+            small.setdefault((data.device, data.dtype), []).append(data)
+    for tensors in small.values():
+        torch._foreach_zero_(tensors)
+
+
+def _buffers(store: Any) -> Iterator[torch.Tensor]:
+    for group in store.parameter_groups:
+        for buffer in (group.main_grad_buffer, group.hfsdp_helper_gbuf):
+            if buffer:
+                yield buffer.data
