@@ -54,7 +54,10 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         f"{_HOOKS}/_pre_backward_param_unshard",
     ),
     "unshard: wait": (f"{_BUFFER}:AllGatherPipeline.wait_bucket_ready",),
-    "unshard: gather": (f"{_BUFFER}:AllGatherPipeline.async_bucket_gather",),
+    "unshard: gather": (
+        f"{_BUFFER}:AllGatherPipeline.async_bucket_gather",
+        f"{_FAST}.gather:Gathers.async_bucket_gather",
+    ),
     "reshard": (
         f"{_HOOKS}/release_module_parameters",
         f"{_FAST}.unshard:_released/release_module_parameters",
@@ -63,6 +66,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         f"{_HOOKS}/_process_post_backward_gradients",
         f"{_HOOKS}/_root_post_backward",
         f"{_FAST}.gradients:GradientHandOff.__call__",
+        f"{_FAST}.gradients:GradientHandOff.take_hidden",
         f"{_FAST}.gradients:GradientHandOff.unit_is_done",
     ),
     "gradient reduce": (f"{_BUFFER}:GradReducePipeline.reduce_gradients",),

@@ -1,17 +1,25 @@
-"""A module's parameters in Megatron-FSDP's terms, worked out once.
+"""A module's parameters and submodules in Megatron-FSDP's terms, worked out once.
 
 Note [Shown one parameter a bucket]
     Megatron-FSDP takes lists of parameters where it means their buckets: it gathers, waits for and
     releases every bucket of a list once, and skips it for each further parameter. So it is shown
     one parameter of each bucket, and every FP8 one, whose caches it also looks after. What it does
     with a bucket stays its own.
+
+Note [Shown one module for all]
+    Before a backward pass, and before that of each unit, it notes the state of training in every
+    module, each found anew and set through ``nn.Module.__setattr__``. It is shown one that passes
+    the state on to all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
+
+STATE = "_training_state"
 
 
 class KnownParameters(list[nn.Parameter]):
@@ -70,3 +78,25 @@ class ParameterLists:
             )
             self._known[module, direction] = known
         return known
+
+
+class KnownModules:
+    """Modules that are given their state of training together; see Note [Shown one module for all].
+
+    Args:
+        unit: the module that they are below, itself among them.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.unit = unit
+        self._own = [vars(module) for module in unit.modules()]
+
+    def modules(self) -> Iterator[Any]:
+        """What ``unit`` would be asked for."""
+        yield self
+
+    def _pass_on(self, state: Any) -> None:
+        for own in self._own:
+            own[STATE] = state
+
+    _training_state = property(None, _pass_on)

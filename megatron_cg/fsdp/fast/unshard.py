@@ -1,9 +1,9 @@
 """Unsharding and resharding with a few calls a bucket, where Megatron-FSDP makes a few a parameter.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``MegatronFSDP``
-``.all_gather_and_wait_parameters_ready`` and the local functions of ``_register_fsdp_hooks`` named
-below; ``DataParallelBuffer.fetch_bucket`` and ``get_item_from_bucket``;
-``param_and_grad_buffer.is_float8tensor``.
+``.all_gather_and_wait_parameters_ready``, the local functions of ``_register_fsdp_hooks`` and the
+variables of its hooks named below; ``DataParallelBuffer.fetch_bucket`` and
+``get_item_from_bucket``; ``param_and_grad_buffer.is_float8tensor``.
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
-from megatron_cg.fsdp.fast.known import KnownParameters, ParameterLists
+from megatron_cg.fsdp.fast.gather import install_gathers
+from megatron_cg.fsdp.fast.known import STATE, KnownModules, KnownParameters, ParameterLists
+from megatron_cg.fsdp.recognise import FsdpRole, classify, is_root_handler
 from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.hooks.record import module_hooks
 from megatron_cg.undo import set_attribute
 
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
+_ROOT, _HANDLER = "root_module", "custom_backward_handler"
 RELIES_ON = (
     *in_both(
         "megatron_fsdp:MegatronFSDP",
         "the wrapped model",
-        attributes=("all_gather_and_wait_parameters_ready",),
+        attributes=("all_gather_and_wait_parameters_ready", "pre_backward", STATE),
     ),
     *(
         symbol
@@ -55,12 +60,16 @@ def install_unshard(fsdp: Any, after_backward: Callable[[nn.Module], None]) -> C
     """
     functions = list(hook_functions(fsdp))
     listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
-    lists = ParameterLists(listed.cell_contents, _bucket_of(fsdp), is_float8(fsdp))
+    root = find_cell([fsdp.pre_backward], _ROOT)
+    lists = ParameterLists(_of_units(listed.cell_contents), _bucket_of(fsdp), is_float8(fsdp))
     whole = ParameterLists(
         lambda module, _: list(module.parameters()), _bucket_of(fsdp), is_float8(fsdp)
     )
     gather = "all_gather_and_wait_parameters_ready"
     with ExitStack() as undo:
+        undo.callback(install_gathers(fsdp))
+        undo.callback(set_cell(root, KnownModules(root.cell_contents)))
+        undo.callback(_show_known_modules(fsdp))
         undo.callback(set_cell(listed, lists))
         undo.callback(set_cell(release, _released(release.cell_contents, whole, after_backward)))
         undo.callback(set_attribute(fsdp, gather, _gathered(getattr(fsdp, gather))))
@@ -69,6 +78,40 @@ def install_unshard(fsdp: Any, after_backward: Callable[[nn.Module], None]) -> C
             if buffer is not None and not any(map(is_float8(fsdp), group.params)):
                 undo.callback(set_attribute(buffer, "fetch_bucket", _fetched(buffer)))
         return undo.pop_all().close
+
+
+def _show_known_modules(fsdp: Any) -> Callable[[], None]:
+    """Show each handler that comes before a module's backward pass one module for all of its own.
+
+    It is the hook's closure variable, so that hooks stay those that were recorded.
+    """
+    with ExitStack() as undo:
+        for module in fsdp.module.modules():
+            for record in module_hooks(module):
+                if classify(record) is FsdpRole.WRAPS_PRE_BACKWARD:
+                    cell = find_cell([record.fn], _HANDLER)
+                    if not is_root_handler(cell.cell_contents):
+                        undo.callback(set_cell(cell, _shown(module, cell.cell_contents)))
+        return undo.pop_all().close
+
+
+def _shown(unit: nn.Module, handler: Callable[..., None]) -> Callable[..., None]:
+    known = KnownModules(unit)
+
+    @wraps(handler)
+    def before_backward(module: Any, *unused: Any) -> None:
+        handler(known if module is unit else module, *unused)
+
+    return before_backward
+
+
+def _of_units(
+    listed: Callable[[nn.Module, str], list[nn.Parameter]],
+) -> Callable[[Any, str], list[nn.Parameter]]:
+    def list_of_unit(module: Any, direction: str) -> list[nn.Parameter]:
+        return listed(module.unit if isinstance(module, KnownModules) else module, direction)
+
+    return list_of_unit
 
 
 def is_float8(fsdp: Any) -> Callable[[nn.Parameter], bool]:

@@ -1,0 +1,218 @@
+"""Unsharding with fewer calls: collectives, waits and frees are Megatron-FSDP's, in its order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _CoalescingManager
+
+from megatron_cg.cpu.launch import run_processes
+from megatron_cg.fsdp.fast.gather import Gathers, install_gathers
+from megatron_cg.fsdp.fast.known import KnownModules
+from megatron_cg.fsdp.fast.unshard import install_unshard
+
+Events = list[tuple[Any, ...]]
+RECOMPUTED = {
+    "cuda_graph_impl": "none",
+    "cuda_graph_modules": [],
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "experts": {"experts": 4},
+    "no double buffer": {
+        "fsdp_options": {
+            "fsdp_double_buffer": False,
+            "fsdp_db_use_persist_buf_on_alloc_fail": False,
+        }
+    },
+    "recomputed": {"recompute": True},
+    "no overlap": {"fsdp_options": {"overlap_param_gather": False}},
+    "ZeRO-2": {"fsdp_options": {"data_parallel_sharding_strategy": "optim_grads"}},
+}
+
+
+def trained(options: dict[str, Any], short: bool) -> dict[str, Any]:
+    """Numbers of a run with an evaluation and a checkpoint, and what it did with buckets."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig as Config
+
+    from megatron_cg.cpu.model import CpuModelConfig
+    from megatron_cg.cpu.train import Trainer, TrainingPlan
+
+    options = dict(options)
+    recompute = options.pop("recompute", False)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if recompute:
+
+            def recomputing(**given: Any) -> Any:
+                return Config(**given | RECOMPUTED)
+
+            patch.setattr("megatron_cg.cpu.model.TransformerConfig", recomputing)
+        stack.callback(parallel_state.destroy_model_parallel)
+        shape = CpuModelConfig(layers=3, hidden_size=16, ffn_hidden_size=16, **options)
+        trainer: Any = Trainer(TrainingPlan(shape, microbatches=2))
+        fsdp = trainer.model.module
+        numbers: list[Any] = [trainer.step()]
+        undo = ExitStack()
+        events: Events = []
+        with undo, recorded(fsdp, events):
+            if short:
+                undo.callback(install_unshard(fsdp, lambda _unit: None))
+            numbers += [trainer.step(), evaluated(trainer), trainer.step()]
+            numbers += [len(fsdp.state_dict()), trainer.step()]
+        states = sorted({str(module._training_state) for module in fsdp.module.modules()})
+        numbers += [trainer.step(), states]
+        return {"numbers": numbers, "events": events}
+
+
+def evaluated(trainer: Any) -> float:
+    """The loss of one forward pass, ended as Megatron ends those of an evaluation."""
+    with torch.no_grad():
+        loss = float(trainer._forward().double().sum())
+    trainer.model.synchronize_param_gather()
+    return loss
+
+
+@contextmanager
+def recorded(fsdp: Any, events: Events) -> Iterator[None]:
+    """Note each coalesced collective, each wait for one, and each bucket of weights freed."""
+    groups: dict[str, int] = {}
+
+    def number_of(group: Any) -> int:
+        return groups.setdefault(group.group_name, len(groups))
+
+    def noting(target: Any, name: str, note: Callable[..., tuple[Any, ...]]) -> None:
+        original = getattr(target, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.append((name, *note(*args)))
+            return original(*args, **kwargs)
+
+        patch.setattr(target, name, noted)
+
+    def sizes(group: Any, outputs: Any, inputs: Any, *_: Any) -> tuple[Any, ...]:
+        return (number_of(group), *([t.numel() for t in tensors] for tensors in (outputs, inputs)))
+
+    def single(group: Any, output: Any, source: Any, *_: Any) -> tuple[Any, ...]:
+        return number_of(group), output.numel(), source.numel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
+            noting(dist.ProcessGroup, name, sizes)
+        noting(dist.ProcessGroup, "_allgather_base", single)
+        noting(_CoalescingManager, "wait", lambda manager: (len(manager.works),))
+        for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+            noting(group.model_weight_buffer, "free_bucket_storage", lambda n=number: (n,))
+        yield
+
+
+def train_all(folder: Path) -> None:
+    for name, options in SCENARIOS.items():
+        runs = {"own": trained(options, short=False), "short": trained(options, short=True)}
+        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("gather")
+    run_processes(partial(train_all, found))
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_collectives_waits_and_frees_are_megatrons_own(folder: Path, name: str) -> None:
+    for rank in range(2):
+        runs = json.loads((folder / f"{name}-{rank}.json").read_text())
+        assert runs["short"]["numbers"] == runs["own"]["numbers"]
+        assert runs["short"]["events"] == runs["own"]["events"]
+        kinds = {event[0] for event in runs["own"]["events"]}
+        assert {"allgather_into_tensor_coalesced", "wait"} <= kinds
+        assert "free_bucket_storage" in kinds or name == "ZeRO-2"
+
+
+def asked_of(statuses: dict[int, str], **options: Any) -> tuple[list[Any], dict[Any, bool]]:
+    """How a pipeline of three buckets is asked for the first two, and what it may release."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
+
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    groups = [
+        SimpleNamespace(
+            fsdp_unit_id=0,
+            transpose_weight_buffer=None,
+            model_weight_buffer=SimpleNamespace(bucket_index=SimpleNamespace(size=1)),
+        )
+        for _ in parameters
+    ]
+    pipeline: Any = object.__new__(upstream.AllGatherPipeline)
+    pipeline.buffer = SimpleNamespace(
+        parameter_groups=groups,
+        param_to_param_group={parameter: i for i, parameter in enumerate(parameters)},
+        bucket_to_bucket_group={i: [i] for i in range(3)},
+        num_buckets=3,
+        ddp_config=SimpleNamespace(fsdp_double_buffer=False),
+    )
+    pipeline.bucket_status = {
+        (i, False): upstream.BucketStatus[statuses.get(i, "READY_TO_USE")] for i in range(3)
+    }
+    pipeline.bucket_can_be_released = {(i, False): True for i in range(3)}
+    asked: list[Any] = []
+
+    def all_gather_params(params: Any, prefetch: bool = False, **_: Any) -> None:
+        asked.append(([next(i for i in range(3) if parameters[i] is p) for p in params], prefetch))
+
+    pipeline.all_gather_params = all_gather_params
+    for _ in range(2):
+        Gathers(pipeline).all_gather_params(parameters[:2], **options)
+    return asked, pipeline.bucket_can_be_released
+
+
+def test_only_what_is_not_there_is_asked_for() -> None:
+    kept = {(0, False): False, (1, False): False, (2, False): True}
+    assert asked_of({}, prefetch=True) == ([], kept)
+    assert asked_of({2: "EMPTY"}) == ([], kept)
+    assert asked_of({2: "EMPTY"}, prefetch=True) == ([([2], False)] * 2, kept)
+    two = {1: "EMPTY", 2: "EMPTY", 0: "COMMUNICATING"}
+    assert asked_of(two, prefetch=True, bwd=True) == ([([1, 2], False)] * 2, kept)
+
+
+def test_a_bucket_kept_past_a_reset_is_left_to_megatron() -> None:
+    asked, _ = asked_of({0: "PRESERVED", 1: "EMPTY"}, prefetch=True)
+    assert asked == [([0, 1], True)] * 2
+
+
+def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
+    pipeline = dense_model.module.all_gather_pipeline
+    undo = install_gathers(dense_model.module)
+    seen = []
+    own = type(pipeline).all_gather_params
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        seen.append(args)
+        own(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(pipeline), "all_gather_params", counted)
+        listed = [pipeline.buffer.parameter_groups[0].params[0]]
+        for _ in range(3):
+            pipeline.all_gather_params(params=listed, bwd=False)
+    assert len(seen) == 1
+    undo()
+    assert not {"all_gather_params", "async_bucket_gather"} & vars(pipeline).keys()
+
+
+def test_modules_get_their_state_together() -> None:
+    unit = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1)))
+    for module in KnownModules(unit).modules():
+        module._training_state = "forward"
+    assert {module._training_state for module in unit.modules()} == {"forward"}
