@@ -24,7 +24,13 @@ Note [What stays Megatron-FSDP's]
 Note [Weights that autograd does not see]
     Gradients of grouped GEMMs come all at once from the operation itself (``hidden.py``). Their
     weights' own hooks run only where a weight is used in another way too, and then the two parts
-    wait for each other here.
+    wait for each other here, in the weight's ``grad``.
+
+Note [Passes that fail]
+    After a backward pass that ended in an exception Megatron-FSDP takes the next one for a part of
+    it, and with the first gradient of a bucket that was complete reduces it as it is, and with
+    each further one again. What comes of that has no meaning and cannot be had bit for bit, so the
+    next forward pass refuses to begin.
 
 Note [One stream a copy]
     A hook runs on the stream of its gradient, and a copy made there needs no waiting. Gradients of
@@ -52,18 +58,20 @@ pass) and ``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError
+from megatron_cg.fsdp.fast.buckets import Bucket, Together
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
 from megatron_cg.fsdp.fast.streams import current_stream, wait_for
 from megatron_cg.fsdp.fast.views import BucketViews, in_one_piece
 from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.undo import set_attribute
 
 WAITING_BYTES = 64 << 20
 """Of gradients of one bucket; some ten of the experts of a 30B-A3B mixture."""
@@ -106,46 +114,6 @@ RELIES_ON = (
 )
 
 
-@dataclass
-class _Bucket:
-    """A bucket of a unit, and what of it waits to be handed over."""
-
-    number: int
-    gradients: Any
-    """Megatron-FSDP's buffer of them."""
-    views: BucketViews
-    size: int
-    """How many parameters need a gradient."""
-    waiting: list[nn.Parameter] = field(default_factory=list)
-    waiting_bytes: int = 0
-    handed_over: int = 0
-    """In this backward pass, ``waiting`` not among them."""
-    backward: object = None
-    """Megatron-FSDP's own set for the backward pass that ``waiting`` belongs to."""
-    stream: int = 0
-    """On which what waits was computed."""
-
-    def complete_with(self, more: int) -> bool:
-        """Whether all gradients have come, ``more`` among them that are not counted yet."""
-        return self.handed_over + len(self.waiting) + more == self.size
-
-    def waits_on_another(self, stream: int) -> bool:
-        """Whether what waits was computed on another stream; see Note [One stream a copy]."""
-        return bool(self.waiting) and self.stream != stream
-
-
-@dataclass
-class _Pass:
-    """What hidden weights wait for in one backward pass; see ``hidden.py``."""
-
-    backward: object
-    """Megatron-FSDP's own set for it."""
-    came: set[int] = field(default_factory=set)
-    """Weights whose own hooks have run before their operation's backward function."""
-    later: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Gradients of weights whose own hooks are still to run."""
-
-
 class GradientHandOff:
     """Stands in the place of Megatron-FSDP's gradient function for one model.
 
@@ -156,10 +124,12 @@ class GradientHandOff:
 
     def __init__(self, fsdp: Any, original: Callable[[list[nn.Parameter]], None]) -> None:
         self._fsdp, self._original = fsdp, original
-        self._of_parameter: dict[int, _Bucket] = {}
-        self._unit_of_module: dict[nn.Module, list[_Bucket]] = {}
+        self._buckets: list[Bucket] = []
+        self._of_parameter: dict[int, Bucket] = {}
+        self._unit_of_module: dict[nn.Module, list[Bucket]] = {}
         self._hidden: dict[int, Callable[[], bool]] = {}
-        self._pass = _Pass(None)
+        self._parts: dict[int, nn.Parameter] = {}
+        """Hidden weights that have a part of their gradient, and wait for the other."""
         self.copies = 0
         """Fused copies so far."""
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
@@ -169,56 +139,66 @@ class GradientHandOff:
         """Whether it is a parameter whose gradient is handed over here."""
         return id(parameter) in self._of_parameter
 
-    def backward_pass(self) -> object:
-        """What stands for the backward pass that is under way: the same object all through it."""
-        return self._fsdp._params_require_handle_grad
-
-    def hidden_are(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> None:
+    def hide(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Together:
         """Let known ``weights`` be hidden from autograd.
 
         Args:
-            weights: of one operation.
+            weights: of one operation, each once.
             to_come: whether this backward pass has still to come to the operation.
         """
         self._hidden.update(dict.fromkeys(map(id, weights), to_come))
+        buckets = {id(found): found for found in (self._of_parameter[id(w)] for w in weights)}
+        return Together(list(weights), next(iter(buckets.values())) if len(buckets) == 1 else None)
 
-    def hidden_no_more(self, weights: Sequence[nn.Parameter]) -> None:
-        """Let the own hooks of ``weights`` be all that there is again."""
-        for weight in weights:
+    def show(self, together: Together) -> None:
+        """Let the own hooks of these weights be all that there is again."""
+        for weight in together.weights:
             self._hidden.pop(id(weight), None)
 
     def take_hidden(
         self,
-        weights: Sequence[nn.Parameter],
-        gradients: Sequence[torch.Tensor | None],
+        together: Together,
+        gradients: list[torch.Tensor | None],
         used: Sequence[bool],
     ) -> None:
         """Take gradients that autograd did not see, on the stream that they are computed on.
 
         Args:
-            weights: hidden ones, each once.
-            gradients: theirs, in this order.
+            together: what ``hide`` returned for their weights.
+            gradients: theirs, in their order and dtype.
             used: whether this backward pass comes to a weight's own hook too.
         """
-        now = self._pass_now()
-        together: dict[int, tuple[list[nn.Parameter], list[torch.Tensor]]] = {}
-        for weight, gradient, also in zip(weights, gradients, used, strict=True):
-            if also and id(weight) not in now.came:
-                if gradient is not None:
-                    now.later[id(weight)] = gradient
-            elif gradient is None or not self._is_plain(weight, gradient):
-                self._take_alone(weight, gradient)
+        expected = self._fsdp._params_require_handle_grad
+        bucket = together.bucket
+        if (
+            bucket is not None
+            and not any(used)
+            and expected >= together.all
+            and not self._fsdp.report_nan_in_param_grad
+            and together.are_plain(gradients)
+        ):
+            self._hand_over_at_once(bucket, together, gradients)
+            return
+        for weight, gradient, also in zip(together.weights, gradients, used, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+            if also and self._parts.pop(id(weight), None) is None:
+                # Autograd adds the rest, and the weight's own hook finds the sum.
+                self._parts[id(weight)] = weight
+            elif weight in expected:
+                self._take(weight, self._of_parameter[id(weight)])
             else:
-                number = self._of_parameter[id(weight)].number
-                ours, theirs = together.setdefault(number, ([], []))
-                ours.append(weight)
-                theirs.append(gradient if weight.grad is None else weight.grad + gradient)
-        for ours, theirs in together.values():
-            bucket = self._of_parameter[id(ours[0])]
-            self._begin(bucket)
-            if bucket.complete_with(len(ours)) and bucket.waiting:
-                self._hand_over_waiting(bucket)
-            self._hand_over(bucket, ours, theirs)
+                self._original([weight])
+
+    def refuse_what_is_left(self) -> None:
+        """Raise FastPathError where a backward pass did not end; see Note [Passes that fail]."""
+        ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
+        if self._parts or any(ready) or any(bucket.waiting for bucket in self._buckets):
+            raise FastPathError(
+                "A backward pass ended in an exception and left gradients half handed over. "
+                "Megatron-FSDP would add them to those of the next pass, some of them more than "
+                "once. Start again from the last checkpoint."
+            )
 
     def __call__(self, parameters: list[nn.Parameter]) -> None:
         """Take these parameters' gradients, now or when those of their bucket have come."""
@@ -229,22 +209,14 @@ class GradientHandOff:
             elif id(parameter) not in self._hidden or self._is_whole(parameter):
                 self._take(parameter, bucket)
 
-    def _pass_now(self) -> _Pass:
-        """The state of this backward pass; an earlier one may have ended in an exception."""
-        if self._pass.backward is not self.backward_pass():
-            self._pass = _Pass(self.backward_pass())
-        return self._pass
-
     def _is_whole(self, weight: nn.Parameter) -> bool:
         """Whether a hidden weight has all of its gradient, as its own hook runs."""
-        now = self._pass_now()
-        kept = now.later.pop(id(weight), None)
-        if kept is not None:
-            weight.grad = kept if weight.grad is None else weight.grad + kept
-        elif self._hidden[id(weight)]():
-            now.came.add(id(weight))
+        if self._hidden[id(weight)]():
+            self._parts[id(weight)] = weight
             return False
-        elif weight not in self._fsdp._params_require_handle_grad:
+        if self._parts.pop(id(weight), None) is None and (
+            weight not in self._fsdp._params_require_handle_grad
+        ):
             raise FastPathError(
                 "A weight of a grouped GEMM got a gradient from another use after that of the "
                 "GEMM was handed over, so its gradient would lack a part: the weight was given "
@@ -253,25 +225,7 @@ class GradientHandOff:
             )
         return True
 
-    def _take_alone(self, weight: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Do as autograd does: store the gradient, and call the weight's hook."""
-        if gradient is not None:
-            gradient = gradient.to(weight.dtype)
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        if weight in self._fsdp._params_require_handle_grad:
-            self._take(weight, self._of_parameter[id(weight)])
-        else:
-            self._original([weight])
-
-    def _is_plain(self, weight: nn.Parameter, gradient: torch.Tensor) -> bool:
-        return (
-            gradient.dtype == weight.dtype
-            and gradient.shape == weight.shape
-            and weight in self._fsdp._params_require_handle_grad
-            and not self._is_special(weight)
-        )
-
-    def _take(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
+    def _take(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         self._begin(bucket)
         stream = current_stream()
         gradient = parameter.grad
@@ -301,11 +255,12 @@ class GradientHandOff:
             return
         if any(getattr(parameter, "_is_shared", False) for parameter in group.params):
             return
-        bucket = _Bucket(number, buffer, BucketViews(buffer), len(group.params))
+        bucket = Bucket(number, buffer, BucketViews(buffer), len(group.params))
+        self._buckets.append(bucket)
         for parameter in group.params:
             self._of_parameter[id(parameter)] = bucket
 
-    def _buckets_of(self, unit: nn.Module) -> list[_Bucket]:
+    def _buckets_of(self, unit: nn.Module) -> list[Bucket]:
         found = (self._of_parameter.get(id(p)) for p in unit.parameters())
         return list({bucket.number: bucket for bucket in found if bucket is not None}.values())
 
@@ -318,25 +273,60 @@ class GradientHandOff:
             or self._fsdp.report_nan_in_param_grad
         )
 
-    def _begin(self, bucket: _Bucket) -> None:
-        """Forget what an earlier backward pass left, to its root hook or to an exception."""
+    def _begin(self, bucket: Bucket) -> None:
+        """Forget what an earlier backward pass left to its root hook."""
         now = self._fsdp._params_require_handle_grad
         if bucket.backward is not now:
-            bucket.backward, bucket.handed_over = now, 0
-            bucket.waiting, bucket.waiting_bytes = [], 0
+            bucket.begin(now)
 
-    def _hand_over_waiting(self, bucket: _Bucket) -> None:
+    def _hand_over_waiting(self, bucket: Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
         gradients = [p.grad for p in waiting if p.grad is not None]
         wait_for(bucket.stream, gradients)
         self._hand_over(bucket, waiting, gradients)
 
+    def _hand_over_at_once(self, bucket: Bucket, together: Together, gradients: list[Any]) -> None:
+        self._begin(bucket)
+        if bucket.complete_with(len(together.weights)) and bucket.waiting:
+            self._hand_over_waiting(bucket)
+        fetched = self._fetched(bucket)
+        whole = bucket.views.whole(fetched, together, together.weights)
+        source = in_one_piece(gradients) if whole is not None else None
+        if whole is not None and source is not None:
+            self._copy(bucket, [whole], [source])
+        else:
+            self._copy(bucket, bucket.views.of(fetched, together.weights), gradients)
+        self._tell(bucket, together.others, together.weights[-1])
+
     def _hand_over(
-        self, bucket: _Bucket, parameters: list[nn.Parameter], gradients: list[torch.Tensor]
+        self, bucket: Bucket, parameters: list[nn.Parameter], gradients: list[torch.Tensor]
     ) -> None:
-        bucket.handed_over += len(parameters)
-        self._copy(bucket, parameters, gradients)
+        self._copy(bucket, bucket.views.of(self._fetched(bucket), parameters), gradients)
+        for parameter in parameters:
+            parameter.grad = None
         *others, last = parameters
+        self._tell(bucket, others, last)
+
+    @torch.no_grad()
+    def _copy(
+        self, bucket: Bucket, pieces: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> None:
+        if bucket.gradients.is_data_distributed:
+            torch._foreach_copy_(pieces, gradients)
+        else:
+            # A buffer that no other rank has a part of: it sums up all microbatches of the step.
+            torch._foreach_add_(pieces, gradients)
+        self.copies += 1
+
+    def _fetched(self, bucket: Bucket) -> Any:
+        make_room(self._fsdp.grad_reduce_pipeline, bucket.number)
+        dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
+        sharded = bucket.gradients.is_data_distributed
+        return bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)
+
+    def _tell(self, bucket: Bucket, others: Collection[nn.Parameter], last: nn.Parameter) -> None:
+        """Tell Megatron-FSDP that these gradients are in their bucket."""
+        bucket.handed_over += len(others) + 1
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[bucket.number]
         ready.update(others)
         self._fsdp._params_require_handle_grad.difference_update(others)
@@ -348,30 +338,6 @@ class GradientHandOff:
         target: Any = last
         target.grad_added_to_main_grad = True
         self._original([last])
-
-    @torch.no_grad()
-    def _copy(
-        self, bucket: _Bucket, parameters: list[nn.Parameter], gradients: list[torch.Tensor]
-    ) -> None:
-        make_room(self._fsdp.grad_reduce_pipeline, bucket.number)
-        views = self._views(bucket, parameters)
-        whole, source = in_one_piece(views), in_one_piece(gradients)
-        if whole is not None and source is not None:
-            views, gradients = [whole], [source]
-        if bucket.gradients.is_data_distributed:
-            torch._foreach_copy_(views, gradients)
-        else:
-            # A buffer that no other rank has a part of: it sums up all microbatches of the step.
-            torch._foreach_add_(views, gradients)
-        for parameter in parameters:
-            parameter.grad = None
-        self.copies += 1
-
-    def _views(self, bucket: _Bucket, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
-        sharded = bucket.gradients.is_data_distributed
-        fetched = bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)
-        return bucket.views.of(fetched, parameters)
 
 
 def make_room(pipeline: Any, bucket: int) -> None:
@@ -394,4 +360,13 @@ def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:
     """
     cell = find_cell(hook_functions(fsdp), _PROCESS)
     hand_off = GradientHandOff(fsdp, cell.cell_contents)
-    return hand_off, set_cell(cell, hand_off)
+    forward = fsdp.forward
+
+    def forward_anew(*args: Any, **kwargs: Any) -> Any:
+        hand_off.refuse_what_is_left()
+        return forward(*args, **kwargs)
+
+    with ExitStack() as undo:
+        undo.callback(set_cell(cell, hand_off))
+        undo.callback(set_attribute(fsdp, "forward", forward_anew))
+        return hand_off, undo.pop_all().close

@@ -12,14 +12,14 @@ Note [What autograd would have done]
     engine says (``_will_engine_execute_node``), so gradients of one pass wait for each other:
     those of the operation for its last call, and that of a weight that is used in another way for
     the weight's own hook, or the other way round. A sum of two is the same sum in either order; one
-    of three or more may be added up in another order than autograd's.
+    of three or more may be added up in another order than autograd's. What is one pass is told by
+    the engine's number for it; a pass inside another (reentrant recompute) has its own.
     A weight that has hooks of its own, or whose gradient is computed later, is not hidden.
 
-Note [Passes that leave weights out]
-    ``torch.autograd.grad``, or ``backward`` with ``inputs``, wants no gradients of weights, or not
-    in this way. The operation has one more input, a leaf that nobody asks for by name: a pass that
-    does not come to that leaf hands nothing over. A pass that asks for a hidden weight by name is
-    told by autograd that the weight is not in the graph.
+Note [Passes that name their inputs]
+    ``torch.autograd.grad``, or ``backward`` with ``inputs``, wants gradients of some tensors only.
+    Whether hidden weights are among them nothing tells. The operation has one more input, a leaf
+    that nobody can name: a pass that does not come to it ends with an error.
 
 Note [Nodes that are kept]
     A weight has one AccumulateGrad node for as long as anything refers to it, and asking for one
@@ -40,12 +40,14 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.gradients import GradientHandOff
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.undo import set_attribute
@@ -62,7 +64,10 @@ _BACKWARD = Symbol(
     "transformer-engine", f"{_MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",)
 )
 _EXECUTES = Symbol("torch", "torch._C:_will_engine_execute_node", "what a backward pass comes to")
-RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES)
+_PASS = Symbol("torch", "torch._C:_current_graph_task_id", "which backward pass is under way")
+_number_of_pass: Callable[[], int] = _PASS.find()
+_NO_PASS = -1
+RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, _PASS)
 MANY = 4
 """Weights of one operation from which on it is worth hiding them."""
 Gradients = Sequence[torch.Tensor | None]
@@ -98,10 +103,10 @@ def hide_in(module: Any, name: str, hidden: HiddenWeights) -> Callable[[], None]
     if not isinstance(stand_in, _StandIn):
         stand_in = _StandIn(stand_in)
         stand_in.undo = set_attribute(module, name, stand_in)
-    stand_in.models.append(hidden)
+    stand_in.models.add(hidden)
 
     def undo() -> None:
-        stand_in.models.remove(hidden)
+        stand_in.models.discard(hidden)
         hidden.close()
         if not stand_in.models:
             stand_in.undo()
@@ -115,11 +120,11 @@ class _StandIn:
     def __init__(self, function: Any) -> None:
         self._function = function
         self._first = _place_of_weights(function)
-        self.models: list[HiddenWeights] = []
+        self.models: weakref.WeakSet[HiddenWeights] = weakref.WeakSet()
         self.undo: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
+        return getattr(self.__dict__["_function"], name)
 
     def apply(self, *args: Any) -> Any:
         """What the function's own ``apply`` does."""
@@ -149,7 +154,7 @@ class _Hidden(torch.autograd.Function):
     def forward(
         ctx: Any, function: Any, weights: _Weights, tail: tuple[Any, ...], _leaf: Any, *shown: Any
     ) -> Any:
-        ctx.hidden = function, weights, len(shown)
+        ctx.hidden, ctx.computed_in = (function, weights, len(shown)), _NO_PASS
         weights.is_used_by(ctx)
         return function.forward(ctx, *shown, *tail)
 
@@ -184,28 +189,29 @@ class HiddenWeights:
             return None
         weights = self._of.get(id(tail[0]))
         if weights is None or not weights.are(tail):
+            if weights is not None:
+                weights.close()
             weights = self._add(tail)
         return weights if weights is not None and weights.may_hide() else None
 
     def close(self) -> None:
         """Let go of the weights."""
         for weights in self._of.values():
-            self._hand_off.hidden_no_more(weights.parameters)
+            weights.close()
         self._of.clear()
 
     def _add(self, tail: Sequence[Any]) -> _Weights | None:
+        needed = [place for place, needs in enumerate(_needs(tail)) if needs]
+        if not needed or not all(self._hand_off.knows(tail[place]) for place in needed):
+            return None
         if self._eager is None:
             # Between two steps modules may hold the optimizer's DTensors; in a pass they do not.
             own = (p for module in self._modules for p in module.parameters(recurse=False))
             self._eager = frozenset(map(id, own))
-        needed = [n for n, one in enumerate(tail) if torch.is_tensor(one) and one.requires_grad]
         ids = {id(tail[place]) for place in needed}
-        known = all(i in self._eager for i in ids) and all(
-            self._hand_off.knows(tail[place]) for place in needed
-        )
-        if len(needed) < MANY or len(ids) < len(needed) or not known:
+        if len(needed) < MANY or len(ids) < len(needed) or not ids <= self._eager:
             return None
-        weights = _Weights([tail[place] for place in needed], needed, self._hand_off)
+        weights = _Weights(tail, needed, self._hand_off)
         self._of[id(tail[0])] = weights
         return weights
 
@@ -213,60 +219,94 @@ class HiddenWeights:
 class _Weights:
     """Weights of one operation, and what is known of them in a backward pass."""
 
-    def __init__(self, parameters: list[Any], places: list[int], hand_off: GradientHandOff) -> None:
-        self.parameters, self._places, self._hand_off = parameters, places, hand_off
-        self.leaf = torch.zeros((), device=parameters[0].device, requires_grad=True)
-        """See Note [Passes that leave weights out]."""
+    def __init__(self, tail: Sequence[Any], needed: list[int], hand_off: GradientHandOff) -> None:
+        self._places, self._hand_off = needed, hand_off
+        self._needs = _needs(tail)
+        self.parameters = [tail[place] for place in needed]
+        self.leaf = torch.zeros((), device=self.parameters[0].device, requires_grad=True)
+        """See Note [Passes that name their inputs]."""
         self._executes: Callable[[Any], bool] = _EXECUTES.find()
         self._of_leaf = get_gradient_edge(self.leaf).node
-        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
         self._calls: list[weakref.ref[Any]] = []
-        """Nodes of calls whose backward pass has not come."""
-        self._before: tuple[object, Gradients] | None = None
-        """The pass, and the sum of gradients of calls that it has come to."""
-        hand_off.hidden_are(self.parameters, self.is_still_to_come)
+        """Nodes of calls that a backward pass may come to."""
+        self._before: dict[int, list[torch.Tensor | None]] = {}
+        """Sums of the gradients of calls that a backward pass has come to, by its number."""
+        self._together = hand_off.hide(self.parameters, self.is_still_to_come)
 
     def are(self, tail: Sequence[Any]) -> bool:
-        """Whether they are the ones among an operation's last arguments."""
-        pairs = zip(self.parameters, self._places, strict=True)
-        return len(tail) > self._places[-1] and all(tail[place] is one for one, place in pairs)
+        """Whether they are all that needs gradients among an operation's last arguments."""
+        return _needs(tail) == self._needs and all(
+            map(is_, map(tail.__getitem__, self._places), self.parameters)
+        )
 
     def may_hide(self) -> bool:
-        """Whether nobody but Megatron-FSDP waits for their gradients, and all are wanted."""
-        return all(
-            one.requires_grad
-            and not one._backward_hooks
-            and len(one._post_accumulate_grad_hooks or ()) == 1
-            for one in self.parameters
-        ) and not any(getattr(one, "skip_backward_post_hook", False) for one in self.parameters)
+        """Whether nobody but Megatron-FSDP waits for their gradients."""
+        return (
+            not any(one._backward_hooks for one in self.parameters)
+            and all(len(one._post_accumulate_grad_hooks or ()) == 1 for one in self.parameters)
+            and not any(getattr(one, "skip_backward_post_hook", False) for one in self.parameters)
+        )
+
+    def close(self) -> None:
+        """Let autograd see them again."""
+        self._hand_off.show(self._together)
 
     def is_used_by(self, node: Any) -> None:
         """A call has been made, whose backward pass may come."""
         self._calls = [one for one in self._calls if one() is not None]
         self._calls.append(weakref.ref(node))
+        if _number_of_pass() == _NO_PASS:
+            self._before.clear()
 
     def is_still_to_come(self) -> bool:
         """Whether this backward pass comes to a call that it has not come to yet."""
-        try:
-            return any(self._executes(one) for call in self._calls if (one := call()) is not None)
-        except RuntimeError:
+        now = _number_of_pass()
+        if now == _NO_PASS:
             return False
+        calls = (call() for call in self._calls)
+        return any(
+            node is not None and node.computed_in != now and self._executes(node) for node in calls
+        )
 
     def computed(self, node: Any, gradients: Gradients) -> None:
         """A call's gradients, of weights and what else came last; see the notes above."""
-        self._calls = [one for one in self._calls if one() not in (None, node)]
+        now = node.computed_in = _number_of_pass()
         if not self._executes(self._of_leaf):
-            return
-        found: Gradients = [gradients[place] for place in self._places]
-        now = self._hand_off.backward_pass()
-        if self._before is not None and self._before[0] is now:
-            found = [_sum(one, other) for one, other in zip(self._before[1], found, strict=True)]
-        self._before = None
+            raise FastPathError(
+                "A backward pass that names its inputs, as torch.autograd.grad does, came to a "
+                "grouped GEMM whose weights the FSDP fast path has hidden from autograd, and "
+                "cannot be told whether it names them. Type --cg-no-fsdp-fast-path."
+            )
+        if not self.may_hide():
+            raise FastPathError(
+                "A weight of a grouped GEMM was given a hook, or another way to its gradient, "
+                "after the forward pass that uses it began. Give it before, or type "
+                "--cg-no-fsdp-fast-path."
+            )
+        found = [
+            _cast(gradients[place], one)
+            for place, one in zip(self._places, self.parameters, strict=True)
+        ]
+        before = self._before.pop(now, None)
+        if before is not None:
+            found = [_sum(one, other) for one, other in zip(before, found, strict=True)]
         if self.is_still_to_come():
-            self._before = now, found
-            return
-        later = [self._executes(one) for one in self._nodes]
-        self._hand_off.take_hidden(self.parameters, found, later)
+            self._before[now] = found
+        else:
+            used = [self._executes(one) for one in self._nodes]
+            self._hand_off.take_hidden(self._together, found, used)
+
+
+def _needs(tail: Sequence[Any]) -> list[bool]:
+    return [getattr(one, "requires_grad", False) for one in tail]
+
+
+def _cast(gradient: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
+    """As autograd casts what a function returns."""
+    if gradient is None or gradient.dtype is weight.dtype:
+        return gradient
+    return gradient.to(weight.dtype)
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

@@ -42,6 +42,8 @@ class KnownParameters(list[nn.Parameter]):
         self.shown: list[nn.Parameter] = []
         """See Note [Shown one parameter a bucket]."""
         self.others: list[nn.Parameter] = []
+        self.marked = False
+        """Whether ``others`` have Megatron-FSDP's marks of unsharded parameters."""
         for parameter in parameters:
             bucket = bucket_of(parameter)
             stands_for_all = bucket not in seen or is_float8(parameter)

@@ -136,11 +136,14 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
             original(params, *args, **kwargs)
             return
         original(params.shown, *args, **kwargs)
-        for parameter in params.others:
-            target: Any = parameter
-            target.grad_added_to_main_grad = False
-            target.__fsdp_param__ = True
-            target.overwrite_main_grad = True
+        if not params.marked:
+            # These marks stay, but for the first, which every backward pass begins by clearing.
+            params.marked = True
+            for parameter in params.others:
+                target: Any = parameter
+                target.grad_added_to_main_grad = False
+                target.__fsdp_param__ = True
+                target.overwrite_main_grad = True
 
     return all_gather_and_wait_parameters_ready
 

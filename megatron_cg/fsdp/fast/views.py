@@ -7,7 +7,7 @@ Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``DataParallelBuffer``:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -49,16 +49,32 @@ class BucketViews:
         self._kept = pooled or not buffer.is_data_distributed
         self._place: tuple[int, int] | None = None
         self._views: dict[int, torch.Tensor] = {}
+        self._wholes: dict[Hashable, torch.Tensor | None] = {}
 
     def of(self, bucket: Any, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """One view for each of ``parameters``, in the bucket's dtype."""
         if not self._kept:
             return [self._cut(bucket, parameter) for parameter in parameters]
+        self._look(bucket)
+        return [self._views[id(parameter)] for parameter in parameters]
+
+    def whole(
+        self, bucket: Any, key: Hashable, parameters: Sequence[nn.Parameter]
+    ) -> torch.Tensor | None:
+        """One view of all ``parameters``, if they are neighbours; remembered by ``key``."""
+        if not self._kept:
+            return in_one_piece(self.of(bucket, parameters))
+        self._look(bucket)
+        if key not in self._wholes:
+            self._wholes[key] = in_one_piece(self.of(bucket, parameters))
+        return self._wholes[key]
+
+    def _look(self, bucket: Any) -> None:
         place = (bucket.data.untyped_storage()._cdata, bucket.data.storage_offset())
         if place != self._place:
             self._place = place
             self._views = {id(p): self._cut(bucket, p) for p in self._buffer.params}
-        return [self._views[id(parameter)] for parameter in parameters]
+            self._wholes = {}
 
     def _cut(self, bucket: Any, parameter: nn.Parameter) -> torch.Tensor:
         item = self._buffer.param_idx[parameter]
@@ -75,7 +91,12 @@ def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first = tensors[0]
     address, end = first.data_ptr(), first.data_ptr()
     for tensor in tensors:
-        if tensor.data_ptr() != end or tensor.dtype != first.dtype or not tensor.is_contiguous():
+        if (
+            tensor.data_ptr() != end
+            or tensor.dtype != first.dtype
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+        ):
             return None
         end += tensor.nbytes
     storage = first.untyped_storage()

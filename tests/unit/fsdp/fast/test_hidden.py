@@ -153,7 +153,7 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
 
 def counted(take: Callable[..., Any], taken: list[int]) -> Callable[..., Any]:
     def counting(hand_off: Any, weights: Any, *rest: Any) -> None:
-        taken.append(len(weights))
+        taken.append(len(weights.weights))
         take(hand_off, weights, *rest)
 
     return counting
@@ -200,21 +200,18 @@ class HandOff:
     def __init__(self) -> None:
         self.taken: list[tuple[list[torch.Tensor], list[bool]]] = []
         self.hidden: list[Any] = []
-        self.this_pass: object = None
 
     def knows(self, parameter: object) -> bool:
         return isinstance(parameter, nn.Parameter)
 
-    def backward_pass(self) -> object:
-        return self.this_pass
-
-    def hidden_are(self, weights: list[Any], _to_come: Any) -> None:
+    def hide(self, weights: list[Any], _to_come: Any) -> list[Any]:
         self.hidden += weights
+        return weights
 
-    def hidden_no_more(self, weights: list[Any]) -> None:
+    def show(self, weights: list[Any]) -> None:
         del self.hidden[-len(weights) :]
 
-    def take_hidden(self, _weights: Any, gradients: list[torch.Tensor], used: list[bool]) -> None:
+    def take_hidden(self, _together: Any, gradients: list[torch.Tensor], used: list[bool]) -> None:
         self.taken.append((gradients, used))
 
 
@@ -274,19 +271,19 @@ def test_each_backward_pass_is_handed_over_and_none_after_the_undo(
     assert len(hand_off.taken) == 2 and weights[0].grad is not None
 
 
-def test_a_pass_that_leaves_weights_out_hands_nothing_over(
+def test_a_pass_that_names_its_inputs_is_refused(
     module: Grouped, hand_off: HandOff, hide: Hide
 ) -> None:
-    given = rows()
-    (expected,) = torch.autograd.grad(module(given)[0].sum(), given)
     hide(module)
-    weights = list(module.parameters())
-    (found,) = torch.autograd.grad(module(given)[0].sum(), given)
-    module(given)[0].sum().backward(inputs=[given])
-    assert hand_off.taken == [] and all(weight.grad is None for weight in weights)
-    assert torch.equal(found, expected) and torch.equal(given.grad, expected)  # type: ignore[arg-type]
+    given, weights = rows(), list(module.parameters())
+    for named in ([given], [given, weights[0]]):
+        with pytest.raises(FastPathError, match="names its inputs"):
+            module(given)[0].sum().backward(inputs=named)
+        with pytest.raises(FastPathError, match="--cg-no-fsdp-fast-path"):
+            torch.autograd.grad(module(given)[0].sum(), named, allow_unused=True)
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(module(given)[0].sum(), weights[:1])
+    assert hand_off.taken == [] and all(weight.grad is None for weight in weights)
 
 
 def test_what_is_handed_over_are_the_gradients_in_the_weights_order(
@@ -310,7 +307,6 @@ def test_two_calls_of_one_pass_are_handed_over_as_a_sum(
     (module(rows())[0].sum() + module(rows() * 2)[0].square().sum()).backward()
     expected = [weight.grad for weight in module.parameters()]
     hide(module)
-    hand_off.this_pass = object()
     (module(rows())[0].sum() + module(rows() * 2)[0].square().sum()).backward()
     ((found, _),) = hand_off.taken
     for ours, theirs in zip(found, expected, strict=True):
@@ -325,7 +321,6 @@ def test_a_pass_that_failed_between_two_calls_leaves_nothing(
     def refuse(_: torch.Tensor) -> None:
         raise ValueError("refused")
 
-    hand_off.this_pass = object()
     first = module(rows())[0]
     middle = first.tanh()
     middle.register_hook(refuse)
@@ -333,7 +328,6 @@ def test_a_pass_that_failed_between_two_calls_leaves_nothing(
         module(middle)[0].sum().backward()
     assert hand_off.taken == []
     del first, middle
-    hand_off.this_pass = object()
     module(rows())[0].sum().backward()
     ((found, _),) = hand_off.taken
     expected = rows().chunk(PARTS)
@@ -368,7 +362,7 @@ def computed_later(module: Any) -> None:
     module.weight1.skip_backward_post_hook = True
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_after, frozen, computed_later])
+@pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
 def test_weights_that_are_more_than_weights_are_left_to_autograd(
     module: Grouped, hand_off: HandOff, hide: Hide, change: Callable[[Any], None]
 ) -> None:
@@ -378,6 +372,61 @@ def test_weights_that_are_more_than_weights_are_left_to_autograd(
     change(module)
     module(rows())[0].sum().backward()
     assert len(hand_off.taken) == 1
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
+def test_weights_that_change_between_the_passes_end_the_run(
+    module: Grouped, hand_off: HandOff, hide: Hide, change: Callable[[Any], None]
+) -> None:
+    hide(module)
+    loss = module(rows())[0].sum()
+    change(module)
+    with pytest.raises(FastPathError, match="after the forward pass"):
+        loss.backward()
+    assert hand_off.taken == []
+
+
+def test_only_what_needs_a_gradient_is_hidden(
+    module: Grouped, hand_off: HandOff, hide: Hide
+) -> None:
+    hide(module)
+    frozen(module)
+    module(rows())[0].sum().backward()
+    ((found, _),) = hand_off.taken
+    assert len(found) == PARTS - 1 and all(w.grad is None for w in module.parameters())
+
+
+def test_weights_that_nobody_takes_or_that_are_few_are_left_to_autograd(
+    module: Grouped, hand_off: HandOff, hide: Hide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(hand_off, "knows", lambda one: one is not module.weight5)
+        module(rows())[0].sum().backward()
+    for number in range(3):
+        module.get_parameter(f"weight{number}").requires_grad_(False)
+    module(rows())[0].sum().backward()
+    assert hand_off.taken == [] and module.weight5.grad is not None
+
+
+def test_calls_without_a_backward_pass_are_not_kept(
+    module: Grouped, hand_off: HandOff, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    hide = hand_off.hide
+
+    def hiding(weights: list[Any], to_come: Any) -> list[Any]:
+        made.append(to_come)
+        return hide(weights, to_come)
+
+    monkeypatch.setattr(hand_off, "hide", hiding)
+    hidden = HiddenWeights(nn.Sequential(module), hand_off)  # type: ignore[arg-type]
+    undo = hide_in(sys.modules[__name__], "_Grouped", hidden)
+    for _ in range(10):
+        module(rows())
+    (to_come,) = made
+    assert not to_come() and len(to_come.__self__._calls) == 1
+    undo()
 
 
 def test_a_weight_that_an_operation_has_twice_is_left_to_autograd(
