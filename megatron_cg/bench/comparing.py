@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_cg.bench.figures import Figures, figures, step_median
-from megatron_cg.bench.schedule import slug
+from megatron_cg.bench.figures import Figures, joined, step_median
+from megatron_cg.bench.rounds import by_contender
+from megatron_cg.bench.schedule import of_all_rounds, slug
 from megatron_cg.bench.store import Result, newest
 
 COMPARED: dict[str, Callable[[Figures], float | None]] = {
@@ -38,16 +39,19 @@ class Change:
 
 
 def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
-    """Every figure that both have, of runs with the same key."""
-    before = {slug(result["key"]): figures(result) for result in newest(old)}
+    """Every figure that both have, of contenders at the same point, all rounds together."""
+    before = _by_name(old)
     changes = []
-    for result in newest(new):
-        name = slug(result["key"])
+    for name, now in _by_name(new).items():
         if name not in before:
             continue
-        now = figures(result)
         for figure, read in COMPARED.items():
             was, is_now = read(before[name]), read(now)
             if was is not None and is_now is not None:
                 changes.append(Change(name, figure, was, is_now))
     return changes
+
+
+def _by_name(results: Sequence[Result]) -> dict[str, Figures]:
+    groups = by_contender(newest(results))
+    return {slug(of_all_rounds(rounds[0]["key"])): joined(rounds) for rounds in groups}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.align.processes import Run, named_error
+from megatron_cg.bench.budget import Budget
 from megatron_cg.bench.host_calls import host_calls
 from megatron_cg.bench.idle import analyse
 from megatron_cg.bench.schedule import PlannedRun
@@ -71,24 +72,19 @@ def execute(
     Returns:
         A result for each run, also for those that were left out.
     """
-    began = time.monotonic()
+    reasons = [refused(run) for run in runs]
+    possible = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
+    budget = Budget(options.budget, possible)
     results = []
-    took: dict[tuple[Any, ...], float] = {}
-    for run in runs:
-        left = None if options.budget is None else options.budget - (time.monotonic() - began)
-        # A run of the same size has shown what they take here; else it is a guess.
-        size = tuple(value for name, value in run.key.items() if name != "contender")
-        expected = took.get(size, run.seconds())
-        why = refused(run)
-        if not why and left is not None and expected > left:
-            why = f"{expected:.0f} s expected, {max(0.0, left):.0f} s left of --budget-seconds"
+    for run, reason in zip(runs, reasons, strict=True):
+        why = reason or budget.refusal(run)
         if why:
             result = _result(run, options, facts) | {"status": LEFT_OUT, "error": why}
         else:
-            limit = options.timeout if left is None else min(options.timeout, left)
+            limit = min(options.timeout, budget.left())
             result = _made(run, start, replace(options, timeout=limit), facts)
             if result["status"] == OK:
-                took[size] = result["seconds"]
+                budget.took(run, result["seconds"])
         finished(result)
         results.append(result)
     return results

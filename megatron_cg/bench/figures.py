@@ -1,17 +1,33 @@
-"""From one run's result to its figures. Pure.
+"""From the results of a contender to its figures, and to tables. Pure.
 
 Note [Which rank]
     Ranks wait for each other in every step, so times are those of rank 0, which also made the
     trace. Memory is the most of any rank, since the rank that needs most is the one that fails.
+
+Note [Rounds together]
+    Step times are those of all rounds, memory is the most of any round, and capture takes the
+    median of the rounds. All else is of the first round that measured it: later ones are only
+    timed.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_cg.bench.contenders import CONTENDERS, EAGER
+from megatron_cg.bench.rounds import (
+    Ratio,
+    Round,
+    by_contender,
+    cut_rounds,
+    ratio,
+    round_medians,
+    step_times,
+)
+from megatron_cg.bench.schedule import table_key
 from megatron_cg.bench.spreads import Spread, spread
 from megatron_cg.bench.store import Result
 
@@ -20,10 +36,12 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Figures:
-    """What one run shows; None is a figure that it did not measure. Times in ms, memory in MiB."""
+    """What a contender shows; None: it was not measured. Times in ms, memory in MiB."""
 
     step: Spread | None = None
     """From the start of a step to the start of the next one."""
+    medians: tuple[float, ...] = ()
+    """Of the steps of each round."""
     busy: float | None = None
     """Of the GPU, a step: some kernel, copy or set ran, on whatever stream."""
     busy_without_nccl: float | None = None
@@ -54,7 +72,7 @@ class Figures:
 
 
 def figures(result: Result) -> Figures:
-    """All figures that ``result`` holds; a run that failed may have some."""
+    """All figures that one run's result holds; a run that failed may have some."""
     ranks = result["ranks"]
     if not ranks:
         return Figures()
@@ -65,8 +83,11 @@ def figures(result: Result) -> Figures:
     whole = [rank["captures"][-1].get("memory") for rank in ranks if rank["captures"]]
     steady = [(rank.get("timed") or {}).get("memory") for rank in ranks]
     gaps = trace.get("longest_gaps") or []
+    steps = step_times(result)
+    step = spread(steps) if steps else None
     return Figures(
-        step=spread(timed["step_ms"]) if timed else None,
+        step=step,
+        medians=(step.median,) if step else (),
         busy=trace.get("busy_ms"),
         busy_without_nccl=trace.get("busy_without_nccl_ms"),
         idle=trace.get("idle_ms"),
@@ -85,6 +106,30 @@ def figures(result: Result) -> Figures:
     )
 
 
+_STEP = ("step", "medians")
+_MOST = ("capture_peak", "peak_allocated", "peak_reserved", "allocated")
+_MEDIAN = ("capture_seconds", "capture_without_warmup")
+
+
+def joined(rounds: Sequence[Result]) -> Figures:
+    """The figures of one contender's rounds together. See Note [Rounds together]."""
+    each = [figures(result) for result in rounds]
+    found: dict[str, float] = {}
+    for name in (field.name for field in fields(Figures) if field.name not in _STEP):
+        values = [value for one in each if (value := getattr(one, name)) is not None]
+        if values:
+            found[name] = _join(name, values)
+    steps = [step for result in rounds for step in step_times(result)]
+    medians = tuple(round_medians(rounds).values())
+    return Figures(spread(steps) if steps else None, medians, **found)
+
+
+def _join(name: str, values: Sequence[float]) -> float:
+    if name in _MOST:
+        return max(values)
+    return statistics.median(values) if name in _MEDIAN else values[0]
+
+
 def _most(memories: Sequence[Mapping[str, int] | None], name: str) -> float | None:
     values = [memory[name] for memory in memories if memory]
     return max(values) / MIB if values else None
@@ -100,53 +145,66 @@ def _bytes_per_replay(counters: Mapping[str, int] | None) -> float | None:
 class Row:
     """One contender of a table."""
 
-    result: Result
+    rounds: tuple[Result, ...]
     figures: Figures
-    eager: Figures | None
-    """Of fsdp-eager in the same table; None where it has none."""
-    same_invocation: bool
-    """Whether that was made side by side with this one."""
+    eager: Row | None
+    """fsdp-eager in the same table; None where it has none, and of that row itself."""
+    cut: Mapping[Round, Sequence[str]]
+    """The table's rounds that were cut, with the contenders that each lacks."""
+
+    @property
+    def result(self) -> Result:
+        """The first round's, which alone has more than timed steps."""
+        return self.rounds[0]
 
     @property
     def name(self) -> str:
         """The contender's."""
         return str(self.result["key"]["contender"])
 
+    @property
+    def base(self) -> Row | None:
+        """fsdp-eager of this table."""
+        return self if self.name == EAGER else self.eager
+
+    @property
+    def same_invocation(self) -> bool:
+        """Whether fsdp-eager was run side by side with this one."""
+        base = self.base
+        return base is not None and base.result["invocation"] == self.result["invocation"]
+
     def ratio(self, read: Callable[[Figures], float | None]) -> float | None:
         """A figure against that of fsdp-eager."""
         own = read(self.figures)
-        base = read(self.eager) if self.eager else None
+        base = read(self.base.figures) if self.base else None
         return own / base if own is not None and base else None
 
-
-def table_key(result: Result) -> tuple[Any, ...]:
-    """Equal for results that belong side by side: all of the key but the contender."""
-    return tuple(value for name, value in result["key"].items() if name != "contender")
+    def step_ratio(self, other: Row | None) -> Ratio | None:
+        """The step against that of another contender of this table, within each round."""
+        return ratio(self.rounds, other.rounds, self.cut) if other else None
 
 
 def tables(results: Sequence[Result]) -> list[list[Row]]:
     """The results as tables, each in the order of ``CONTENDERS``."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
-        groups.setdefault(table_key(result), []).append(result)
+        groups.setdefault(table_key(result["key"]), []).append(result)
+    return [_table(group) for group in groups.values()]
+
+
+def _table(group: Sequence[Result]) -> list[Row]:
     order = list(CONTENDERS)
-    found = []
-    for group in groups.values():
-        group.sort(key=lambda result: order.index(result["key"]["contender"]))
-        base = next((r for r in group if r["key"]["contender"] == EAGER), None)
-        eager = figures(base) if base else None
-        found.append(
-            [
-                Row(
-                    result,
-                    figures(result),
-                    eager,
-                    base is not None and base["invocation"] == result["invocation"],
-                )
-                for result in group
-            ]
-        )
-    return found
+    contenders = by_contender(group)
+    contenders.sort(key=lambda rounds: order.index(rounds[0]["key"]["contender"]))
+    cut = cut_rounds(contenders)
+    eager = None
+    rows = []
+    for rounds in contenders:
+        row = Row(tuple(rounds), joined(rounds), eager, cut)
+        # The first of all contenders, so it is there before the others need it.
+        eager = row if row.name == EAGER else eager
+        rows.append(row)
+    return rows
 
 
 def step_median(found: Figures) -> float | None:

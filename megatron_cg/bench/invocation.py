@@ -81,7 +81,7 @@ def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> lis
         )
         base.append(_in_small(settings) if on_cpu else settings)
     only = args.only.split(",") if args.only else ([EAGER, GRAPHS] if on_cpu else None)
-    runs = schedule(base, args.grouped_gemm, only, scale)
+    runs = schedule(base, args.grouped_gemm, only, scale, args.rounds)
     if on_cpu:
         for run in runs:
             check_for_tape(run)
@@ -125,7 +125,10 @@ def _print_plan(args: argparse.Namespace, runs: Sequence[PlannedRun]) -> None:
         own = [f"{name}={shlex.quote(process.env[name])}" for name in inherited]
         print(f"# {run.name}: about {run.seconds():.0f} s")
         print(f"{' '.join(own)} {shlex.join(process.words)}\n")
-    print(f"# {len(runs)} runs, about {total:.0f} s together, of which starting is the most.")
+    rounds = f" in {args.rounds} rounds" if args.rounds > 1 else ""
+    print(
+        f"# {len(runs)} runs{rounds}, about {total:.0f} s together, of which starting is the most."
+    )
 
 
 def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> list[Result]:

@@ -7,13 +7,24 @@ from typing import Any
 
 from megatron_cg.bench.comparing import Change
 from megatron_cg.bench.contenders import CONTENDERS
-from megatron_cg.bench.figures import Row, step_median, tables
+from megatron_cg.bench.figures import Row, tables
+from megatron_cg.bench.grids import NONE, grid, number
 from megatron_cg.bench.host_calls_text import sampled_block, sampled_heading
 from megatron_cg.bench.machine import described
+from megatron_cg.bench.rounds_text import (
+    ELSEWHERE,
+    against_lines,
+    failure_lines,
+    has_ratios_from_elsewhere,
+    in_several_rounds,
+    medians_cell,
+    ratio_cell,
+    status_label,
+)
 from megatron_cg.bench.scaling import Trend
-from megatron_cg.bench.store import OK, Result
+from megatron_cg.bench.schedule import round_of
+from megatron_cg.bench.store import Result
 
-NONE = "-"
 _STEP = (
     "contender",
     "step ms, median",
@@ -45,17 +56,6 @@ _MEMORY = (
 )
 
 
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """One table's lines; the first column is text, the others numbers."""
-    lines = [f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
-
-
-def number(value: float | None, form: str = ",.1f") -> str:
-    """A number to read, or that there is none."""
-    return NONE if value is None else format(value, form)
-
-
 def as_markdown(
     results: Sequence[Result], trends: Sequence[Trend] = (), changes: Sequence[Change] = ()
 ) -> str:
@@ -63,12 +63,12 @@ def as_markdown(
     lines = ["# megatron-cg bench", ""]
     for heading, rows in _headed(results):
         lines += [f"## {heading}", "", *_notes(rows)]
-        lines += grid(_STEP, [_step_cells(row) for row in rows])
-        lines += ["", *grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
+        lines += [*_step_lines(rows), "", *against_lines(rows)]
+        lines += [*grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
         lines += _phase_lines(rows)
         lines += _idle_lines(rows)
         lines += _sample_lines(rows)
-        lines += _failure_lines(rows)
+        lines += failure_lines(rows)
     lines += _trend_lines(trends)
     lines += _change_lines(changes)
     lines += _run_lines(results)
@@ -88,7 +88,8 @@ def _heading(result: Result) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    result = next((row.result for row in rows if row.result["ranks"]), None)
+    made = (result for row in rows for result in row.rounds if result["ranks"])
+    result = next(made, None)
     if result is None:
         return []
     first = result["ranks"][0]
@@ -100,28 +101,34 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     lines = [f"{described(result['machine'])}; {words}. Scopes: {scopes}."]
     if result.get("notice"):
         lines += ["", f"{result['notice']}."]
-    if any(row.eager is not None and not row.same_invocation for row in rows):
+    if has_ratios_from_elsewhere(rows):
         lines += ["", "Ratios marked \u2020 are to a run that was not made side by side with it."]
     return [*lines, ""]
 
 
 def _ratio(row: Row, value: float | None) -> str:
-    mark = "" if row.same_invocation or value is None else " \u2020"
+    mark = "" if row.same_invocation or value is None else ELSEWHERE
     return number(value, ".3f") + mark
 
 
-def _label(row: Row) -> str:
-    return row.name if row.result["status"] == OK else f"{row.name} ({row.result['status']})"
+def _step_lines(rows: Sequence[Row]) -> list[str]:
+    """The table of steps, with each round's median where there is more than one."""
+    cells = [_step_cells(row) for row in rows]
+    if not in_several_rounds(rows):
+        return grid(_STEP, cells)
+    columns = [*_STEP[:2], "of each round", *_STEP[2:]]
+    joined = zip(rows, cells, strict=True)
+    return grid(columns, [[*own[:2], medians_cell(row), *own[2:]] for row, own in joined])
 
 
 def _step_cells(row: Row) -> list[str]:
     found, step = row.figures, row.figures.step
     return [
-        _label(row),
+        status_label(row),
         number(step.median if step else None),
         number(step.between if step else None, ",.2f"),
         f"{step.least:,.1f} to {step.most:,.1f}" if step else NONE,
-        _ratio(row, row.ratio(step_median)),
+        ratio_cell(row.step_ratio(row.base)),
         number(found.busy),
         number(found.busy_without_nccl),
         number(found.step_per_busy, ".2f"),
@@ -135,10 +142,10 @@ def _step_cells(row: Row) -> list[str]:
 
 def _memory_cells(row: Row) -> list[str]:
     found = row.figures
-    eager_peak = row.eager.peak_allocated if row.eager else None
+    eager_peak = row.base.figures.peak_allocated if row.base else None
     in_capture = found.capture_peak / eager_peak if found.capture_peak and eager_peak else None
     return [
-        _label(row),
+        status_label(row),
         number(found.peak_allocated, ",.0f"),
         _ratio(row, row.ratio(lambda f: f.peak_allocated)),
         number(found.peak_reserved, ",.0f"),
@@ -227,18 +234,6 @@ def _shares(sample: dict[str, Any]) -> list[str]:
     return [format(sample["share"], ".1%"), format(sample["own"], ".1%")]
 
 
-def _failure_lines(rows: Sequence[Row]) -> list[str]:
-    lines: list[str] = []
-    for row in rows:
-        result = row.result
-        if result["status"] != OK:
-            lines += [f"{row.name} {result['status']}: {result['error']}", ""]
-            if result["tail"]:
-                lines += ["```", *result["tail"][-12:], "```", ""]
-        lines += [line for note in result["notes"] for line in (f"{row.name}: {note}", "")]
-    return lines
-
-
 def _measured(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.result["ranks"]]
 
@@ -279,10 +274,12 @@ def _change_lines(changes: Sequence[Change]) -> list[str]:
 def _run_lines(results: Sequence[Result]) -> list[str]:
     invocations = list(dict.fromkeys(result["invocation"] for result in results))
     letters = {name: _letter(index) for index, name in enumerate(invocations)}
+    several = any(round_of(result["key"]) > 1 for result in results)
     body = [
         [
             f"{result['key']['shape']}, {result['key']['contender']}",
             str(result["key"]["grouped_gemm"]),
+            *([str(round_of(result["key"]))] if several else []),
             letters[result["invocation"]],
             str(result["began"]),
             number(result["seconds"], ",.0f"),
@@ -290,7 +287,8 @@ def _run_lines(results: Sequence[Result]) -> list[str]:
         ]
         for result in results
     ]
-    columns = ["run", "grouped GEMM", "made in", "began", "seconds", "status"]
+    rounds = ["round"] if several else []
+    columns = ["run", "grouped GEMM", *rounds, "made in", "began", "seconds", "status"]
     lines = ["## Runs", "", "Runs with the same letter were made in one invocation.", ""]
     lines += [*grid(columns, body), "", "Contenders:", ""]
     return [*lines, *(f"- `{one.name}`: {one.description}" for one in CONTENDERS.values())]

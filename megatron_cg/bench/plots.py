@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_cg.bench.figures import Figures, Row, tables
 from megatron_cg.bench.scaling import Trend
-from megatron_cg.bench.schedule import slug
+from megatron_cg.bench.schedule import of_all_rounds, slug
 from megatron_cg.bench.store import Result
 from megatron_cg.errors import MegatronCGError
 
@@ -34,7 +34,7 @@ def plot_all(results: Sequence[Result], trends: Sequence[Trend], directory: Path
     for rows in tables(results):
         measured = [row for row in rows if row.figures.step]
         if len(measured) > 1 and not rows[0].result["key"]["dimension"]:
-            key = dict(rows[0].result["key"], contender="table")
+            key = of_all_rounds(rows[0].result["key"]) | {"contender": "table"}
             files.append(_plot_table(pyplot, measured, directory / f"{slug(key)}.png"))
     groups: dict[tuple[str, str, str], list[Trend]] = {}
     for trend in trends:
@@ -58,7 +58,8 @@ def _pyplot() -> Any:
 
 def host_stack(row: Row) -> dict[str, float]:
     """Milliseconds a step of the main thread by phase, what is in none of them last."""
-    probed = row.result["ranks"][0].get("probed")
+    ranks = row.result["ranks"]
+    probed = ranks[0].get("probed") if ranks else None
     if not probed:
         return {}
     spent = {
@@ -90,6 +91,7 @@ def _plot_table(pyplot: Any, rows: Sequence[Row], path: Path) -> Path:
             label="GPU busy",
         )
     axes[0].set_xlabel("ms a step (median, quartiles)")
+    _plot_rounds(axes[0], rows)
     _legend(axes[0])
     _plot_memory(axes[1], rows)
     _plot_host(axes[2], rows)
@@ -99,6 +101,19 @@ def _plot_table(pyplot: Any, rows: Sequence[Row], path: Path) -> Path:
     key = rows[0].result["key"]
     figure.suptitle(f"{key['shape']}, {key['layers']} layers, grouped GEMM {key['grouped_gemm']}")
     return _save(pyplot, figure, path)
+
+
+def _plot_rounds(axis: Any, rows: Sequence[Row]) -> None:
+    """The median of each round, where there is more than one."""
+    points = [
+        (median, place)
+        for place, row in enumerate(rows)
+        for median in row.figures.medians
+        if len(row.figures.medians) > 1
+    ]
+    if points:
+        xs, ys = zip(*points, strict=True)
+        axis.plot(xs, ys, "k|", markersize=12, label="each round's median")
 
 
 def _plot_memory(axis: Any, rows: Sequence[Row]) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cg.bench.figures import Figures, figures, step_median
+from megatron_cg.bench.figures import Figures, joined, step_median
+from megatron_cg.bench.rounds import by_contender
+from megatron_cg.bench.schedule import of_all_rounds
 from megatron_cg.bench.spreads import Line, fit
 from megatron_cg.bench.store import Result
 
@@ -35,25 +37,27 @@ class Trend:
 
 def trends(results: Sequence[Result]) -> list[Trend]:
     """Of every scaling run with two points or more, for each figure that was measured."""
-    groups: dict[tuple[Any, ...], list[Result]] = {}
-    for result in results:
-        key = result["key"]
+    groups: dict[tuple[Any, ...], list[list[Result]]] = {}
+    for rounds in by_contender(results):
+        key = of_all_rounds(rounds[0]["key"])
         if key["dimension"]:
             others = [v for name, v in key.items() if name not in (key["dimension"], "contender")]
-            groups.setdefault((*others, key["contender"]), []).append(result)
+            groups.setdefault((*others, key["contender"]), []).append(rounds)
     found = []
     for group in groups.values():
         for figure, (unit, read) in GROWING.items():
             points = _points(group, read)
             if len({x for x, _ in points}) > 1:
-                key = group[0]["key"]
+                key = group[0][0]["key"]
                 names = (key["shape"], key["grouped_gemm"], key["contender"], key["dimension"])
                 found.append(Trend(*names, figure, unit, points, fit(points)))
     return found
 
 
 def _points(
-    group: Sequence[Result], read: Callable[[Figures], float | None]
+    group: Sequence[Sequence[Result]], read: Callable[[Figures], float | None]
 ) -> tuple[tuple[float, float], ...]:
-    pairs = [(float(r["key"][r["key"]["dimension"]]), read(figures(r))) for r in group]
+    keys = [rounds[0]["key"] for rounds in group]
+    sizes = [float(key[key["dimension"]]) for key in keys]
+    pairs = [(size, read(joined(rounds))) for size, rounds in zip(sizes, group, strict=True)]
     return tuple(sorted((x, y) for x, y in pairs if y is not None))

@@ -13,7 +13,7 @@ from megatron_cg.bench.shapes import is_moe, layer_count
 from megatron_cg.errors import MegatronCGError
 
 DIMENSIONS = ("layers", "microbatches", "nproc")
-START_SECONDS = 30.0
+START_SECONDS = 25.0
 """A guess at what a run takes before its first step: imports, process groups, data, kernels."""
 _LAYER_SECONDS = {True: 0.05, False: 0.015}
 """A guess at one layer's share of a step with two microbatches, eager: of experts, or dense."""
@@ -54,6 +54,8 @@ class PlannedRun:
     contender: str
     dimension: str | None = None
     """What a scaling run varies."""
+    round: int = 1
+    """Which time it is that the contenders of this table are run, from 1."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class PlannedRun:
             "microbatches": settings.microbatches,
             "layers": settings.layers or layer_count(settings.preset),
             "dimension": self.dimension,
+            "round": self.round,
         }
 
     @property
@@ -88,7 +91,23 @@ def slug(key: Mapping[str, Any]) -> str:
     """A key as a file's name."""
     grown = f".by-{key['dimension']}" if key["dimension"] else ""
     size = f"{key['layers']}layers-{key['microbatches']}mb-{key['nproc']}gpus"
-    return f"{key['shape']}.{key['grouped_gemm']}.{size}{grown}.{key['contender']}"
+    again = f".round{round_of(key)}" if round_of(key) > 1 else ""
+    return f"{key['shape']}.{key['grouped_gemm']}.{size}{grown}.{key['contender']}{again}"
+
+
+def round_of(key: Mapping[str, Any]) -> int:
+    """The round of a run; keys of earlier versions have none, which is the first."""
+    return int(key.get("round", 1))
+
+
+def of_all_rounds(key: Mapping[str, Any]) -> dict[str, Any]:
+    """The key without its round: the same for all runs of one contender at one point."""
+    return {name: value for name, value in key.items() if name != "round"}
+
+
+def table_key(key: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same for runs that belong side by side: all of the key but contender and round."""
+    return tuple(value for name, value in of_all_rounds(key).items() if name != "contender")
 
 
 def contenders_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool) -> list[str]:
@@ -122,14 +141,19 @@ def schedule(
     choice: str,
     only: Sequence[str] | None,
     scale: Scale | None,
+    rounds: int = 1,
 ) -> list[PlannedRun]:
-    """The runs, those of a table one after the other.
+    """The runs, those of a table one after the other, round after round.
+
+    Every other round is in reverse order: what drifts evenly with time then weighs as much on the
+    first contender as on the last.
 
     Args:
         base: one for each shape.
         choice: ``default``, ``cutlass`` or ``both``.
         only: contenders; all if None, and of a scaling run two.
         scale: makes each shape's runs at each value.
+        rounds: how often each contender is run; all but the first time it is only timed.
 
     Raises ScheduleError where no run is left.
     """
@@ -140,10 +164,22 @@ def schedule(
             one = replace(settings, grouped_gemm=gemm)
             points = [one] if scale is None else [_grown(one, scale, v) for v in scale.values]
             dimension = scale.dimension if scale else None
-            runs += [PlannedRun(point, name, dimension) for point in points for name in names]
+            for point in points:
+                runs += _table(point, names, dimension, rounds)
     if not runs:
         raise ScheduleError("no contender is left for these shapes: give others with --only.")
     return runs
+
+
+def _table(
+    point: Settings, names: Sequence[str], dimension: str | None, rounds: int
+) -> list[PlannedRun]:
+    only_timed = replace(point, windows=point.windows.only_timed())
+    return [
+        PlannedRun(point if number == 1 else only_timed, name, dimension, number)
+        for number in range(1, rounds + 1)
+        for name in (names if number % 2 else reversed(names))
+    ]
 
 
 def _grown(settings: Settings, scale: Scale, value: int) -> Settings:

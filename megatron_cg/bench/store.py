@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.bench.schedule import slug
+from megatron_cg.bench.schedule import of_all_rounds, round_of, slug
 from megatron_cg.errors import MegatronCGError
 
-SCHEMA = {"name": "megatron_cg.bench", "version": 1}
+SCHEMA = {"name": "megatron_cg.bench", "version": 2}
+_KNOWN = (SCHEMA, SCHEMA | {"version": 1})
+"""Version 1 had no rounds: a run without one is of the first."""
 FILE = "bench.json"
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
 Result = dict[str, Any]
@@ -39,15 +41,19 @@ def kept(directory: Path) -> list[Result]:
 def newest(results: Iterable[Result]) -> list[Result]:
     """One result for each key, the one that was begun last, in the order of their beginnings.
 
-    A run that was left out never takes the place of one that was made.
+    A run that was left out never takes the place of one that was made. All rounds of a contender
+    are of one invocation, its newest: the code, or what was asked for, may have changed since.
     """
-    found: dict[str, Result] = {}
+    contenders: dict[str, list[Result]] = {}
     for result in results:
-        name = slug(result["key"])
-        old = found.get(name)
-        if old is None or _order(result) >= _order(old):
-            found[name] = result
-    return sorted(found.values(), key=lambda result: str(result["began"]))
+        contenders.setdefault(slug(of_all_rounds(result["key"])), []).append(result)
+    found: list[Result] = []
+    for group in contenders.values():
+        group.sort(key=_order)
+        last = group[-1]["invocation"]
+        by_round = {round_of(r["key"]): r for r in group if r["invocation"] == last}
+        found += by_round.values()
+    return sorted(found, key=lambda result: str(result["began"]))
 
 
 def _order(result: Result) -> tuple[bool, str]:
@@ -61,7 +67,7 @@ def read(path: Path) -> list[Result]:
     except (OSError, ValueError) as error:
         raise ResultError(f"{path} cannot be read: {error}") from error
     schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != SCHEMA:
+    if schema not in _KNOWN:
         raise ResultError(
             f"{path} is of the form {schema}, and {SCHEMA} is known: give a {FILE} that "
             "megatron-cg bench of this version wrote."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megatron_cg.bench.spreads import FiguresError
@@ -51,6 +51,10 @@ class Windows:
             if kind.name != "native":
                 yield from [kind.name] * getattr(self, kind.name)
         yield "tail"
+
+    def only_timed(self) -> Windows:
+        """The same without any window after the timed one."""
+        return replace(self, probed=0, sampled=0, profiled=0, native=False)
 
     def variable(self, directory: str) -> str:
         """The value of ``VARIABLE`` for a run whose figures go to ``directory``."""

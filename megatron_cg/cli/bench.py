@@ -44,13 +44,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of partial graphs (default: all that fit)",
     )
     add("--scale", metavar="WHAT=N,N", help="grow layers, microbatches or nproc: layers=4,8,16,32")
+    add(
+        "--rounds",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="run the contenders of a table in turn so often, every other time in reverse order "
+        "(default 1; best an even N): machines drift by 10%% and more within minutes, and ratios "
+        "taken within a round tell a smaller difference from that; only the first is probed, "
+        "sampled and profiled",
+    )
     _add_windows(parser)
     add("--rope-fusion", action="store_true", help="fused rotary embedding, Megatron's default")
     add("--check-for-nan", action="store_true", help="leave Megatron's check of gradients on")
     add("--data-path", metavar="PREFIX", help="data in Megatron's indexed format")
     backends = ("auto", TRANSFORMER_ENGINE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
-    add("--budget-seconds", type=float, metavar="S", help="begin no run that would end after it")
+    add(
+        "--budget-seconds",
+        type=float,
+        metavar="S",
+        help="begin no run that would end after it, and after the first round no such round",
+    )
     add("--timeout", type=float, default=300.0, help="seconds that a run may take (default 300)")
     add("--work-dir", type=Path, metavar="DIR", help="data, logs, traces (default: in --out)")
     add("--keep-traces", action="store_true", help="keep torch.profiler's traces in --work-dir")

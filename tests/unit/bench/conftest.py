@@ -18,6 +18,8 @@ KEY = {
     "layers": 8,
     "dimension": None,
 }
+"""Without a round, as earlier versions wrote it."""
+NAMES = {*KEY, "round"}
 MIB = 2**20
 
 
@@ -28,7 +30,7 @@ def _result(
 ) -> dict[str, Any]:
     """One run's result; ``changes`` whose names are the key's go there."""
     key = KEY | {"contender": contender}
-    key |= {name: changes.pop(name) for name in list(changes) if name in KEY}
+    key |= {name: changes.pop(name) for name in list(changes) if name in NAMES}
     memory = {"allocated": 800, "reserved": 1200, "peak_allocated": 1000, "peak_reserved": 1200}
     graphs = contender != EAGER
     rank = {

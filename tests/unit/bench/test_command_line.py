@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_cg.bench.contenders import CONTENDERS, EAGER, GRAPHS
+from megatron_cg.bench.figures import tables
 from megatron_cg.bench.windows import given
 from megatron_cg.cli.bench import INCOMPLETE
 from megatron_cg.cli.main import USAGE_ERROR, main
@@ -21,15 +24,24 @@ def bench(words: str, out: Path) -> int:
     return main(["bench", *before.split(), "--out", str(out), *separator.split(), *extra.split()])
 
 
-def test_the_tape_runs_from_end_to_end_and_results_join(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench(f"{TAPE} --warmup-steps 1 --probe-steps 1", tmp_path) == 0
-    data = json.loads((tmp_path / "bench.json").read_text())
-    eager, graphs = data["runs"]
-    assert [run["key"]["contender"] for run in data["runs"]] == [EAGER, GRAPHS]
-    assert eager["invocation"] == graphs["invocation"]
-    for run in data["runs"]:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two contenders in two rounds leave in --out."""
+    out = tmp_path_factory.mktemp("made")
+    assert bench(f"{TAPE} --warmup-steps 1 --probe-steps 1 --rounds 2", out) == 0
+    return out
+
+
+def runs_in(out: Path) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = json.loads((out / "bench.json").read_text())["runs"]
+    return runs
+
+
+def test_the_tape_runs_from_end_to_end(made: Path) -> None:
+    runs = runs_in(made)
+    eager, graphs = runs[:2]
+    assert len({run["invocation"] for run in runs}) == 1
+    for run in runs:
         (rank,) = run["ranks"]
         assert rank["finished"] and len(rank["timed"]["step_ms"]) == 2
         assert run["machine"]["processors"] and rank["versions"]["megatron-core"]
@@ -38,18 +50,37 @@ def test_the_tape_runs_from_end_to_end_and_results_join(
     assert capture["after_step"] == 1 and capture["seconds"] > 0
     assert graphs["ranks"][0]["timed"]["counters"]["replayed"] == 2 * 3
     # The tape is as exact as the graphs that it stands for.
-    assert eager["ranks"][0]["timed"]["loss"] == graphs["ranks"][0]["timed"]["loss"]
+    assert len({run["ranks"][0]["timed"]["loss"] for run in runs}) == 1
     phases = {row["phase"] for row in graphs["ranks"][0]["probed"]["phases"]}
     assert {"unshard", "reshard", "gradient hand-off", "gradient reduce", "replay"} <= phases
     assert {"guard", "votes"} <= phases
-    report = (tmp_path / "bench.md").read_text()
+    report = (made / "bench.md").read_text()
     assert "CPU tape" in report and "Scopes: attn." in report
-    assert len(list((tmp_path / "runs").glob("*.json"))) == 2
 
-    earlier = tmp_path / "earlier.json"
-    earlier.write_text((tmp_path / "bench.json").read_text())
-    capsys.readouterr()
-    assert bench(f"--report --compare {earlier}", tmp_path) == 0
+
+def test_rounds_are_made_in_turn_and_joined(made: Path) -> None:
+    runs = runs_in(made)
+    # They are kept in the order in which they began.
+    order = [(run["key"]["round"], run["key"]["contender"]) for run in runs]
+    assert order == [(1, EAGER), (1, GRAPHS), (2, GRAPHS), (2, EAGER)]
+    assert ["probed" in run["ranks"][0] for run in runs] == [True, True, False, False]
+    assert len(list((made / "runs").glob("*.json"))) == 4
+    ((eager, graphs),) = tables(runs)
+    assert [row.figures.step and row.figures.step.count for row in (eager, graphs)] == [4, 4]
+    pairs = zip(graphs.figures.medians, eager.figures.medians, strict=True)
+    each = [mine / its for mine, its in pairs]
+    found = graphs.step_ratio(eager)
+    assert found and (found.least, found.most, found.rounds) == (min(each), max(each), 2)
+    report = (made / "bench.md").read_text()
+    assert f" {found.median:.3f} ({found.least:.3f} to {found.most:.3f}) |" in report
+    assert f"| {', '.join(f'{median:,.1f}' for median in graphs.figures.medians)} |" in report
+
+
+def test_results_are_reported_and_compared_again(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "runs", tmp_path / "runs")
+    assert bench(f"--report --compare {made / 'bench.json'}", tmp_path) == 0
     report = (tmp_path / "bench.md").read_text()
     assert "| 1.000 |" in report.partition("## Compared")[2] and "old / new" in report
     # To a file or a pipe the tables go as they are in the report, not drawn as for a screen.
@@ -58,6 +89,31 @@ def test_the_tape_runs_from_end_to_end_and_results_join(
     assert f"{tmp_path / 'bench.json'} and {tmp_path / 'bench.md'}\n" in files
     # Where there is no matplotlib nothing is drawn.
     assert all(f"drawn: {picture}\n" in files for picture in tmp_path.glob("*.png"))
+
+
+def test_a_dry_run_prints_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--backend transformer_engine --dry-run --shapes llama --sample --rounds 3"
+    assert bench(f"{words} --only fsdp-eager,fsdp-graphs", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = "# llama.default.8layers-2mb-2gpus"
+    names = [line.partition(":")[0] for line in lines if line.startswith(begin)]
+    assert names == [
+        f"{begin}.fsdp-eager",
+        f"{begin}.fsdp-graphs",
+        f"{begin}.fsdp-graphs.round2",
+        f"{begin}.fsdp-eager.round2",
+        f"{begin}.fsdp-eager.round3",
+        f"{begin}.fsdp-graphs.round3",
+    ]
+    commands = [shlex.split(line) for line in lines if "torch.distributed.run" in line]
+    environments = [dict(w.split("=", 1) for w in c if w.split("=")[0].isupper()) for c in commands]
+    windows = [given(env)[0] for env in environments]
+    assert [(w.timed, w.probed, w.sampled, w.profiled) for w in windows] == (
+        [(20, 4, 20, 2)] * 2 + [(20, 0, 0, 0)] * 4
+    )
+    steps = [command[command.index("--train-iters") + 1] for command in commands]
+    assert steps == [str(one.steps) for one in windows]
+    assert lines[-1].startswith("# 6 runs in 3 rounds, about")
 
 
 def test_a_dry_run_prints_commands_that_a_shell_takes(

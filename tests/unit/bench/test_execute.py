@@ -14,6 +14,7 @@ import pytest
 
 from megatron_cg.align.presets import load_preset
 from megatron_cg.align.processes import Run
+from megatron_cg.bench.budget import Budget
 from megatron_cg.bench.commands import Settings
 from megatron_cg.bench.contenders import DDP_EAGER, EAGER, GRAPHS
 from megatron_cg.bench.execute import Options, Start, execute, shown_environment, shown_words
@@ -94,6 +95,28 @@ def test_what_can_no_longer_end_in_time_is_left_out(options: Callable[..., Optio
     results = execute(RUNS, starting({}), options(budget=5.0), {}, finished=lambda _r: None)
     assert [result["status"] for result in results] == [LEFT_OUT] * 3
     assert "s left of --budget-seconds" in results[0]["error"]
+
+
+def test_a_round_that_can_no_longer_end_is_not_begun(
+    options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = [replace(run, round=2) for run in reversed(RUNS)]
+    last = [replace(run, round=3) for run in RUNS]
+    programs = {name: writing(RANK) for name in (EAGER, GRAPHS, DDP_EAGER)}
+    ended: list[dict[str, Any]] = []
+
+    def finished(result: dict[str, Any]) -> None:
+        ended.append(result)
+        if len(ended) == 6:
+            monkeypatch.setattr(Budget, "left", lambda _self: 0.0)
+
+    runs, limits = [*RUNS, *again, *last], options(budget=1e6)
+    results = execute(runs, starting(programs), limits, {}, finished=finished)
+    assert [result["status"] for result in results] == [OK] * 6 + [LEFT_OUT] * 3
+    assert [result["key"]["round"] for result in results] == [1] * 3 + [2] * 3 + [3] * 3
+    (why,) = {result["error"] for result in results[6:]}
+    assert why.startswith("round 3 is not begun: ") and "0 s left of --budget-seconds" in why
+    assert len({path.name for path in limits.work.iterdir() if path.is_dir()}) == 6
 
 
 def test_a_run_gets_no_more_time_than_is_left(options: Callable[..., Options]) -> None:

@@ -13,8 +13,9 @@ import pytest
 from megatron_cg.bench.comparing import compare
 from megatron_cg.bench.contenders import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.bench.figures import Figures, figures, step_median, tables
+from megatron_cg.bench.grids import grid
 from megatron_cg.bench.host_calls import host_calls
-from megatron_cg.bench.markdown import as_markdown, grid
+from megatron_cg.bench.markdown import as_markdown
 from megatron_cg.bench.plots import PlotError, host_stack, plot_all
 from megatron_cg.bench.scaling import trends
 from megatron_cg.bench.spreads import FiguresError, Line, Spread, fit, spread
@@ -171,6 +172,24 @@ def test_the_newest_run_of_a_key_is_kept(result: Make) -> None:
     assert len(newest([first, result(GRAPHS, dimension="layers")])) == 2
 
 
+def test_rounds_are_kept_and_take_the_place_of_their_own_kind(result: Make) -> None:
+    old = result(GRAPHS, began="2026-01-01")
+    first, second = (
+        result(GRAPHS, round=n, invocation="two", began=f"2026-01-02T0{n}") for n in (1, 2)
+    )
+    eager = result(EAGER, began="2026-01-01")
+    # A run without a round is of the first.
+    assert newest([old, first]) == [first]
+    assert newest([first, second, eager]) == [eager, first, second]
+    assert newest([first, {**second, "began": "2026-01-02T03"}, second])[1]["began"][-1] == "3"
+    # A later invocation with fewer rounds is not mixed with what an earlier one measured.
+    again = result(GRAPHS, invocation="three", began="2026-01-03")
+    assert newest([first, second, again]) == [again]
+    left = result(GRAPHS, round=2, invocation="three", began="2026-01-04", status=LEFT_OUT)
+    assert newest([first, second, again, left]) == [again, left]
+    assert newest([first, second, left]) == [first, second]
+
+
 def test_results_on_disk_are_joined(result: Make, tmp_path: Path) -> None:
     assert kept(tmp_path) == []
     write_all([result(EAGER)], tmp_path)
@@ -178,6 +197,17 @@ def test_results_on_disk_are_joined(result: Make, tmp_path: Path) -> None:
     assert path.name == "llama.default.8layers-2mb-2gpus.fsdp-graphs.two.json"
     assert [found["key"]["contender"] for found in kept(tmp_path)] == [EAGER, GRAPHS]
     assert json.loads((tmp_path / "bench.json").read_text())["schema"] == SCHEMA
+    path = keep(result(GRAPHS, round=2, invocation="two"), tmp_path)
+    assert path.name == "llama.default.8layers-2mb-2gpus.fsdp-graphs.round2.two.json"
+    assert len(kept(tmp_path)) == 3
+
+
+def test_files_of_the_version_without_rounds_are_read(result: Make, tmp_path: Path) -> None:
+    path = write_all([result(EAGER), result(GRAPHS)], tmp_path)
+    old = json.loads(path.read_text())
+    old["schema"]["version"] = 1
+    path.write_text(json.dumps(old))
+    assert read(path) == old["runs"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_cg.align.presets import load_preset
 from megatron_cg.bench.commands import CUTLASS_VARIABLE, SCRIPT, Settings, command, run_environment
-from megatron_cg.bench.contenders import CONTENDERS, EAGER, FULL, GRAPHS, without
+from megatron_cg.bench.contenders import CONTENDERS, DDP_GRAPHS, EAGER, FULL, GRAPHS, without
 from megatron_cg.bench.schedule import PlannedRun, Scale, ScheduleError, schedule
 from megatron_cg.bench.shapes import ShapeError, default_scopes, layer_count, with_layers
 from megatron_cg.bench.spreads import FiguresError
@@ -25,6 +25,41 @@ def test_runs_of_a_table_follow_one_another() -> None:
     expected = [("qwen3-moe", gemm, name) for gemm in ("default", "cutlass") for name in moe]
     assert seen == expected + [("llama", "default", name) for name in CONTENDERS]
     assert len({run.name for run in runs}) == len(runs)
+
+
+def test_every_other_round_of_a_table_is_in_reverse_order() -> None:
+    names = [EAGER, GRAPHS, DDP_GRAPHS]
+    runs = schedule([MOE, DENSE], "default", names, None, rounds=3)
+    found = [(run.key["shape"], run.key["round"], run.contender) for run in runs]
+    orders = [(1, names), (2, names[::-1]), (3, names)]
+    assert found == [
+        (shape, number, name)
+        for shape in ("qwen3-moe", "llama")
+        for number, order in orders
+        for name in order
+    ]
+    assert len({run.name for run in runs}) == len(runs)
+    assert [run.name for run in runs[:4]][2:] == [
+        "qwen3-moe.default.8layers-2mb-2gpus.ddp-graphs",
+        "qwen3-moe.default.8layers-2mb-2gpus.ddp-graphs.round2",
+    ]
+
+
+def test_a_scaling_run_has_all_rounds_of_a_point_together() -> None:
+    runs = schedule([DENSE], "default", None, Scale.parse("layers=4,8"), rounds=2)
+    found = [(run.key["layers"], run.round, run.contender) for run in runs]
+    turns = [(1, EAGER), (1, GRAPHS), (2, GRAPHS), (2, EAGER)]
+    assert found == [(layers, *turn) for layers in (4, 8) for turn in turns]
+
+
+def test_only_the_first_round_is_more_than_timed() -> None:
+    windows = Windows(warmup=2, settle=3, timed=4, probed=5, sampled=6, profiled=7, native=True)
+    settings = Settings(DENSE.preset, 2, windows=windows)
+    first, second = schedule([settings], "default", [EAGER], None, rounds=2)
+    assert first.settings.windows == windows
+    timed = Windows(warmup=2, settle=3, timed=4, probed=0, sampled=0, profiled=0, native=False)
+    assert second.settings.windows == timed
+    assert second.seconds() < first.seconds()
 
 
 def test_a_choice_of_contenders_is_kept_in_order() -> None:

@@ -1,0 +1,111 @@
+"""Contenders that were run in several rounds, against each other. Pure.
+
+Note [Ratios within a round]
+    The same contender has shown medians 15% apart within minutes, on one machine: its processors
+    drift. So step times are compared within a round only, where contenders follow one another
+    closely, and every other round has the reverse order, so that an even drift favours each of
+    them in turn: it cancels in an even number of rounds, of which the median is the mean of two
+    from the middle. That median is told with the least and the greatest ratio: where 1 is between
+    those, neither contender was faster in all rounds.
+
+    A round is cut where a contender has no step times in it that has some in another round of the
+    invocation: the budget ended it, or a run failed. The drift of what is left of it may favour
+    one side, so it is in no ratio; its step times count.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from megatron_cg.bench.schedule import of_all_rounds, round_of, slug
+from megatron_cg.bench.spreads import spread
+from megatron_cg.bench.store import Result
+
+Round = tuple[str, int]
+"""An invocation, and which round of it."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Of one contender's step to another's."""
+
+    median: float
+    least: float
+    most: float
+    rounds: int
+    """How many rounds it was taken in; 0 for contenders that were not run side by side."""
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether both were run in one invocation."""
+        return self.rounds > 0
+
+
+def by_contender(results: Sequence[Result]) -> list[list[Result]]:
+    """The rounds of each contender at each point, the first round first."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(slug(of_all_rounds(result["key"])), []).append(result)
+    return [sorted(group, key=lambda result: round_of(result["key"])) for group in groups.values()]
+
+
+def step_times(result: Result) -> list[float]:
+    """Of rank 0, in ms; none where the timed steps did not end."""
+    timed = result["ranks"][0].get("timed") if result["ranks"] else None
+    return list(timed["step_ms"]) if timed else []
+
+
+def round_medians(rounds: Sequence[Result]) -> dict[Round, float]:
+    """The median step of each round that has step times."""
+    return {
+        _round(result): spread(step_times(result)).median for result in rounds if _timed(result)
+    }
+
+
+def cut_rounds(contenders: Sequence[Sequence[Result]]) -> dict[Round, list[str]]:
+    """The rounds of one table that were cut, with the contenders that each lacks.
+
+    See Note [Ratios within a round].
+    """
+    begun = {_round(result) for rounds in contenders for result in rounds}
+    lacking: dict[Round, list[str]] = {}
+    for rounds in contenders:
+        timed = round_medians(rounds).keys()
+        own = {invocation for invocation, _ in timed}
+        for one in sorted(begun - timed):
+            if one[0] in own:
+                lacking.setdefault(one, []).append(str(rounds[0]["key"]["contender"]))
+    return lacking
+
+
+def ratio(
+    one: Sequence[Result], other: Sequence[Result], cut: Collection[Round] = ()
+) -> Ratio | None:
+    """The step of ``one`` to that of ``other``; None where they have no round in common.
+
+    Those that were never run side by side are compared by all that each has.
+    """
+    mine, theirs = round_medians(one), round_medians(other)
+    if not mine or not theirs:
+        return None
+    if not {name for name, _ in mine} & {name for name, _ in theirs}:
+        whole = _median(one) / _median(other)
+        return Ratio(whole, whole, whole, 0)
+    found = [mine[name] / theirs[name] for name in mine if name in theirs and name not in cut]
+    if not found:
+        return None
+    return Ratio(statistics.median(found), min(found), max(found), len(found))
+
+
+def _round(result: Result) -> Round:
+    return str(result["invocation"]), round_of(result["key"])
+
+
+def _timed(result: Result) -> bool:
+    return bool(step_times(result))
+
+
+def _median(rounds: Sequence[Result]) -> float:
+    return spread([step for result in rounds for step in step_times(result)]).median
