@@ -32,6 +32,13 @@ Note [Passes that fail]
     each further one again. What comes of that has no meaning and cannot be had bit for bit, so the
     next forward pass refuses to begin.
 
+Note [A second gradient in one pass]
+    Under reentrant recompute each use of a weight is a pass of its own, and its hook runs for each.
+    Megatron-FSDP lets the last gradient overwrite the others, or, with a bucket that is complete,
+    reduces it again for each weight that comes, in autograd's order. Such gradients are left to it,
+    and where it is too late for that (the first one waits, so autograd has added the second one to
+    it, or hidden weights come, whose order is another) the pass ends with an error.
+
 Note [One stream a copy]
     A hook runs on the stream of its gradient, and a copy made there needs no waiting. Gradients of
     several streams (a shared expert may have its own) are not copied together: the first ones to
@@ -76,6 +83,11 @@ from megatron_cg.undo import set_attribute
 WAITING_BYTES = 64 << 20
 """Of gradients of one bucket; some ten of the experts of a 30B-A3B mixture."""
 _PROCESS = "_process_post_backward_gradients"
+_TWICE = (
+    "A weight got gradients twice in one backward pass, as in two uses under reentrant activation "
+    "recompute, and the FSDP fast path cannot do with them what Megatron-FSDP does. "
+    "Type --cg-no-fsdp-fast-path."
+)
 RELIES_ON = (
     *in_both(
         f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
@@ -185,10 +197,11 @@ class GradientHandOff:
             if also and self._parts.pop(id(weight), None) is None:
                 # Autograd adds the rest, and the weight's own hook finds the sum.
                 self._parts[id(weight)] = weight
-            elif weight in expected:
-                self._take(weight, self._of_parameter[id(weight)])
             else:
-                self._original([weight])
+                own = self._of_parameter[id(weight)]
+                if weight not in expected and len(self._ready(own)) == own.size:
+                    raise FastPathError(_TWICE)
+                self._take(weight, own)
 
     def refuse_what_is_left(self) -> None:
         """Raise FastPathError where a backward pass did not end; see Note [Passes that fail]."""
@@ -227,6 +240,10 @@ class GradientHandOff:
 
     def _take(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         self._begin(bucket)
+        if parameter not in self._fsdp._params_require_handle_grad:
+            # See Note [A second gradient in one pass].
+            self._original([parameter])
+            return
         stream = current_stream()
         gradient = parameter.grad
         if gradient is None or self._is_special(parameter) or bucket.waits_on_another(stream):
@@ -282,6 +299,8 @@ class GradientHandOff:
     def _hand_over_waiting(self, bucket: Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
         gradients = [p.grad for p in waiting if p.grad is not None]
+        if len(set(map(id, waiting))) < len(waiting):
+            raise FastPathError(_TWICE)
         wait_for(bucket.stream, gradients)
         self._hand_over(bucket, waiting, gradients)
 
@@ -324,10 +343,17 @@ class GradientHandOff:
         sharded = bucket.gradients.is_data_distributed
         return bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)
 
+    def _ready(self, bucket: Bucket) -> set[nn.Parameter]:
+        """Megatron-FSDP's own set of what is in the bucket, until this is reduced and freed."""
+        ready: set[nn.Parameter] = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[
+            bucket.number
+        ]
+        return ready
+
     def _tell(self, bucket: Bucket, others: Collection[nn.Parameter], last: nn.Parameter) -> None:
         """Tell Megatron-FSDP that these gradients are in their bucket."""
         bucket.handed_over += len(others) + 1
-        ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[bucket.number]
+        ready = self._ready(bucket)
         ready.update(others)
         self._fsdp._params_require_handle_grad.difference_update(others)
         if len(ready) + 1 < bucket.size:

@@ -188,9 +188,12 @@ class HiddenWeights:
         if not tail or not torch.is_tensor(tail[0]):
             return None
         weights = self._of.get(id(tail[0]))
-        if weights is None or not weights.are(tail):
-            if weights is not None:
-                weights.close()
+        if weights is not None and not weights.are(tail):
+            if weights.are_used():
+                return None  # its calls and this one may be of one pass
+            self._of.pop(id(tail[0])).close()
+            weights = None
+        if weights is None:
             weights = self._add(tail)
         return weights if weights is not None and weights.may_hide() else None
 
@@ -211,6 +214,8 @@ class HiddenWeights:
         ids = {id(tail[place]) for place in needed}
         if len(needed) < MANY or len(ids) < len(needed) or not ids <= self._eager:
             return None
+        if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
+            return None  # those of another operation, which their own hooks wait for
         weights = _Weights(tail, needed, self._hand_off)
         self._of[id(tail[0])] = weights
         return weights
@@ -258,6 +263,10 @@ class _Weights:
         self._calls.append(weakref.ref(node))
         if _number_of_pass() == _NO_PASS:
             self._before.clear()
+
+    def are_used(self) -> bool:
+        """Whether there is a call whose backward pass may come."""
+        return any(call() is not None for call in self._calls)
 
     def is_still_to_come(self) -> bool:
         """Whether this backward pass comes to a call that it has not come to yet."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from megatron_cg.fsdp.fast.views import in_one_piece
+from megatron_cg.fsdp.fast.views import BucketViews, in_one_piece
 
 
 def test_neighbours_are_one_tensor_of_the_same_memory() -> None:
@@ -46,3 +50,42 @@ def test_neighbours_in_memory_of_two_storages_are_not() -> None:
     assert halves[0].data_ptr() + 32 == halves[1].data_ptr()
     assert halves[0].untyped_storage().nbytes() == 32
     assert in_one_piece(halves) is None
+
+
+def a_buffer(allocator: str) -> Any:
+    """Four parameters, the last two of which lie the other way round."""
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    return SimpleNamespace(
+        params=parameters,
+        param_idx=dict(zip(parameters, (0, 1, 3, 2), strict=True)),
+        temporary_bucket_allocator=type(allocator, (), {})(),
+        is_data_distributed=True,
+        get_item_from_bucket=lambda bucket, place: bucket.data[2 * place : 2 * place + 2],
+    )
+
+
+@pytest.mark.parametrize("allocator", ["FixedPoolAllocator", "StorageResizeBased"])
+def test_a_whole_is_of_its_own_parameters_and_of_where_they_lie_now(allocator: str) -> None:
+    buffer = a_buffer(allocator)
+    views, parameters = BucketViews(buffer), buffer.params
+    memory = torch.arange(16.0)
+    # Another storage, and another place in it.
+    for data in (torch.arange(8.0) + 20, memory[:8], memory[8:]):
+        bucket = SimpleNamespace(data=data)
+        for _ in range(2):
+            first = views.whole(bucket, "first", parameters[:2])
+            second = views.whole(bucket, "second", parameters[1:2])
+            assert first is not None and first.data_ptr() == data.data_ptr()
+            assert first.tolist() == data[:4].tolist()
+            assert second is not None and second.tolist() == data[2:4].tolist()
+            assert views.whole(bucket, "others", parameters[2:]) is None
+
+
+@pytest.mark.parametrize(
+    ("allocator", "once"), [("FixedPoolAllocator", True), ("StorageResizeBased", False)]
+)
+def test_a_whole_is_cut_once_only_where_memory_stays(allocator: str, once: bool) -> None:
+    buffer = a_buffer(allocator)
+    views, bucket = BucketViews(buffer), SimpleNamespace(data=torch.arange(8.0))
+    first, again = (views.whole(bucket, "key", buffer.params[:2]) for _ in range(2))
+    assert first is not None and (first is again) == once

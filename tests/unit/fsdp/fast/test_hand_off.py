@@ -1,0 +1,379 @@
+"""Gradients on their way to a bucket: at once, one by one, and in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.errors import FastPathError
+from megatron_cg.fsdp.fast.gradients import GradientHandOff
+
+SIZE = 2
+Gradients = list[torch.Tensor | None]
+
+
+class Buffer:
+    """Parameters' gradients, side by side in memory that stays in place."""
+
+    def __init__(self, parameters: list[Any], sharded: bool) -> None:
+        self.params, self.is_data_distributed = parameters, sharded
+        self.temporary_bucket_allocator = type("FixedPoolAllocator", (), {})()
+        self.param_idx = {parameter: place for place, parameter in enumerate(parameters)}
+        self.data = torch.zeros(SIZE * len(parameters))
+        self.reduced = 0
+
+    def fetch_bucket(self, dtype: torch.dtype | None) -> Any:
+        # What is sharded is sent, in the dtype for that; the sum of a step is not.
+        assert (dtype is torch.float32) == self.is_data_distributed
+        return self
+
+    def get_item_from_bucket(self, bucket: Any, place: int) -> torch.Tensor:
+        piece: torch.Tensor = bucket.data[SIZE * place : SIZE * (place + 1)]
+        return piece
+
+
+class Megatron:
+    """The part of Megatron-FSDP that takes gradients, for buckets of these many parameters."""
+
+    def __init__(self, *sizes: int, sharded: bool = True) -> None:
+        self.buffers, groups = [], []
+        self.room: list[int] = []
+        """Buckets that a buffer was made free for."""
+        for size in sizes:
+            parameters: list[Any] = [nn.Parameter(torch.zeros(SIZE)) for _ in range(size)]
+            self.buffers.append(Buffer(parameters, sharded))
+            groups.append(
+                SimpleNamespace(
+                    hfsdp_helper_gbuf=None,
+                    main_grad_buffer=self.buffers[-1],
+                    fsdp_unit_id=0,
+                    requires_grad=True,
+                    params=parameters,
+                )
+            )
+        policy = SimpleNamespace(grad_comm_dtype=torch.float32)
+        self.param_and_grad_buffer = SimpleNamespace(parameter_groups=groups, mp_policy=policy)
+        self.grad_reduce_pipeline = SimpleNamespace(
+            bucket_grad_ready_params=[set() for _ in sizes],
+            grad_reduce_queue=[],
+            _enforce_double_buffer_limit=self.room.extend,
+        )
+        self.report_nan_in_param_grad = False
+        self.told: list[int] = []
+        """Places of what its own function was called with."""
+        self.parameters = [p for buffer in self.buffers for p in buffer.params]
+        self.places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        self.unit = nn.ParameterList(self.parameters)
+        self.begin()
+
+    def begin(self) -> None:
+        for ready in self.grad_reduce_pipeline.bucket_grad_ready_params:
+            ready.clear()
+        self._params_require_handle_grad = set(self.parameters)
+        for parameter in self.parameters:
+            parameter.grad_added_to_main_grad = False
+
+    def take(self, parameters: list[Any]) -> None:
+        """What ``_process_post_backward_gradients`` does."""
+        (parameter,) = parameters
+        self.told.append(self.places[parameter])
+        number, buffer = next(
+            (n, b) for n, b in enumerate(self.buffers) if parameter in b.param_idx
+        )
+        piece = buffer.get_item_from_bucket(buffer, buffer.param_idx[parameter])
+        if not parameter.grad_added_to_main_grad:
+            if buffer.is_data_distributed:
+                piece.zero_()
+            if parameter.grad is not None:
+                piece.add_(parameter.grad)
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
+        ready = self.grad_reduce_pipeline.bucket_grad_ready_params[number]
+        ready.add(parameter)
+        buffer.reduced += len(ready) == len(buffer.params)
+        self._params_require_handle_grad.discard(parameter)
+
+    def has(self, gradients: Gradients) -> bool:
+        """Whether these are what lies in the buckets, and nothing is left to do."""
+        there = [
+            buffer.get_item_from_bucket(buffer, buffer.param_idx[parameter])
+            for buffer in self.buffers
+            for parameter in buffer.params
+        ]
+        wanted = [torch.zeros(SIZE) if g is None else g for g in gradients]
+        idle = not self._params_require_handle_grad
+        return torch.equal(torch.cat(there), torch.cat(wanted)) and idle
+
+    def left(self) -> list[int]:
+        return sorted(self.places[parameter] for parameter in self._params_require_handle_grad)
+
+
+class Case:
+    """A model whose first parameters are hidden, and gradients for all."""
+
+    def __init__(self, *sizes: int, hidden: int = 4, sharded: bool = True) -> None:
+        self.megatron = Megatron(*sizes, sharded=sharded)
+        self.hand_off = GradientHandOff(self.megatron, self.megatron.take)
+        self.weights = self.megatron.parameters[:hidden]
+        self.rest = self.megatron.parameters[hidden:]
+        self.comes_still = False
+        if hidden:
+            self.together = self.hand_off.hide(self.weights, lambda: self.comes_still)
+        self.gradients: Gradients = list(
+            torch.arange(1.0, 1 + SIZE * len(self.megatron.parameters)).split(SIZE)
+        )
+
+    def take(self, used: Sequence[int] = ()) -> None:
+        """The operation's own backward function is done."""
+        also = [place in used for place in range(len(self.weights))]
+        self.hand_off.take_hidden(self.together, self.gradients[: len(self.weights)], also)
+
+    def hook(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """Autograd has a gradient for a parameter: it is added up, and the hook runs."""
+        before = parameter.grad
+        parameter.grad = gradient.clone() if before is None else before + gradient
+        self.hand_off([parameter])
+
+    def rest_comes(self) -> None:
+        own = self.gradients[len(self.weights) :]
+        for parameter, gradient in zip(self.rest, own, strict=True):
+            assert gradient is not None
+            self.hook(parameter, gradient)
+
+
+def refused(case: Case) -> bool:
+    try:
+        case.hand_off.refuse_what_is_left()
+    except FastPathError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("lie", ["neighbours", "gradients apart", "weights apart"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "summed"])
+@pytest.mark.parametrize("first", ["experts", "dense"])
+def test_plain_gradients_are_copied_at_once(
+    first: str, sharded: bool, lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(6, sharded=sharded)
+    megatron, (buffer,) = case.megatron, case.megatron.buffers
+    if lie == "gradients apart":
+        case.gradients = [gradient + 0.0 for gradient in case.gradients if gradient is not None]
+    elif lie == "weights apart":
+        buffer.param_idx = {parameter: 5 - place for parameter, place in buffer.param_idx.items()}
+    pieces: list[int] = []
+    copy = case.hand_off._copy
+
+    def counted(bucket: Any, into: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        pieces.append(len(into))
+        copy(bucket, into, gradients)
+
+    monkeypatch.setattr(case.hand_off, "_copy", counted)
+    for number in (1, 2):
+        megatron.begin()
+        steps = [case.take, case.rest_comes]
+        if first == "dense":
+            # What waited goes before, so that the experts complete the bucket.
+            steps.reverse()
+        steps[0]()
+        # Its own function is not asked before there is something to reduce.
+        assert buffer.reduced == number - 1 and len(megatron.told) == number - 1
+        assert megatron.left() == ([4, 5] if first == "experts" else list(range(6)))
+        assert refused(case)
+        steps[1]()
+        assert buffer.reduced == number and case.hand_off.copies == 2 * number
+        times = 1 if sharded else number
+        assert megatron.has([g * times for g in case.gradients if g is not None])
+        assert all(parameter.grad is None for parameter in megatron.parameters)
+    assert megatron.told == [5 if first == "experts" else 3] * 2
+    assert megatron.room == [0] * 4
+    assert sorted(pieces) == ([1, 1, 2, 2] if lie == "neighbours" else [2, 2, 4, 4])
+    megatron.begin()
+    assert not refused(case)
+
+
+def test_two_operations_and_what_waits_have_copies_of_their_own() -> None:
+    case = Case(9)
+    other = case.hand_off.hide(case.rest[:3], bool)
+    assert case.hand_off.knows(case.weights[0]) and not case.hand_off.knows(nn.Parameter())
+    for number in (1, 2):
+        case.megatron.begin()
+        one, two = case.gradients[7:]
+        assert one is not None and two is not None
+        case.hook(case.rest[3], one)
+        case.take()
+        case.hand_off.take_hidden(other, case.gradients[4:7], [False] * 3)
+        case.hook(case.rest[4], two)
+        # What waited before the experts came waits on for the last one.
+        assert case.hand_off.copies == 3 * number and case.megatron.has(case.gradients)
+
+
+def test_a_pass_that_comes_to_the_experts_alone_leaves_the_rest_to_the_root_hook() -> None:
+    case = Case(6)
+    for _ in range(2):
+        case.megatron.begin()
+        case.take()
+        case.hand_off.unit_is_done(case.megatron.unit)
+        assert case.megatron.left() == [4, 5] and case.megatron.told == []
+        for parameter in case.rest:
+            parameter.grad = torch.ones(SIZE)
+        case.hand_off(case.rest[:1])
+    # The one that waits is of the second pass; what waited in the first is forgotten.
+    assert len(case.hand_off._buckets[0].waiting) == 1
+
+
+def no_gradient(case: Case) -> Gradients:
+    """One that has none from before either, and one that has."""
+    case.gradients[1] = case.gradients[3] = None
+    case.weights[1].grad = torch.full((SIZE,), 0.5)
+    return [case.gradients[0], torch.full((SIZE,), 0.5), *case.gradients[2:]]
+
+
+def a_gradient_from_before(case: Case) -> Gradients:
+    first, *others = case.gradients
+    case.weights[0].grad = torch.full((SIZE,), 0.5)
+    assert first is not None
+    return [first + 0.5, *others]
+
+
+def written_by_somebody(case: Case) -> Gradients:
+    case.weights[2].grad_added_to_main_grad = True
+    case.megatron.buffers[0].data[2 * SIZE : 3 * SIZE] = -1.0
+    return [*case.gradients[:2], torch.full((SIZE,), -1.0), case.gradients[3]]
+
+
+def checked_for_nan(case: Case) -> Gradients:
+    case.megatron.report_nan_in_param_grad = True
+    return case.gradients
+
+
+@pytest.mark.parametrize(
+    ("change", "own"),
+    [
+        # The last one of those that are copied is told in any case.
+        (no_gradient, [3, 2]),
+        (a_gradient_from_before, [3]),
+        (written_by_somebody, [2, 3]),
+        (checked_for_nan, [0, 1, 2, 3]),
+    ],
+)
+def test_others_go_one_by_one_or_megatrons_own_way(
+    change: Callable[[Case], Gradients], own: list[int]
+) -> None:
+    case = Case(4)
+    expected = change(case)
+    case.take()
+    assert case.megatron.told == own
+    assert case.megatron.has(expected) and case.megatron.buffers[0].reduced == 1
+    assert all(weight.grad is None for weight in case.weights)
+
+
+def test_a_second_gradient_of_hidden_weights_overwrites_the_first() -> None:
+    case = Case(6)
+    case.take()
+    assert case.megatron.told == []
+    case.gradients[:4] = [torch.full((SIZE,), 7.0) for _ in range(4)]
+    case.take()
+    assert case.megatron.told == [0, 1, 2, 3] and case.hand_off.copies == 1
+    case.rest_comes()
+    assert case.megatron.has(case.gradients) and case.megatron.buffers[0].reduced == 1
+
+
+def test_a_second_gradient_of_a_complete_bucket_is_reduced_again_or_an_error() -> None:
+    case = Case(4)
+    case.take()
+    with pytest.raises(FastPathError, match="twice in one backward pass"):
+        case.take()
+    case = Case(3, hidden=0)
+    for number in (1, 2):
+        case.rest_comes()
+        assert case.megatron.told == [2, 0, 1, 2][: 1 if number == 1 else 4]
+    assert case.megatron.buffers[0].reduced == 4
+    case.megatron.begin()
+    case.rest_comes()
+    assert case.megatron.told[4:] == [2] and case.megatron.has(case.gradients)
+
+
+def test_a_second_gradient_that_was_added_to_one_that_waits_is_an_error() -> None:
+    case = Case(3, hidden=0)
+    for _ in range(2):
+        case.hook(case.rest[0], torch.ones(SIZE))
+    with pytest.raises(FastPathError, match="twice in one backward pass"):
+        case.hand_off.unit_is_done(case.megatron.unit)
+
+
+def test_weights_of_several_buckets_go_to_their_own() -> None:
+    case = Case(2, 4, hidden=5)
+    assert case.together.bucket is None
+    case.take()
+    case.rest_comes()
+    assert case.megatron.has(case.gradients)
+    assert [buffer.reduced for buffer in case.megatron.buffers] == [1, 1]
+
+
+def test_a_gradient_of_another_shape_is_an_error() -> None:
+    case = Case(4)
+    first, *others = case.gradients
+    assert first is not None
+    case.gradients = [first.view(1, SIZE), *others]
+    with pytest.raises(RuntimeError, match="size"):
+        case.take()
+
+
+@pytest.mark.parametrize("first", ["operation", "hook"])
+def test_two_parts_of_a_gradient_wait_for_each_other(first: str) -> None:
+    case, more = Case(5), torch.full((SIZE,), 0.25)
+    for _ in range(2):
+        case.megatron.begin()
+        case.comes_still = first == "hook"
+        steps: list[Callable[[], None]] = [
+            lambda: case.take(used=[1]),
+            lambda: case.hook(case.weights[1], more),
+        ]
+        if first == "hook":
+            steps.reverse()
+        steps[0]()
+        assert 1 in case.megatron.left() and refused(case)
+        case.comes_still = False
+        steps[1]()
+        case.rest_comes()
+        one, two, *others = case.gradients
+        assert two is not None and case.megatron.has([one, two + more, *others])
+        case.megatron.begin()
+        assert not refused(case)
+
+
+@pytest.mark.parametrize("first", ["operation", "hook"])
+def test_parts_that_wait_alone_are_refused(first: str) -> None:
+    case = Case(4)
+    case.comes_still = True
+    if first == "operation":
+        case.take(used=range(4))
+    else:
+        case.hook(case.weights[1], torch.ones(SIZE))
+    assert not case.hand_off._buckets[0].waiting and case.megatron.told == []
+    assert refused(case)
+
+
+def test_a_part_that_comes_too_late_is_an_error() -> None:
+    case = Case(5)
+    case.take()
+    with pytest.raises(FastPathError, match="would lack a part"):
+        case.hook(case.weights[1], torch.ones(SIZE))
+
+
+def test_a_hidden_weight_may_be_used_without_the_operation_and_be_shown_again() -> None:
+    case = Case(4)
+    for _ in range(2):
+        case.megatron.begin()
+        for weight, gradient in zip(case.weights, case.gradients, strict=True):
+            assert gradient is not None
+            case.hook(weight, gradient)
+        assert case.megatron.has(case.gradients)
+        # What is shown has nothing to wait for.
+        case.hand_off.show(case.together)
+        case.comes_still = True
