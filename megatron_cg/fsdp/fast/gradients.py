@@ -55,12 +55,12 @@ Note [A buffer that is still read]
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
 ``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
-pass) and ``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params``,
-``grad_reduce_queue`` (event, function, bucket) and ``_enforce_double_buffer_limit``;
-``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket``, ``param_idx`` and
-``is_data_distributed`` (false where a data-parallel group is one rank, as that of experts may be);
-``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``, ``params`` and
-``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
+pass), ``_root_pre_backward_hook_issued`` (in a pass) and ``report_nan_in_param_grad``;
+``GradReducePipeline.bucket_grad_ready_params``, ``grad_reduce_queue`` (event, function, bucket) and
+``_enforce_double_buffer_limit``; ``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket``,
+``param_idx`` and ``is_data_distributed`` (false where a data-parallel group is one rank, as that of
+experts may be); ``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``,
+``params`` and ``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ RELIES_ON = (
     *in_both(
         "megatron_fsdp:MegatronFSDP",
         "the wrapped model",
-        attributes=("_params_require_handle_grad", "report_nan_in_param_grad", "mp_policy"),
+        attributes=(
+            *("_params_require_handle_grad", "_root_pre_backward_hook_issued"),
+            *("report_nan_in_param_grad", "mp_policy"),
+        ),
     ),
     *in_both(
         "param_and_grad_buffer:GradReducePipeline",
@@ -205,6 +208,8 @@ class GradientHandOff:
 
     def refuse_what_is_left(self) -> None:
         """Raise FastPathError where a backward pass did not end; see Note [Passes that fail]."""
+        if not self._fsdp._root_pre_backward_hook_issued:
+            return
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
         if self._parts or any(ready) or any(bucket.waiting for bucket in self._buckets):
             raise FastPathError(

@@ -75,6 +75,8 @@ class Megatron:
         for ready in self.grad_reduce_pipeline.bucket_grad_ready_params:
             ready.clear()
         self._params_require_handle_grad = set(self.parameters)
+        # Until the root hook after the pass takes it back.
+        self._root_pre_backward_hook_issued = True
         for parameter in self.parameters:
             parameter.grad_added_to_main_grad = False
 
