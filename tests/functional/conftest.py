@@ -25,8 +25,21 @@ def skip_without(gpus: int) -> None:
     found = torch.cuda.device_count()
     if found < gpus:
         pytest.skip(f"needs {gpus} GPUs, and {found} can be seen")
-    if importlib.util.find_spec("transformer_engine_torch") is None:
+    if not has_extension():
         pytest.skip("needs transformer-engine with its PyTorch extension")
+
+
+def has_extension() -> bool:
+    """Whether Transformer Engine's PyTorch extension is installed, without importing it.
+
+    Built from source it is a module of its own; until it is imported, transformer-engine 2.20 hides
+    it inside of its package.
+    """
+    package = importlib.util.find_spec("transformer_engine")
+    places = (package and package.submodule_search_locations) or ()
+    return importlib.util.find_spec("transformer_engine_torch") is not None or any(
+        next(Path(place).rglob("transformer_engine_torch*"), None) for place in places
+    )
 
 
 @pytest.fixture(scope="session")
