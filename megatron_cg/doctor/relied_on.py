@@ -18,7 +18,8 @@ from megatron_cg.versions import Symbol, installed_version
 
 _DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
 _PACKAGE = Path(__file__).resolve().parents[1]
-_TE_ONLY = ("megatron_cg.backends.transformer_engine", "megatron_cg.fsdp.fast.adam")
+_FAST = "megatron_cg.fsdp.fast"
+_TE_ONLY = ("megatron_cg.backends.transformer_engine", f"{_FAST}.adam", f"{_FAST}.hidden")
 _TAPE_ONLY = ("megatron_cg.backends.tape", "megatron_cg.cpu.")
 
 
