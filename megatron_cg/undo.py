@@ -27,6 +27,17 @@ def set_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
+def run_before(owner: Any, name: str, action: Callable[[], None]) -> Callable[[], None]:
+    """Let ``action`` run before each call of a method of ``owner``; returns the undo."""
+    method = getattr(owner, name)
+
+    def after_action(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return method(*args, **kwargs)
+
+    return set_attribute(owner, name, after_action)
+
+
 @contextmanager
 def garbage_collection_kept() -> Iterator[None]:
     """Put automatic garbage collection back on or off, as it was.

@@ -78,7 +78,7 @@ from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
 from megatron_cg.fsdp.fast.streams import current_stream, wait_for
 from megatron_cg.fsdp.fast.views import BucketViews, in_one_piece
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import run_before
 
 WAITING_BYTES = 64 << 20
 """Of gradients of one bucket; some ten of the experts of a 30B-A3B mixture."""
@@ -391,13 +391,7 @@ def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:
     """
     cell = find_cell(hook_functions(fsdp), _PROCESS)
     hand_off = GradientHandOff(fsdp, cell.cell_contents)
-    forward = fsdp.forward
-
-    def forward_anew(*args: Any, **kwargs: Any) -> Any:
-        hand_off.refuse_what_is_left()
-        return forward(*args, **kwargs)
-
     with ExitStack() as undo:
         undo.callback(set_cell(cell, hand_off))
-        undo.callback(set_attribute(fsdp, "forward", forward_anew))
+        undo.callback(run_before(fsdp, "forward", hand_off.refuse_what_is_left))
         return hand_off, undo.pop_all().close

@@ -65,7 +65,6 @@ _BACKWARD = Symbol(
 )
 _EXECUTES = Symbol("torch", "torch._C:_will_engine_execute_node", "what a backward pass comes to")
 _PASS = Symbol("torch", "torch._C:_current_graph_task_id", "which backward pass is under way")
-_number_of_pass: Callable[[], int] = _PASS.find()
 _NO_PASS = -1
 RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, _PASS)
 MANY = 4
@@ -90,7 +89,8 @@ def install_hidden(
     module = sys.modules.get(_MODULE)
     if module is None:
         raise StepsAsideError("no grouped GEMM of Transformer Engine's is there")
-    _FORWARD.find(), _BACKWARD.find(), _EXECUTES.find()
+    for symbol in RELIES_ON:
+        symbol.find()
     return hide_in(module, _NAME, HiddenWeights(model, hand_off, graphed))
 
 
@@ -231,6 +231,7 @@ class _Weights:
         self.leaf = torch.zeros((), device=self.parameters[0].device, requires_grad=True)
         """See Note [Passes that name their inputs]."""
         self._executes: Callable[[Any], bool] = _EXECUTES.find()
+        self._number_of_pass: Callable[[], int] = _PASS.find()
         self._of_leaf = get_gradient_edge(self.leaf).node
         self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
         self._calls: list[weakref.ref[Any]] = []
@@ -261,7 +262,7 @@ class _Weights:
         """A call has been made, whose backward pass may come."""
         self._calls = [one for one in self._calls if one() is not None]
         self._calls.append(weakref.ref(node))
-        if _number_of_pass() == _NO_PASS:
+        if self._number_of_pass() == _NO_PASS:
             self._before.clear()
 
     def are_used(self) -> bool:
@@ -270,7 +271,7 @@ class _Weights:
 
     def is_still_to_come(self) -> bool:
         """Whether this backward pass comes to a call that it has not come to yet."""
-        now = _number_of_pass()
+        now = self._number_of_pass()
         if now == _NO_PASS:
             return False
         calls = (call() for call in self._calls)
@@ -280,7 +281,7 @@ class _Weights:
 
     def computed(self, node: Any, gradients: Gradients) -> None:
         """A call's gradients, of weights and what else came last; see the notes above."""
-        now = node.computed_in = _number_of_pass()
+        now = node.computed_in = self._number_of_pass()
         if not self._executes(self._of_leaf):
             raise FastPathError(
                 "A backward pass that names its inputs, as torch.autograd.grad does, came to a "

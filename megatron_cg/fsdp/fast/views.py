@@ -89,7 +89,7 @@ def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     neighbours in their bucket. One copy of all is launched with less work than one of many.
     """
     first = tensors[0]
-    address, end = first.data_ptr(), first.data_ptr()
+    address = end = first.data_ptr()
     for tensor in tensors:
         if (
             tensor.data_ptr() != end

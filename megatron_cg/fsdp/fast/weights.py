@@ -37,7 +37,7 @@ from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.unshard import is_float8
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.idle_pool import Room
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import run_before, set_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -75,16 +75,14 @@ def install_main_gradients(fsdp: Any, room: Room | None) -> Callable[[], None]:
     """
     store = fsdp.param_and_grad_buffer
     table = _GradientTable(store, room)
-    forward = fsdp.forward
 
-    def after_coming_home(*args: Any, **kwargs: Any) -> Any:
+    def come_home() -> None:
         if table.lent and fsdp.training and torch.is_grad_enabled():
             table.come_home()
-        return forward(*args, **kwargs)
 
     with ExitStack() as undo:
         undo.callback(set_attribute(store, _ATTACH, table))
-        undo.callback(set_attribute(fsdp, "forward", after_coming_home))
+        undo.callback(run_before(fsdp, "forward", come_home))
         return undo.pop_all().close
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_cg.errors import FastPathError, UpstreamChangedError
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, hide_in
+from tests.unit.fsdp.fast.keeping import HandOff
 from tests.unit.fsdp.fast.test_hidden import PARTS, WIDTH, Grouped
 
 PLACE, NAME = sys.modules[Grouped.__module__], "_Grouped"
@@ -22,27 +23,6 @@ PLACE, NAME = sys.modules[Grouped.__module__], "_Grouped"
 def function() -> Any:
     """What the modules' forward passes look up."""
     return getattr(PLACE, NAME)
-
-
-class HandOff:
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[list[torch.Tensor], list[bool]]] = []
-        self.hidden: list[Any] = []
-
-    def knows(self, parameter: object) -> bool:
-        return isinstance(parameter, nn.Parameter)
-
-    def hide(self, weights: list[Any], _to_come: Any) -> list[Any]:
-        self.hidden += weights
-        return weights
-
-    def show(self, weights: list[Any]) -> None:
-        del self.hidden[-len(weights) :]
-
-    def take_hidden(self, _together: Any, gradients: list[torch.Tensor], used: list[bool]) -> None:
-        self.taken.append((gradients, used))
 
 
 def rows() -> torch.Tensor:
@@ -239,22 +219,12 @@ def test_weights_that_nobody_takes_or_that_are_few_are_left_to_autograd(
     assert hand_off.taken == [] and module.weight5.grad is not None
 
 
-def test_calls_without_a_backward_pass_are_not_kept(
-    module: Grouped, hand_off: HandOff, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    hide = hand_off.hide
-
-    def hiding(weights: list[Any], to_come: Any) -> list[Any]:
-        made.append(to_come)
-        return hide(weights, to_come)
-
-    monkeypatch.setattr(hand_off, "hide", hiding)
+def test_calls_without_a_backward_pass_are_not_kept(module: Grouped, hand_off: HandOff) -> None:
     hidden = HiddenWeights(nn.Sequential(module), hand_off)  # type: ignore[arg-type]
     undo = hide_in(PLACE, NAME, hidden)
     for _ in range(10):
         module(rows())
-    (to_come,) = made
+    to_come: Any = hand_off.to_come
     assert not to_come() and len(to_come.__self__._calls) == 1
     undo()
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.fsdp.fast.hidden import MANY, HiddenWeights, hide_in
+from tests.unit.fsdp.fast.keeping import HandOff
 
 WIDTH = 3
 
@@ -55,33 +56,16 @@ class Scaled(nn.Module):
         return output
 
 
-class HandOff:
-    """Keeps what it is given: gradients by the weight that they are handed over for."""
+class ByWeight(HandOff):
+    """Keeps gradients by the weight that they are handed over for."""
 
-    def __init__(self) -> None:
-        self.taken: list[dict[Any, torch.Tensor | None]] = []
-        self.hidden: list[Any] = []
-        self.to_come: Callable[[], bool] = bool
-
-    def knows(self, parameter: object) -> bool:
-        return isinstance(parameter, nn.Parameter)
-
-    def hide(self, weights: list[Any], to_come: Callable[[], bool]) -> list[Any]:
-        self.to_come = to_come
-        self.hidden += weights
-        return weights
-
-    def show(self, weights: list[Any]) -> None:
-        gone = set(weights)
-        self.hidden = [weight for weight in self.hidden if weight not in gone]
-
-    def take_hidden(self, weights: list[Any], gradients: Any, _used: Any) -> None:
+    def take_hidden(self, weights: list[Any], gradients: Any, used: Any) -> None:
         self.taken.append(dict(zip(weights, gradients, strict=True)))
 
 
 class Case:
     def __init__(self, module: Scaled) -> None:
-        self.module, self.hand_off = module, HandOff()
+        self.module, self.hand_off = module, ByWeight()
         self.hidden = HiddenWeights(nn.Sequential(module), self.hand_off)  # type: ignore[arg-type]
 
     @property

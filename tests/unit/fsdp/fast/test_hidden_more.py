@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, hide_in
+from tests.unit.fsdp.fast.keeping import HandOff
 
 pytest.importorskip("megatron_fsdp")
 
@@ -281,23 +282,15 @@ def test_losses_are_the_same_or_there_is_an_error(folder: Path, way: str) -> Non
         assert (eager[-1] == ValueError.__name__) == (way == "checked")
 
 
-class HandOff:
-    """Keeps what it is given."""
+class Owner(HandOff):
+    """Knows one module's parameters only."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__()
         self.parameters = set(module.parameters())
-        self.taken: list[list[torch.Tensor]] = []
 
     def knows(self, parameter: object) -> bool:
         return parameter in self.parameters
-
-    def hide(self, weights: Any, _to_come: Any) -> Any:
-        return weights
-
-    def show(self, _weights: Any) -> None: ...
-
-    def take_hidden(self, _weights: Any, gradients: Any, _used: Any) -> None:
-        self.taken.append(list(gradients))
 
 
 def grouped() -> Any:
@@ -319,7 +312,7 @@ def hide(module: nn.Module, hand_off: Any) -> Callable[[], None]:
 
 def test_a_weight_that_was_frozen_at_first_gets_its_gradient() -> None:
     module = grouped()
-    hand_off = HandOff(module)
+    hand_off = Owner(module)
     module.weight1.requires_grad_(False)
     undo = hide(module, hand_off)
     try:
@@ -328,13 +321,13 @@ def test_a_weight_that_was_frozen_at_first_gets_its_gradient() -> None:
         module(given()).sum().backward()
     finally:
         undo()
-    assert module.weight1.grad is not None or len(hand_off.taken[-1]) == PARTS
+    assert module.weight1.grad is not None or len(hand_off.taken[-1][0]) == PARTS
 
 
 def test_gradients_are_cast_before_they_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Grouped, "gradients", torch.bfloat16)
     module = grouped()
-    hand_off = HandOff(module)
+    hand_off = Owner(module)
 
     def loss() -> torch.Tensor:
         found: torch.Tensor = module(given()).square().sum()
@@ -348,14 +341,14 @@ def test_gradients_are_cast_before_they_are_added_up(monkeypatch: pytest.MonkeyP
         loss().backward()
     finally:
         undo()
-    (found,) = hand_off.taken
+    ((found, _),) = hand_off.taken
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.to(theirs.dtype), theirs)
 
 
 def test_a_model_that_is_between_two_steps_as_another_runs_is_hidden_later() -> None:
     first, second = grouped(), grouped()
-    ours, theirs = HandOff(first), HandOff(second)
+    ours, theirs = Owner(first), Owner(second)
     raw = dict(second._parameters)
     # As Megatron-FSDP's swap leaves it; the other model comes first to its function.
     second._parameters.update({name: nn.Parameter(torch.zeros(1)) for name in raw})
@@ -372,7 +365,7 @@ def test_a_model_that_is_between_two_steps_as_another_runs_is_hidden_later() -> 
 
 def test_a_second_pass_over_a_kept_graph_is_handed_over_once_too() -> None:
     module = grouped()
-    hand_off = HandOff(module)
+    hand_off = Owner(module)
     undo = hide(module, hand_off)
     try:
         loss = module(given()).sum() + module(given() * 2).square().sum()

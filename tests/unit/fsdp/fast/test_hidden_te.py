@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_cg.fsdp.fast.hidden import install_hidden
 from megatron_cg.fsdp.fast.views import in_one_piece
+from tests.unit.fsdp.fast.keeping import HandOff
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="TE is not installed")
 GEMMS, INTO, OUT = 6, 4, 8
@@ -48,24 +49,6 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert module._GroupedLinear is own
 
 
-class HandOff:
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.taken: list[list[torch.Tensor]] = []
-
-    def knows(self, parameter: object) -> bool:
-        return isinstance(parameter, nn.Parameter)
-
-    def hide(self, weights: Any, _to_come: Any) -> Any:
-        return weights
-
-    def show(self, _weights: Any) -> None: ...
-
-    def take_hidden(self, _weights: Any, gradients: Any, _used: Any) -> None:
-        self.taken.append(list(gradients))
-
-
 def test_its_gradients_are_the_same_and_one_tensor(grouped: Any) -> None:
     rows, splits = torch.randn(18, INTO, requires_grad=True), [0, 7, 2, 0, 8, 1]
     grouped(rows, splits).square().sum().backward()
@@ -78,7 +61,7 @@ def test_its_gradients_are_the_same_and_one_tensor(grouped: Any) -> None:
     with torch.no_grad():
         grouped(rows, splits)
     undo()
-    (found,) = hand_off.taken
+    ((found, _),) = hand_off.taken
     assert torch.equal(rows.grad, of_rows)  # type: ignore[arg-type]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert all(weight.grad is None for weight in grouped.parameters())

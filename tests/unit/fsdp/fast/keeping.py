@@ -1,0 +1,36 @@
+"""A stand-in of the hand-off, for hidden weights without Megatron-FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class HandOff:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+        """Gradients, and which of their weights are used in another way too."""
+        self.hidden: list[Any] = []
+        self.to_come: Callable[[], bool] = bool
+
+    def knows(self, parameter: object) -> bool:
+        return isinstance(parameter, nn.Parameter)
+
+    def hide(self, weights: list[Any], to_come: Callable[[], bool]) -> list[Any]:
+        self.to_come = to_come
+        self.hidden += weights
+        return weights
+
+    def show(self, weights: list[Any]) -> None:
+        gone = set(weights)
+        self.hidden = [weight for weight in self.hidden if weight not in gone]
+
+    def take_hidden(
+        self, weights: list[Any], gradients: list[torch.Tensor], used: list[bool]
+    ) -> None:
+        self.taken.append((gradients, used))
