@@ -21,6 +21,7 @@ COMPARED: dict[str, Callable[[Figures], float | None]] = {
     "peak in capture MiB": lambda found: found.capture_peak,
     "bytes a replay": lambda found: found.bytes_per_replay,
 }
+_OF_TRACE = ("step / busy", "GPU busy ms")
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,16 @@ def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
         for figure, read in COMPARED.items():
             was, is_now = read(before[name]), read(now)
             if was is not None and is_now is not None:
-                changes.append(Change(name, figure, was, is_now))
+                told = figure + _difference(figure, before[name], now)
+                changes.append(Change(name, told, was, is_now))
     return changes
+
+
+def _difference(figure: str, old: Figures, new: Figures) -> str:
+    """What makes a figure of then and now unlike, in words. See Note [Which trace] in figures."""
+    if figure not in _OF_TRACE or old.device_alone == new.device_alone:
+        return ""
+    return f" ({'old' if new.device_alone else 'new'}: traced with host events)"
 
 
 def _by_name(results: Sequence[Result]) -> dict[str, Figures]:

@@ -16,12 +16,14 @@ from typing import Any
 
 from megatron_cg.align.processes import Run, named_error
 from megatron_cg.bench.budget import Budget
+from megatron_cg.bench.busy import busy_figures
 from megatron_cg.bench.host_calls import host_calls
 from megatron_cg.bench.idle import analyse
 from megatron_cg.bench.schedule import PlannedRun
 from megatron_cg.bench.spreads import FiguresError
 from megatron_cg.bench.store import FAILED, LEFT_OUT, OK, Result
-from megatron_cg.bench.timeline import read_timeline
+from megatron_cg.bench.timeline import Timeline, read_timeline
+from megatron_cg.bench.windows import TRACED
 
 _TAIL = 30
 _LOOK = 0.25
@@ -48,6 +50,7 @@ class Options:
 
 
 Start = Callable[[PlannedRun, Path], Run]
+Read = Callable[[Timeline, int], dict[str, Any]]
 
 
 def execute(
@@ -102,6 +105,7 @@ def _result(run: PlannedRun, options: Options, facts: Mapping[str, Any]) -> Resu
         "tail": [],
         "seconds": 0.0,
         "ranks": [],
+        "device_trace": None,
         "trace": None,
         "host_calls": None,
         "notes": [],
@@ -181,20 +185,21 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 def _add_profile(result: Result, folder: Path, options: Options) -> None:
-    """What the trace and the samples of rank 0 say; a trace that cannot be read is noted."""
+    """What the traces and the samples of rank 0 say; a trace that cannot be read is noted."""
     first = result["ranks"][0] if result["ranks"] else {}
-    profiled, sampled = first.get("profiled"), first.get("sampled")
-    if profiled:
-        trace = folder / profiled["trace"]
-        try:
-            result["trace"] = analyse(read_timeline(trace), profiled["steps"])
-        except FiguresError as error:
-            result["notes"].append(str(error))
-        if options.keep_traces and trace.exists():
-            with trace.open("rb") as text, gzip.open(f"{trace}.gz", "wb", 5) as packed:
-                shutil.copyfileobj(text, packed)
-        trace.unlink(missing_ok=True)
-    if sampled:
+    kinds: list[tuple[str, str, Read]] = [
+        (TRACED, "device_trace", busy_figures),
+        ("profiled", "trace", analyse),
+    ]
+    for kind, name, read in kinds:
+        if window := first.get(kind):
+            trace = folder / window["trace"]
+            try:
+                result[name] = read(read_timeline(trace), window["steps"])
+            except FiguresError as error:
+                result["notes"].append(str(error))
+            _put_away(trace, keep=options.keep_traces)
+    if sampled := first.get("sampled"):
         stacks = folder / sampled["file"]
         if sampled["note"]:
             result["notes"].append(f"samples: {sampled['note']}")
@@ -204,3 +209,11 @@ def _add_profile(result: Result, folder: Path, options: Options) -> None:
             if options.samples is not None:
                 options.samples.mkdir(parents=True, exist_ok=True)
                 shutil.copy(stacks, options.samples / f"{os.path.basename(folder.parent)}.folded")
+
+
+def _put_away(trace: Path, *, keep: bool) -> None:
+    """Delete a trace, or pack it."""
+    if keep and trace.exists():
+        with trace.open("rb") as text, gzip.open(f"{trace}.gz", "wb", 5) as packed:
+            shutil.copyfileobj(text, packed)
+    trace.unlink(missing_ok=True)

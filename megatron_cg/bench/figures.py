@@ -8,6 +8,11 @@ Note [Rounds together]
     Step times are those of all rounds, memory is the most of any round, and capture takes the
     median of the rounds. All else is of the first round that measured it: later ones are only
     timed.
+
+Note [Which trace]
+    What is told of the GPU is from the trace of the device alone. Where a result has none, as those
+    of earlier versions, it is from the trace with host events, in which a slowed host makes idle
+    time longer and overlap less; never some of it from the one and some from the other.
 """
 
 from __future__ import annotations
@@ -45,8 +50,10 @@ class Figures:
     busy: float | None = None
     """Of the GPU, a step: some kernel, copy or set ran, on whatever stream."""
     busy_without_nccl: float | None = None
+    exposed_nccl: float | None = None
+    """NCCL's kernels ran and nothing else did."""
     idle: float | None = None
-    """In the profiled steps, which the profiler makes longer."""
+    """In the traced steps."""
     idle_for_host: float | None = None
     """Of which the host had not launched yet what came next."""
     longest_gap: float | None = None
@@ -64,6 +71,8 @@ class Figures:
     bytes_per_replay: float | None = None
     loss: float | None = None
     """After the last timed step."""
+    device_alone: bool = False
+    """Whether busy, idle and their like are of the device alone. See Note [Which trace]."""
 
     @property
     def step_per_busy(self) -> float | None:
@@ -76,7 +85,8 @@ def figures(result: Result) -> Figures:
     ranks = result["ranks"]
     if not ranks:
         return Figures()
-    first, trace = ranks[0], result["trace"] or {}
+    first, alone = ranks[0], result.get("device_trace")
+    trace = alone or result["trace"] or {}
     timed = first.get("timed") or {}
     capture = first["captures"][-1] if first["captures"] else {}
     seconds, warmup = capture.get("seconds"), capture.get("warmup_seconds")
@@ -90,6 +100,7 @@ def figures(result: Result) -> Figures:
         medians=(step.median,) if step else (),
         busy=trace.get("busy_ms"),
         busy_without_nccl=trace.get("busy_without_nccl_ms"),
+        exposed_nccl=trace.get("exposed_nccl_ms"),
         idle=trace.get("idle_ms"),
         idle_for_host=trace.get("idle_for_host_ms"),
         longest_gap=gaps[0]["us"] / 1e3 if gaps else None,
@@ -103,10 +114,11 @@ def figures(result: Result) -> Figures:
         allocated=_most(steady, "allocated"),
         bytes_per_replay=_bytes_per_replay(timed.get("counters")),
         loss=timed.get("loss"),
+        device_alone=bool(alone),
     )
 
 
-_STEP = ("step", "medians")
+_APART = ("step", "medians", "device_alone")
 _MOST = ("capture_peak", "peak_allocated", "peak_reserved", "allocated")
 _MEDIAN = ("capture_seconds", "capture_without_warmup")
 
@@ -115,13 +127,14 @@ def joined(rounds: Sequence[Result]) -> Figures:
     """The figures of one contender's rounds together. See Note [Rounds together]."""
     each = [figures(result) for result in rounds]
     found: dict[str, float] = {}
-    for name in (field.name for field in fields(Figures) if field.name not in _STEP):
+    for name in (field.name for field in fields(Figures) if field.name not in _APART):
         values = [value for one in each if (value := getattr(one, name)) is not None]
         if values:
             found[name] = _join(name, values)
     steps = [step for result in rounds for step in step_times(result)]
     medians = tuple(round_medians(rounds).values())
-    return Figures(spread(steps) if steps else None, medians, **found)
+    alone = next((one.device_alone for one in each if one.busy is not None), False)
+    return Figures(spread(steps) if steps else None, medians, **found, device_alone=alone)
 
 
 def _join(name: str, values: Sequence[float]) -> float:

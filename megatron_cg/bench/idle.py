@@ -1,4 +1,4 @@
-"""How busy a GPU was in a trace, when it waited, and what the host did meanwhile. Pure.
+"""What the host did while a GPU waited, from a trace with host events. Pure.
 
 Note [Two ways to name a wait]
     While the GPU waits, some thread is at work: each one's innermost event is counted over all
@@ -11,56 +11,36 @@ Note [Two ways to name a wait]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_cg.bench.hostwork import OUTSIDE, Caller, HostWork, shown
-from megatron_cg.bench.intervals import Interval, common, gaps, length, union
-from megatron_cg.bench.spreads import FiguresError
-from megatron_cg.bench.timeline import RUNTIME, Event, Thread, Timeline
+from megatron_cg.bench.busy import LISTED, Gap, busy_figures, find_gaps, longest
+from megatron_cg.bench.hostwork import OUTSIDE, Caller, HostWork
+from megatron_cg.bench.intervals import Interval, common, length
+from megatron_cg.bench.timeline import Thread, Timeline
 
-LISTED = 15
-"""How many rows a list of the longest has."""
 STEPS = "cg: steps"
 """The range around the profiled steps, by which the main thread is known."""
 _BACKWARD = "autograd::engine::evaluate_function"
-_KERNEL = ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel")
-_GRAPH = ("cudaGraphLaunch", "cuGraphLaunch")
-_COPY = ("cudaMemcpy", "cuMemcpy")
-_SET = ("cudaMemset", "cuMemset")
 _NOBODY = ("?", Caller("?", OUTSIDE))
-_WAIT = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 def analyse(timeline: Timeline, steps: int) -> dict[str, Any]:
-    """All that the report says of a trace of that many steps; times in milliseconds a step.
+    """All that a trace with host events says of that many steps; times in milliseconds a step.
 
-    Raises FiguresError where no work of a GPU is in it.
+    What it says of the GPU alone is of a slowed host: see Note [Two traces] in
+    :mod:`megatron_cg.bench.busy`. Raises FiguresError where no work of a GPU is in it.
     """
-    busy = union((event.start, event.end) for event in timeline.device)
-    if not busy:
-        raise FiguresError("there is no kernel in the trace: was it made on a GPU?")
-    waits = gaps(busy)
+    figures = busy_figures(timeline, steps)
+    found = find_gaps(timeline)
     work = {thread: HostWork(events) for thread, events in timeline.host.items()}
     names = _thread_names(timeline)
-    nccl = [event for event in timeline.device if event.is_nccl]
-    others = [event for event in timeline.device if not event.is_nccl]
+    waits = [(gap.start, gap.end) for gap in found]
     return {
-        "steps": steps,
-        "window_ms": (busy[-1][1] - busy[0][0]) / 1e3 / steps,
-        "busy_ms": _per_step(busy, steps),
-        "busy_without_nccl_ms": _per_step(union((e.start, e.end) for e in others), steps),
-        "nccl_ms": _per_step(union((e.start, e.end) for e in nccl), steps),
-        "kernels": sum(event.category == "kernel" for event in timeline.device) / steps,
-        **_calls(timeline, steps),
-        "idle_ms": _per_step(waits, steps),
+        **figures,
         "idle_by_host_work": _meanwhile(waits, work, names, steps),
-        **_ended(waits, timeline, work, names, steps),
+        **_ended(found, work, names, steps),
     }
-
-
-def _per_step(merged: Iterable[Interval], steps: int) -> float:
-    return length(merged) / 1e3 / steps
 
 
 def _thread_names(timeline: Timeline) -> dict[Thread, str]:
@@ -72,29 +52,6 @@ def _thread_names(timeline: Timeline) -> dict[Thread, str]:
         elif any(event.name.startswith(_BACKWARD) for event in events):
             names[thread] = "backward"
     return names
-
-
-def _calls(timeline: Timeline, steps: int) -> dict[str, float]:
-    """Launches and waits a step; a call of the driver inside one of the runtime is the same one."""
-    calls: dict[Any, Event] = {}
-    for thread, events in timeline.host.items():
-        for index, event in enumerate(events):
-            if event.category in RUNTIME:
-                key = event.correlation
-                calls.setdefault((thread, index) if key is None else key, event)
-
-    def count(prefixes: tuple[str, ...]) -> float:
-        return sum(event.name.startswith(prefixes) for event in calls.values()) / steps
-
-    waited = sum(e.end - e.start for e in calls.values() if e.name.startswith(_WAIT))
-    return {
-        "kernel_launches": count(_KERNEL),
-        "graph_launches": count(_GRAPH),
-        "copies": count(_COPY),
-        "sets": count(_SET),
-        "waits": count(_WAIT),
-        "waited_ms": waited / 1e3 / steps,
-    }
 
 
 def _meanwhile(
@@ -122,49 +79,36 @@ def _meanwhile(
 
 
 def _ended(
-    waits: list[Interval],
-    timeline: Timeline,
+    found: Sequence[Gap],
     work: Mapping[Thread, HostWork],
     names: Mapping[Thread, str],
     steps: int,
 ) -> dict[str, Any]:
     """Gaps by what ended them; see Note [Two ways to name a wait]."""
-    launches = timeline.launches()
-    begins: dict[float, Event] = {}
-    for event in timeline.device:
-        begins.setdefault(event.start, event)
     callers = {
         correlation: (names[thread], caller)
         for thread, done in work.items()
         for correlation, caller in done.callers.items()
     }
-    rows: list[dict[str, Any]] = []
+
+    def caller_of(gap: Gap) -> tuple[str, Caller]:
+        correlation = gap.ended_by.correlation
+        return _NOBODY if correlation is None else callers.get(correlation, _NOBODY)
+
     sums: dict[tuple[str, str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    late = 0.0
-    for start, end in waits:
-        kernel = begins[end]
-        correlation = -1 if kernel.correlation is None else kernel.correlation
-        launch = launches.get(correlation)
-        thread, caller = callers.get(correlation, _NOBODY)
-        was_late = launch is not None and launch.start >= start
-        late += (end - start) if was_late else 0.0
-        row = {
-            "us": end - start,
-            "ended_by": shown(kernel.name)[:120],
-            "launched_by": caller.operator,
-            "phase": caller.phase,
-            "thread": thread,
-            "launched_late": was_late,
-        }
-        rows.append(row)
-        cell = sums[thread, caller.phase, caller.operator, was_late]
-        cell[0] += end - start
+    for gap in found:
+        thread, caller = caller_of(gap)
+        cell = sums[thread, caller.phase, caller.operator, gap.launched_late]
+        cell[0] += gap.length
         cell[1] += 1
+    listed = []
+    for gap in longest(found):
+        thread, caller = caller_of(gap)
+        by = {"launched_by": caller.operator, "phase": caller.phase, "thread": thread}
+        listed.append(gap.row() | by)
     ordered = sorted(sums.items(), key=lambda item: -item[1][0])[:LISTED]
     return {
-        "gaps": len(waits) / steps,
-        "idle_for_host_ms": late / 1e3 / steps,
-        "longest_gaps": sorted(rows, key=lambda row: -row["us"])[:LISTED],
+        "longest_gaps": listed,
         "idle_by_launch": [
             {
                 "thread": thread,

@@ -33,12 +33,24 @@ _STEP = (
     "/ fsdp-eager",
     "GPU busy ms",
     "without NCCL",
+    "exposed NCCL",
     "step / busy",
-    "idle ms (profiled)",
+    "idle ms (traced)",
     "of it for the host",
     "longest gap ms",
     "launches",
     "graphs",
+)
+WITH_HOST = " \u2021"
+"""Marks what is from a trace with host events, for want of one of the device alone."""
+_TRACED = (
+    'From "GPU busy ms" on: rank 0, in steps of which only the GPU\'s work and the calls of CUDA '
+    "were traced, so that the host is hardly slower. NCCL is exposed while nothing else runs on "
+    "the GPU."
+)
+_WITH_HOST = (
+    "Marked \u2021: in steps traced with all events of the host, which slow it. Idle time can be "
+    "much longer than in the timed steps, and NCCL overlap less."
 )
 _MEMORY = (
     "contender",
@@ -63,7 +75,7 @@ def as_markdown(
     lines = ["# megatron-cg bench", ""]
     for heading, rows in _headed(results):
         lines += [f"## {heading}", "", *_notes(rows)]
-        lines += [*_step_lines(rows), "", *against_lines(rows)]
+        lines += [*_step_lines(rows), "", *_trace_notes(rows), *against_lines(rows)]
         lines += [*grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
         lines += _phase_lines(rows)
         lines += _idle_lines(rows)
@@ -129,15 +141,29 @@ def _step_cells(row: Row) -> list[str]:
         number(step.between if step else None, ",.2f"),
         f"{step.least:,.1f} to {step.most:,.1f}" if step else NONE,
         ratio_cell(row.step_ratio(row.base)),
-        number(found.busy),
-        number(found.busy_without_nccl),
-        number(found.step_per_busy, ".2f"),
-        number(found.idle),
-        number(found.idle_for_host),
-        number(found.longest_gap, ",.2f"),
+        _traced(row, found.busy),
+        _traced(row, found.busy_without_nccl),
+        _traced(row, found.exposed_nccl),
+        _traced(row, found.step_per_busy, ".2f"),
+        _traced(row, found.idle),
+        _traced(row, found.idle_for_host),
+        _traced(row, found.longest_gap, ",.2f"),
         number(found.kernel_launches, ",.0f"),
         number(found.graph_launches, ",.0f"),
     ]
+
+
+def _traced(row: Row, value: float | None, form: str = ",.1f") -> str:
+    mark = "" if row.figures.device_alone or value is None else WITH_HOST
+    return number(value, form) + mark
+
+
+def _trace_notes(rows: Sequence[Row]) -> list[str]:
+    """Of which steps the GPU's figures are."""
+    alone = {row.figures.device_alone for row in rows if row.figures.busy is not None}
+    lines = [_TRACED] if True in alone else []
+    lines += [_WITH_HOST] if False in alone else []
+    return [line for words in lines for line in (words, "")]
 
 
 def _memory_cells(row: Row) -> list[str]:
@@ -191,7 +217,8 @@ def _idle_lines(rows: Sequence[Row]) -> list[str]:
         trace = row.result["trace"]
         if not trace:
             continue
-        lines += [f"{row.name}, what ended the GPU's idle time:", ""]
+        how = f"traced with all events of the host: {number(trace['idle_ms'])} ms a step"
+        lines += [f"{row.name}, what ended the GPU's idle time ({how}):", ""]
         body = [
             [
                 f"{found['phase']} / {found['launched_by']} [{found['thread']}]",

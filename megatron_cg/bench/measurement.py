@@ -20,11 +20,13 @@ from megatron_cg.bench.idle import STEPS
 from megatron_cg.bench.phases import find_phases
 from megatron_cg.bench.sampling import sampling
 from megatron_cg.bench.watching import PhaseRanges, PhaseTimes, watching
-from megatron_cg.bench.windows import Windows
+from megatron_cg.bench.windows import TRACED, Windows
 from megatron_cg.versions import installed_version
 
 FORMAT = 1
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine", "mamba-ssm")
+TRACES = ("device_trace.json", "trace.json")
+"""Of the device alone, and with host events."""
 Counts = Mapping[str, int]
 
 
@@ -125,7 +127,10 @@ class Measurement:
             path, native = self._directory / "samples.folded", self._native
             make["sampled"] = lambda: Sampled(path, native=native)
             if torch.cuda.is_available():
-                make["profiled"] = lambda: Profiled(self._directory / "trace.json")
+                alone, whole = (self._directory / name for name in TRACES)
+                if _device_events():
+                    make[TRACED] = lambda: Profiled(alone, host=False)
+                make["profiled"] = lambda: Profiled(whole, host=True)
         synchronize()
         self._window = make[kind]() if kind in make else None
 
@@ -229,19 +234,27 @@ class Sampled:
 
 
 class Profiled:
-    """A trace of torch.profiler, with a range around each phase, in ``path``."""
+    """A trace of torch.profiler, in ``path``.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file that is written.
+        host: whether it has host events and a range around each phase, which slow the host; if
+            not, it has the device's work and the calls of CUDA.
+    """
+
+    def __init__(self, path: Path, *, host: bool) -> None:
         from torch.profiler import ProfilerActivity, profile, record_function
 
         self._path, self._steps = path, 0
-        found = find_phases()
-        self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        device = [ProfilerActivity.CUDA]
+        found = find_phases() if host else None
+        self._profile = profile(activities=[ProfilerActivity.CPU, *device] if host else device)
         self._profile.start()
         self._undo = ExitStack()
-        self._undo.enter_context(record_function(STEPS))
-        ranges = PhaseRanges(record_function, PREFIX)
-        self._undo.enter_context(watching(found.codes, ranges))
+        if found is not None:
+            self._undo.enter_context(record_function(STEPS))
+            ranges = PhaseRanges(record_function, PREFIX)
+            self._undo.enter_context(watching(found.codes, ranges))
 
     def begin_step(self) -> None:
         """See :class:`Window`."""
@@ -256,6 +269,13 @@ class Profiled:
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._path))
         return {"steps": self._steps, "trace": self._path.name}
+
+
+def _device_events() -> bool:
+    """Whether torch can trace the device, which takes CUPTI; if not, to ask for it alone raises."""
+    from torch.profiler import ProfilerActivity, supported_activities
+
+    return ProfilerActivity.CUDA in supported_activities()
 
 
 def _versions() -> dict[str, str | None]:

@@ -17,7 +17,8 @@ START_SECONDS = 25.0
 """A guess at what a run takes before its first step: imports, process groups, data, kernels."""
 _LAYER_SECONDS = {True: 0.05, False: 0.015}
 """A guess at one layer's share of a step with two microbatches, eager: of experts, or dense."""
-_TRACE_SECONDS = 6.0
+_TRACE_SECONDS = 9.0
+"""To write and read both traces: with host events, and, smaller, of the device alone."""
 _SYMBOLS_SECONDS = 120.0
 """Of a sampling profile with native frames, before its first sample."""
 

@@ -11,9 +11,10 @@ from typing import Any
 from megatron_cg.bench.schedule import of_all_rounds, round_of, slug
 from megatron_cg.errors import MegatronCGError
 
-SCHEMA = {"name": "megatron_cg.bench", "version": 2}
-_KNOWN = (SCHEMA, SCHEMA | {"version": 1})
-"""Version 1 had no rounds: a run without one is of the first."""
+SCHEMA = {"name": "megatron_cg.bench", "version": 3}
+_KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
+"""Version 1 had no rounds: a run without one is of the first. Version 2 had no trace of the device
+alone: what it tells of the GPU is from the trace with host events."""
 FILE = "bench.json"
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
 Result = dict[str, Any]

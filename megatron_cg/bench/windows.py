@@ -11,6 +11,8 @@ from megatron_cg.bench.spreads import FiguresError
 
 VARIABLE = "MEGATRON_CG_BENCH"
 """The environment variable by which a run learns its windows and where its figures go."""
+TRACED = "traced"
+"""The kind of the steps that are traced by the device alone: as many as are profiled."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Windows:
     sampled: int = 0
     """A sampling profile of the host."""
     profiled: int = 2
-    """A trace of torch.profiler."""
+    """Traced: so many by the device alone, then as many with host events."""
     native: bool = False
     """Not steps: whether the sampling profile has native frames."""
 
@@ -48,6 +50,9 @@ class Windows:
         A step is timed to the start of the next one, so the last that is measured needs another.
         """
         for kind in fields(self):
+            if kind.name == "profiled":
+                # First, so that nothing of the slower trace is left when these steps are made.
+                yield from [TRACED] * self.profiled
             if kind.name != "native":
                 yield from [kind.name] * getattr(self, kind.name)
         yield "tail"

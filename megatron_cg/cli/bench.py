@@ -80,7 +80,12 @@ def _add_windows(parser: argparse.ArgumentParser) -> None:
     add("--settle-steps", type=whole, default=5, help="steps after that, not measured (default 5)")
     add("--timed-steps", type=positive, default=20, help="steps that are timed (default 20)")
     add("--probe-steps", type=whole, help="steps for host time by phase (default 4; scaling: 0)")
-    add("--profile-steps", type=whole, help="steps that are traced (default 2; scaling: 0)")
+    add(
+        "--profile-steps",
+        type=whole,
+        help="steps that are traced by the device alone, and as many with host events "
+        "(default 2; scaling: 0)",
+    )
     add("--sample", action="store_true", help="a sampling profile of the host too, as a call tree")
     add(
         "--sample-native",

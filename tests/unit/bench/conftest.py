@@ -66,16 +66,29 @@ def _result(
             "not_there": [],
         },
     }
-    trace = {
+    alone = {
         "steps": 2,
         "busy_ms": 50.0,
         "busy_without_nccl_ms": 45.0,
         "nccl_ms": 12.0,
-        "idle_ms": 70.0,
-        "idle_for_host_ms": 60.0,
+        "exposed_nccl_ms": 5.0,
+        "idle_ms": 20.0,
+        "idle_for_host_ms": 15.0,
         "kernel_launches": 900.0,
         "graph_launches": 16.0 if graphs else 0.0,
         "longest_gaps": [{"us": 2500.0}],
+    }
+    # As earlier versions wrote it, without exposed_nccl_ms.
+    trace = {
+        "steps": 2,
+        "busy_ms": 52.0,
+        "busy_without_nccl_ms": 40.0,
+        "nccl_ms": 12.0,
+        "idle_ms": 70.0,
+        "idle_for_host_ms": 60.0,
+        "kernel_launches": 901.0,
+        "graph_launches": 16.0 if graphs else 0.0,
+        "longest_gaps": [{"us": 7500.0}],
         "idle_by_launch": [
             {
                 "thread": "main",
@@ -103,6 +116,7 @@ def _result(
         "tail": [],
         "seconds": 40.0,
         "ranks": [rank, {**rank, "rank": 1}],
+        "device_trace": alone,
         "trace": trace,
         "host_calls": None,
         "notes": [],

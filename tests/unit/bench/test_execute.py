@@ -157,34 +157,42 @@ def test_a_trace_and_samples_become_figures_and_the_trace_goes(
 ) -> None:
     kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 0, "dur": 2000}
     rank = RANK | {
+        "traced": {"steps": 1, "trace": "device_trace.json"},
         "profiled": {"steps": 2, "trace": "trace.json"},
         "sampled": {
             **{"steps": 2, "step_ms": 10.0, "sampler": "thread", "interval_ms": 5.0, "lost": 0},
             **{"file": "samples.folded", "note": "py-spy is not installed"},
         },
     }
-    also = f"open('figures/trace.json', 'w').write({json.dumps({'traceEvents': [kernel]})!r});"
+    text = json.dumps({"traceEvents": [kernel]})
+    also = f"open('figures/trace.json', 'w').write({text!r});"
+    also += f"open('figures/device_trace.json', 'w').write({text.replace('2000', '3000')!r});"
     also += "open('figures/samples.folded', 'w').write('thread MainThread;f (b.py:1) 3\\n')"
     kept = options(keep_traces=True, samples=tmp_path / "kept")
     (result,) = execute(
         RUNS[:1], starting({EAGER: writing(rank, also)}), kept, {}, finished=lambda _r: None
     )
     assert result["trace"]["busy_ms"] == pytest.approx(1.0)
+    assert result["device_trace"]["busy_ms"] == pytest.approx(3.0)
+    assert "idle_by_launch" in result["trace"] and "idle_by_launch" not in result["device_trace"]
     (thread,) = result["host_calls"]["threads"]
     assert thread["tree"][0]["function"] == "f (b.py)" and thread["ms"] == 7.5
     assert result["notes"] == ["samples: py-spy is not installed"]
     folder = tmp_path / f"{RUNS[0].name}.one" / "figures"
-    assert not (folder / "trace.json").exists() and (folder / "trace.json.gz").exists()
+    for name in ("trace.json", "device_trace.json"):
+        assert not (folder / name).exists() and (folder / f"{name}.gz").exists()
     assert (tmp_path / "kept" / f"{RUNS[0].name}.one.folded").read_text().endswith(" 3\n")
 
 
 def test_a_trace_that_shows_nothing_is_noted(options: Callable[..., Options]) -> None:
-    rank = RANK | {"profiled": {"steps": 2, "trace": "trace.json"}}
+    names = {"traced": "device_trace", "profiled": "trace"}
+    rank = RANK | {kind: {"steps": 2, "trace": f"{name}.json"} for kind, name in names.items()}
     (result,) = execute(
         RUNS[:1], starting({EAGER: writing(rank)}), options(), {}, finished=lambda _r: None
     )
-    assert result["status"] == OK and result["trace"] is None
-    assert "trace.json is not a trace" in result["notes"][0]
+    assert result["status"] == OK and result["trace"] is None and result["device_trace"] is None
+    for note, name in zip(result["notes"], names.values(), strict=True):
+        assert f"/{name}.json is not a trace" in note
 
 
 def test_what_is_kept_of_a_command_names_no_folder() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.training import training
+from torch.profiler import ProfilerActivity
 
 from megatron_cg.bench import measured
+from megatron_cg.bench import measurement as measurement_module
 from megatron_cg.bench.captures import CaptureMeter
+from megatron_cg.bench.idle import STEPS
 from megatron_cg.bench.measurement import Measurement
 from megatron_cg.bench.windows import Windows
 from megatron_cg.undo import set_attribute
@@ -58,7 +63,7 @@ def test_each_window_measures_its_own_steps(loop: list[str], tmp_path: Path) -> 
     assert found["probed"]["steps"] == 2 and found["probed"]["phases"] == []
     assert found["sampled"]["steps"] == 1 and (tmp_path / "samples.folded").exists()
     # A trace is of a GPU.
-    assert "profiled" not in found and found["device"] == {"name": "cpu"}
+    assert "traced" not in found and "profiled" not in found and found["device"] == {"name": "cpu"}
 
 
 def test_other_ranks_are_neither_sampled_nor_traced(
@@ -69,6 +74,62 @@ def test_other_ranks_are_neither_sampled_nor_traced(
         training.train(WINDOWS.steps)
     found = figures(tmp_path, 1)
     assert "timed" in found and "probed" in found and "sampled" not in found
+
+
+class Profile:
+    """In the place of torch's; notes what it was asked for and what came while it was on."""
+
+    def __init__(self, log: list[Any], activities: Any) -> None:
+        self._log = log
+        log.append({activity.name for activity in activities})
+
+    def start(self) -> None:
+        """See torch.profiler."""
+
+    def stop(self) -> None:
+        """See torch.profiler."""
+        self._log.append("stop")
+
+    def export_chrome_trace(self, path: str) -> None:
+        """See torch.profiler."""
+        self._log.append(Path(path).name)
+
+
+@contextmanager
+def noted(log: list[Any], name: str) -> Iterator[None]:
+    """In the place of a range, or of the phases' watch."""
+    log.append(name)
+    yield
+
+
+@pytest.mark.parametrize(("rank", "cupti"), [(0, True), (0, False), (1, True)])
+def test_the_device_is_traced_alone_before_it_is_traced_with_host_events(
+    rank: int, cupti: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[Any] = []
+    monkeypatch.setenv("RANK", str(rank))
+    for name in ("synchronize", "reset_peaks", "memory", "accelerator"):
+        monkeypatch.setattr(measurement_module, name, lambda: None)
+    monkeypatch.setattr(measurement_module, "watching", lambda *_args: noted(log, "phases"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", partial(Profile, log))
+    monkeypatch.setattr(torch.profiler, "record_function", lambda name: noted(log, name))
+    supported = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if cupti else set())
+    monkeypatch.setattr(torch.profiler, "supported_activities", lambda: supported)
+    windows = Windows(warmup=0, settle=0, timed=1, probed=0, profiled=2)
+    measurement = Measurement(windows, tmp_path)
+    for _ in range(windows.steps):
+        measurement.before_step()
+        log.append("step")
+        measurement.after_step()
+    measurement.close()
+    steps = ["step", "step"]
+    alone = [{"CUDA"}, *steps, "stop", "device_trace.json"] if cupti else steps
+    whole = [{"CPU", "CUDA"}, STEPS, "phases", *steps, "stop", "trace.json"]
+    assert log == (["step", *alone, *whole, "step"] if rank == 0 else ["step"] * 6)
+    found = figures(tmp_path, rank)
+    traced = {"steps": 2, "trace": "device_trace.json"} if rank == 0 and cupti else None
+    assert found.get("traced") == traced and ("profiled" in found) == (rank == 0)
 
 
 def test_a_step_is_timed_with_what_others_put_around_it(loop: list[str], tmp_path: Path) -> None:

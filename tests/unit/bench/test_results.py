@@ -12,7 +12,7 @@ import pytest
 
 from megatron_cg.bench.comparing import compare
 from megatron_cg.bench.contenders import DDP_GRAPHS, EAGER, GRAPHS
-from megatron_cg.bench.figures import Figures, figures, step_median, tables
+from megatron_cg.bench.figures import Figures, figures, joined, step_median, tables
 from megatron_cg.bench.grids import grid
 from megatron_cg.bench.host_calls import host_calls
 from megatron_cg.bench.markdown import as_markdown
@@ -32,6 +32,7 @@ from megatron_cg.bench.store import (
 )
 
 Make = Callable[..., dict[str, Any]]
+RESULTS = sorted(Path(__file__).parents[3].glob("benchmarks/results/*/bench.json"))
 
 
 def test_a_spread_has_quartiles_and_both_ends() -> None:
@@ -55,11 +56,27 @@ def test_figures_of_a_run(result: Make) -> None:
     found = figures(result(GRAPHS))
     assert found.step and found.step.median == 102.0
     assert found.step_per_busy == pytest.approx(2.04)
-    assert (found.busy, found.busy_without_nccl, found.idle) == (50.0, 45.0, 70.0)
+    assert (found.busy, found.busy_without_nccl, found.exposed_nccl) == (50.0, 45.0, 5.0)
+    assert (found.idle, found.idle_for_host, found.device_alone) == (20.0, 15.0, True)
     assert found.longest_gap == 2.5 and found.kernel_launches == 900
     assert (found.capture_seconds, found.capture_without_warmup) == (5.0, 1.5)
     assert (found.capture_peak, found.peak_allocated, found.peak_reserved) == (1500, 1000, 1200)
     assert found.bytes_per_replay == 1000 and found.loss == 5.5
+
+
+def test_without_a_trace_of_the_device_alone_the_other_one_is_told(result: Make) -> None:
+    old = result(GRAPHS)
+    del old["device_trace"]
+    for found in (figures(old), joined([old]), figures(result(GRAPHS, device_trace=None))):
+        assert (found.busy, found.busy_without_nccl, found.exposed_nccl) == (52.0, 40.0, None)
+        assert (found.idle, found.idle_for_host, found.longest_gap) == (70.0, 60.0, 7.5)
+        assert found.step_per_busy == pytest.approx(102 / 52) and not found.device_alone
+
+
+def test_figures_of_one_trace_are_not_filled_up_from_the_other(result: Make) -> None:
+    found = figures(result(GRAPHS, device_trace={"busy_ms": 50.0, "idle_ms": 20.0}))
+    assert (found.busy, found.idle, found.idle_for_host) == (50.0, 20.0, None)
+    assert (found.kernel_launches, found.longest_gap) == (None, None)
 
 
 def test_memory_is_that_of_the_rank_that_needs_most(result: Make) -> None:
@@ -71,11 +88,11 @@ def test_memory_is_that_of_the_rank_that_needs_most(result: Make) -> None:
 
 
 def test_a_run_that_wrote_nothing_has_no_figures(result: Make) -> None:
-    assert figures(result(ranks=[], trace=None)) == Figures()
+    assert figures(result(ranks=[], trace=None, device_trace=None)) == Figures()
 
 
 def test_a_run_that_failed_keeps_what_it_measured(result: Make) -> None:
-    made = result(GRAPHS, trace=None, status=FAILED)
+    made = result(GRAPHS, trace=None, device_trace=None, status=FAILED)
     del made["ranks"][0]["probed"]
     assert figures(made).step is not None and figures(made).busy is None
     text = as_markdown([made | {"error": "RuntimeError: gone", "tail": ["one", "two"]}])
@@ -113,7 +130,13 @@ def test_the_report_has_every_kind_of_figure(result: Make) -> None:
     text = as_markdown([old, result(GRAPHS, host_calls=CALLS)])
     assert "llama: 8 layers, 2 microbatches, 2 processes, grouped GEMM default" in text
     assert "2 x NVIDIA H200, driver 580.1; torch 2.11.0, cuda 13.0, nccl 2.28.9." in text
-    assert "| fsdp-graphs | 102.0 | 3.00 | 100.0 to 110.0 | 1.000 | 50.0 | 45.0 | 2.04 |" in text
+    assert (
+        "| fsdp-graphs | 102.0 | 3.00 | 100.0 to 110.0 | 1.000 | 50.0 | 45.0 | 5.0 | 2.04 |" in text
+    )
+    assert "| 2.04 | 20.0 | 15.0 | 2.50 | 900 | 16 |" in text
+    assert "so that the host is hardly slower" in text and "\u2021" not in text
+    how = "traced with all events of the host: 70.0 ms a step"
+    assert f"fsdp-graphs, what ended the GPU's idle time ({how}):" in text
     assert "| fsdp-graphs | 1,000 | 1.000 | 1,200 | 1.000 | 800 | 1,500 | 1.500 | 5.00 |" in text
     assert "| unshard [backward] | 8.0 (8.0; 9) | 8.0 (8.0; 9) |" in text
     assert "| whole step, as probed | 120.0 | 120.0 |" in text
@@ -123,6 +146,23 @@ def test_the_report_has_every_kind_of_figure(result: Make) -> None:
     assert "fsdp-graphs, host time a step, sampled (py-spy: 1 steps of 50.0 ms, 6 stacks)" in text
     block = text.partition("```text\n")[2].partition("```")[0]
     assert f"{30:8.1f}{30:8.1f}  f (a.py:1)\n" in block
+
+
+def test_a_report_marks_what_is_of_a_slowed_host(result: Make) -> None:
+    old = result(EAGER)
+    del old["device_trace"]
+    note = "Marked \u2021: in steps traced with all events of the host"
+    text = as_markdown([old])
+    cells = (
+        "| 52.0 \u2021 | 40.0 \u2021 | - | 1.96 \u2021 | 70.0 \u2021 | 60.0 \u2021 | 7.50 \u2021 |"
+    )
+    assert f"{cells} 901 | 0 |" in text and "| unshard / aten::copy_ [main] | host |" in text
+    assert note in text and "hardly slower" not in text
+    text = as_markdown([old, result(GRAPHS)])
+    assert cells in text and "| 50.0 | 45.0 | 5.0 | 2.04 |" in text
+    assert note in text and "hardly slower" in text
+    bare = as_markdown([result(EAGER, trace=None, device_trace=None)])
+    assert "Marked" not in bare and "hardly slower" not in bare
 
 
 def test_a_grid_is_a_markdown_table() -> None:
@@ -161,6 +201,17 @@ def test_results_are_compared_by_key(result: Make) -> None:
     assert [(c.old, c.new, c.ratio) for c in steps] == [(204.0, 102.0, 2.0)]
     assert {change.name for change in changes} == {"llama.default.8layers-2mb-2gpus.fsdp-graphs"}
     assert "step ms | 204.00 | 102.00 | 2.000 |" in as_markdown([result(GRAPHS)], [], changes)
+
+
+def test_what_different_traces_tell_is_not_compared_without_a_word(result: Make) -> None:
+    old = result(GRAPHS)
+    del old["device_trace"]
+    found = {change.figure: change for change in compare([old], [result(GRAPHS)])}
+    busy = found["GPU busy ms (old: traced with host events)"]
+    assert (busy.old, busy.new) == (52.0, 50.0) and "GPU busy ms" not in found
+    assert "step / busy (old: traced with host events)" in found and "step ms" in found
+    for one in (old, result(GRAPHS)):
+        assert "GPU busy ms" in {change.figure for change in compare([one], [one])}
 
 
 def test_the_newest_run_of_a_key_is_kept(result: Make) -> None:
@@ -202,12 +253,24 @@ def test_results_on_disk_are_joined(result: Make, tmp_path: Path) -> None:
     assert len(kept(tmp_path)) == 3
 
 
-def test_files_of_the_version_without_rounds_are_read(result: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_earlier_versions_are_read_and_shown(
+    version: int, result: Make, tmp_path: Path
+) -> None:
     path = write_all([result(EAGER), result(GRAPHS)], tmp_path)
     old = json.loads(path.read_text())
-    old["schema"]["version"] = 1
+    old["schema"]["version"] = version
+    for run in old["runs"]:
+        del run["device_trace"]
     path.write_text(json.dumps(old))
     assert read(path) == old["runs"]
+    assert "| 52.0 \u2021 |" in as_markdown(read(path))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+def test_results_that_are_kept_in_the_repository_are_shown(path: Path) -> None:
+    text = as_markdown(read(path))
+    assert "## Runs" in text and "GPU busy ms" in text
 
 
 @pytest.mark.parametrize(

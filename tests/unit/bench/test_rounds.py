@@ -46,14 +46,20 @@ def only_timed(made: dict[str, Any], number: int) -> dict[str, Any]:
     if number == 1:
         return made
     ranks = [{n: v for n, v in rank.items() if n != "probed"} for rank in made["ranks"]]
-    return made | {"ranks": ranks, "trace": None}
+    return made | {"ranks": ranks, "device_trace": None, "trace": None}
 
 
 def without_steps(results: list[dict[str, Any]], contender: str, number: int) -> None:
     """Take a run's figures away, as if the budget had ended before it."""
     for result in results:
         if (result["key"]["contender"], result["key"]["round"]) == (contender, number):
-            result |= {"ranks": [], "trace": None, "status": LEFT_OUT, "error": "no time"}
+            result |= {
+                "ranks": [],
+                "device_trace": None,
+                "trace": None,
+                "status": LEFT_OUT,
+                "error": "no time",
+            }
 
 
 def numbers(found: Ratio | None) -> tuple[float, ...]:
@@ -74,6 +80,7 @@ def test_step_times_are_those_of_all_rounds(drifting: list[dict[str, Any]]) -> N
     assert graphs.medians == (100, 180, 110)
     # Of the first round, which alone was traced: 110 / 50.
     assert graphs.busy == 50.0 and graphs.step_per_busy == pytest.approx(2.2)
+    assert graphs.device_alone
 
 
 def test_ratios_are_medians_of_those_within_a_round(drifting: list[dict[str, Any]]) -> None:

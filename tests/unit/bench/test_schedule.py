@@ -145,8 +145,11 @@ def test_windows_follow_one_another_and_end_with_a_step_that_is_not_measured() -
     windows = Windows(warmup=1, settle=2, timed=3, probed=0, sampled=1, profiled=1, native=True)
     assert given({VARIABLE: windows.variable("/f")}) == (windows, "/f")
     kinds = list(windows.kinds())
-    assert kinds == "warmup settle settle timed timed timed sampled profiled tail".split()
+    assert kinds == "warmup settle settle timed timed timed sampled traced profiled tail".split()
     assert windows.steps == len(kinds) == sum(Counter(kinds).values())
+    both = [kind for kind in Windows(profiled=2).kinds() if kind in ("traced", "profiled")]
+    assert both == ["traced"] * 2 + ["profiled"] * 2
+    assert not {"traced", "profiled"} & set(Windows().only_timed().kinds())
     with pytest.raises(FiguresError, match="--timed-steps"):
         Windows(timed=0)
 

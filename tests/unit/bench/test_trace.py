@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megatron_cg.bench.busy import busy_figures
 from megatron_cg.bench.hostwork import OUTSIDE, PREFIX, Caller, HostWork, Segment
 from megatron_cg.bench.idle import STEPS, analyse
 from megatron_cg.bench.intervals import common, gaps, length, union
 from megatron_cg.bench.spreads import FiguresError
-from megatron_cg.bench.timeline import Event, parse_timeline, read_timeline
+from megatron_cg.bench.timeline import DEVICE, Event, parse_timeline, read_timeline
 from megatron_cg.bench.watching import PhaseRanges, watching
 
 MAIN, BACKWARD = 1, 2
@@ -45,7 +46,7 @@ def event(
     return {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "args": args} | times
 
 
-TRACE = {
+TRACE: dict[str, list[dict[str, Any]]] = {
     "traceEvents": [
         {"ph": "M", "name": "process_name", "pid": 0},
         event("cg: forward", "gpu_user_annotation", 0, 500, 0, 7, None),
@@ -91,13 +92,63 @@ def test_busy_is_the_union_over_streams_with_and_without_nccl() -> None:
     assert found["busy_ms"] == pytest.approx(0.210)
     assert found["busy_without_nccl_ms"] == pytest.approx(0.150)
     assert found["nccl_ms"] == pytest.approx(0.110)
+    assert found["exposed_nccl_ms"] == pytest.approx(0.060)
     assert found["idle_ms"] == pytest.approx(0.100)
     assert found["window_ms"] == pytest.approx(0.310)
 
 
+def test_nccl_is_exposed_where_nothing_else_runs() -> None:
+    kernels = [
+        device("gemm", 0, 100, 7, 1),
+        # 20 us under the first, 30 alone, 50 under the second; two at once count once.
+        device("ncclDevKernel_AllGather", 80, 180, 20, 2),
+        device("ncclDevKernel_ReduceScatter", 90, 140, 21, 3),
+        device("gemm", 130, 170, 7, 4),
+        device("Memcpy DtoD", 160, 200, 8, 5),
+        # All alone, after a gap.
+        device("ncclDevKernel_AllReduce", 210, 225, 20, 6),
+    ]
+    found = busy_figures(parse_timeline({"traceEvents": kernels}), steps=2)
+    assert found["nccl_ms"] == pytest.approx(0.115 / 2)
+    assert found["exposed_nccl_ms"] == pytest.approx((0.030 + 0.015) / 2)
+    assert found["busy_without_nccl_ms"] == pytest.approx(0.170 / 2)
+    assert found["busy_ms"] == pytest.approx(0.215 / 2)
+
+
+def test_the_device_alone_has_its_own_figures_and_nothing_of_operators() -> None:
+    """Of the calls of CUDA, which such a trace has, and of the device's work."""
+    calls = [e for e in TRACE["traceEvents"] if e.get("cat") not in ("cpu_op", "user_annotation")]
+    found = busy_figures(parse_timeline({"traceEvents": calls}), steps=1)
+    whole = analyse(parse_timeline(TRACE), steps=1)
+    assert {name: whole[name] for name in found if name != "longest_gaps"} == {
+        name: value for name, value in found.items() if name != "longest_gaps"
+    }
+    assert found["kernel_launches"] == 2 and found["idle_for_host_ms"] == pytest.approx(0.040)
+    assert found["longest_gaps"] == [
+        {"us": 60, "ended_by": "Memcpy DtoD", "launched_late": False},
+        {"us": 40, "ended_by": "norm", "launched_late": True},
+    ]
+    assert set(whole) - set(found) == {"idle_by_launch", "idle_by_host_work"}
+
+
+def test_without_calls_of_cuda_nothing_is_told_of_them() -> None:
+    kernels = [e for e in TRACE["traceEvents"] if e.get("cat") in DEVICE]
+    found = busy_figures(parse_timeline({"traceEvents": kernels}), steps=1)
+    assert found["idle_ms"] == pytest.approx(0.100) and len(found["longest_gaps"]) == 2
+    assert not {"kernel_launches", "graph_launches", "idle_for_host_ms"} & set(found)
+
+
 def test_figures_are_by_step() -> None:
     one, two = (analyse(parse_timeline(TRACE), steps) for steps in (1, 2))
-    for name in ("busy_ms", "idle_ms", "kernel_launches", "graph_launches", "kernels", "gaps"):
+    for name in (
+        "busy_ms",
+        "exposed_nccl_ms",
+        "idle_ms",
+        "kernel_launches",
+        "graph_launches",
+        "kernels",
+        "gaps",
+    ):
         assert one[name] == pytest.approx(2 * two[name])
 
 
