@@ -1,18 +1,27 @@
 """Gradients let go and buffers zeroed in a few calls.
 
 Before each step Megatron-FSDP asks of every parameter by name what there is to let go, and zeroes
-each bucket's buffer by a call of its own. Here what is there is let go, and small buffers are
-zeroed together. Nothing is remembered from step to step.
+each bucket's buffer by a call of its own; and it does so once for the model and once more for each
+of its optimizers (megatron-core's ``train_step`` and ``DistributedOptimizer.zero_grad``). Here what
+is there is let go, small buffers are zeroed together, and buffers that are zero still are left.
 
 Note [Small buffers together]
     torch's fused kernels take 320 blocks of 65,536 elements a launch. A buffer of more elements
     would take several launches, and by ``zero_`` it takes one.
 
+Note [Zero still]
+    Buffers are zero still while no backward pass has begun since they were zeroed, and nobody has
+    written to them otherwise. Megatron-FSDP makes a new set of parameters as a backward pass
+    begins, but for one after a pass that ended in an exception, whose mark is still there. Other
+    writes are counted by the tensors themselves: a collective does not count, and nothing but a
+    backward pass reduces into these buffers.
+
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
 ``zero_grad``, ``ddp_config`` with its field ``megatron_fsdp_cuda_graph_mode``, ``dist_main_grad``,
 which has gradients of parameters in ``optimizer_named_parameters`` and no others, and
 ``parameter_groups``, each with ``main_grad_buffer`` and ``hfsdp_helper_gbuf``;
-``DataParallelBuffer.data``.
+``DataParallelBuffer.data``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each
+backward pass) and ``_root_pre_backward_hook_issued`` (in a pass). torch 2.11: ``Tensor._version``.
 """
 
 from __future__ import annotations
@@ -30,6 +39,11 @@ _DECOUPLED = "decoupled_grad"
 SMALL = 320 * 65_536
 """Elements; see Note [Small buffers together]."""
 RELIES_ON = (
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("_params_require_handle_grad", "_root_pre_backward_hook_issued"),
+    ),
     *in_both(
         "param_and_grad_buffer:ParamAndGradBuffer",
         "the model's buffers",
@@ -56,6 +70,7 @@ def install_zero(fsdp: Any) -> Callable[[], None]:
     """Shorten ``zero_grad`` of ``fsdp``'s buffers; returns the undo."""
     store = fsdp.param_and_grad_buffer
     original = store.zero_grad
+    zeroed = _Zeroed(fsdp)
 
     def zero_grad() -> None:
         # Asked in each step: the mode may come back, and then gradients are to stay.
@@ -63,9 +78,41 @@ def install_zero(fsdp: Any) -> Callable[[], None]:
             original()
             return
         _let_go(store)
-        _zero(store)
+        if not zeroed.still():
+            _zero(store)
+            zeroed.now()
 
     return set_attribute(store, _ZERO, zero_grad)
+
+
+class _Zeroed:
+    """Whether buffers are as they were when they were zeroed; see Note [Zero still]."""
+
+    def __init__(self, fsdp: Any) -> None:
+        self._fsdp = fsdp
+        self._pass: object = None
+        self._writes: list[tuple[torch.Tensor, int]] = []
+
+    def now(self) -> None:
+        """They have been zeroed."""
+        self._pass = self._fsdp._params_require_handle_grad
+        self._writes = self._counted()
+
+    def still(self) -> bool:
+        """Whether nothing has been written to them since."""
+        counted = self._counted()
+        return (
+            self._fsdp._params_require_handle_grad is self._pass
+            and not self._fsdp._root_pre_backward_hook_issued
+            and len(counted) == len(self._writes)
+            and all(
+                data is before and count == at
+                for (data, count), (before, at) in zip(counted, self._writes, strict=True)
+            )
+        )
+
+    def _counted(self) -> list[tuple[torch.Tensor, int]]:
+        return [(data, data._version) for data in _buffers(self._fsdp.param_and_grad_buffer)]
 
 
 def _let_go(store: Any) -> None:

@@ -123,6 +123,14 @@ def a_store(*groups: tuple[Buffer | None, Buffer | None], keeps: bool = False) -
     )
 
 
+def a_model(store: Any) -> Any:
+    return SimpleNamespace(
+        param_and_grad_buffer=store,
+        _params_require_handle_grad=set(),
+        _root_pre_backward_hook_issued=False,
+    )
+
+
 def test_buffers_of_one_kind_are_zeroed_together_and_large_ones_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,7 +148,7 @@ def test_buffers_of_one_kind_are_zeroed_together_and_large_ones_alone(
     # A bucket whose buffer is a part of its helper's, and one that has no gradients at all.
     buffers[3].data = helper.data[2:5]
     store = a_store(*((b, helper if b is buffers[3] else None) for b in buffers), (None, None))
-    install_zero(SimpleNamespace(param_and_grad_buffer=store))
+    install_zero(a_model(store))
     store.zero_grad()
     assert together == [[3, 3, 7, 0], [4]]
     assert all((b.data == 0).all() for b in (*buffers, helper))
@@ -154,7 +162,7 @@ def test_buffers_of_one_kind_are_zeroed_together_and_large_ones_alone(
 def test_gradients_that_a_graph_reads_are_left_to_megatron_fsdp() -> None:
     store, calls = a_store((Buffer(3), None)), []
     store.zero_grad = lambda: calls.append("Megatron-FSDP's")
-    undo = install_zero(SimpleNamespace(param_and_grad_buffer=store))
+    undo = install_zero(a_model(store))
     store.zero_grad()
     assert not calls
     store.ddp_config.megatron_fsdp_cuda_graph_mode = True
@@ -166,3 +174,51 @@ def test_gradients_that_a_graph_reads_are_left_to_megatron_fsdp() -> None:
     undo()
     store.zero_grad()
     assert len(calls) == 3
+
+
+def wrote(buffer: Buffer, model: Any) -> None:
+    buffer.data[1:].view(-1).add_(1)
+
+
+def reduced(buffer: Buffer, model: Any) -> None:
+    # As a collective does, which no tensor counts.
+    buffer.data.data.fill_(1)
+    model._params_require_handle_grad = set()
+
+
+def reduced_after_a_failed_pass(buffer: Buffer, model: Any) -> None:
+    buffer.data.data.fill_(1)
+    model._root_pre_backward_hook_issued = True
+
+
+def moved(buffer: Buffer, model: Any) -> None:
+    buffer.data = torch.ones(3)
+
+
+@pytest.mark.parametrize("change", [wrote, reduced, reduced_after_a_failed_pass, moved])
+def test_buffers_are_zeroed_again_only_after_a_change(
+    monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    calls: list[int] = []
+    zeroed = torch._foreach_zero_
+
+    def noted(tensors: list[torch.Tensor]) -> None:
+        calls.append(len(tensors))
+        zeroed(tensors)
+
+    monkeypatch.setattr(torch, "_foreach_zero_", noted)
+    buffers = [Buffer(3), Buffer(4)]
+    store = a_store(*((buffer, None) for buffer in buffers))
+    model = a_model(store)
+    install_zero(model)
+    parameter = SimpleNamespace(grad=None)
+    store.optimizer_named_parameters = [("weight", parameter)]
+    for _ in range(3):
+        parameter.grad = torch.ones(1)
+        store.zero_grad()
+        assert parameter.grad is None
+    assert calls == [2]
+    change(buffers[0], model)
+    assert buffers[0].data.any()
+    store.zero_grad()
+    assert calls == [2, 2] and not buffers[0].data.any()
