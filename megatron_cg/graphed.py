@@ -43,6 +43,11 @@ class GuardedGraph:
         self._watch, self._kept, self._collectives = watch, kept, collectives
         self._replays = 0
 
+    @property
+    def graph(self) -> Any:
+        """What the backend returned."""
+        return self._graph
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, or run the part eagerly. Raises ReplayMismatchError; see :class:`Watch`."""
         counters = self._watch.counters

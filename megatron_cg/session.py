@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_cg.agreement import Agreement
 from megatron_cg.backends.base import Backend
+from megatron_cg.backends.lending import ReplayFunction
 from megatron_cg.capture import Unit, capturing
 from megatron_cg.counters import Counters
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
@@ -142,7 +143,11 @@ class Session:
             if self._wants_fast_path:
                 # Only now are FSDP's hooks, which it is found by, in their places again.
                 self.fast_path = install_fast_path(
-                    self._fsdp, self._backend.room(), self._optimizers, self._graphed()
+                    self._fsdp,
+                    self._backend.room(),
+                    self._optimizers,
+                    self._graphed(),
+                    self._replay_functions(),
                 )
                 self._undo.callback(self.fast_path.close)
         except BaseException as error:
@@ -238,6 +243,10 @@ class Session:
     def _graphed(self) -> set[nn.Module]:
         """All modules inside of graphs."""
         return {module for unit in self._units for top in unit.graphed for module in top.modules()}
+
+    def _replay_functions(self) -> list[ReplayFunction]:
+        graphs = (graph for unit in self._units for graph in _graphs(unit.layer))
+        return [self._backend.replay_function(graph.graph) for graph in graphs]
 
     def _wait_for_earlier_work(self) -> None:
         """An error of the GPU shows at the next wait, which would otherwise be one of capture."""

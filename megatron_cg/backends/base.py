@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from megatron_cg.backends.lending import ReplayFunction
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.guard.parts import Entry
 from megatron_cg.idle_pool import Room
@@ -39,6 +40,12 @@ class Backend(Protocol):
         """Warm the callables up and capture them, with the hooks outside of the graphs.
 
         ``options`` are those of TE's ``make_graphed_callables``.
+        """
+
+    def replay_function(self, graph: Any) -> ReplayFunction:
+        """How autograd sees the replays of one graph that :meth:`capture` returned.
+
+        Raises UpstreamChangedError where that is not as expected.
         """
 
     def synchronize(self) -> None:

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from megatron_cg.backends.tape_graphed import Recorded, TapeCallable
+from megatron_cg.backends.lending import ReplayFunction
+from megatron_cg.backends.tape_graphed import Recorded, TapeCallable, storage_keys
 from megatron_cg.backends.tape_memory import Pool
 from megatron_cg.backends.tape_record import recording
 from megatron_cg.errors import CaptureError, HookError
@@ -93,6 +94,11 @@ class TapeBackend:
             post_warmup_hook()
         run.record()
         return tuple(TapeCallable(item, item.module.forward) for item in run.recorded)
+
+    def replay_function(self, graph: Any) -> ReplayFunction:
+        """See :class:`megatron_cg.backends.base.Backend`."""
+        found: ReplayFunction = graph.replay_function()
+        return found
 
     def numerics(self) -> None:
         """Nothing: the tape has no FP8."""
@@ -280,16 +286,18 @@ class _Capture:
         for position, item in enumerate(backwards):
             if item.forward is None or item.backward is None:
                 raise CaptureError(f"{item.label}: the order has no forward and backward of it")
-            outputs = _keys(item.outputs)
+            outputs = storage_keys(item.outputs)
             first_parameter = len(item.grad_inputs) - len(item.parameters)
-            returned = _keys(item.grad_inputs[:first_parameter])
+            returned = storage_keys(item.grad_inputs[:first_parameter])
             saved = item.forward.made & item.backward.used
             item.dead_after_forward = frozenset(item.forward.made - saved - outputs)
             kept = returned if self.share_buffers else returned | outputs
             item.dead_after_backward = frozenset((item.backward.made | saved | outputs) - kept)
             if self.share_buffers and position >= 2:
                 earlier = backwards[position - 2]
-                old = _keys(earlier.grad_inputs[: len(earlier.inputs) - len(earlier.parameters)])
+                old = storage_keys(
+                    earlier.grad_inputs[: len(earlier.inputs) - len(earlier.parameters)]
+                )
                 item.dead_before_backward = frozenset(old - item.backward.used)
         for item in backwards:
             for tape in (item.forward, item.backward):
@@ -310,10 +318,6 @@ def _surface(
             )
     parameters = tuple(module.parameters())
     return Recorded(module, label, len(flat), tuple(kwargs), (*flat, *parameters), parameters)
-
-
-def _keys(tensors: Sequence[torch.Tensor | None]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
 def _check_options(options: Mapping[str, Any], clone_param_grads: bool) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from megatron_cg.backends.lending import ReplayFunction
 from megatron_cg.backends.tape_record import Tape
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.undo import set_attribute
 
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -51,6 +53,8 @@ class Recorded:
     #: Storages of other callables that this backward may overwrite.
     dead_before_backward: frozenset[int] = frozenset()
     replays: int = 0
+    lends: bool = False
+    """Whether gradients of parameters are returned as they lie in static memory."""
 
 
 class _Replay(torch.autograd.Function):
@@ -86,12 +90,20 @@ class _Replay(torch.autograd.Function):
         tape.pool.poison(recorded.dead_before_backward)
         tape.replay()
         first_parameter = len(recorded.grad_inputs) - len(recorded.parameters)
+        clones = len(recorded.grad_inputs) if recorded.lends else first_parameter
         returned = tuple(
-            None if grad is None else grad.clone() if index >= first_parameter else grad.detach()
+            None if grad is None else grad.clone() if index >= clones else grad.detach()
             for index, grad in enumerate(recorded.grad_inputs)
         )
-        tape.pool.poison(recorded.dead_after_backward)
+        lent = storage_keys(recorded.grad_inputs[first_parameter:clones])
+        tape.pool.poison(recorded.dead_after_backward - lent)
+        tape.pool.poison_before_next_replay(recorded.dead_after_backward & lent)
         return (None, *returned)
+
+
+def storage_keys(tensors: Tensors) -> set[int]:
+    """The keys of the storages that these tensors lie in."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
 def _live_tapes(recorded: Recorded) -> tuple[Tape, Tape]:
@@ -114,6 +126,7 @@ class TapeCallable:
         self._recorded = recorded
         self._eager = forward
         self._training = recorded.module.training
+        self._function: Any = _Replay
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay. Raises GraphResetError after reset and TypeError where an argument is missing."""
@@ -128,7 +141,7 @@ class TapeCallable:
             )
         flat, _ = tree_flatten((args, [kwargs[name] for name in recorded.kwarg_names]))
         self._check(flat)
-        outputs = _Replay.apply(recorded, *flat, *recorded.parameters)  # type: ignore[no-untyped-call]
+        outputs = self._function.apply(recorded, *flat, *recorded.parameters)
         return tree_unflatten(list(outputs), recorded.output_spec)
 
     def _check(self, flat: Sequence[Any]) -> None:
@@ -139,6 +152,16 @@ class TapeCallable:
                 f"{self._recorded.label} was captured for inputs of shapes "
                 f"{[tuple(value.shape) for value in expected]} and is called with {found}"
             )
+
+    def replay_function(self) -> ReplayFunction:
+        """See :meth:`megatron_cg.backends.base.Backend.replay_function`."""
+        recorded = self._recorded
+        return ReplayFunction(
+            self._function,
+            1 + recorded.user_args,
+            replace=lambda function: set_attribute(self, "_function", function),
+            lend=lambda: set_attribute(recorded, "lends", True),
+        )
 
     def backward_dw(self) -> None:
         """Do nothing: the tape's backward holds the weight gradients. Raises after reset."""

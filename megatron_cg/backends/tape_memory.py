@@ -55,6 +55,7 @@ class Pool:
     def __init__(self) -> None:
         self._own: dict[int, torch.UntypedStorage] = {}
         self._outside: dict[int, _Outside] = {}
+        self._lent: set[int] = set()
 
     def owns(self, key: int) -> bool:
         """Return whether the storage was made by a tape of this pool."""
@@ -113,3 +114,12 @@ class Pool:
             storage = self._own.get(key)
             if storage is not None and storage.nbytes():
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
+
+    def poison_before_next_replay(self, keys: Iterable[int]) -> None:
+        """Do that once a tape of this pool is about to run, which may use this memory."""
+        self._lent.update(keys)
+
+    def take_back(self) -> None:
+        """A tape is about to run."""
+        self.poison(self._lent)
+        self._lent.clear()

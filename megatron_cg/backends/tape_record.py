@@ -58,6 +58,7 @@ class Tape:
 
         Raises FreedStorageError when memory outside the pool is gone.
         """
+        self.pool.take_back()
         self.pool.poison(self.made)
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             for entry in self.entries:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.backends.lending import ReplayFunction
+from megatron_cg.backends.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.guard.parts import Entry
 from megatron_cg.idle_pool import IdlePool, Room
@@ -114,6 +116,10 @@ class TransformerEngineBackend:
                 raise
         self._pool = pool
         return graphs
+
+    def replay_function(self, graph: Any) -> ReplayFunction:
+        """See :class:`megatron_cg.backends.base.Backend`."""
+        return replay_function(graph)
 
     def room(self) -> Room | None:
         """The idle memory of the graphs' pool."""

@@ -19,7 +19,12 @@ from megatron_cg.versions import Symbol, installed_version
 _DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FAST = "megatron_cg.fsdp.fast"
-_TE_ONLY = ("megatron_cg.backends.transformer_engine", f"{_FAST}.adam", f"{_FAST}.hidden")
+_TE_ONLY = (
+    "megatron_cg.backends.transformer_engine",
+    "megatron_cg.backends.te_replay",
+    f"{_FAST}.adam",
+    f"{_FAST}.hidden",
+)
 _TAPE_ONLY = ("megatron_cg.backends.tape", "megatron_cg.cpu.")
 
 

@@ -1,4 +1,4 @@
-"""Closure variables of Megatron-FSDP's hooks, found by name and set with an undo.
+"""Closure variables of Megatron-FSDP's hooks, found by name.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP._register_fsdp_hooks``:
 the functions inside it share its local variables as closure cells, one set for each model.
@@ -45,14 +45,3 @@ def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
                 found: CellType = cell
                 return found
     raise changed(distribution, f"{_SCOPE}.<locals>.{name}", "a variable that its hooks refer to")
-
-
-def set_cell(cell: CellType, value: Any) -> Callable[[], None]:
-    """Let the functions that share ``cell`` see ``value``; the returned function undoes it."""
-    old = cell.cell_contents
-    cell.cell_contents = value
-
-    def undo() -> None:
-        cell.cell_contents = old
-
-    return undo

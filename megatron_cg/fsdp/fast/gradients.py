@@ -22,9 +22,10 @@ Note [What stays Megatron-FSDP's]
     parameter that gets no gradient is left to its root hook, which looks after all that are left.
 
 Note [Weights that autograd does not see]
-    Gradients of grouped GEMMs come all at once from the operation itself (``hidden.py``). Their
-    weights' own hooks run only where a weight is used in another way too, and then the two parts
-    wait for each other here, in the weight's ``grad``.
+    Gradients of grouped GEMMs and graphs come all at once, from ``hidden.py``. Their weights' own
+    hooks run only where a weight is used in another way too, and then the two parts wait for each
+    other here, in the weight's ``grad``. Of several buckets, as of a layer with its experts, the
+    last weights go first: a rank that runs the layer eagerly, alone, comes to them in that order.
 
 Note [Passes that fail]
     After a backward pass that ended in an exception Megatron-FSDP takes the next one for a part of
@@ -74,11 +75,11 @@ from torch import nn
 
 from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.buckets import Bucket, Together
-from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, set_cell
+from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
 from megatron_cg.fsdp.fast.streams import current_stream, wait_for
 from megatron_cg.fsdp.fast.views import BucketViews, in_one_piece
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import run_before
+from megatron_cg.undo import run_before, set_cell
 
 WAITING_BYTES = 64 << 20
 """Of gradients of one bucket; some ten of the experts of a 30B-A3B mixture."""
@@ -105,9 +106,7 @@ RELIES_ON = (
         "param_and_grad_buffer:GradReducePipeline",
         "what reduces gradients",
         attributes=(
-            "bucket_grad_ready_params",
-            "grad_reduce_queue",
-            "_enforce_double_buffer_limit",
+            *("bucket_grad_ready_params", "grad_reduce_queue", "_enforce_double_buffer_limit"),
         ),
     ),
     *in_both(
@@ -119,11 +118,8 @@ RELIES_ON = (
         "param_and_grad_buffer:ParameterGroup",
         "parameters in one bucket",
         attributes=(
-            "hfsdp_helper_gbuf",
-            "main_grad_buffer",
-            "requires_grad",
-            "params",
-            "fsdp_unit_id",
+            *("hfsdp_helper_gbuf", "main_grad_buffer", "requires_grad"),
+            *("params", "fsdp_unit_id"),
         ),
     ),
 )
@@ -175,6 +171,8 @@ class GradientHandOff:
         together: Together,
         gradients: list[torch.Tensor | None],
         used: Sequence[bool],
+        *,
+        lent: bool = False,
     ) -> None:
         """Take gradients that autograd did not see, on the stream that they are computed on.
 
@@ -182,6 +180,7 @@ class GradientHandOff:
             together: what ``hide`` returned for their weights.
             gradients: theirs, in their order and dtype.
             used: whether this backward pass comes to a weight's own hook too.
+            lent: whether they lie in a graph's own memory, where none may wait.
         """
         expected = self._fsdp._params_require_handle_grad
         bucket = together.bucket
@@ -194,9 +193,12 @@ class GradientHandOff:
         ):
             self._hand_over_at_once(bucket, together, gradients)
             return
-        for weight, gradient, also in zip(together.weights, gradients, used, strict=True):
+        parts = list(zip(together.weights, gradients, used, strict=True))
+        # See Note [Weights that autograd does not see].
+        for weight, gradient, also in parts if bucket is not None else reversed(parts):
             if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+                kept = gradient.clone() if lent else gradient
+                weight.grad = kept if weight.grad is None else weight.grad + gradient
             if also and self._parts.pop(id(weight), None) is None:
                 # Autograd adds the rest, and the weight's own hook finds the sum.
                 self._parts[id(weight)] = weight
@@ -236,10 +238,10 @@ class GradientHandOff:
             weight not in self._fsdp._params_require_handle_grad
         ):
             raise FastPathError(
-                "A weight of a grouped GEMM got a gradient from another use after that of the "
-                "GEMM was handed over, so its gradient would lack a part: the weight was given "
-                "another AccumulateGrad node, or is used again under reentrant activation "
-                "recompute. Type --cg-no-fsdp-fast-path."
+                "A weight of a graph or a grouped GEMM got a gradient from another use after that "
+                "of the graph or GEMM was handed over, so its gradient would lack a part: the "
+                "weight was given another AccumulateGrad node, or is used again under reentrant "
+                "activation recompute. Type --cg-no-fsdp-fast-path."
             )
         return True
 

@@ -72,15 +72,11 @@ MANY = 4
 Gradients = Sequence[torch.Tensor | None]
 
 
-def install_hidden(
-    model: nn.Module, hand_off: GradientHandOff, graphed: Container[nn.Module] = ()
-) -> Callable[[], None]:
+def install_hidden(hidden: HiddenWeights) -> Callable[[], None]:
     """Hide the weights of Transformer Engine's grouped GEMMs; returns the undo.
 
     Args:
-        model: what Megatron-FSDP wraps.
-        hand_off: takes the gradients.
-        graphed: modules whose Python no longer runs; they are left as they are.
+        hidden: knows which weights can be hidden.
 
     Raises:
         StepsAsideError: no grouped GEMM is loaded.
@@ -91,7 +87,7 @@ def install_hidden(
         raise StepsAsideError("no grouped GEMM of Transformer Engine's is there")
     for symbol in RELIES_ON:
         symbol.find()
-    return hide_in(module, _NAME, HiddenWeights(model, hand_off, graphed))
+    return hide_in(module, _NAME, hidden)
 
 
 def hide_in(module: Any, name: str, hidden: HiddenWeights) -> Callable[[], None]:
@@ -130,11 +126,9 @@ class _StandIn:
         """What the function's own ``apply`` does."""
         tail = args[self._first :]
         for model in self.models:
-            together = model.together(tail)
-            if together is not None:
-                function: Callable[..., Any] = _Hidden.apply
-                shown = args[: self._first]
-                return function(self._function, together, tail, together.leaf, *shown)
+            weights = model.together(tail)
+            if weights is not None:
+                return call_hidden(self._function, weights, args[: self._first], tail)
         return self._function.apply(*args)
 
 
@@ -147,23 +141,50 @@ def _place_of_weights(function: Any) -> int:
     return kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
 
 
+def call_hidden(
+    function: Any,
+    weights: Weights,
+    shown: Sequence[Any],
+    tail: Sequence[Any],
+    *,
+    lent: bool = False,
+) -> Any:
+    """What ``function.apply(*shown, *tail)`` does, with weights that autograd is not given.
+
+    Args:
+        function: of autograd's, or what has its ``forward`` and ``backward``.
+        weights: those in ``tail``.
+        shown: the arguments before ``tail``.
+        tail: the last arguments.
+        lent: whether gradients of ``tail`` are lent (:class:`.ReplayFunction`).
+    """
+    apply: Callable[..., Any] = _Hidden.apply
+    return apply(function, weights, tail, lent, weights.leaf, *shown)
+
+
 class _Hidden(torch.autograd.Function):
     """The function itself, called with weights that autograd was not given."""
 
     @staticmethod
     def forward(
-        ctx: Any, function: Any, weights: _Weights, tail: tuple[Any, ...], _leaf: Any, *shown: Any
+        ctx: Any,
+        function: Any,
+        weights: Weights,
+        tail: Sequence[Any],
+        lent: bool,
+        _leaf: Any,
+        *shown: Any,
     ) -> Any:
-        ctx.hidden, ctx.computed_in = (function, weights, len(shown)), _NO_PASS
+        ctx.hidden, ctx.computed_in = (function, weights, lent, len(shown)), _NO_PASS
         weights.is_used_by(ctx)
         return function.forward(ctx, *shown, *tail)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        function, weights, shown = ctx.hidden
+        function, weights, lent, shown = ctx.hidden
         found = function.backward(ctx, *gradients)
-        weights.computed(ctx, found[shown:])
-        return (None, None, None, None, *found[:shown])
+        weights.computed(ctx, found[shown:], lent=lent)
+        return (None, None, None, None, None, *found[:shown])
 
 
 class HiddenWeights:
@@ -181,10 +202,10 @@ class HiddenWeights:
         self._modules = [module for module in model.modules() if module not in graphed]
         self._hand_off = hand_off
         self._eager: frozenset[int] | None = None
-        self._of: dict[int, _Weights] = {}
+        self._of: dict[int, Weights] = {}
 
-    def together(self, tail: Sequence[Any]) -> _Weights | None:
-        """The weights among an operation's last arguments, or None where they stay visible."""
+    def together(self, tail: Sequence[Any], *, of_graph: bool = False) -> Weights | None:
+        """The weights among last arguments, of an operation or a graph; None: they stay visible."""
         if not tail or not torch.is_tensor(tail[0]):
             return None
         weights = self._of.get(id(tail[0]))
@@ -194,7 +215,7 @@ class HiddenWeights:
             self._of.pop(id(tail[0])).close()
             weights = None
         if weights is None:
-            weights = self._add(tail)
+            weights = self._add(tail, of_graph=of_graph)
         return weights if weights is not None and weights.may_hide() else None
 
     def close(self) -> None:
@@ -203,25 +224,30 @@ class HiddenWeights:
             weights.close()
         self._of.clear()
 
-    def _add(self, tail: Sequence[Any]) -> _Weights | None:
+    def _add(self, tail: Sequence[Any], *, of_graph: bool) -> Weights | None:
         needed = [place for place, needs in enumerate(_needs(tail)) if needs]
         if not needed or not all(self._hand_off.knows(tail[place]) for place in needed):
             return None
+        ids = {id(tail[place]) for place in needed}
+        if len(ids) < len(needed):
+            return None
+        if not of_graph and (len(needed) < MANY or not ids <= self._ids_outside_of_graphs()):
+            return None
+        if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
+            return None  # those of another operation, which their own hooks wait for
+        weights = Weights(tail, needed, self._hand_off)
+        self._of[id(tail[0])] = weights
+        return weights
+
+    def _ids_outside_of_graphs(self) -> frozenset[int]:
         if self._eager is None:
             # Between two steps modules may hold the optimizer's DTensors; in a pass they do not.
             own = (p for module in self._modules for p in module.parameters(recurse=False))
             self._eager = frozenset(map(id, own))
-        ids = {id(tail[place]) for place in needed}
-        if len(needed) < MANY or len(ids) < len(needed) or not ids <= self._eager:
-            return None
-        if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
-            return None  # those of another operation, which their own hooks wait for
-        weights = _Weights(tail, needed, self._hand_off)
-        self._of[id(tail[0])] = weights
-        return weights
+        return self._eager
 
 
-class _Weights:
+class Weights:
     """Weights of one operation, and what is known of them in a backward pass."""
 
     def __init__(self, tail: Sequence[Any], needed: list[int], hand_off: GradientHandOff) -> None:
@@ -279,19 +305,19 @@ class _Weights:
             node is not None and node.computed_in != now and self._executes(node) for node in calls
         )
 
-    def computed(self, node: Any, gradients: Gradients) -> None:
+    def computed(self, node: Any, gradients: Gradients, *, lent: bool = False) -> None:
         """A call's gradients, of weights and what else came last; see the notes above."""
         now = node.computed_in = self._number_of_pass()
         if not self._executes(self._of_leaf):
             raise FastPathError(
                 "A backward pass that names its inputs, as torch.autograd.grad does, came to a "
-                "grouped GEMM whose weights the FSDP fast path has hidden from autograd, and "
-                "cannot be told whether it names them. Type --cg-no-fsdp-fast-path."
+                "graph or a grouped GEMM whose weights the FSDP fast path has hidden from "
+                "autograd, and cannot be told whether it names them. Type --cg-no-fsdp-fast-path."
             )
         if not self.may_hide():
             raise FastPathError(
-                "A weight of a grouped GEMM was given a hook, or another way to its gradient, "
-                "after the forward pass that uses it began. Give it before, or type "
+                "A weight of a graph or a grouped GEMM was given a hook, or another way to its "
+                "gradient, after the forward pass that uses it began. Give it before, or type "
                 "--cg-no-fsdp-fast-path."
             )
         found = [
@@ -302,10 +328,10 @@ class _Weights:
         if before is not None:
             found = [_sum(one, other) for one, other in zip(before, found, strict=True)]
         if self.is_still_to_come():
-            self._before[now] = found
+            self._before[now] = [one.clone() if lent and one is not None else one for one in found]
         else:
             used = [self._executes(one) for one in self._nodes]
-            self._hand_off.take_hidden(self._together, found, used)
+            self._hand_off.take_hidden(self._together, found, used, lent=lent)
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.backends.lending import ReplayFunction
 from megatron_cg.fsdp.fast.adam import install_adam
 from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
-from megatron_cg.fsdp.fast.hidden import install_hidden
+from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
+from megatron_cg.fsdp.fast.hidden_graphs import install_hidden_graphs
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.swap import install_swap
 from megatron_cg.fsdp.fast.unshard import install_unshard
@@ -57,10 +59,22 @@ class FastPath:
         self.hand_off, undo = install_gradients(fsdp)
         return undo
 
-    def _hidden(self, fsdp: Any, graphed: Container[nn.Module]) -> Callable[[], None]:
-        if self.hand_off is None:
+    def _hidden(self, hidden: HiddenWeights | None) -> Callable[[], None]:
+        if hidden is None:
             raise StepsAsideError("gradients are left to Megatron-FSDP")
-        return install_hidden(fsdp.module, self.hand_off, graphed)
+        return install_hidden(hidden)
+
+    def _hidden_graphs(
+        self, hidden: HiddenWeights | None, replays: Sequence[ReplayFunction]
+    ) -> Callable[[], None]:
+        if hidden is None:
+            raise StepsAsideError("gradients are left to Megatron-FSDP")
+        return install_hidden_graphs(hidden, replays)
+
+    def _hides(self, fsdp: Any, graphed: Container[nn.Module]) -> HiddenWeights | None:
+        if self.hand_off is None:
+            return None
+        return HiddenWeights(fsdp.module, self.hand_off, graphed)
 
     def _unit_is_done(self, unit: nn.Module) -> None:
         if self.hand_off is not None:
@@ -72,6 +86,7 @@ def install(
     room: Room | None = None,
     optimizers: Sequence[Any] = (),
     graphed: Container[nn.Module] = (),
+    replays: Sequence[ReplayFunction] = (),
 ) -> FastPath:
     """Put in every part that applies to ``fsdp``, between two steps.
 
@@ -80,6 +95,7 @@ def install(
         room: where what lives between two steps may lie; ordinary memory where there is none.
         optimizers: of its parameters, Megatron's or torch's.
         graphed: modules whose Python no longer runs.
+        replays: how autograd sees each graph of theirs.
 
     Returns:
         What was put in; its ``close`` takes it out.
@@ -91,7 +107,10 @@ def install(
     try:
         path._add("swap", lambda: install_swap(fsdp))
         path._add("gradients", lambda: path._gradients(fsdp))
-        path._add("hidden weights", lambda: path._hidden(fsdp, graphed))
+        hidden = path._hides(fsdp, graphed)
+        path._add("hidden weights", lambda: path._hidden(hidden))
+        if replays:
+            path._add("hidden weights of graphs", lambda: path._hidden_graphs(hidden, replays))
         path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done))
         path._add("main gradients", lambda: install_main_gradients(fsdp, room))
         path._add("main weights", lambda: install_main_weights(fsdp))

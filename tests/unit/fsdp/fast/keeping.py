@@ -15,6 +15,7 @@ class HandOff:
     def __init__(self) -> None:
         self.taken: list[Any] = []
         """Gradients, and which of their weights are used in another way too."""
+        self.lent: list[bool] = []
         self.hidden: list[Any] = []
         self.to_come: Callable[[], bool] = bool
 
@@ -31,6 +32,12 @@ class HandOff:
         self.hidden = [weight for weight in self.hidden if weight not in gone]
 
     def take_hidden(
-        self, weights: list[Any], gradients: list[torch.Tensor], used: list[bool]
+        self,
+        weights: list[Any],
+        gradients: list[torch.Tensor],
+        used: list[bool],
+        *,
+        lent: bool = False,
     ) -> None:
         self.taken.append((gradients, used))
+        self.lent.append(lent)

@@ -152,9 +152,9 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
 
 
 def counted(take: Callable[..., Any], taken: list[int]) -> Callable[..., Any]:
-    def counting(hand_off: Any, weights: Any, *rest: Any) -> None:
+    def counting(hand_off: Any, weights: Any, *rest: Any, **how: Any) -> None:
         taken.append(len(weights.weights))
-        take(hand_off, weights, *rest)
+        take(hand_off, weights, *rest, **how)
 
     return counting
 

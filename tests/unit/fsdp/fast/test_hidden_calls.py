@@ -59,7 +59,7 @@ class Scaled(nn.Module):
 class ByWeight(HandOff):
     """Keeps gradients by the weight that they are handed over for."""
 
-    def take_hidden(self, weights: list[Any], gradients: Any, used: Any) -> None:
+    def take_hidden(self, weights: list[Any], gradients: Any, used: Any, **how: Any) -> None:
         self.taken.append(dict(zip(weights, gradients, strict=True)))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fast.hidden import install_hidden
+from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
 from megatron_cg.fsdp.fast.views import in_one_piece
 from tests.unit.fsdp.fast.keeping import HandOff
 
@@ -56,7 +56,7 @@ def test_its_gradients_are_the_same_and_one_tensor(grouped: Any) -> None:
     rows.grad = None
     grouped.zero_grad()
     hand_off: Any = HandOff()
-    undo = install_hidden(nn.Sequential(grouped), hand_off)
+    undo = install_hidden(HiddenWeights(nn.Sequential(grouped), hand_off))
     grouped(rows, splits).square().sum().backward()
     with torch.no_grad():
         grouped(rows, splits)

@@ -18,7 +18,10 @@ from megatron_cg.cpu.launch import run_processes
 from megatron_cg.fsdp.fast import FastPath, install
 
 STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
-PARTS = ["swap", "gradients", "unshard", "main gradients", "main weights", "zero gradients"]
+PARTS = [
+    *("swap", "gradients", "hidden weights of graphs", "unshard"),
+    *("main gradients", "main weights", "zero gradients"),
+]
 MANY: dict[str, Any] = {"experts": 64, "topk": 2, "graph_modules": ("attn", "moe_router")}
 """More experts than tokens reach in a step, so that some have no gradient."""
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -27,6 +30,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "few bytes wait": {**MANY, "waiting_bytes": 1},
     "lent memory": {"graph_modules": ("attn", "mlp"), "lends": True},
     "frozen": {"graph_modules": ("attn", "mlp"), "frozen": "linear_proj"},
+    "penalty on a graph's weights": {"graph_modules": ("attn",), "penalty": True},
     "fp32": {"bf16": False},
     "gradients in fp32": {"fsdp_options": {"megatron_fsdp_main_grads_dtype": torch.float32}},
     # Its buffers move, so that graphs would not do; the fast path does without any.
@@ -55,6 +59,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
     without_graphs = options.pop("without_graphs", False)
     backend = Lending() if options.pop("lends", False) else TapeBackend()
+    penalty, lent = options.pop("penalty", False), list[int]()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if waiting is not None:
             patch.setattr(gradients, "WAITING_BYTES", waiting)
@@ -65,6 +70,10 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         stack.callback(parallel_state.destroy_model_parallel)
         shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
         trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=2))
+        if penalty:
+            with_penalty(trainer.model)
+        taking = gradients.GradientHandOff.take_hidden
+        patch.setattr(gradients.GradientHandOff, "take_hidden", noted(taking, lent))
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         did: dict[str, Any] = {}
         path: FastPath | None = None
@@ -79,7 +88,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         if path is not None:
             copies = path.hand_off.copies if path.hand_off else 0
             assert not isinstance(backend, Lending) or backend.poisoned > 0
-            did = {"parts": path.parts, "left out": path.left_out, "copies": copies}
+            did = {"parts": path.parts, "left out": path.left_out, "copies": copies, "lent": lent}
         return {"numbers": numbers, "shards": parameter_digests(trainer.model), **did}
 
 
@@ -127,6 +136,30 @@ class Overwriting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
+
+
+def noted(take: Callable[..., Any], lent: list[int]) -> Callable[..., Any]:
+    """Notes how many weights are used in another way too, each time that gradients are lent."""
+
+    def noting(hand_off: Any, weights: Any, found: Any, used: list[bool], **how: Any) -> None:
+        if how["lent"]:
+            lent.append(sum(used))
+        take(hand_off, weights, found, used, **how)
+
+    return noting
+
+
+def with_penalty(model: Any) -> None:
+    """Let each layer's eager part use a weight of its graphed one: a penalty on it."""
+    from megatron_cg.cpu.model import transformer_layers
+
+    def forward(layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, bias = own(*args, **kwargs)
+        weight = layer.self_attention.linear_proj.weight
+        return output + weight.square().sum() * 1e-2, bias
+
+    for layer in transformer_layers(model):
+        layer.mlp.forward = partial(forward, layer, layer.mlp.forward)
 
 
 def with_frozen(make: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -198,15 +231,20 @@ def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
         "ZeRO-1": {
             "gradients": "the sharding strategy is optim",
             "hidden weights": "gradients are left to Megatron-FSDP",
+            "hidden weights of graphs": "gradients are left to Megatron-FSDP",
         },
         "ZeRO-2": {
             "gradients": "the sharding strategy is optim_grads",
             "hidden weights": "gradients are left to Megatron-FSDP",
+            "hidden weights of graphs": "gradients are left to Megatron-FSDP",
         },
     }.get(name, {"hidden weights": "no grouped GEMM"})
     for runs in runs_of(folder, name):
         did = runs["fast"]
-        assert did["parts"] == [part for part in PARTS if part not in left_out]
+        without = set(left_out)
+        if "without_graphs" in SCENARIOS[name]:
+            without.add("hidden weights of graphs")
+        assert did["parts"] == [part for part in PARTS if part not in without]
         assert set(did["left out"]) == set(left_out)
         assert all(why in did["left out"][part] for part, why in left_out.items())
 
@@ -218,3 +256,12 @@ def test_gradients_are_copied_a_bucket_at_a_time(folder: Path) -> None:
             assert LAYERS * passes <= runs["fast"]["copies"] <= at_most * LAYERS * passes
     for runs in runs_of(folder, "few bytes wait"):
         assert runs["fast"]["copies"] > 4 * LAYERS * passes
+
+
+def test_gradients_of_graphs_are_lent_once_a_pass(folder: Path) -> None:
+    passes = 2 * (STEPS - CAPTURED_AFTER)
+    for name, options in SCENARIOS.items():
+        for runs in runs_of(folder, name):
+            hides = "hidden weights of graphs" in runs["fast"]["parts"]
+            beside = int("penalty" in options)
+            assert runs["fast"]["lent"] == [beside] * (LAYERS * passes if hides else 0)

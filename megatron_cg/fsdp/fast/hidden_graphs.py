@@ -1,0 +1,75 @@
+"""Weights of graphs that autograd does not see.
+
+A graph's backward replay computes the gradients of all its weights. The backend returns copies of
+them, autograd visits each weight by itself, and from there they are copied once more, into
+Megatron-FSDP's bucket. Here a graph is replayed without its weights among autograd's inputs, as a
+grouped GEMM is run (``hidden.py``), and the gradients go from the graph's own memory into the
+bucket by one copy.
+
+See Note [Gradients that are lent] in ``megatron_cg/backends/lending.py``: where they cannot go into
+their bucket at once, since a weight is used in another way too for one, they are copied as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from megatron_cg.backends.lending import ReplayFunction
+from megatron_cg.fsdp.fast.hidden import HiddenWeights, call_hidden
+
+
+def install_hidden_graphs(
+    hidden: HiddenWeights, replays: Sequence[ReplayFunction]
+) -> Callable[[], None]:
+    """Hide the weights of graphs; returns the undo.
+
+    Args:
+        hidden: knows which weights can be hidden.
+        replays: how autograd sees each graph.
+    """
+    with ExitStack() as undo:
+        undo.callback(hidden.close)
+        for replay in replays:
+            undo.callback(replay.replace(_StandIn(hidden, replay)))
+        return undo.pop_all().close
+
+
+class _StandIn:
+    """Applied in the place of a graph's function."""
+
+    def __init__(self, hidden: HiddenWeights, replay: ReplayFunction) -> None:
+        self._hidden, self._replay = hidden, replay
+        self._lending = _Lending(replay)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_replay"].function, name)
+
+    def apply(self, *args: Any) -> Any:
+        """What the function's own ``apply`` does."""
+        first = self._replay.first_weight
+        tail = args[first:]
+        weights = None
+        if torch.is_grad_enabled():
+            weights = self._hidden.together(tail, of_graph=True)
+        if weights is None:
+            return self._replay.function.apply(*args)
+        return call_hidden(self._lending, weights, args[:first], tail, lent=True)
+
+
+class _Lending:
+    """The function, whose ``backward`` returns gradients where the graph left them."""
+
+    def __init__(self, replay: ReplayFunction) -> None:
+        self.forward, self._replay = replay.function.forward, replay
+
+    def backward(self, ctx: Any, *gradients: Any) -> Any:
+        """See :class:`.ReplayFunction`."""
+        take_back = self._replay.lend()
+        try:
+            return self._replay.function.backward(ctx, *gradients)
+        finally:
+            take_back()

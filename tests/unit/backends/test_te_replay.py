@@ -1,0 +1,255 @@
+"""TE's replay function: found, replaced, and its gradients lent; on TE's own code.
+
+The functions around it are taken out of TE's ``graph.py``, as in ``test_te_contract.py``. Their
+graphs compute on static tensors when they are replayed, as those of CUDA do.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatron_cg.backends.te_replay import replay_function
+from megatron_cg.errors import UpstreamChangedError
+from tests.unit.backends import test_te_contract
+
+graph_source = test_te_contract.graph_source
+
+STREAM, WIDTH = "the current stream", 3
+OUTER = ("_GraphedCallableHelpers",)
+INNER = ("_returned_param_grad_clone_slots", "make_graphed_autograd_function")
+FORWARD = "make_graphed_forward"
+
+
+class Product(nn.Module):
+    """The sum of all inputs, times the product of two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.linspace(1.0, 2.0, WIDTH))
+        self.two = nn.Parameter(torch.linspace(-1.0, 3.0, WIDTH))
+
+    def forward(self, *inputs: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = sum([*inputs, *more.values()], torch.zeros(WIDTH))
+        return total * self.one * self.two
+
+
+def te_code(tree: ast.Module, renamed: str = "") -> dict[str, Any]:
+    """TE's functions by name; where a variable is renamed, as another version might have it."""
+    found: dict[str, Any] = {getattr(node, "name", ""): node for node in ast.walk(tree)}
+    text = "\n".join(ast.unparse(found[name]) for name in (*OUTER, *INNER, FORWARD))
+    if renamed:
+        text = re.sub(rf"\b{renamed}\b", f"{renamed}_of_next_year", text)
+    fp8 = SimpleNamespace(is_fp8_enabled=bool, is_first_fp8_module=bool)
+    cuda = SimpleNamespace(current_stream=lambda: STREAM)
+    scope: dict[str, Any] = {
+        "torch": SimpleNamespace(autograd=torch.autograd, Tensor=torch.Tensor, cuda=cuda),
+        "FP8GlobalStateManager": fp8,
+        "_tree_flatten": tree_flatten,
+        "_tree_unflatten": tree_unflatten,
+        "cache_quantized_params": False,
+        "clone_param_grads_on_return": True,
+    }
+    exec("from typing import Callable, NamedTuple", scope)
+    exec(compile(text, "graph.py", "exec"), scope)
+    return scope
+
+
+class Captured:
+    """A product of ``arguments`` inputs and, by keyword, one more; captured by TE's own code.
+
+    ``delayed`` says of each weight whether its gradient is computed later than in the backward.
+    """
+
+    def __init__(
+        self, code: dict[str, Any], arguments: int = 2, delayed: tuple[bool, bool] = (False, False)
+    ) -> None:
+        self.module = Product()
+        self.weights = tuple(self.module.parameters())
+        for weight, later in zip(self.weights, delayed, strict=True):
+            weight.skip_backward_post_hook = later  # type: ignore[attr-defined]
+        self.inputs = [torch.zeros(WIDTH) for _ in range(arguments + 1)]
+        self.output, self.gradient = torch.zeros(WIDTH), torch.zeros(WIDTH)
+        self.back = tuple(torch.zeros(WIDTH) for _ in (*self.inputs, *self.weights))
+        self.graphed, self.helpers = code["make_graphed_autograd_function"](
+            SimpleNamespace(replay=self.forward),
+            SimpleNamespace(replay=self.backward),
+            self.weights,
+            ["more"],
+            len(self.inputs),
+            tree_flatten(torch.zeros(()))[1],
+            (*self.inputs, *self.weights),
+            (self.output,),
+            (self.gradient,),
+            self.back,
+            code["_returned_param_grad_clone_slots"](self.back, self.weights),
+        )
+        own = self.module.forward
+        helpers = self.helpers
+        self.function = code[FORWARD](self.module, True, self.graphed, own, set(), helpers)
+
+    def forward(self) -> None:
+        one, two = self.weights
+        self.output.copy_(sum(self.inputs, torch.zeros(WIDTH)) * one * two)
+
+    def backward(self) -> None:
+        *of_inputs, of_one, of_two = self.back
+        (one, two), total = self.weights, sum(self.inputs, torch.zeros(WIDTH))
+        for gradient in of_inputs:
+            gradient.copy_(self.gradient * one * two)
+        of_one.copy_(self.gradient * total * two)
+        of_two.copy_(self.gradient * total * one)
+
+    def arguments(self) -> list[torch.Tensor]:
+        return [torch.full((WIDTH,), 1.0 + place) for place in range(len(self.inputs) - 1)]
+
+    def as_module(self) -> nn.Module:
+        """What TE returns where it is given no order."""
+        self.module.forward = self.function  # type: ignore[method-assign]
+        return self.module
+
+
+class Noting:
+    """Applied in the place of a function, and then the function itself."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, list[tuple[Any, ...]]()
+
+    def apply(self, *args: Any) -> Any:
+        self.calls.append(args)
+        return self.function.apply(*args)
+
+
+@pytest.fixture(scope="module")
+def code(graph_source: ast.Module) -> dict[str, Any]:
+    return te_code(graph_source)
+
+
+FORMS: dict[str, Callable[[Captured], Any]] = {
+    "function": lambda captured: captured.function,
+    "module": Captured.as_module,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("arguments", [0, 1, 3])
+def test_the_weights_come_last_and_others_before_them(
+    code: dict[str, Any], arguments: int, form: str
+) -> None:
+    captured = Captured(code, arguments)
+    graph = FORMS[form](captured)
+    replay = replay_function(graph)
+    noting = Noting(replay.function)
+    inputs, more = captured.arguments(), torch.full((WIDTH,), 0.5)
+    expected = Product()(*inputs, more=more)
+    replay.replace(noting)
+    assert torch.equal(graph(*inputs, more=more), expected)
+    ((*own, inside_one, inside_two),) = noting.calls
+    assert (inside_one, inside_two) == captured.weights and len(own) == replay.first_weight
+    assert own[:3] == [None, STREAM, None]
+    assert all(map(torch.equal, own[3:], [*inputs, more])) and len(own) == 3 + arguments + 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_replaces_it_is_called_until_the_undo(code: dict[str, Any], form: str) -> None:
+    captured, other = Captured(code), Captured(code)
+    graph = FORMS[form](captured)
+    replay = replay_function(graph)
+    noting = Noting(replay.function)
+    undo = replay.replace(noting)
+    inputs, more = captured.arguments(), torch.ones(WIDTH)
+    graph(*inputs, more=more)
+    # Each sample has a function of its own.
+    other.function(*inputs, more=more)
+    assert len(noting.calls) == 1
+    undo()
+    graph(*inputs, more=more).sum().backward()
+    assert len(noting.calls) == 1 and replay_function(graph).function is replay.function
+    eager = Product()
+    eager(*inputs, more=more).sum().backward()
+    for weight, expected in zip(captured.weights, eager.parameters(), strict=True):
+        assert weight.grad is not None and expected.grad is not None
+        assert torch.equal(weight.grad, expected.grad)
+
+
+def backward_of(captured: Captured, function: Any) -> list[Any]:
+    """What its ``backward`` returns."""
+    context = SimpleNamespace()
+    with torch.no_grad():
+        inputs = [*captured.arguments(), torch.ones(WIDTH)]
+        function.forward(context, None, STREAM, None, *inputs, *captured.weights)
+        return list(function.backward(context, torch.ones(WIDTH)))
+
+
+def lie_there(captured: Captured, found: list[Any]) -> list[bool]:
+    """Which gradients lie in static memory; the values are right wherever they do."""
+    assert found[:3] == [None, None, None]
+    assert all(map(torch.equal, found[3:], captured.back))
+    pairs = zip(found[3:], captured.back, strict=True)
+    return [one.data_ptr() == static.data_ptr() for one, static in pairs]
+
+
+@pytest.mark.parametrize("delayed", [(False, False), (True, False)], ids=["all", "one delayed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_lent_until_the_undo(
+    code: dict[str, Any], form: str, delayed: tuple[bool, bool]
+) -> None:
+    captured, inputs = Captured(code, delayed=delayed), [True] * 3
+    replay = replay_function(FORMS[form](captured))
+    for _ in range(2):
+        assert lie_there(captured, backward_of(captured, replay.function)) == [*inputs, *delayed]
+        take_back = replay.lend()
+        assert lie_there(captured, backward_of(captured, replay.function)) == [*inputs, True, True]
+        take_back()
+
+
+def test_another_graph_lends_nothing(code: dict[str, Any]) -> None:
+    one, other = Captured(code), Captured(code)
+    lending, not_lending = replay_function(one.function), replay_function(other.function)
+    take_back = lending.lend()
+    assert all(lie_there(one, backward_of(one, lending.function)))
+    assert lie_there(other, backward_of(other, not_lending.function)) == [*[True] * 3, False, False]
+    take_back()
+
+
+def test_all_is_undone_after_a_reset_too(code: dict[str, Any]) -> None:
+    captured = Captured(code)
+    replay = replay_function(captured.function)
+    noting = Noting(replay.function)
+    undo, take_back = replay.replace(noting), replay.lend()
+    captured.helpers.release_static_state()
+    take_back()
+    undo()
+    with pytest.raises(RuntimeError, match="has been reset"):
+        captured.function(*captured.arguments(), more=torch.ones(WIDTH))
+    assert noting.calls == [] and replay_function(captured.function).function is replay.function
+
+
+@pytest.mark.parametrize(
+    "name", ["graphed", "Graphed", "len_user_args", "returned_param_grad_clone_slots"]
+)
+def test_a_variable_that_is_gone_is_named_with_package_and_version(
+    graph_source: ast.Module, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_cg.versions.installed_version", lambda _: "2.99")
+    captured = Captured(te_code(graph_source, renamed=name))
+    with pytest.raises(UpstreamChangedError) as found:
+        replay_function(captured.function)
+    said = str(found.value)
+    assert f"variable {name} " in said and "transformer-engine 2.99" in said
+    assert "transformer_engine.pytorch.graph" in said
+    assert "make_graphed_autograd_function" in said
+
+
+@pytest.mark.parametrize("graph", [len, nn.Identity(), lambda: None])
+def test_what_te_did_not_make_is_refused(graph: Any) -> None:
+    with pytest.raises(UpstreamChangedError, match="variable graphed"):
+        replay_function(graph)
