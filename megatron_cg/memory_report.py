@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from megatron_cg.capture_memory import gradient_copies
+from megatron_cg.cells import cells_of
 from megatron_cg.memory_pools import PoolUse, held_addresses, pools
 
 if TYPE_CHECKING:
@@ -230,11 +231,8 @@ def _allocators(store: Any) -> list[Any]:
 
 
 def _closure(function: Any) -> dict[str, Any]:
-    """The variables of an enclosing function that ``function`` keeps."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or cells is None:
-        return {}
-    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    """The values of :func:`cells_of` the function."""
+    return {name: cell.cell_contents for name, cell in cells_of(function).items()}
 
 
 def _merged(rows: Iterable[Row]) -> list[Row]:

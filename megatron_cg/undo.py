@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CellType
 from typing import Any
 
 _ABSENT = object()
@@ -24,17 +23,6 @@ def set_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
             setattr(owner, name, old)
         elif name in vars(owner):
             delattr(owner, name)
-
-    return undo
-
-
-def set_cell(cell: CellType, value: Any) -> Callable[[], None]:
-    """Let functions that share a closure variable see ``value``; returns the undo."""
-    old = cell.cell_contents
-    cell.cell_contents = value
-
-    def undo() -> None:
-        cell.cell_contents = old
 
     return undo
 

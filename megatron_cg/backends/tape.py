@@ -287,17 +287,14 @@ class _Capture:
             if item.forward is None or item.backward is None:
                 raise CaptureError(f"{item.label}: the order has no forward and backward of it")
             outputs = storage_keys(item.outputs)
-            first_parameter = len(item.grad_inputs) - len(item.parameters)
-            returned = storage_keys(item.grad_inputs[:first_parameter])
+            returned = storage_keys(item.grad_inputs[: item.user_args])
             saved = item.forward.made & item.backward.used
             item.dead_after_forward = frozenset(item.forward.made - saved - outputs)
             kept = returned if self.share_buffers else returned | outputs
             item.dead_after_backward = frozenset((item.backward.made | saved | outputs) - kept)
             if self.share_buffers and position >= 2:
                 earlier = backwards[position - 2]
-                old = storage_keys(
-                    earlier.grad_inputs[: len(earlier.inputs) - len(earlier.parameters)]
-                )
+                old = storage_keys(earlier.grad_inputs[: earlier.user_args])
                 item.dead_before_backward = frozenset(old - item.backward.used)
         for item in backwards:
             for tape in (item.forward, item.backward):

@@ -89,13 +89,12 @@ class _Replay(torch.autograd.Function):
                 static.copy_(grad)
         tape.pool.poison(recorded.dead_before_backward)
         tape.replay()
-        first_parameter = len(recorded.grad_inputs) - len(recorded.parameters)
-        clones = len(recorded.grad_inputs) if recorded.lends else first_parameter
+        clones = len(recorded.grad_inputs) if recorded.lends else recorded.user_args
         returned = tuple(
             None if grad is None else grad.clone() if index >= clones else grad.detach()
             for index, grad in enumerate(recorded.grad_inputs)
         )
-        lent = storage_keys(recorded.grad_inputs[first_parameter:clones])
+        lent = storage_keys(recorded.grad_inputs[recorded.user_args : clones])
         tape.pool.poison(recorded.dead_after_backward - lent)
         tape.pool.poison_before_next_replay(recorded.dead_after_backward & lent)
         return (None, *returned)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.lending import ReplayFunction
-from megatron_cg.undo import set_cell
+from megatron_cg.cells import cells_of, set_cell
 from megatron_cg.versions import Symbol, changed
 
 _PACKAGE = "transformer-engine"
@@ -53,10 +53,7 @@ def replay_function(graph: Any) -> ReplayFunction:
 
 
 def _cell(function: Any, name: str) -> CellType:
-    inner: Any = inspect.unwrap(function)
-    names = getattr(getattr(inner, "__code__", None), "co_freevars", ())
-    for variable, cell in zip(names, getattr(inner, "__closure__", None) or (), strict=True):
-        if variable == name:
-            found: CellType = cell
-            return found
-    raise changed(_PACKAGE, _MAKER, f"{_FUNCTION.expected}, with a variable {name} around it")
+    cells = cells_of(inspect.unwrap(function))
+    if name not in cells:
+        raise changed(_PACKAGE, _MAKER, f"{_FUNCTION.expected}, with a variable {name} around it")
+    return cells[name]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CellType
 from typing import Any
 
+from megatron_cg.cells import cells_of
 from megatron_cg.fsdp.recognise import fsdp_package_of
 from megatron_cg.hooks.record import innermost
 from megatron_cg.versions import changed
@@ -37,11 +38,7 @@ def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
         package = fsdp_package_of(hook)
         if package is None:
             continue
-        distribution, function = package, innermost(hook)
-        cells: Any = getattr(function, "__closure__", None) or ()
-        names: Any = getattr(getattr(function, "__code__", None), "co_freevars", ())
-        for variable, cell in zip(names, cells, strict=False):
-            if variable == name:
-                found: CellType = cell
-                return found
+        distribution, cells = package, cells_of(innermost(hook))
+        if name in cells:
+            return cells[name]
     raise changed(distribution, f"{_SCOPE}.<locals>.{name}", "a variable that its hooks refer to")

@@ -46,22 +46,14 @@ Note [One stream a copy]
     wait decide, and one from elsewhere takes Megatron-FSDP's way at once, on its own stream. If it
     was the last to come, the copy of those that waited is ordered after their stream.
 
-Note [A buffer that is still read]
-    With double buffers a unit's gradients go where those of the unit before last were reduced
-    from. Megatron-FSDP frees that buffer on the stream of the reductions alone, so a copy on the
-    stream of the backward pass is not ordered after the reduction that still reads it; a host that
-    runs far enough ahead would overwrite what is being sent. So the copy waits, on the device, for
-    the reductions that were freed for it. They were issued two units ago, and are over mostly.
-    (NVIDIA/Megatron-LM#5222 is about another way to the same overwriting.)
-
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
 ``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
 pass), ``_root_pre_backward_hook_issued`` (in a pass) and ``report_nan_in_param_grad``;
-``GradReducePipeline.bucket_grad_ready_params``, ``grad_reduce_queue`` (event, function, bucket) and
-``_enforce_double_buffer_limit``; ``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket``,
-``param_idx`` and ``is_data_distributed`` (false where a data-parallel group is one rank, as that of
-experts may be); ``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``,
-``params`` and ``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
+``GradReducePipeline.bucket_grad_ready_params``; ``DataParallelBuffer.fetch_bucket``,
+``get_item_from_bucket``, ``param_idx`` and ``is_data_distributed`` (false where a data-parallel
+group is one rank, as that of experts may be); ``ParameterGroup.hfsdp_helper_gbuf``,
+``main_grad_buffer``, ``requires_grad``, ``params`` and ``fsdp_unit_id``;
+``mp_policy.grad_comm_dtype``.
 """
 
 from __future__ import annotations
@@ -73,13 +65,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.cells import set_cell
 from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.buckets import Bucket, Together
+from megatron_cg.fsdp.fast.buffers import make_room
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
 from megatron_cg.fsdp.fast.streams import current_stream, wait_for
 from megatron_cg.fsdp.fast.views import BucketViews, in_one_piece
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import run_before, set_cell
+from megatron_cg.undo import run_before
 
 WAITING_BYTES = 64 << 20
 """Of gradients of one bucket; some ten of the experts of a 30B-A3B mixture."""
@@ -98,16 +92,16 @@ RELIES_ON = (
         "megatron_fsdp:MegatronFSDP",
         "the wrapped model",
         attributes=(
-            *("_params_require_handle_grad", "_root_pre_backward_hook_issued"),
-            *("report_nan_in_param_grad", "mp_policy"),
+            "_params_require_handle_grad",
+            "_root_pre_backward_hook_issued",
+            "report_nan_in_param_grad",
+            "mp_policy",
         ),
     ),
     *in_both(
         "param_and_grad_buffer:GradReducePipeline",
         "what reduces gradients",
-        attributes=(
-            *("bucket_grad_ready_params", "grad_reduce_queue", "_enforce_double_buffer_limit"),
-        ),
+        attributes=("bucket_grad_ready_params",),
     ),
     *in_both(
         "param_and_grad_buffer:DataParallelBuffer",
@@ -118,8 +112,11 @@ RELIES_ON = (
         "param_and_grad_buffer:ParameterGroup",
         "parameters in one bucket",
         attributes=(
-            *("hfsdp_helper_gbuf", "main_grad_buffer", "requires_grad"),
-            *("params", "fsdp_unit_id"),
+            "hfsdp_helper_gbuf",
+            "main_grad_buffer",
+            "requires_grad",
+            "params",
+            "fsdp_unit_id",
         ),
     ),
 )
@@ -196,9 +193,10 @@ class GradientHandOff:
         parts = list(zip(together.weights, gradients, used, strict=True))
         # See Note [Weights that autograd does not see].
         for weight, gradient, also in parts if bucket is not None else reversed(parts):
-            if gradient is not None:
-                kept = gradient.clone() if lent else gradient
-                weight.grad = kept if weight.grad is None else weight.grad + gradient
+            if gradient is not None and weight.grad is not None:
+                weight.grad = weight.grad + gradient
+            elif gradient is not None:
+                weight.grad = gradient.clone() if lent else gradient
             if also and self._parts.pop(id(weight), None) is None:
                 # Autograd adds the rest, and the weight's own hook finds the sum.
                 self._parts[id(weight)] = weight
@@ -371,19 +369,6 @@ class GradientHandOff:
         target: Any = last
         target.grad_added_to_main_grad = True
         self._original([last])
-
-
-def make_room(pipeline: Any, bucket: int) -> None:
-    """Let Megatron-FSDP free a buffer for ``bucket``; see Note [A buffer that is still read].
-
-    Args:
-        pipeline: the ``GradReducePipeline``; its queue holds an event for each reduction.
-        bucket: a bucket's number.
-    """
-    before = list(pipeline.grad_reduce_queue)
-    pipeline._enforce_double_buffer_limit([bucket])
-    for event, _free, _bucket in before[: len(before) - len(pipeline.grad_reduce_queue)]:
-        event.wait()
 
 
 def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:

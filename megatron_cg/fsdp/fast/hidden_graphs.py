@@ -45,9 +45,6 @@ class _StandIn:
         self._hidden, self._replay = hidden, replay
         self._lending = _Lending(replay)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_replay"].function, name)
-
     def apply(self, *args: Any) -> Any:
         """What the function's own ``apply`` does."""
         first = self._replay.first_weight

@@ -35,6 +35,7 @@ class FastPath:
         self.parts: list[str] = []
         self.left_out: dict[str, str] = {}
         self.hand_off: GradientHandOff | None = None
+        self._hidden: HiddenWeights | None = None
         self._undo = ExitStack()
 
     def close(self) -> None:
@@ -59,22 +60,13 @@ class FastPath:
         self.hand_off, undo = install_gradients(fsdp)
         return undo
 
-    def _hidden(self, hidden: HiddenWeights | None) -> Callable[[], None]:
-        if hidden is None:
-            raise StepsAsideError("gradients are left to Megatron-FSDP")
-        return install_hidden(hidden)
-
-    def _hidden_graphs(
-        self, hidden: HiddenWeights | None, replays: Sequence[ReplayFunction]
-    ) -> Callable[[], None]:
-        if hidden is None:
-            raise StepsAsideError("gradients are left to Megatron-FSDP")
-        return install_hidden_graphs(hidden, replays)
-
-    def _hides(self, fsdp: Any, graphed: Container[nn.Module]) -> HiddenWeights | None:
+    def _hides(self, fsdp: Any, graphed: Container[nn.Module]) -> HiddenWeights:
+        """The same for all parts: a weight is hidden once, whoever uses it."""
         if self.hand_off is None:
-            return None
-        return HiddenWeights(fsdp.module, self.hand_off, graphed)
+            raise StepsAsideError("gradients are left to Megatron-FSDP")
+        if self._hidden is None:
+            self._hidden = HiddenWeights(fsdp.module, self.hand_off, graphed)
+        return self._hidden
 
     def _unit_is_done(self, unit: nn.Module) -> None:
         if self.hand_off is not None:
@@ -107,10 +99,12 @@ def install(
     try:
         path._add("swap", lambda: install_swap(fsdp))
         path._add("gradients", lambda: path._gradients(fsdp))
-        hidden = path._hides(fsdp, graphed)
-        path._add("hidden weights", lambda: path._hidden(hidden))
+        path._add("hidden weights", lambda: install_hidden(path._hides(fsdp, graphed)))
         if replays:
-            path._add("hidden weights of graphs", lambda: path._hidden_graphs(hidden, replays))
+            path._add(
+                "hidden weights of graphs",
+                lambda: install_hidden_graphs(path._hides(fsdp, graphed), replays),
+            )
         path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done))
         path._add("main gradients", lambda: install_main_gradients(fsdp, room))
         path._add("main weights", lambda: install_main_weights(fsdp))

@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.cells import set_cell
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
 from megatron_cg.fsdp.fast.gather import install_gathers
 from megatron_cg.fsdp.fast.known import STATE, KnownModules, KnownParameters, ParameterLists
 from megatron_cg.fsdp.recognise import FsdpRole, classify, is_root_handler
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.hooks.record import module_hooks
-from megatron_cg.undo import set_attribute, set_cell
+from megatron_cg.undo import set_attribute
 
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
 _ROOT, _HANDLER = "root_module", "custom_backward_handler"

@@ -1,8 +1,8 @@
-"""A stand-in of the hand-off, for hidden weights without Megatron-FSDP."""
+"""Stand-ins of the hand-off and of Megatron-FSDP's hooks, for hidden weights without it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,3 +41,9 @@ class HandOff:
     ) -> None:
         self.taken.append((gradients, used))
         self.lent.append(lent)
+
+
+def hook_weights(weights: Iterable[nn.Parameter]) -> None:
+    """Give each weight a hook, in the place of Megatron-FSDP's own."""
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda _: None)

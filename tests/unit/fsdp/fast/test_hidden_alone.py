@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_cg.errors import FastPathError, UpstreamChangedError
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, hide_in
-from tests.unit.fsdp.fast.keeping import HandOff
+from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 from tests.unit.fsdp.fast.test_hidden import PARTS, WIDTH, Grouped
 
 PLACE, NAME = sys.modules[Grouped.__module__], "_Grouped"
@@ -33,9 +33,7 @@ def rows() -> torch.Tensor:
 def module() -> Grouped:
     torch.manual_seed(0)
     found = Grouped()
-    for weight in found.parameters():
-        # In the place of Megatron-FSDP's own.
-        weight.register_post_accumulate_grad_hook(lambda _: None)
+    hook_weights(found.parameters())
     return found
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.fsdp.fast.hidden import MANY, HiddenWeights, hide_in
-from tests.unit.fsdp.fast.keeping import HandOff
+from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 
 WIDTH = 3
 
@@ -45,9 +45,7 @@ class Scaled(nn.Module):
     def __init__(self, weights: int = MANY) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.randn(WIDTH) for _ in range(weights))
-        for weight in self.weights:
-            # In the place of Megatron-FSDP's own.
-            weight.register_post_accumulate_grad_hook(lambda _: None)
+        hook_weights(self.weights)
         self.order: list[Any] = list(self.weights)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.gradients import GradientHandOff
 from megatron_cg.fsdp.fast.hidden import HiddenWeights
 from megatron_cg.fsdp.fast.hidden_graphs import install_hidden_graphs
-from tests.unit.fsdp.fast.keeping import HandOff
+from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 from tests.unit.fsdp.fast.test_hand_off import SIZE, Megatron
 
 MICROBATCHES = 3
@@ -121,9 +121,7 @@ class Kept:
     def __init__(self, weights: int = 3) -> None:
         self.case = Case([nn.Parameter(torch.zeros(SIZE)) for _ in range(weights)])
         self.hand_off = HandOff()
-        for weight in self.case.weights:
-            # In the place of Megatron-FSDP's own; there is none during capture.
-            weight.register_post_accumulate_grad_hook(lambda _: None)
+        hook_weights(self.case.weights)  # there is none during capture
         self.undo = self.case.install(self.hand_off)
 
     def took(self, expected: Gradients) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, hide_in
-from tests.unit.fsdp.fast.keeping import HandOff
+from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 
 pytest.importorskip("megatron_fsdp")
 
@@ -296,8 +296,7 @@ class Owner(HandOff):
 def grouped() -> Any:
     torch.manual_seed(0)
     module = Grouped()
-    for weight in module.parameters():
-        weight.register_post_accumulate_grad_hook(lambda _: None)
+    hook_weights(module.parameters())
     return module
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
 from megatron_cg.fsdp.fast.views import in_one_piece
-from tests.unit.fsdp.fast.keeping import HandOff
+from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="TE is not installed")
 GEMMS, INTO, OUT = 6, 4, 8
@@ -44,7 +44,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch.manual_seed(0)
     for parameter in made.parameters():
         nn.init.normal_(parameter)
-        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    hook_weights(made.parameters())
     yield made
     assert module._GroupedLinear is own
 

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_cg.cells import set_cell
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.fast import install
+from megatron_cg.fsdp.fast.buffers import make_room
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
-from megatron_cg.fsdp.fast.gradients import make_room
 from megatron_cg.fsdp.fast.known import KnownParameters
 from megatron_cg.fsdp.fast.unshard import _fetched
 from megatron_cg.fsdp.fast.views import BucketViews
 from megatron_cg.fsdp.fast.weights import _GroupGradients, _Row, install_main_gradients
 from megatron_cg.idle_pool import _Chunk
-from megatron_cg.undo import set_cell
 
 CELLS = (
     "_param_list_for_submodule_unshard",
