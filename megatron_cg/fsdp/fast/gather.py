@@ -5,7 +5,13 @@ Note [Which buckets a list of parameters stands for]
     model alone, and is asked of Megatron-FSDP itself, once for each list and way of asking: of a
     copy of its pipeline in which every bucket is ready, so that it looks at each and gathers none.
     Which of them have to be gathered depends on the moment, and is looked up each time. Mostly
-    there are none; else Megatron-FSDP is asked for those, without any that follow.
+    there are none.
+
+Note [A group of one bucket]
+    Megatron-FSDP coalesces the gathers of a bucket group. Most groups are one bucket, and then
+    there is nothing to coalesce: it is gathered as such, by the same collective on the same
+    stream. What is more than that (several buckets, gathers across outer groups) Megatron-FSDP is
+    asked for, without any that follow.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline`` with the methods and
 attributes named below, and ``BucketStatus``. A bucket that it keeps past a reset, ``PRESERVED``, is
@@ -16,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
@@ -27,11 +33,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import run_before, set_attribute
 
 Key = tuple[int, bool]
 """A bucket's number, and whether its transposed weights are meant."""
+_ASYNC = "async_param_gather"
 
 RELIES_ON = (
     *in_both(
@@ -41,7 +49,9 @@ RELIES_ON = (
             "buffer",
             "bucket_status",
             "bucket_can_be_released",
+            "bucket_to_bucket_group",
             "param_gather_event_map",
+            "ag_stream",
             "get_bucket_key",
             "get_fsdp_buffer",
             "recycle_unused_buckets",
@@ -50,7 +60,14 @@ RELIES_ON = (
     *in_both(
         "param_and_grad_buffer:AllGatherPipeline.all_gather_params",
         "what gathers the buckets of parameters",
-        parameters=("self", "params", "prefetch"),
+        parameters=(
+            "self",
+            "params",
+            "prefetch",
+            "prefetch_order",
+            _ASYNC,
+            "outer_fsdp_group_param_gather",
+        ),
     ),
     *in_both(
         "param_and_grad_buffer:AllGatherPipeline.async_bucket_gather",
@@ -65,11 +82,18 @@ RELIES_ON = (
 )
 
 
-def install_gathers(fsdp: Any) -> Callable[[], None]:
-    """Replace what asks for all-gathers of ``fsdp``'s weights; returns the undo."""
+def install_gathers(fsdp: Any, late: LatePrefetch) -> Callable[[], None]:
+    """Replace what asks for all-gathers of ``fsdp``'s weights; returns the undo.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        late: holds gathers for the next unit until the graph of this one is launched.
+    """
     pipeline = fsdp.all_gather_pipeline
-    gathers = Gathers(pipeline)
+    gathers = Gathers(pipeline, late, lambda: bool(fsdp.training))
     with ExitStack() as undo:
+        undo.callback(late.drop)
+        undo.callback(run_before(fsdp, "forward", late.drop))
         for name in ("all_gather_params", "async_bucket_gather"):
             undo.callback(set_attribute(pipeline, name, getattr(gathers, name)))
         return undo.pop_all().close
@@ -83,18 +107,27 @@ class _Plan:
     """Those of the list itself, with what Megatron-FSDP notes of each: it may not be released."""
     looked_at: tuple[Key, ...]
     """These and those that follow, in Megatron-FSDP's order."""
+    before_graph: bool
+    """Whether it is for a forward pass that begins with a graph."""
 
 
 class Gathers:
-    """What asks an ``AllGatherPipeline`` for buckets, in the place of its own methods."""
+    """What asks an ``AllGatherPipeline`` for buckets, in the place of its own methods.
 
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
+    Args:
+        pipeline: the ``AllGatherPipeline``.
+        late: see there.
+        replays: whether graphs are replayed in this pass.
+    """
+
+    def __init__(self, pipeline: Any, late: LatePrefetch, replays: Callable[[], bool]) -> None:
+        self._pipeline, self._late, self._replays = pipeline, late, replays
         self._all_gather_params = pipeline.all_gather_params
         self._async_bucket_gather = pipeline.async_bucket_gather
         module: Any = inspect.getmodule(type(pipeline))
         self._status = module.BucketStatus
         self._absent = (self._status.EMPTY, self._status.PRESERVED)
+        self._forward = module.PrefetchOrder.FORWARD_PASS_ORDER
         self._stands_for = {
             bucket: parameter for parameter, bucket in pipeline.buffer.param_to_param_group.items()
         }
@@ -104,6 +137,7 @@ class Gathers:
         self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
     ) -> None:
         """Gather the buckets of ``params`` that are not there, as the pipeline's own would."""
+        self._late.issue()
         asked = (tuple(params), prefetch, *options.items())
         plan = self._plans.get(asked)
         if plan is None:
@@ -115,8 +149,43 @@ class Gathers:
             return
         if any(status[key] is self._status.PRESERVED for key in absent):
             self._all_gather_params(params, prefetch=prefetch, **options)
-        else:
+            return
+        groups = self._groups(absent, options)
+        if groups is None:
             self._all_gather_params([self._stands_for[bucket] for bucket, _ in absent], **options)
+            return
+        if plan.before_graph and self._replays():
+            # See late.py.
+            later = [key for key in groups if key not in plan.listed]
+            if later:
+                self._late.hold(partial(self._gather, later))
+            groups = [key for key in groups if key in plan.listed]
+        self._gather(groups)
+
+    def _groups(self, absent: Sequence[Key], options: Mapping[str, Any]) -> list[Key] | None:
+        """``absent`` in the order of its bucket groups, or None where Megatron-FSDP is asked."""
+        if options.get("outer_fsdp_group_param_gather") or not options.get(_ASYNC, True):
+            return None
+        group_of = self._pipeline.bucket_to_bucket_group
+        groups = [group_of[bucket] for bucket, _ in absent]
+        return list(absent) if len(set(groups)) == len(groups) else None
+
+    def _gather(self, buckets: Sequence[Key], since: Any = None) -> None:
+        """Gather these, each a group; see Note [A group of one bucket].
+
+        Args:
+            buckets: none of them is there.
+            since: the event that they wait for, in the place of what was launched until now.
+        """
+        current = torch.cuda.current_stream()
+        stream = self._pipeline.ag_stream or current
+        if since is None:
+            stream.wait_stream(current)
+        else:
+            stream.wait_event(since)
+        with torch.cuda.stream(stream):
+            for bucket, transposed in buckets:
+                self.async_bucket_gather(bucket, transposed)
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
         """Gather one bucket; Megatron-FSDP makes a function for each that says it is there."""
@@ -146,4 +215,7 @@ class Gathers:
         looked_at: dict[Key, Any] = defaultdict(lambda: self._status.READY_TO_USE)
         asked.bucket_can_be_released, asked.bucket_status = listed, looked_at
         type(asked).all_gather_params(asked, params, **options)
-        return _Plan(listed, tuple(looked_at))
+        before_graph = options.get(
+            "prefetch_order"
+        ) is self._forward and self._late.begins_with_graph(params)
+        return _Plan(listed, tuple(looked_at), before_graph)

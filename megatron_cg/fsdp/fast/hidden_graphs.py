@@ -23,26 +23,29 @@ from megatron_cg.fsdp.fast.hidden import HiddenWeights, call_hidden
 
 
 def install_hidden_graphs(
-    hidden: HiddenWeights, replays: Sequence[ReplayFunction]
+    hidden: HiddenWeights, replays: Sequence[ReplayFunction], launched: Callable[[], None]
 ) -> Callable[[], None]:
     """Hide the weights of graphs; returns the undo.
 
     Args:
         hidden: knows which weights can be hidden.
         replays: how autograd sees each graph.
+        launched: called after each replay of a forward pass was launched.
     """
     with ExitStack() as undo:
         undo.callback(hidden.close)
         for replay in replays:
-            undo.callback(replay.replace(_StandIn(hidden, replay)))
+            undo.callback(replay.replace(_StandIn(hidden, replay, launched)))
         return undo.pop_all().close
 
 
 class _StandIn:
     """Applied in the place of a graph's function."""
 
-    def __init__(self, hidden: HiddenWeights, replay: ReplayFunction) -> None:
-        self._hidden, self._replay = hidden, replay
+    def __init__(
+        self, hidden: HiddenWeights, replay: ReplayFunction, launched: Callable[[], None]
+    ) -> None:
+        self._hidden, self._replay, self._launched = hidden, replay, launched
         self._lending = _Lending(replay)
 
     def apply(self, *args: Any) -> Any:
@@ -53,8 +56,11 @@ class _StandIn:
         if torch.is_grad_enabled():
             weights = self._hidden.together(tail, of_graph=True)
         if weights is None:
-            return self._replay.function.apply(*args)
-        return call_hidden(self._lending, weights, args[:first], tail, lent=True)
+            outputs = self._replay.function.apply(*args)
+        else:
+            outputs = call_hidden(self._lending, weights, args[:first], tail, lent=True)
+        self._launched()
+        return outputs
 
 
 class _Lending:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_cg.fsdp.fast.adam import install_adam
 from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
 from megatron_cg.fsdp.fast.hidden_graphs import install_hidden_graphs
+from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.swap import install_swap
 from megatron_cg.fsdp.fast.unshard import install_unshard
@@ -22,6 +23,7 @@ from megatron_cg.fsdp.fast.zero import install_zero
 from megatron_cg.idle_pool import Room
 
 logger = logging.getLogger(__name__)
+_OF_GRAPHS = "hidden weights of graphs"
 
 
 class FastPath:
@@ -77,7 +79,7 @@ def install(
     fsdp: Any,
     room: Room | None = None,
     optimizers: Sequence[Any] = (),
-    graphed: Container[nn.Module] = (),
+    graphed: Collection[nn.Module] = (),
     replays: Sequence[ReplayFunction] = (),
 ) -> FastPath:
     """Put in every part that applies to ``fsdp``, between two steps.
@@ -100,12 +102,17 @@ def install(
         path._add("swap", lambda: install_swap(fsdp))
         path._add("gradients", lambda: path._gradients(fsdp))
         path._add("hidden weights", lambda: install_hidden(path._hides(fsdp, graphed)))
+        late = LatePrefetch(graphed)
         if replays:
             path._add(
-                "hidden weights of graphs",
-                lambda: install_hidden_graphs(path._hides(fsdp, graphed), replays),
+                _OF_GRAPHS,
+                lambda: install_hidden_graphs(path._hides(fsdp, graphed), replays, late.launched),
             )
-        path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done))
+        launches = _OF_GRAPHS in path.parts
+        path._add(
+            "unshard",
+            lambda: install_unshard(fsdp, path._unit_is_done, late if launches else None),
+        )
         path._add("main gradients", lambda: install_main_gradients(fsdp, room))
         path._add("main weights", lambda: install_main_weights(fsdp))
         path._add("zero gradients", lambda: install_zero(fsdp))

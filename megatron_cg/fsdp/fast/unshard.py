@@ -20,6 +20,7 @@ from megatron_cg.cells import set_cell
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
 from megatron_cg.fsdp.fast.gather import install_gathers
 from megatron_cg.fsdp.fast.known import STATE, KnownModules, KnownParameters, ParameterLists
+from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.recognise import FsdpRole, classify, is_root_handler
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.hooks.record import module_hooks
@@ -50,12 +51,15 @@ RELIES_ON = (
 )
 
 
-def install_unshard(fsdp: Any, after_backward: Callable[[nn.Module], None]) -> Callable[[], None]:
+def install_unshard(
+    fsdp: Any, after_backward: Callable[[nn.Module], None], late: LatePrefetch | None = None
+) -> Callable[[], None]:
     """Replace what walks over parameters before and after a unit's passes; returns the undo.
 
     Args:
         fsdp: the ``MegatronFSDP``.
         after_backward: called with a unit after its backward pass, before its buckets are freed.
+        late: holds gathers for the next unit until the graph of this one is launched.
 
     Raises UpstreamChangedError when a symbol is gone; nothing is changed then.
     """
@@ -68,7 +72,7 @@ def install_unshard(fsdp: Any, after_backward: Callable[[nn.Module], None]) -> C
     )
     gather = "all_gather_and_wait_parameters_ready"
     with ExitStack() as undo:
-        undo.callback(install_gathers(fsdp))
+        undo.callback(install_gathers(fsdp, late or LatePrefetch()))
         undo.callback(set_cell(root, KnownModules(root.cell_contents)))
         undo.callback(_show_known_modules(fsdp))
         undo.callback(set_cell(listed, lists))

@@ -70,7 +70,7 @@ class Case:
     def install(self, hand_off: Any) -> Callable[[], None]:
         graphed = set(self.layer.modules())
         hidden = HiddenWeights(nn.Sequential(self.layer, self.other), hand_off, graphed)
-        return install_hidden_graphs(hidden, self.replays)
+        return install_hidden_graphs(hidden, self.replays, lambda: None)
 
     def call(self, number: int = 0) -> torch.Tensor:
         rows = torch.linspace(-1.0, 1.0 + number, SIZE).requires_grad_()
