@@ -5,6 +5,11 @@ other never joins. So every rank, also one that failed, puts its verdict into on
 and a pure function of all verdicts decides (``verdict.py``). The exchange has a gloo group of its
 own: CPU tensors, never NCCL, never inside a graph.
 
+Note [Undone by all ranks together]
+    What changes a rank's collectives may not be undone by one rank alone, as when it deletes its
+    graphs by itself. Its undo is left here, and run when all ranks have agreed on what follows, or
+    the votes are over.
+
 Note [Two exchanges]
     A synchronous vote is two exchanges: the time of the first is waiting for the last rank, that
     of the second the exchange itself. An asynchronous vote is one, hidden behind other work.
@@ -13,8 +18,8 @@ Note [Two exchanges]
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -119,6 +124,22 @@ class Agreement:
         self._captures = 1
         self._next: Kind | None = Kind.CAPTURE_START
         self.time = AgreementTime()
+        self._together: list[Callable[[], None]] = []
+
+    def undo_together(self, undo: Callable[[], None]) -> None:
+        """Leave ``undo`` until :meth:`together`; see Note [Undone by all ranks together]."""
+        self._together.append(undo)
+
+    @property
+    def has_undos(self) -> bool:
+        """Whether something is left to be undone."""
+        return bool(self._together)
+
+    def together(self) -> None:
+        """All ranks are at this place, between two steps: undo what was left for that."""
+        with ExitStack() as undos:
+            while self._together:
+                undos.callback(self._together.pop(0))
 
     def agree(
         self,
@@ -251,6 +272,7 @@ class Agreement:
 
     def close(self) -> None:
         """Let the group go. Safe to run twice, and after the process groups were destroyed."""
+        self.together()
         group, self._group = self._group, None
         self._pending = None
         if group is not None:

@@ -51,6 +51,7 @@ class Boundary:
         self._recapture = recapture
         self._give_up = give_up
         self._steps = 0
+        self._has_lost_graphs = self._none_has_graphs = False
         self._due: Decision | None = None
         self._closed = False
 
@@ -68,13 +69,21 @@ class Boundary:
             return
         self._steps += 1
         self._due = self._agreement.collect()
+        if self._due is not None:
+            self._none_has_graphs = self._due.same_graphs and self._has_lost_graphs
         serial = self._steps if step is None else step
-        self._agreement.post(Kind.STEP, self._verdict(), serial=serial)
+        verdict = self._verdict()
+        self._has_lost_graphs = verdict.graphs == 0 and self._agreement.has_undos
+        self._agreement.post(Kind.STEP, verdict, serial=serial)
 
     def before_step(self) -> None:
         """Do what was decided, if anything was. Raises what that raises, and AgreementError."""
         due, self._due = self._due, None
-        if self._closed or due is None or due.level is Level.KEEP:
+        if self._closed or due is None:
+            return
+        if self._none_has_graphs:
+            self._agreement.together()
+        if due.level is Level.KEEP:
             return
         under_way = self._agreement.collect()
         if under_way is not None and under_way.level > due.level:
@@ -82,6 +91,7 @@ class Boundary:
         if due.level is Level.GIVE_UP:
             logger.warning("megatron_cg: graphs given up on all ranks: %s.", due.reason())
             self._give_up(due)
+            self._agreement.together()
         else:
             logger.info("megatron_cg: all ranks capture again: %s.", due.reason())
             self._recapture()

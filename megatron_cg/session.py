@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -18,6 +19,8 @@ from megatron_cg.counters import Counters
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.fsdp.fast import FastPath
 from megatron_cg.fsdp.fast import install as install_fast_path
+from megatron_cg.fsdp.fast.kept import install_kept
+from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.graphed import GuardedGraph
@@ -29,6 +32,8 @@ from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.undo import set_attribute
 from megatron_cg.verdict import Verdict, digest
 from megatron_cg.watch import ReplayPolicy, Watch
+
+logger = logging.getLogger(__name__)
 
 _SESSIONS: list[Session] = []
 """Sessions with graphs; a strong reference, since the layers replay whether or not anybody else
@@ -84,7 +89,7 @@ class Session:
                 f"{type(model).__name__} holds no MegatronFSDP: wrap the model before capture "
                 "(--use-megatron-fsdp), or use Megatron's own CUDA graphs without this package."
             )
-        self._fsdp = fsdp
+        self._model, self._fsdp = model, fsdp
         self._units = tuple(units)
         self._backend = backend
         self._agreement, self._joins = agreement, joins
@@ -123,6 +128,8 @@ class Session:
         votes = self._agreement.time if self._agreement is not None else None
         report = CaptureReport(self._fsdp, self._units, self._backend, votes)
         self.phase = Phase.CAPTURING
+        if self._agreement is not None:
+            self._agreement.together()  # All ranks capture, or none, so they are at one place.
         try:
             self._capture = GuardedCapture(
                 self._fsdp, self._units, self._backend, self.watch, self._static_inputs
@@ -142,12 +149,14 @@ class Session:
                 self._undo = lasting.pop_all()
             if self._wants_fast_path:
                 # Only now are FSDP's hooks, which it is found by, in their places again.
+                self._keep_last_unit()
                 self.fast_path = install_fast_path(
                     self._fsdp,
                     self._backend.room(),
                     self._optimizers,
                     self._graphed(),
                     self._replay_functions(),
+                    model=self._model,
                 )
                 self._undo.callback(self.fast_path.close)
         except BaseException as error:
@@ -159,6 +168,18 @@ class Session:
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
         self.phase = Phase.REPLAYING
         report.finished(self.counters)
+
+    def _keep_last_unit(self) -> None:
+        """Not undone by this rank alone; see Note [On all ranks, or on none] in ``kept.py``."""
+        try:
+            undo = install_kept(self._fsdp)
+        except StepsAsideError as why:
+            logger.info("FSDP fast path: the last unit is freed and gathered, because %s.", why)
+            return
+        if self._agreement is not None:
+            self._agreement.undo_together(undo)
+        else:
+            self._undo.callback(undo)
 
     def capture(
         self,

@@ -38,6 +38,18 @@ def run_before(owner: Any, name: str, action: Callable[[], None]) -> Callable[[]
     return set_attribute(owner, name, after_action)
 
 
+def run_after(owner: Any, name: str, action: Callable[[], None]) -> Callable[[], None]:
+    """Let ``action`` run as a call of a method of ``owner`` returns; returns the undo."""
+    method = getattr(owner, name)
+
+    def before_action(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        action()
+        return result
+
+    return set_attribute(owner, name, before_action)
+
+
 @contextmanager
 def garbage_collection_kept() -> Iterator[None]:
     """Put automatic garbage collection back on or off, as it was.

@@ -1,21 +1,29 @@
 """What is done around each of Megatron's training steps.
 
+Note [When ranks vote]
+    What a rank wants is known once its backward passes are done. When the optimizer's step returns
+    the GPU is still at work on it, and the host waits for that next; after ``train_step`` it is the
+    GPU that waits for the host. So ranks vote as the optimizer's step returns, or after the
+    training step where it has none.
+
 Relied on: megatron-core 0.19.2, ``megatron.training.training.train_step``, looked up as a global of
-that module when ``train`` calls it. Between two steps nothing is under way: Megatron itself
-captures there.
+that module when ``train`` calls it; it calls ``optimizer.step`` at most once. Between two steps
+nothing is under way: Megatron itself captures there.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
-from functools import wraps
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from megatron_cg.agreement import Agreement
 from megatron_cg.boundary import Boundary
 from megatron_cg.static_inputs import StaticInputs
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import run_after, set_attribute
 from megatron_cg.verdict import Decision, Level, Verdict
 from megatron_cg.versions import Symbol
 
@@ -24,12 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OPTIMIZER, _ITERATION = "optimizer", "iteration"
 _LOOP = Symbol("megatron-core", "megatron.training.training", "Megatron's training loop")
 _STEP = Symbol(
     "megatron-core",
     "megatron.training.training:train_step",
     "one training step",
-    parameters=("iteration",),
+    parameters=(_OPTIMIZER, _ITERATION),
 )
 RELIES_ON = (_LOOP, _STEP)
 
@@ -66,7 +75,7 @@ class StepRoutine:
             stop()
 
     def vote(self, step: int | None) -> None:
-        """Post what this rank wants, after a step that was trained, by Megatron's count of it."""
+        """Post what this rank wants, once a step is trained, by Megatron's count of it."""
         self._boundary.after_step(step)
 
     def close(self) -> None:
@@ -88,6 +97,22 @@ class StepRoutine:
             self._helper.delete_cuda_graphs()
 
 
+def _vote(routines: Sequence[StepRoutine], step: int | None) -> None:
+    for routine in routines:
+        routine.vote(step)
+
+
+def _once(action: Callable[[], None]) -> Callable[[], None]:
+    """``action`` on the first call, and nothing on the others."""
+    left = [action]
+
+    def first_time() -> None:
+        if left:
+            left.pop()()
+
+    return first_time
+
+
 def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
     """Let the routines of ``helpers`` run around each training step; returns the undo.
 
@@ -95,18 +120,21 @@ def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
     """
     old, module = _STEP.find(), _LOOP.find()
 
+    place = list(inspect.signature(old).parameters).index(_OPTIMIZER)
+
     @wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         routines = [helper.steps for helper in helpers if helper.steps is not None]
-        try:
+        optimizer = args[place] if len(args) > place else kwargs[_OPTIMIZER]
+        vote = _once(partial(_vote, routines, kwargs.get(_ITERATION)))
+        with ExitStack() as undo:
+            for routine in routines:
+                undo.callback(routine.after_step)
             for routine in routines:
                 routine.before_step()
+            undo.callback(run_after(optimizer, "step", vote))
             result = old(*args, **kwargs)
-        finally:
-            for routine in routines:
-                routine.after_step()
-        for routine in routines:
-            routine.vote(kwargs.get("iteration"))
+        vote()
         return result
 
     undo = set_attribute(module, "train_step", train_step)

@@ -13,6 +13,12 @@ Note [A group of one bucket]
     stream. What is more than that (several buckets, gathers across outer groups) Megatron-FSDP is
     asked for, without any that follow.
 
+Note [As a pass begins]
+    The first unit's weights are gathered when its own hook runs, and the host has the embedding to
+    go through before that, while the GPU has little to do. So they are gathered as the model's
+    forward pass begins, where the pass before has shown that no other gather comes first: the
+    order of collectives stays, and what a script does to weights between two passes is seen.
+
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline`` with the methods and
 attributes named below, and ``BucketStatus``. A bucket that it keeps past a reset, ``PRESERVED``, is
 left to it.
@@ -39,7 +45,7 @@ from megatron_cg.undo import run_before, set_attribute
 
 Key = tuple[int, bool]
 """A bucket's number, and whether its transposed weights are meant."""
-_ASYNC = "async_param_gather"
+_ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
 
 RELIES_ON = (
     *in_both(
@@ -66,7 +72,7 @@ RELIES_ON = (
             "prefetch",
             "prefetch_order",
             _ASYNC,
-            "outer_fsdp_group_param_gather",
+            _OUTER,
         ),
     ),
     *in_both(
@@ -93,7 +99,7 @@ def install_gathers(fsdp: Any, late: LatePrefetch) -> Callable[[], None]:
     gathers = Gathers(pipeline, late, lambda: bool(fsdp.training))
     with ExitStack() as undo:
         undo.callback(late.drop)
-        undo.callback(run_before(fsdp, "forward", late.drop))
+        undo.callback(run_before(fsdp, "forward", gathers.begin_pass))
         for name in ("all_gather_params", "async_bucket_gather"):
             undo.callback(set_attribute(pipeline, name, getattr(gathers, name)))
         return undo.pop_all().close
@@ -109,6 +115,16 @@ class _Plan:
     """These and those that follow, in Megatron-FSDP's order."""
     before_graph: bool
     """Whether it is for a forward pass that begins with a graph."""
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """How the first gather of a forward pass was asked for."""
+
+    before: list[_Plan]
+    """Of calls that found all there."""
+    plan: _Plan
+    options: Mapping[str, Any]
 
 
 class Gathers:
@@ -132,6 +148,26 @@ class Gathers:
             bucket: parameter for parameter, bucket in pipeline.buffer.param_to_param_group.items()
         }
         self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._before: list[_Plan] | None = None
+        """Of the calls of this pass, until one of them gathers; None from then on."""
+        self._early: _Plan | None = None
+        """Gathered as this pass began."""
+        self._opening: _Opening | None = None
+
+    def begin_pass(self) -> None:
+        """The model's forward pass begins; see Note [As a pass begins]."""
+        self._late.drop()
+        self._before = self._early = None
+        if not self._replays():
+            return
+        self._before = []
+        opening, self._opening = self._opening, None
+        if opening is None or any(map(self._absent_of, opening.before)):
+            return
+        absent = self._absent_of(opening.plan)
+        if absent and self._can_gather(absent, opening.options):
+            self._early = opening.plan
+            self._gather(self._now_and_later(opening.plan, absent)[0])
 
     def all_gather_params(
         self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
@@ -143,32 +179,47 @@ class Gathers:
         if plan is None:
             plan = self._plans[asked] = self._plan(params, prefetch=prefetch, **options)
         self._pipeline.bucket_can_be_released.update(plan.listed)
-        status = self._pipeline.bucket_status
-        absent = [key for key in plan.looked_at if status[key] in self._absent]
+        absent = self._absent_of(plan)
+        ours = self._can_gather(absent, options)
+        if self._before is not None:
+            if absent or plan is self._early:
+                self._opening = _Opening(self._before, plan, options) if ours else None
+                self._before = None
+            else:
+                self._before.append(plan)
         if not absent:
             return
-        if any(status[key] is self._status.PRESERVED for key in absent):
-            self._all_gather_params(params, prefetch=prefetch, **options)
-            return
-        groups = self._groups(absent, options)
-        if groups is None:
-            self._all_gather_params([self._stands_for[bucket] for bucket, _ in absent], **options)
-            return
-        if plan.before_graph and self._replays():
-            # See late.py.
-            later = [key for key in groups if key not in plan.listed]
+        if ours:
+            now, later = self._now_and_later(plan, absent)
             if later:
                 self._late.hold(partial(self._gather, later))
-            groups = [key for key in groups if key in plan.listed]
-        self._gather(groups)
+            if now:
+                self._gather(now)
+        elif any(self._pipeline.bucket_status[key] is self._status.PRESERVED for key in absent):
+            self._all_gather_params(params, prefetch=prefetch, **options)
+        else:
+            self._all_gather_params([self._stands_for[bucket] for bucket, _ in absent], **options)
 
-    def _groups(self, absent: Sequence[Key], options: Mapping[str, Any]) -> list[Key] | None:
-        """``absent`` in the order of its bucket groups, or None where Megatron-FSDP is asked."""
-        if options.get("outer_fsdp_group_param_gather") or not options.get(_ASYNC, True):
-            return None
-        group_of = self._pipeline.bucket_to_bucket_group
-        groups = [group_of[bucket] for bucket, _ in absent]
-        return list(absent) if len(set(groups)) == len(groups) else None
+    def _absent_of(self, plan: _Plan) -> list[Key]:
+        status = self._pipeline.bucket_status
+        return [key for key in plan.looked_at if status[key] in self._absent]
+
+    def _can_gather(self, absent: Sequence[Key], options: Mapping[str, Any]) -> bool:
+        """Whether these are gathered here; see Note [A group of one bucket]."""
+        status, group_of = self._pipeline.bucket_status, self._pipeline.bucket_to_bucket_group
+        return (
+            not options.get(_OUTER)
+            and options.get(_ASYNC, True)
+            and all(status[key] is self._status.EMPTY for key in absent)
+            and len({group_of[bucket] for bucket, _ in absent}) == len(absent)
+        )
+
+    def _now_and_later(self, plan: _Plan, absent: list[Key]) -> tuple[list[Key], list[Key]]:
+        """Which of them are gathered at once, and which once a graph is launched (``late.py``)."""
+        if not plan.before_graph or not self._replays():
+            return absent, []
+        now = [key for key in absent if key in plan.listed]
+        return now, [key for key in absent if key not in plan.listed]
 
     def _gather(self, buckets: Sequence[Key], since: Any = None) -> None:
         """Gather these, each a group; see Note [A group of one bucket].

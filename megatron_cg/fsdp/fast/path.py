@@ -81,6 +81,8 @@ def install(
     optimizers: Sequence[Any] = (),
     graphed: Collection[nn.Module] = (),
     replays: Sequence[ReplayFunction] = (),
+    *,
+    model: nn.Module | None = None,
 ) -> FastPath:
     """Put in every part that applies to ``fsdp``, between two steps.
 
@@ -90,6 +92,7 @@ def install(
         optimizers: of its parameters, Megatron's or torch's.
         graphed: modules whose Python no longer runs.
         replays: how autograd sees each graph of theirs.
+        model: what holds ``fsdp``.
 
     Returns:
         What was put in; its ``close`` takes it out.
@@ -115,7 +118,7 @@ def install(
         )
         path._add("main gradients", lambda: install_main_gradients(fsdp, room))
         path._add("main weights", lambda: install_main_weights(fsdp))
-        path._add("zero gradients", lambda: install_zero(fsdp))
+        path._add("zero gradients", lambda: install_zero(fsdp, model))
         if optimizers:
             path._add("optimizer", lambda: install_adam(optimizers))
     except BaseException:

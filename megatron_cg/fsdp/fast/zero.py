@@ -2,8 +2,9 @@
 
 Before each step Megatron-FSDP asks of every parameter by name what there is to let go, and zeroes
 each bucket's buffer by a call of its own; and it does so once for the model and once more for each
-of its optimizers (megatron-core's ``train_step`` and ``DistributedOptimizer.zero_grad``). Here what
-is there is let go, small buffers are zeroed together, and buffers that are zero still are left.
+of its optimizers (megatron-core's ``train_step`` and ``DistributedOptimizer.zero_grad``), looking
+for the parameters in all modules each time. Here parameters are known, small buffers are zeroed
+together, buffers that are zero still are left, and while the GPU zeroes, what is there is let go.
 
 Note [Small buffers together]
     torch's fused kernels take 320 blocks of 65,536 elements a launch. A buffer of more elements
@@ -20,21 +21,26 @@ Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuf
 ``zero_grad``, ``ddp_config`` with its field ``megatron_fsdp_cuda_graph_mode``, ``dist_main_grad``,
 which has gradients of parameters in ``optimizer_named_parameters`` and no others, and
 ``parameter_groups``, each with ``main_grad_buffer`` and ``hfsdp_helper_gbuf``;
-``DataParallelBuffer.data``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each
-backward pass) and ``_root_pre_backward_hook_issued`` (in a pass). torch 2.11: ``Tensor._version``.
+``DataParallelBuffer.data``; ``MegatronFSDP.zero_grad_buffer``, which its adapter takes a bound copy
+of, ``raw_param`` (parameters before they are exchanged for DTensors), whose mark
+``grad_added_to_main_grad`` it clears, ``_params_require_handle_grad`` (a new set in each backward
+pass) and ``_root_pre_backward_hook_issued`` (in a pass). torch 2.11: ``Tensor._version``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.undo import set_attribute
 
 _ZERO, _KEEPS = "zero_grad", "megatron_fsdp_cuda_graph_mode"
+_ZERO_ALL, _RAW = "zero_grad_buffer", "raw_param"
 _DECOUPLED = "decoupled_grad"
 SMALL = 320 * 65_536
 """Elements; see Note [Small buffers together]."""
@@ -42,7 +48,12 @@ RELIES_ON = (
     *in_both(
         "megatron_fsdp:MegatronFSDP",
         "the wrapped model",
-        attributes=("_params_require_handle_grad", "_root_pre_backward_hook_issued"),
+        attributes=(
+            _ZERO_ALL,
+            _RAW,
+            "_params_require_handle_grad",
+            "_root_pre_backward_hook_issued",
+        ),
     ),
     *in_both(
         "param_and_grad_buffer:ParamAndGradBuffer",
@@ -66,8 +77,13 @@ RELIES_ON = (
 )
 
 
-def install_zero(fsdp: Any) -> Callable[[], None]:
-    """Shorten ``zero_grad`` of ``fsdp``'s buffers; returns the undo."""
+def install_zero(fsdp: Any, model: nn.Module | None = None) -> Callable[[], None]:
+    """Shorten ``zero_grad_buffer`` of ``fsdp``, and ``zero_grad`` of its buffers; returns the undo.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        model: what holds it, and may have a copy of its function.
+    """
     store = fsdp.param_and_grad_buffer
     original = store.zero_grad
     zeroed = _Zeroed(fsdp)
@@ -77,12 +93,32 @@ def install_zero(fsdp: Any) -> Callable[[], None]:
         if getattr(store.ddp_config, _KEEPS, True):
             original()
             return
-        _let_go(store)
         if not zeroed.still():
             _zero(store)
             zeroed.now()
+        _let_go(store)
 
-    return set_attribute(store, _ZERO, zero_grad)
+    def zero_grad_buffer() -> None:
+        for parameter in getattr(fsdp, _RAW).values():
+            if parameter.requires_grad:
+                parameter.grad_added_to_main_grad = False
+        store.zero_grad()
+
+    with ExitStack() as undo:
+        undo.callback(set_attribute(store, _ZERO, zero_grad))
+        for owner in _owners(fsdp, model):
+            undo.callback(set_attribute(owner, _ZERO_ALL, zero_grad_buffer))
+        return undo.pop_all().close
+
+
+def _owners(fsdp: Any, model: nn.Module | None) -> list[Any]:
+    """``fsdp``, and modules around it that have its own function as theirs."""
+    copies = (
+        module
+        for module in (model.modules() if model is not None else ())
+        if getattr(vars(module).get(_ZERO_ALL), "__self__", None) is fsdp
+    )
+    return [fsdp, *copies]
 
 
 class _Zeroed:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.cpu.launch import run_processes
+from megatron_cg.cpu.standins import StandInStream, cpu_standins
 from megatron_cg.fsdp.fast.gather import Gathers, install_gathers
+from megatron_cg.fsdp.fast.kept import install_kept
 from megatron_cg.fsdp.fast.known import KnownModules
 from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.fast.unshard import install_unshard
@@ -43,7 +45,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(options: dict[str, Any], short: bool) -> dict[str, Any]:
+KEPT = {"experts": 2, "recomputed": 0, "no overlap": 1}
+"""How many groups of buckets of the last unit are kept; recomputed layers run without gradients."""
+
+
+def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], None]]) -> Any:
     """Numbers of a run with an evaluation and a checkpoint, and what it did with buckets."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig as Config
@@ -68,13 +74,17 @@ def trained(options: dict[str, Any], short: bool) -> dict[str, Any]:
         undo = ExitStack()
         events: Events = []
         with undo, recorded(fsdp, events):
-            if short:
-                undo.callback(install_unshard(fsdp, lambda _unit: None))
+            for install in installs:
+                undo.callback(install(fsdp))
             numbers += [trainer.step(), evaluated(trainer), trainer.step()]
             numbers += [len(fsdp.state_dict()), trainer.step()]
         states = sorted({str(module._training_state) for module in fsdp.module.modules()})
         numbers += [trainer.step(), states]
         return {"numbers": numbers, "events": events}
+
+
+def shorten(fsdp: Any) -> Callable[[], None]:
+    return install_unshard(fsdp, lambda _unit: None)
 
 
 def evaluated(trainer: Any) -> float:
@@ -123,7 +133,10 @@ def recorded(fsdp: Any, events: Events) -> Iterator[None]:
 
 def train_all(folder: Path) -> None:
     for name, options in SCENARIOS.items():
-        runs = {"own": trained(options, short=False), "short": trained(options, short=True)}
+        runs = {"own": trained(options), "short": trained(options, shorten)}
+        if name in KEPT:
+            runs["kept"] = trained(options, install_kept)
+            runs["both"] = trained(options, install_kept, shorten)
         (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
 
 
@@ -145,8 +158,24 @@ def test_collectives_waits_and_frees_are_megatrons_own(folder: Path, name: str) 
         assert "free_bucket_storage" in kinds or name == "ZeRO-2"
 
 
-def asked_of(statuses: dict[int, str], **options: Any) -> tuple[list[Any], dict[Any, bool]]:
-    """How a pipeline of three buckets is asked for the first two, and what it may release."""
+@pytest.mark.parametrize("name", KEPT)
+def test_the_last_unit_is_gathered_once_a_pass(folder: Path, name: str) -> None:
+    for rank in range(2):
+        runs = json.loads((folder / f"{name}-{rank}.json").read_text())
+        gathers = {kind: [e[0] for e in run["events"]].count(GATHER) for kind, run in runs.items()}
+        for kind in ("kept", "both"):
+            assert runs[kind]["numbers"] == runs["own"]["numbers"]
+            # Three steps of two microbatches; the first one is learned from.
+            assert gathers[kind] == gathers["own"] - 5 * KEPT[name]
+
+
+def asked_of(
+    statuses: dict[int, str], *, together: bool = False, **options: Any
+) -> tuple[list[Any], dict[Any, bool]]:
+    """What of three buckets is gathered, or how Megatron-FSDP is asked, for the first two.
+
+    And what it may release.
+    """
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
 
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
@@ -170,29 +199,46 @@ def asked_of(statuses: dict[int, str], **options: Any) -> tuple[list[Any], dict[
         (i, False): upstream.BucketStatus[statuses.get(i, "READY_TO_USE")] for i in range(3)
     }
     pipeline.bucket_can_be_released = {(i, False): True for i in range(3)}
+    pipeline.bucket_to_bucket_group = {i: 7 if together else i for i in range(3)}
+    pipeline.ag_stream = StandInStream()
     asked: list[Any] = []
 
     def all_gather_params(params: Any, prefetch: bool = False, **_: Any) -> None:
         asked.append(([next(i for i in range(3) if parameters[i] is p) for p in params], prefetch))
 
     pipeline.all_gather_params = all_gather_params
-    for _ in range(2):
-        Gathers(pipeline).all_gather_params(parameters[:2], **options)
+    gathers: Any = Gathers(pipeline, LatePrefetch(), lambda: True)
+    gathers.async_bucket_gather = lambda bucket, _: asked.append(bucket)
+    with cpu_standins():
+        gathers.all_gather_params(parameters[:2], **options)
     return asked, pipeline.bucket_can_be_released
 
 
-def test_only_what_is_not_there_is_asked_for() -> None:
+def test_only_what_is_not_there_is_gathered() -> None:
     kept = {(0, False): False, (1, False): False, (2, False): True}
     assert asked_of({}, prefetch=True) == ([], kept)
     assert asked_of({2: "EMPTY"}) == ([], kept)
-    assert asked_of({2: "EMPTY"}, prefetch=True) == ([([2], False)] * 2, kept)
+    assert asked_of({2: "EMPTY"}, prefetch=True) == ([2], kept)
     two = {1: "EMPTY", 2: "EMPTY", 0: "COMMUNICATING"}
-    assert asked_of(two, prefetch=True, bwd=True) == ([([1, 2], False)] * 2, kept)
+    assert asked_of(two, prefetch=True, bwd=True) == ([1, 2], kept)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"together": True},
+        {"async_param_gather": False},
+        {"outer_fsdp_group_param_gather": True},
+    ],
+)
+def test_megatron_is_asked_for_what_is_more_than_a_gather_a_group(options: Any) -> None:
+    two = {1: "EMPTY", 2: "EMPTY"}
+    assert asked_of(two, prefetch=True, **options)[0] == [([1, 2], False)]
 
 
 def test_a_bucket_kept_past_a_reset_is_left_to_megatron() -> None:
     asked, _ = asked_of({0: "PRESERVED", 1: "EMPTY"}, prefetch=True)
-    assert asked == [([0, 1], True)] * 2
+    assert asked == [([0, 1], True)]
 
 
 def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
