@@ -72,7 +72,8 @@ class Pipeline:
         own.ag_stream = Stream(self.events)
         self.late = LatePrefetch(self.modules[1:])
         self.training = True
-        self.gathers: Any = Gathers(own, self.late, lambda: self.training)
+        gathers: Any = Gathers(own, self.late, lambda: self.training)
+        self.gathers = gathers
         self.gathers.async_bucket_gather = self.gather
 
     def status(self, name: str) -> Any:
@@ -241,14 +242,15 @@ def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
         return own(*args, **kwargs)
 
     patch.setattr(dist, "all_gather_into_tensor", gathered)
-    launch = hidden_graphs.call_hidden
+    module: Any = hidden_graphs
+    launch = module.call_hidden
 
     def launched(*args: Any, **kwargs: Any) -> Any:
         outputs = launch(*args, **kwargs)
         events.append("launch")
         return outputs
 
-    patch.setattr(hidden_graphs, "call_hidden", launched)
+    patch.setattr(module, "call_hidden", launched)
     return events
 
 

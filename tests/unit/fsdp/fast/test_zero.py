@@ -65,7 +65,8 @@ def compared(options: dict[str, Any], keeps: bool) -> list[Any]:
     from megatron_cg.cpu.model import CpuModelConfig, build
 
     try:
-        fsdp: Any = build(CpuModelConfig(layers=1, hidden_size=16, **options)).module
+        model: Any = build(CpuModelConfig(layers=1, hidden_size=16, **options))
+        fsdp = model.module
         store = fsdp.param_and_grad_buffer
         store.ddp_config.megatron_fsdp_cuda_graph_mode = keeps
         found = []
@@ -73,13 +74,23 @@ def compared(options: dict[str, Any], keeps: bool) -> list[Any]:
             states = []
             for ours in (False, True):
                 fill(store, decoupled)
+                fsdp._replace_param_with_raw_if_needed()  # as before each forward pass
+                for parameter in fsdp.raw_param.values():
+                    parameter.grad_added_to_main_grad = True
                 states += [left(store)] * (not ours)
-                undo = install_zero(fsdp) if ours else None
-                fsdp.zero_grad_buffer()
+                undo = install_zero(fsdp, model) if ours else None
+                # The adapter has its own copy of the function.
+                (fsdp if decoupled else model).zero_grad_buffer()
                 states.append(left(store))
+                assert not any(p.grad_added_to_main_grad for p in fsdp.raw_param.values())
                 if undo is not None:
+                    with pytest.MonkeyPatch.context() as patch:
+                        # No module is asked for its parameters.
+                        patch.setattr(fsdp.module, "parameters", None)
+                        model.zero_grad_buffer()
                     undo()
-            assert "zero_grad" not in vars(store)
+            assert "zero_grad" not in vars(store) and "zero_grad_buffer" not in vars(fsdp)
+            assert vars(model)["zero_grad_buffer"].__self__ is fsdp
             found.append(states)
         return found
     finally:

@@ -1,0 +1,115 @@
+"""Ranks vote as the optimizer's step returns, while the GPU is still at work on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_cg.megatron.steps import follow_steps
+
+
+class Optimizer:
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def step(self) -> str:
+        self.events.append("optimizer")
+        return "updated"
+
+
+class Routine:
+    """Notes what it is called for, in the place of a ``StepRoutine``."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.before_step = lambda: events.append("before")
+        self.after_step = lambda: events.append("after")
+        self.vote = lambda step: events.append(("vote", step))
+        self.close = lambda: None
+
+
+class Loop:
+    """Megatron's training module, whose step is made of ``parts``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron.training import training
+
+        self.events: list[Any] = []
+        self.optimizer = Optimizer(self.events)
+        self.parts: list[Callable[[], object]] = [self.update]
+        self.module: Any = training
+
+        def train_step(
+            forward_step_func: Any,
+            data_iterator: Any,
+            model: Any,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            config: Any,
+            forward_backward_func: Any,
+            iteration: int | None = None,
+        ) -> str:
+            for part in self.parts:
+                part()
+            self.events.append("end")
+            return "numbers"
+
+        monkeypatch.setattr(training, "train_step", train_step)
+        routines = (Routine(self.events), None)
+        helpers: list[Any] = [SimpleNamespace(steps=one, undo=ExitStack()) for one in routines]
+        self.undo = follow_steps(helpers)
+
+    def step(self, **options: Any) -> Any:
+        return self.module.train_step(1, 2, 3, self.optimizer, 5, 6, 7, **options)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def fail(self) -> None:
+        raise ValueError("failed")
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    loop = Loop(monkeypatch)
+    yield loop
+    loop.undo()
+    assert vars(loop.optimizer).keys() == {"events"}
+
+
+def test_the_vote_comes_with_the_optimizers_step_and_once(loop: Loop) -> None:
+    loop.parts *= 2
+    assert loop.step(iteration=7) == "numbers"
+    vote = ("vote", 7)
+    assert loop.events == ["before", "optimizer", vote, "optimizer", "end", "after"]
+    assert loop.optimizer.step() == "updated"
+    assert loop.events[-1] == "optimizer"
+
+
+def test_a_step_without_the_optimizers_is_voted_on_at_its_end(loop: Loop) -> None:
+    loop.parts.clear()
+    loop.step()
+    assert loop.events == ["before", "end", "after", ("vote", None)]
+
+
+def test_the_optimizer_may_be_given_by_name(loop: Loop) -> None:
+    rest = {"opt_param_scheduler": 5, "config": 6, "forward_backward_func": 7}
+    loop.module.train_step(1, 2, 3, optimizer=loop.optimizer, **rest)
+    assert loop.events == ["before", "optimizer", ("vote", None), "end", "after"]
+
+
+def test_nothing_is_voted_on_before_a_failure(loop: Loop) -> None:
+    loop.parts.insert(0, loop.fail)
+    with pytest.raises(ValueError, match="failed"):
+        loop.step()
+    assert loop.events == ["before", "after"]
+
+
+def test_a_failure_after_the_vote_adds_none(loop: Loop) -> None:
+    loop.parts.append(loop.fail)
+    with pytest.raises(ValueError, match="failed"):
+        loop.step()
+    assert loop.events == ["before", "optimizer", ("vote", None), "after"]
