@@ -86,6 +86,37 @@ def test_giving_up_comes_before_a_recapture(one_rank: None, wishes: tuple[Level,
     assert Owner(*wishes, KEEP, KEEP, KEEP).run() == ["step", "step", reason, *["step"] * 3]
 
 
+def test_what_changes_collectives_is_undone_once_all_give_up(one_rank: None) -> None:
+    owner = Owner(Verdict(GIVE_UP, graphs=1), *[Verdict(graphs=1)] * 3)
+    owner.votes.undo_together(lambda: owner.done.append("undo"))
+    reason = "give up: rank 0 asked to give the graphs up"
+    assert owner.run() == ["step", "step", reason, "undo", "step", "step"]
+
+
+def test_what_changes_collectives_is_undone_once_no_rank_has_graphs(one_rank: None) -> None:
+    held, none = Verdict(graphs=1), Verdict()
+    owner = Owner(none, none, held, none, none, none)
+    for number in range(6):
+        owner.boundary.before_step()
+        if number == 2:
+            # All capture. Votes of before are of ranks without graphs, and of no account.
+            owner.votes.undo_together(lambda: owner.done.append("undo"))
+        owner.done.append(f"step {number}")
+        owner.boundary.after_step()
+    # Step 3 was the first without graphs; it is voted on after it, and known after the next.
+    assert owner.done == [*(f"step {number}" for number in range(5)), "undo", "step 5"]
+
+
+def test_what_changes_collectives_is_undone_at_the_end_and_once(one_rank: None) -> None:
+    votes, done = Agreement(LONG), []
+    for name in ("first", "last"):
+        votes.undo_together(partial(done.append, name))
+    assert votes.has_undos
+    votes.close()
+    votes.close()
+    assert done == ["last", "first"] and not votes.has_undos
+
+
 def test_nothing_is_decided_after_the_close(one_rank: None) -> None:
     owner = Owner(RECAPTURE, RECAPTURE, RECAPTURE)
     for _ in range(2):
