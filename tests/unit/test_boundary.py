@@ -108,7 +108,8 @@ def test_what_changes_collectives_is_undone_once_no_rank_has_graphs(one_rank: No
 
 
 def test_what_changes_collectives_is_undone_at_the_end_and_once(one_rank: None) -> None:
-    votes, done = Agreement(LONG), []
+    votes = Agreement(LONG)
+    done: list[str] = []
     for name in ("first", "last"):
         votes.undo_together(partial(done.append, name))
     assert votes.has_undos

@@ -246,10 +246,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def attached(store: Any, decoupled: bool) -> dict[str, Any]:
-    """What the optimizer is given after gradients were reduced, and again after they were scaled.
-
-    The first time, Megatron-FSDP's own function runs in either case.
-    """
+    """What the optimizer is given after gradients are reduced, and again after they are scaled."""
     store.use_decoupled_grad = decoupled
     store.update_main_grads()
     generator = torch.Generator().manual_seed(3)
@@ -277,13 +274,22 @@ def compare_attached(folder: Path) -> None:
     for name, options in OPTIONS.items():
         for decoupled in (False, True):
             fsdp: Any = build(CpuModelConfig(layers=1, hidden_size=16, **options)).module
-            store, room = fsdp.param_and_grad_buffer, OneChunk()
+            store = fsdp.param_and_grad_buffer
             megatrons = attached(store, decoupled)
-            undo = install_main_gradients(fsdp, room)  # type: ignore[arg-type]
-            equal = attached(store, decoupled) == megatrons
-            undo()
             empty = sum(gradient is None for gradient in megatrons.values())
-            runs[f"{name}, {decoupled}"] = equal, len(megatrons), empty, room.pieces
+            found: dict[str, Any] = {"number": len(megatrons), "empty": empty}
+            found |= {"pieces": [], "equal": [], "restored": []}
+            # Once with DTensors that Megatron-FSDP has made before, once without.
+            for _ in range(2):
+                room = OneChunk()
+                undo = install_main_gradients(fsdp, room)  # type: ignore[arg-type]
+                found["equal"].append(attached(store, decoupled) == megatrons)
+                found["pieces"].append(room.pieces)
+                undo()
+                left = [vars(p).get("decoupled_grad") for _, p in store.optimizer_named_parameters]
+                found["restored"].append(decoupled or left == [None] * len(left))
+                store.dist_main_grad.clear()
+            runs[f"{name}, {decoupled}"] = found
             parallel_state.destroy_model_parallel()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(runs))
 
@@ -293,11 +299,13 @@ def test_attached_gradients_are_those_of_megatron_fsdp(tmp_path: Path) -> None:
     empty_shards = 0
     for rank in range(2):
         runs = json.loads((tmp_path / f"{rank}.json").read_text())
-        for name, (equal, number, empty, pieces) in runs.items():
-            assert equal and number > 5, name
-            empty_shards += empty
+        for name, run in runs.items():
+            assert run["equal"] == run["restored"] == [True, True] and run["number"] > 5, name
+            empty_shards += run["empty"]
             cast = "in place" not in name and "True" not in name
-            assert pieces == (2 * (number - empty) if cast else 0), name
+            copied = run["number"] - run["empty"] if cast else 0
+            # Three calls; the first one of the second time is Megatron-FSDP's own.
+            assert run["pieces"] == [3 * copied, 2 * copied], name
     assert empty_shards > 0
 
 
