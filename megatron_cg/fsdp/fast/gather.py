@@ -17,7 +17,8 @@ Note [As a pass begins]
     The first unit's weights are gathered when its own hook runs, and the host has the embedding to
     go through before that, while the GPU has little to do. So they are gathered as the model's
     forward pass begins, where the pass before has shown that no other gather comes first: the
-    order of collectives stays, and what a script does to weights between two passes is seen.
+    order of collectives stays, and what a script does to weights between two passes is seen. Not
+    with shards of outer groups, which are gathered in the first pass of a step and in no other.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline`` with the methods and
 attributes named below, and ``BucketStatus``. A bucket that it keeps past a reset, ``PRESERVED``, is
@@ -153,12 +154,13 @@ class Gathers:
         self._early: _Plan | None = None
         """Gathered as this pass began."""
         self._opening: _Opening | None = None
+        self._has_outer_shards = pipeline.buffer.ddp_config.outer_dp_sharding_strategy != "no_shard"
 
     def begin_pass(self) -> None:
         """The model's forward pass begins; see Note [As a pass begins]."""
         self._late.drop()
         self._before = self._early = None
-        if not self._replays():
+        if self._has_outer_shards or not self._replays():
             return
         self._before = []
         opening, self._opening = self._opening, None

@@ -193,7 +193,7 @@ def asked_of(
         param_to_param_group={parameter: i for i, parameter in enumerate(parameters)},
         bucket_to_bucket_group={i: [i] for i in range(3)},
         num_buckets=3,
-        ddp_config=SimpleNamespace(fsdp_double_buffer=False),
+        ddp_config=SimpleNamespace(fsdp_double_buffer=False, outer_dp_sharding_strategy="no_shard"),
     )
     pipeline.bucket_status = {
         (i, False): upstream.BucketStatus[statuses.get(i, "READY_TO_USE")] for i in range(3)

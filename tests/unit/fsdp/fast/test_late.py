@@ -39,7 +39,7 @@ class Stream(standins.StandInStream):
 class Pipeline:
     """An output layer without a unit, bucket 0, and units of one weight, buckets 1 to 3."""
 
-    def __init__(self, *, double_buffer: bool = True) -> None:
+    def __init__(self, outer: str = "no_shard") -> None:
         from megatron.core.distributed.fsdp.src.megatron_fsdp import (
             param_and_grad_buffer as upstream,
         )
@@ -62,7 +62,7 @@ class Pipeline:
             param_to_param_group={weight: i for i, weight in enumerate(self.weights)},
             bucket_to_bucket_group={i: [i] for i in range(UNITS + 1)},
             num_buckets=UNITS + 1,
-            ddp_config=SimpleNamespace(fsdp_double_buffer=double_buffer),
+            ddp_config=SimpleNamespace(fsdp_double_buffer=True, outer_dp_sharding_strategy=outer),
             double_buf_units=list(range(UNITS)),
         )
         own.bucket_status = {(i, False): self.status("EMPTY") for i in range(UNITS + 1)}
@@ -163,6 +163,14 @@ def test_the_first_gather_of_a_pass_is_issued_as_it_begins() -> None:
         assert pipeline.happened() == ["waits for an earlier event", 2]
         pipeline.free(1)
         pipeline.free(2)
+
+
+def test_shards_of_outer_groups_are_gathered_when_megatron_does() -> None:
+    pipeline = Pipeline(outer="optim")
+    for _ in range(2):
+        assert pipeline.begin() == []
+        assert pipeline.ask(1) == ["waits for all", 1]
+        pipeline.free(1)
 
 
 def test_nothing_goes_before_a_gather_that_comes_first() -> None:
