@@ -3,19 +3,20 @@
 FusedAdam launches a few kernels for all parameters, and sorts the parameters into lists for them in
 each step. Under Megatron-FSDP they are DTensors, of which every look at ``.data`` makes another;
 with every expert's weight a parameter the host is at it for longer than the kernels run. Here the
-same lists are made of the local tensors themselves.
+same lists are made of the local tensors themselves, and handed to the kernel directly.
 
 Note [Once by TE, then shorter]
-    The first step is TE's own, and what it hands to its kernel is compared with what would have
-    been handed over here: kernel, addresses, sizes and numbers. Only if they are the same is the
-    shorter way taken from then on; whatever another release of TE does differently leaves its own
-    step in place. Nothing is kept from step to step, so a checkpoint that is loaded, or a moment
-    that is replaced, is seen by the next step.
+    The first step is TE's own, and what its kernel gets in the end is compared with what it would
+    have got from here: addresses, sizes and numbers. Only if they are the same is the shorter way
+    taken from then on; whatever another release of TE does differently leaves its own step in
+    place. Nothing is kept from step to step, so a checkpoint that is loaded, or a moment that is
+    replaced, is seen by the next step.
 
 Relied on: transformer-engine 2.20.2, ``FusedAdam`` (``capturable``, ``master_weights``,
 ``use_decoupled_grad``, ``multi_tensor_adam``, ``adam_w_mode``, ``_dummy_overflow_buf``) and, in its
-module, ``multi_tensor_applier`` and ``_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL``; megatron-core
-0.19.2, ``ChainedOptimizer.chained_optimizers`` and ``MegatronOptimizer.optimizer``.
+module, ``multi_tensor_applier`` with its ``chunk_size``, and
+``_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL``; megatron-core 0.19.2,
+``ChainedOptimizer.chained_optimizers`` and ``MegatronOptimizer.optimizer``.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
+from megatron_cg.fsdp.fast.launches import Launch, are_plain, noting, without_empty
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import Symbol
@@ -52,13 +54,16 @@ _ADAM = Symbol(
     ),
 )
 _APPLIER = Symbol("transformer-engine", f"{_MODULE}:multi_tensor_applier", "what runs its kernel")
+_CHUNK = Symbol(
+    "transformer-engine", f"{_APPLIER.path}.chunk_size", "how much of a tensor a block takes"
+)
 _AT_MOST = Symbol(
     "transformer-engine",
     f"{_MODULE}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL",
     "how many tensors one call takes",
 )
-RELIES_ON = (_ADAM, _APPLIER, _AT_MOST)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+RELIES_ON = (_ADAM, _APPLIER, _CHUNK, _AT_MOST)
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
@@ -80,6 +85,8 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
         if adams:
             why = "keeps main weights itself, runs in a graph, or has a step of its own"
         raise StepsAsideError(f"the optimizer {why}")
+    for symbol in RELIES_ON:
+        symbol.find()
     with ExitStack() as undo:
         for adam in simple.values():
             undo.callback(set_attribute(adam, "step", LocalStep(adam)))
@@ -101,52 +108,38 @@ def _is_special(adam: Any) -> bool:
     return bool(adam.capturable or adam.master_weights or adam.use_decoupled_grad or wrapped)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One launch: gradients, weights and both moments, and the numbers after them."""
-
-    kernel: Any
-    tensors: list[list[torch.Tensor]]
-    numbers: tuple[Any, ...]
-
-    def facts(self) -> tuple[Any, ...]:
-        """All of it in a form that can be compared, with places instead of tensors."""
-        places = [
-            [(t.data_ptr(), t.numel(), t.dtype) for t in map(_local, row)] for row in self.tensors
-        ]
-        return self.kernel, places, self.numbers
-
-
 class LocalStep:
     """Stands in the place of ``FusedAdam.step``."""
 
     def __init__(self, adam: Any) -> None:
         self._adam, self._original = adam, adam.step
-        self._trusted: bool | None = None
+        self._differs = False
+        self._compared_with: Any = None
         self.steps = 0
         """Steps that were not TE's own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step; with arguments, or with hooks of torch's, it is TE's own."""
-        if self._trusted is False or args or kwargs or _has_hooks(self._adam):
+        if self._differs or args or kwargs or _has_hooks(self._adam):
             return self._original(*args, **kwargs)
-        calls = self._calls()
-        if calls is None:
+        applier = _APPLIER.find()
+        launches = self._launches(getattr(applier, "chunk_size", None))
+        if launches is None:
             return self._original()
-        if self._trusted is None:
-            return self._compared(calls)
+        if self._compared_with is not applier:
+            return self._compared(launches, applier)
         for group in self._adam.param_groups:
             group["step"] += 1
-        applier = _APPLIER.find()
-        for call in calls:
-            applier(call.kernel, self._adam._dummy_overflow_buf, call.tensors, *call.numbers)
+        with torch.no_grad():
+            for launch in launches:
+                launch(self._adam._dummy_overflow_buf)
         self.steps += 1
         return None
 
-    def _calls(self) -> list[_Call] | None:
+    def _launches(self, chunk_size: int | None) -> list[Launch] | None:
         """What the next step launches; None where that is TE's to say."""
         adam, most = self._adam, _AT_MOST.find()
-        calls = []
+        launches = []
         for group in adam.param_groups:
             lists = _lists(group["params"], adam.state)
             if lists is None or type(group.get("step")) is not int:
@@ -161,26 +154,24 @@ class LocalStep:
                 group["weight_decay"],
             )
             for start in range(0, len(lists[0]), most):
-                some = [tensors[start : start + most] for tensors in lists]
-                calls.append(_Call(adam.multi_tensor_adam, some, numbers))
-        return calls
+                some = without_empty([tensors[start : start + most] for tensors in lists])
+                if some[0]:
+                    launches.append(Launch(adam.multi_tensor_adam, chunk_size, some, numbers))
+        return launches
 
-    def _compared(self, calls: Sequence[_Call]) -> Any:
+    def _compared(self, expected: Sequence[Launch], applier: Any) -> Any:
         """TE's own step; afterwards the shorter way is trusted, or never taken."""
-        expected, found = [call.facts() for call in calls], []
-        applier = _APPLIER.find()
-
-        def noted(kernel: Any, flag: Any, tensors: list[list[Any]], *numbers: Any) -> Any:
-            found.append(_Call(kernel, tensors, numbers).facts())
-            return applier(kernel, flag, tensors, *numbers)
-
-        undo = set_attribute(sys.modules[_MODULE], "multi_tensor_applier", noted)
+        found: list[Launch] = []
+        undo = set_attribute(sys.modules[_MODULE], "multi_tensor_applier", noting(applier, found))
+        places = [launch.facts() for launch in expected]
         try:
             result = self._original()
         finally:
             undo()
-        self._trusted = expected == found
-        if not self._trusted:
+        self._differs = places != [launch.facts() for launch in found]
+        if places:
+            self._compared_with = applier
+        if self._differs:
             logger.warning(
                 "FSDP fast path: FusedAdam's step is left to Transformer Engine, because what it "
                 "hands to its kernel is not what was expected."
@@ -197,30 +188,26 @@ def _has_hooks(adam: Any) -> bool:
     )
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return found
-
-
 def _lists(
     parameters: Sequence[Any], states: Mapping[Any, Mapping[str, Any]]
 ) -> list[list[torch.Tensor]] | None:
     """Gradients, weights and moments of the parameters that have a gradient.
 
-    None where TE does more with one of them than to hand it to the kernel.
+    None where TE does more with one of them than to hand it to the kernel, and where some are
+    DTensors and others are not.
     """
-    lists: list[list[torch.Tensor]] = [[], [], [], []]
+    lists: list[list[Any]] = [[], [], [], []]
+    gradients, weights, first, second = lists
     for parameter in parameters:
         state = states[parameter]
-        if state.keys() != set(_MOMENTS):
+        if state.keys() != _MOMENTS:
             return None
         gradient = parameter.grad
-        if gradient is None:
-            continue
-        weight = _local(parameter).detach()
-        found = (_local(gradient), weight, *(_local(state[name]) for name in _MOMENTS))
-        for tensors, tensor in zip(lists, found, strict=True):
-            if type(tensor) is not torch.Tensor or tensor.dtype != torch.float32:
-                return None
-            tensors.append(tensor)
-    return lists
+        if gradient is not None:
+            gradients.append(gradient)
+            weights.append(parameter)
+            first.append(state["exp_avg"])
+            second.append(state["exp_avg_sq"])
+    if set(map(type, chain.from_iterable(lists))) == {DTensor}:
+        lists = [[tensor._local_tensor for tensor in tensors] for tensors in lists]
+    return lists if all(map(are_plain, lists)) else None

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_cg.backends.lending import ReplayFunction
 from megatron_cg.fsdp.fast.adam import install_adam
+from megatron_cg.fsdp.fast.clip import install_clip
 from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
 from megatron_cg.fsdp.fast.hidden_graphs import install_hidden_graphs
@@ -120,6 +121,7 @@ def install(
         path._add("main weights", lambda: install_main_weights(fsdp))
         path._add("zero gradients", lambda: install_zero(fsdp, model))
         if optimizers:
+            path._add("clipping", lambda: install_clip(optimizers))
             path._add("optimizer", lambda: install_adam(optimizers))
     except BaseException:
         path.close()

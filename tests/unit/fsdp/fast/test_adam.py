@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +25,14 @@ fused_adam = pytest.importorskip(
     reason="needs transformer-engine with its torch extension",
     exc_type=ImportError,
 )
+MultiTensorApply: Any = type(fused_adam.multi_tensor_applier)
 
 
-def kernel(_chunk: int, _flag: Any, tensors: Any, lr: float, *numbers: Any) -> None:
+def kernel(chunk: int, flag: Any, tensors: Any, lr: float, *numbers: Any) -> None:
     """Something of every number and tensor, in place, in the place of the CUDA kernel."""
     beta1, beta2, eps, step, _mode, _correction, decay = numbers
+    assert tensors[0] and all(tensor.numel() for row in tensors for tensor in row)
+    assert chunk == 65536 and flag.tolist() == [0]
     for gradient, weight, first, second in zip(*tensors, strict=True):
         first.mul_(beta1).add_(gradient, alpha=1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -55,6 +59,7 @@ def adam_of(some: list[Any], **options: Any) -> Any:
         {"params": some[:3], "weight_decay": 0.1},
         {"params": some[3:], "weight_decay": 0.0, "lr": 1e-3},
         {"params": []},
+        {"params": [nn.Parameter(p.detach()) for p in some[3:4]]},  # of no elements
     ]
     adam = fused_adam.FusedAdam(groups, lr=1e-2, **options)
     adam.multi_tensor_adam = kernel
@@ -104,6 +109,34 @@ def test_weights_moments_and_steps_are_those_of_te(
     assert len(runs[0]) > 10
 
 
+def launched(adam: Any) -> list[Any]:
+    """What the kernel gets in three steps, of which the first is TE's."""
+    found: list[Any] = []
+
+    def noted(chunk: int, flag: Any, tensors: Any, *numbers: Any) -> None:
+        assert flag is adam._dummy_overflow_buf
+        places = [[(type(t), t.dtype, t.shape, t.data_ptr()) for t in row] for row in tensors]
+        found.append((chunk, places, numbers))
+
+    adam.multi_tensor_adam = noted
+    for _ in range(3):
+        adam.step()
+    return found
+
+
+@pytest.mark.parametrize("most", [1000, 2, 1])
+def test_the_kernel_gets_what_te_hands_to_it(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_adam, "_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", most)
+    adam = adam_of(parameters("DTensor"))
+    step(adam, 1)
+    te_s = launched(adam)
+    install_adam([adam])
+    for group in adam.param_groups:
+        group["step"] -= 3
+    assert launched(adam) == te_s
+    assert adam.step.steps == 2 and len(te_s) == 3 * {1000: 2, 2: 3, 1: 4}[most]
+
+
 def chained(adam: Any) -> Any:
     """As Megatron has it."""
     return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
@@ -144,7 +177,7 @@ def test_old_moments_are_not_kept_alive() -> None:
     old = [weakref.ref(state["exp_avg"]) for state in adam.state.values()]
     adam.load_state_dict(saved)
     gc.collect()
-    assert len(old) == 5 and not any(moment() is not None for moment in old)
+    assert len(old) == 6 and not any(moment() is not None for moment in old)
 
 
 def test_a_step_that_is_another_than_expected_stays_te_s(
@@ -153,11 +186,134 @@ def test_a_step_that_is_another_than_expected_stays_te_s(
     adam = adam_of(parameters("plain"))
     step(adam, 1)
     install_adam([adam])
-    monkeypatch.setattr(LocalStep, "_calls", lambda self: [])
+    monkeypatch.setattr(LocalStep, "_launches", lambda *_: [])
     step(adam, 2)
     step(adam, 3)
-    assert adam.step.steps == 0 and [g["step"] for g in adam.param_groups] == [3, 3, 3]
-    assert "FusedAdam's step is left to Transformer Engine" in caplog.text
+    assert adam.step.steps == 0 and [g["step"] for g in adam.param_groups] == [3, 3, 3, 3]
+    assert caplog.text.count("FusedAdam's step is left to Transformer Engine") == 1
+
+
+class Eager(MultiTensorApply):  # type: ignore[misc]
+    """Does more than TE's: a learning rate that is doubled."""
+
+    def __call__(self, kernel: Any, flag: Any, lists: Any, *numbers: Any) -> Any:
+        return super().__call__(kernel, flag, lists, 2 * numbers[0], *numbers[1:])
+
+
+def without_chunk_size(*args: Any) -> Any:
+    return MultiTensorApply(65536)(*args)
+
+
+@pytest.mark.parametrize("applier", [Eager(65536), without_chunk_size])
+def test_another_applier_is_compared_anew(applier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for kept in (False, True):
+        adam = adam_of(parameters("DTensor"))
+        step(adam, 1)
+        if kept:
+            install_adam([adam])
+        for number in (2, 3):
+            step(adam, number)
+        with monkeypatch.context() as inner:
+            inner.setattr(fused_adam, "multi_tensor_applier", applier)
+            for number in (4, 5):
+                step(adam, number)
+        if kept:
+            assert adam.step.steps == 1
+        runs.append(values(adam))
+    assert runs[0] == runs[1]
+
+
+class Crossed(MultiTensorApply):  # type: ignore[misc]
+    """Another order."""
+
+    def __call__(self, kernel: Any, flag: Any, lists: Any, *numbers: Any) -> Any:
+        return super().__call__(kernel, flag, [*lists[:2], lists[3], lists[2]], *numbers)
+
+
+@pytest.mark.parametrize("other", ["numbers", "order", "kernel"])
+def test_what_is_not_as_expected_is_never_trusted(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = fused_adam.FusedAdam.step
+
+    def with_another_kernel(adam: Any) -> None:
+        with monkeypatch.context() as inner:
+            inner.setattr(adam, "multi_tensor_adam", partial(kernel))
+            original(adam)
+
+    if other == "kernel":
+        monkeypatch.setattr(fused_adam.FusedAdam, "step", with_another_kernel)
+    else:
+        applier = {"numbers": Eager, "order": Crossed}[other](65536)
+        monkeypatch.setattr(fused_adam, "multi_tensor_applier", applier)
+    adam = adam_of(parameters("DTensor"))
+    step(adam, 1)
+    install_adam([adam])
+    for number in (2, 3):
+        step(adam, number)
+    assert adam.step.steps == 0
+
+
+def test_without_launches_nothing_is_trusted() -> None:
+    adam = adam_of(parameters("DTensor"))
+    step(adam, 1)
+    install_adam([adam])
+    for _ in range(2):
+        adam.zero_grad()
+        adam.step()
+        assert adam.step.steps == 0
+    step(adam, 2)
+    step(adam, 4)
+    adam.zero_grad()
+    adam.step()
+    assert adam.step.steps == 2 and adam.param_groups[0]["step"] == 6
+
+
+def of_two_kinds(adam: Any) -> None:
+    other = nn.Parameter(torch.randn(2, 2))
+    other.grad = torch.randn(2, 2)
+    adam.param_groups[1]["params"].append(other)
+    adam.initialize_state(other, False)
+
+
+def of_lower_precision(adam: Any) -> None:
+    gradient = adam.param_groups[0]["params"][0].grad
+    gradient._local_tensor = gradient._local_tensor.bfloat16()
+
+
+def of_another_class(adam: Any) -> None:
+    gradient = adam.param_groups[0]["params"][0].grad
+    gradient._local_tensor = gradient._local_tensor.as_subclass(Another)
+
+
+def of_more_state(adam: Any) -> None:
+    adam.state[adam.param_groups[0]["params"][1]]["more"] = torch.zeros(1)
+
+
+class Another(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change", [of_two_kinds, of_lower_precision, of_another_class, of_more_state]
+)
+def test_what_is_unusual_is_te_s(change: Callable[[Any], None]) -> None:
+    runs = []
+    for kept in (False, True):
+        adam = adam_of(parameters("DTensor"))
+        step(adam, 1)
+        if kept:
+            install_adam([adam])
+        for number in (2, 3):
+            step(adam, number)
+        torch.manual_seed(2)
+        change(adam)
+        adam.step()
+        runs.append(values(adam))
+        if kept:
+            assert adam.step.steps == 1
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("what", ["hook", "first step"])
