@@ -41,15 +41,22 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         f"{_OPTIMIZER}.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
         f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
     ),
+    "optimizer step: clipping": (
+        f"{_OPTIMIZER}.optimizer:MegatronOptimizer.clip_grad_norm",
+        f"{_FAST}.clip:LocalClip.__call__",
+    ),
     "optimizer step: start_param_sync": (f"{_FSDP}.megatron_fsdp:MegatronFSDP.start_param_sync",),
     "zero gradients": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.zero_grad_buffer",
+        f"{_FAST}.zero:install_zero/zero_grad_buffer",
         f"{_DDP}.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
         f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.zero_grad",
     ),
     "unshard": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
         f"{_FAST}.unshard:_gathered/all_gather_and_wait_parameters_ready",
+        f"{_FAST}.gather:Gathers.begin_pass",
+        f"{_FAST}.late:LatePrefetch.launched",
         f"{_HOOKS}/_pre_forward_param_unshard",
         f"{_HOOKS}/_pre_backward_param_unshard",
     ),
