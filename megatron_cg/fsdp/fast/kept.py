@@ -11,7 +11,8 @@ Note [Learned from the pass before]
     The unit that is kept is the one whose forward pass ended last before the backward pass whose
     first unit it was. Where that changes, as with pipeline stages that begin, a pass is as
     Megatron-FSDP has it, and the next one is right again. If no backward pass comes, what was kept
-    is freed when another unit is gathered.
+    is freed when the next forward pass gathers its first unit, so weights that were changed
+    meanwhile are gathered anew. That takes a second unit.
 
 Note [On all ranks, or on none]
     One gather less a pass: a rank that did without it alone would pair its collectives with the
@@ -82,6 +83,8 @@ def install_kept(fsdp: Any) -> Callable[[], None]:
     store = fsdp.param_and_grad_buffer
     if not store.double_buf_units:
         raise StepsAsideError("without double buffers the last unit would take memory of its own")
+    if len({group.fsdp_unit_id for group in store.parameter_groups} - {None}) < 2:
+        raise StepsAsideError("there is one unit only, and none whose gather shows a new pass")
     if any(group.transpose_weight_buffer is not None for group in store.parameter_groups):
         raise StepsAsideError("transposed weights are gathered for backward passes")
     kept = _Kept(fsdp)

@@ -77,6 +77,8 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
             for install in installs:
                 undo.callback(install(fsdp))
             numbers += [trainer.step(), evaluated(trainer), trainer.step()]
+            # A forward pass that no backward pass follows, and weights that change after it.
+            numbers += [float(trainer._forward().double().sum()), changed(trainer)]
             numbers += [len(fsdp.state_dict()), trainer.step()]
         states = sorted({str(module._training_state) for module in fsdp.module.modules()})
         numbers += [trainer.step(), states]
@@ -93,6 +95,15 @@ def evaluated(trainer: Any) -> float:
         loss = float(trainer._forward().double().sum())
     trainer.model.synchronize_param_gather()
     return loss
+
+
+def changed(trainer: Any) -> float:
+    """As :func:`evaluated`, with other weights."""
+    for group in trainer.model.module.param_and_grad_buffer.parameter_groups:
+        for buffer in (group.model_weight_buffer, group.main_weight_buffer):
+            if buffer is not None:
+                buffer.data.mul_(1.25)
+    return evaluated(trainer)
 
 
 @contextmanager
@@ -165,7 +176,8 @@ def test_the_last_unit_is_gathered_once_a_pass(folder: Path, name: str) -> None:
         gathers = {kind: [e[0] for e in run["events"]].count(GATHER) for kind, run in runs.items()}
         for kind in ("kept", "both"):
             assert runs[kind]["numbers"] == runs["own"]["numbers"]
-            # Three steps of two microbatches; the first one is learned from.
+            # Three steps of two microbatches; the first one is learned from. That of the pass
+            # without a backward pass is freed again.
             assert gathers[kind] == gathers["own"] - 5 * KEPT[name]
 
 
