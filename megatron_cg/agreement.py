@@ -125,15 +125,17 @@ class Agreement:
         self._next: Kind | None = Kind.CAPTURE_START
         self.time = AgreementTime()
         self._together: list[Callable[[], None]] = []
+        self._left = 0
 
     def undo_together(self, undo: Callable[[], None]) -> None:
         """Leave ``undo`` until :meth:`together`; see Note [Undone by all ranks together]."""
         self._together.append(undo)
+        self._left += 1
 
     @property
-    def has_undos(self) -> bool:
-        """Whether something is left to be undone."""
-        return bool(self._together)
+    def left(self) -> int | None:
+        """Which of all undos was left last; None where none is left now."""
+        return self._left if self._together else None
 
     def together(self) -> None:
         """All ranks are at this place, between two steps: undo what was left for that."""

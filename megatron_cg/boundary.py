@@ -51,7 +51,10 @@ class Boundary:
         self._recapture = recapture
         self._give_up = give_up
         self._steps = 0
-        self._has_lost_graphs = self._none_has_graphs = False
+        self._lost: int | None = None
+        """What this rank has left to be undone, as it said that it has no graphs; else None."""
+        self._all_lost: int | None = None
+        """The same, once all ranks were found to have none."""
         self._due: Decision | None = None
         self._closed = False
 
@@ -70,10 +73,10 @@ class Boundary:
         self._steps += 1
         self._due = self._agreement.collect()
         if self._due is not None:
-            self._none_has_graphs = self._due.same_graphs and self._has_lost_graphs
+            self._all_lost = self._lost if self._due.same_graphs else None
         serial = self._steps if step is None else step
         verdict = self._verdict()
-        self._has_lost_graphs = verdict.graphs == 0 and self._agreement.has_undos
+        self._lost = self._agreement.left if verdict.graphs == 0 else None
         self._agreement.post(Kind.STEP, verdict, serial=serial)
 
     def before_step(self) -> None:
@@ -81,7 +84,7 @@ class Boundary:
         due, self._due = self._due, None
         if self._closed or due is None:
             return
-        if self._none_has_graphs:
+        if self._all_lost is not None and self._all_lost == self._agreement.left:
             self._agreement.together()
         if due.level is Level.KEEP:
             return

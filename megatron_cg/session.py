@@ -19,7 +19,7 @@ from megatron_cg.counters import Counters
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.fsdp.fast import FastPath
 from megatron_cg.fsdp.fast import install as install_fast_path
-from megatron_cg.fsdp.fast.kept import install_kept
+from megatron_cg.fsdp.fast.kept import install_kept, keep_no_more
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import UnitHooks
@@ -128,8 +128,7 @@ class Session:
         votes = self._agreement.time if self._agreement is not None else None
         report = CaptureReport(self._fsdp, self._units, self._backend, votes)
         self.phase = Phase.CAPTURING
-        if self._agreement is not None:
-            self._agreement.together()  # All ranks capture, or none, so they are at one place.
+        keep_no_more(self._fsdp)  # All ranks capture, or none, so they are at one place.
         try:
             self._capture = GuardedCapture(
                 self._fsdp, self._units, self._backend, self.watch, self._static_inputs

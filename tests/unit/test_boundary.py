@@ -107,15 +107,27 @@ def test_what_changes_collectives_is_undone_once_no_rank_has_graphs(one_rank: No
     assert owner.done == [*(f"step {number}" for number in range(5)), "undo", "step 5"]
 
 
+def test_what_a_new_capture_has_changed_outlives_votes_of_before(one_rank: None) -> None:
+    held, none = Verdict(graphs=1), Verdict()
+    owner = Owner(none, none, none, held, held, held)
+    owner.votes.undo_together(lambda: owner.done.append("undo"))
+    for number in range(6):
+        owner.boundary.before_step()
+        if number == 3:
+            owner.votes.undo_together(lambda: owner.done.append("undo the new"))
+        owner.boundary.after_step()
+    assert owner.done == ["undo"] and owner.votes.left == 2
+
+
 def test_what_changes_collectives_is_undone_at_the_end_and_once(one_rank: None) -> None:
     votes = Agreement(LONG)
     done: list[str] = []
     for name in ("first", "last"):
         votes.undo_together(partial(done.append, name))
-    assert votes.has_undos
+    assert votes.left == 2
     votes.close()
     votes.close()
-    assert done == ["last", "first"] and not votes.has_undos
+    assert done == ["last", "first"] and votes.left is None
 
 
 def test_nothing_is_decided_after_the_close(one_rank: None) -> None:

@@ -17,8 +17,8 @@ Note [Learned from the pass before]
 Note [On all ranks, or on none]
     One gather less a pass: a rank that did without it alone would pair its collectives with the
     wrong ones of the others, of the same size, without an error. So this stays in place when a
-    rank gives up its graphs by itself, until all ranks have agreed on going on without graphs or
-    on capturing again (``Agreement.together``).
+    rank gives up its graphs by itself, until all ranks have agreed on going on without graphs
+    (``Agreement.together``), or capture again, where hooks run in another order.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline.release_bucket``,
 ``recycle_unused_buckets``, ``bucket_can_be_released``; ``ParamAndGradBuffer.double_buf_units``,
@@ -89,17 +89,27 @@ def install_kept(fsdp: Any) -> Callable[[], None]:
         raise StepsAsideError("transposed weights are gathered for backward passes")
     kept = _Kept(fsdp)
     pipeline = fsdp.all_gather_pipeline
-    with ExitStack() as undo:
-        undo.callback(set_attribute(pipeline, _RELEASE, kept.release_bucket))
-        undo.callback(set_attribute(pipeline, _RECYCLE, kept.recycle_unused_buckets))
-        undo.callback(kept.free)
-        return undo.pop_all().close
+    with kept.undo:
+        kept.undo.callback(set_attribute(pipeline, _RELEASE, kept.release_bucket))
+        kept.undo.callback(set_attribute(pipeline, _RECYCLE, kept.recycle_unused_buckets))
+        kept.undo.callback(kept.free)
+        kept.undo = kept.undo.pop_all()
+    return kept.undo.close
+
+
+def keep_no_more(fsdp: Any) -> None:
+    """Undo :func:`install_kept` before a capture, whoever has its undo; on all ranks."""
+    release = vars(fsdp.all_gather_pipeline).get(_RELEASE)
+    kept = getattr(release, "__self__", None)
+    if isinstance(kept, _Kept):
+        kept.undo.close()
 
 
 class _Kept:
     """Stands in the place of an ``AllGatherPipeline``'s ways to free buckets."""
 
     def __init__(self, fsdp: Any) -> None:
+        self.undo = ExitStack()
         self._fsdp, self._pipeline = fsdp, fsdp.all_gather_pipeline
         self._release: Callable[..., None] = getattr(self._pipeline, _RELEASE)
         self._recycle: Callable[[], None] = getattr(self._pipeline, _RECYCLE)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.fsdp.fast.kept import install_kept
+from megatron_cg.fsdp.fast.kept import install_kept, keep_no_more
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 
 
@@ -90,3 +90,21 @@ def test_the_unit_that_ended_last_is_kept_from_the_second_pass_on() -> None:
     undo()
     assert model.all_gather_pipeline.freed == [2, 1]
     assert passes(model, [2, 1]) == [2, 1, 1, 2]
+
+
+def test_it_is_undone_once_before_a_capture_or_by_its_own_undo() -> None:
+    model = a_model()
+    own = vars(model.all_gather_pipeline).keys() - {"release_bucket", "recycle_unused_buckets"}
+    keep_no_more(model)
+    first = install_kept(model)
+    passes(model, [1, 2], backward=True)
+    passes(model, [1, 2], backward=False)
+    keep_no_more(model)
+    assert vars(model.all_gather_pipeline).keys() == own
+    assert model.all_gather_pipeline.freed == [1, 2]
+    second = install_kept(model)
+    # What an earlier one left with an agreement takes nothing of the new one.
+    first()
+    assert vars(model.all_gather_pipeline).keys() > own
+    second()
+    assert vars(model.all_gather_pipeline).keys() == own
