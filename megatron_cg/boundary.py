@@ -84,7 +84,7 @@ class Boundary:
         due, self._due = self._due, None
         if self._closed or due is None:
             return
-        if self._all_lost is not None and self._all_lost == self._agreement.left:
+        if self._all_lost == self._agreement.left:
             self._agreement.together()
         if due.level is Level.KEEP:
             return

@@ -32,7 +32,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from megatron_cg.fsdp.fast.launches import Launch, are_plain, noting, without_empty
+from megatron_cg.fsdp.fast.launches import Launch, are_plain, launched_by, without_empty
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import Symbol
@@ -161,13 +161,8 @@ class LocalStep:
 
     def _compared(self, expected: Sequence[Launch], applier: Any) -> Any:
         """TE's own step; afterwards the shorter way is trusted, or never taken."""
-        found: list[Launch] = []
-        undo = set_attribute(sys.modules[_MODULE], "multi_tensor_applier", noting(applier, found))
         places = [launch.facts() for launch in expected]
-        try:
-            result = self._original()
-        finally:
-            undo()
+        result, found = launched_by(self._original, _MODULE)
         self._differs = places != [launch.facts() for launch in found]
         if places:
             self._compared_with = applier

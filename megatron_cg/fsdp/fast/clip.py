@@ -39,6 +39,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from operator import is_
 from typing import Any
@@ -46,7 +47,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fsdp.fast.launches import Launch, are_plain, noting
+from megatron_cg.fsdp.fast.launches import Launch, are_plain, launched_by
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import Symbol
@@ -330,13 +331,7 @@ class LocalClip:
         capturing = torch.cuda.is_current_stream_capturing()
         if launches is None or None in (launches.norm, launches.scale) or capturing:
             return self._original(clip_grad)
-        found: list[Launch] = []
-        applier = noting(_APPLIER.find(), found)
-        undo = set_attribute(sys.modules[_KERNELS], "multi_tensor_applier", applier)
-        try:
-            norm = self._original(clip_grad)
-        finally:
-            undo()
+        norm, found = launched_by(partial(self._original, clip_grad), _KERNELS)
         if launches.are(found) and _same(found[-1].numbers[0], _factor(clip_grad, norm)):
             self._known = known
         else:

@@ -268,7 +268,6 @@ class Gathers:
         looked_at: dict[Key, Any] = defaultdict(lambda: self._status.READY_TO_USE)
         asked.bucket_can_be_released, asked.bucket_status = listed, looked_at
         type(asked).all_gather_params(asked, params, **options)
-        before_graph = options.get(
-            "prefetch_order"
-        ) is self._forward and self._late.begins_with_graph(params)
+        order = options.get("prefetch_order")
+        before_graph = order is self._forward and self._late.begins_with_graph(params)
         return _Plan(listed, tuple(looked_at), before_graph)

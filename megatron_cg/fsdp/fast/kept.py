@@ -89,12 +89,12 @@ def install_kept(fsdp: Any) -> Callable[[], None]:
         raise StepsAsideError("transposed weights are gathered for backward passes")
     kept = _Kept(fsdp)
     pipeline = fsdp.all_gather_pipeline
-    with kept.undo:
-        kept.undo.callback(set_attribute(pipeline, _RELEASE, kept.release_bucket))
-        kept.undo.callback(set_attribute(pipeline, _RECYCLE, kept.recycle_unused_buckets))
-        kept.undo.callback(kept.free)
-        kept.undo = kept.undo.pop_all()
-    return kept.undo.close
+    with ExitStack() as undo:
+        undo.callback(set_attribute(pipeline, _RELEASE, kept.release_bucket))
+        undo.callback(set_attribute(pipeline, _RECYCLE, kept.recycle_unused_buckets))
+        undo.callback(kept.free)
+        kept.undo = undo.pop_all().close
+    return kept.undo
 
 
 def keep_no_more(fsdp: Any) -> None:
@@ -102,14 +102,14 @@ def keep_no_more(fsdp: Any) -> None:
     release = vars(fsdp.all_gather_pipeline).get(_RELEASE)
     kept = getattr(release, "__self__", None)
     if isinstance(kept, _Kept):
-        kept.undo.close()
+        kept.undo()
 
 
 class _Kept:
     """Stands in the place of an ``AllGatherPipeline``'s ways to free buckets."""
 
     def __init__(self, fsdp: Any) -> None:
-        self.undo = ExitStack()
+        self.undo: Callable[[], None] = lambda: None
         self._fsdp, self._pipeline = fsdp, fsdp.all_gather_pipeline
         self._release: Callable[..., None] = getattr(self._pipeline, _RELEASE)
         self._recycle: Callable[[], None] = getattr(self._pipeline, _RECYCLE)

@@ -60,15 +60,16 @@ class LatePrefetch:
 
     def launched(self) -> None:
         """A graph was launched on the stream of the unit's forward pass."""
-        gather, self._gather = self._gather, None
-        if gather is not None:
-            gather(self._since)
+        self._issue(self._since)
 
     def issue(self) -> None:
         """Issue what is held as Megatron-FSDP would now."""
+        self._issue(None)
+
+    def _issue(self, since: Any) -> None:
         gather, self._gather = self._gather, None
         if gather is not None:
-            gather(None)
+            gather(since)
 
     def drop(self) -> None:
         """Forget it: the pass that asked for it has failed."""

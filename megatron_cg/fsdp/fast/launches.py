@@ -10,6 +10,7 @@ Note [What TE's applier does]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -18,6 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.undo import set_attribute
+
+_APPLIER = "multi_tensor_applier"
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 
@@ -41,7 +45,18 @@ class Launch:
         return self.kernel, self.chunk_size, places, numbers
 
 
-def noting(applier: Any, launches: list[Launch]) -> Callable[..., Any]:
+def launched_by(call: Callable[[], Any], module: str) -> tuple[Any, list[Launch]]:
+    """What ``call`` returns, and what it hands to kernels by the applier of that ``module``."""
+    found: list[Launch] = []
+    owner = sys.modules[module]
+    undo = set_attribute(owner, _APPLIER, _noting(getattr(owner, _APPLIER), found))
+    try:
+        return call(), found
+    finally:
+        undo()
+
+
+def _noting(applier: Any, launches: list[Launch]) -> Callable[..., Any]:
     """TE's ``applier``, which adds to ``launches`` whatever it hands to a kernel."""
 
     def applied(kernel: Any, flag: Any, tensors: Any, *numbers: Any) -> Any:

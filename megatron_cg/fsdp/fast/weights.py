@@ -120,7 +120,7 @@ class _GradientTable:
         if not self._groups or any(group.moved for group in self._groups):
             if not self._can_read_in_place():
                 self._original()
-                self.use(self._read())
+                self.use(self._read(cast=not self._store.use_decoupled_grad))
                 return
             self.use(self._read_in_place())
         attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
@@ -178,7 +178,7 @@ class _GradientTable:
         number = self._store.param_to_param_group[parameter.orig_param]
         return self._store.parameter_groups[number].main_grad_buffer
 
-    def _read(self, *, cast: bool | None = None) -> list[_GroupGradients]:
+    def _read(self, *, cast: bool) -> list[_GroupGradients]:
         """How Megatron-FSDP has just attached them."""
         store = self._store
         rows: dict[int, list[_Row]] = {}
@@ -194,7 +194,6 @@ class _GradientTable:
             start = piece.storage_offset() - buffer.data.storage_offset()
             row = _Row(parameter, gradient if shape.numel() else None, start, shape)
             rows.setdefault(number, []).append(row)
-        cast = not store.use_decoupled_grad if cast is None else cast
         return [
             _GroupGradients(store.parameter_groups[number], found, cast=cast)
             for number, found in rows.items()

@@ -193,6 +193,23 @@ def test_a_step_that_is_another_than_expected_stays_te_s(
     assert caplog.text.count("FusedAdam's step is left to Transformer Engine") == 1
 
 
+def one_step_then_te_s(go_on: Callable[[Any], None]) -> None:
+    """With ours and without, the same comes of steps of which one is ours, and none from then."""
+    runs = []
+    for ours in (False, True):
+        adam = adam_of(parameters("DTensor"))
+        step(adam, 1)
+        if ours:
+            install_adam([adam])
+        for number in (2, 3):
+            step(adam, number)
+        go_on(adam)
+        if ours:
+            assert adam.step.steps == 1
+        runs.append(values(adam))
+    assert runs[0] == runs[1]
+
+
 class Eager(MultiTensorApply):  # type: ignore[misc]
     """Does more than TE's: a learning rate that is doubled."""
 
@@ -206,22 +223,13 @@ def without_chunk_size(*args: Any) -> Any:
 
 @pytest.mark.parametrize("applier", [Eager(65536), without_chunk_size])
 def test_another_applier_is_compared_anew(applier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    for kept in (False, True):
-        adam = adam_of(parameters("DTensor"))
-        step(adam, 1)
-        if kept:
-            install_adam([adam])
-        for number in (2, 3):
-            step(adam, number)
+    def go_on(adam: Any) -> None:
         with monkeypatch.context() as inner:
             inner.setattr(fused_adam, "multi_tensor_applier", applier)
             for number in (4, 5):
                 step(adam, number)
-        if kept:
-            assert adam.step.steps == 1
-        runs.append(values(adam))
-    assert runs[0] == runs[1]
+
+    one_step_then_te_s(go_on)
 
 
 class Crossed(MultiTensorApply):  # type: ignore[misc]
@@ -299,21 +307,12 @@ class Another(torch.Tensor):
     "change", [of_two_kinds, of_lower_precision, of_another_class, of_more_state]
 )
 def test_what_is_unusual_is_te_s(change: Callable[[Any], None]) -> None:
-    runs = []
-    for kept in (False, True):
-        adam = adam_of(parameters("DTensor"))
-        step(adam, 1)
-        if kept:
-            install_adam([adam])
-        for number in (2, 3):
-            step(adam, number)
+    def go_on(adam: Any) -> None:
         torch.manual_seed(2)
         change(adam)
         adam.step()
-        runs.append(values(adam))
-        if kept:
-            assert adam.step.steps == 1
-    assert runs[0] == runs[1]
+
+    one_step_then_te_s(go_on)
 
 
 @pytest.mark.parametrize("what", ["hook", "first step"])
