@@ -19,8 +19,7 @@ from megatron_cg.counters import Counters
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.fsdp.fast import FastPath
 from megatron_cg.fsdp.fast import install as install_fast_path
-from megatron_cg.fsdp.fast.kept import install_kept, keep_no_more
-from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
+from megatron_cg.fsdp.fast.kept import keep_no_more
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.graphed import GuardedGraph
@@ -148,7 +147,7 @@ class Session:
                 self._undo = lasting.pop_all()
             if self._wants_fast_path:
                 # Only now are FSDP's hooks, which it is found by, in their places again.
-                self._keep_last_unit()
+                agreement = self._agreement
                 self.fast_path = install_fast_path(
                     self._fsdp,
                     self._backend.room(),
@@ -156,6 +155,7 @@ class Session:
                     self._graphed(),
                     self._replay_functions(),
                     model=self._model,
+                    together=agreement.undo_together if agreement is not None else None,
                 )
                 self._undo.callback(self.fast_path.close)
         except BaseException as error:
@@ -167,18 +167,6 @@ class Session:
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
         self.phase = Phase.REPLAYING
         report.finished(self.counters)
-
-    def _keep_last_unit(self) -> None:
-        """Not undone by this rank alone; see Note [On all ranks, or on none] in ``kept.py``."""
-        try:
-            undo = install_kept(self._fsdp)
-        except StepsAsideError as why:
-            logger.info("FSDP fast path: the last unit is freed and gathered, because %s.", why)
-            return
-        if self._agreement is not None:
-            self._agreement.undo_together(undo)
-        else:
-            self._undo.callback(undo)
 
     def capture(
         self,

@@ -15,6 +15,7 @@ from megatron_cg.fsdp.fast.clip import install_clip
 from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
 from megatron_cg.fsdp.fast.hidden_graphs import install_hidden_graphs
+from megatron_cg.fsdp.fast.kept import install_kept
 from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.swap import install_swap
@@ -24,14 +25,15 @@ from megatron_cg.fsdp.fast.zero import install_zero
 from megatron_cg.idle_pool import Room
 
 logger = logging.getLogger(__name__)
+Undo = Callable[[], None]
 _OF_GRAPHS = "hidden weights of graphs"
 
 
 class FastPath:
     """What was put in the place of Megatron-FSDP's bookkeeping for one model.
 
-    ``close`` puts everything back. A part that does not apply is left out, and ``left_out`` says
-    why, by the part's name.
+    ``close`` puts everything back, but for what the caller undoes with all ranks. A part that does
+    not apply is left out, and ``left_out`` says why, by the part's name.
     """
 
     def __init__(self) -> None:
@@ -45,9 +47,14 @@ class FastPath:
         """Put Megatron-FSDP's own functions back, in reverse. Safe to run twice."""
         self._undo.close()
 
-    def _add(self, name: str, put_in: Callable[[], Callable[[], None]]) -> None:
+    def _add(
+        self,
+        name: str,
+        put_in: Callable[[], Undo],
+        undo_with: Callable[[Undo], object] | None = None,
+    ) -> None:
         try:
-            self._undo.callback(put_in())
+            (undo_with or self._undo.callback)(put_in())
         except StepsAsideError as why:
             self.left_out[name] = str(why)
         else:
@@ -84,6 +91,7 @@ def install(
     replays: Sequence[ReplayFunction] = (),
     *,
     model: nn.Module | None = None,
+    together: Callable[[Undo], object] | None = None,
 ) -> FastPath:
     """Put in every part that applies to ``fsdp``, between two steps.
 
@@ -94,6 +102,9 @@ def install(
         graphed: modules whose Python no longer runs.
         replays: how autograd sees each graph of theirs.
         model: what holds ``fsdp``.
+        together: takes the undo of what may be undone by all ranks together only; see Note [On all
+            ranks, or on none] in ``kept.py``. Where it is left out this process is alone, and
+            ``close`` undoes that too.
 
     Returns:
         What was put in; its ``close`` takes it out.
@@ -103,6 +114,7 @@ def install(
     """
     path = FastPath()
     try:
+        path._add("kept unit", lambda: install_kept(fsdp), together)
         path._add("swap", lambda: install_swap(fsdp))
         path._add("gradients", lambda: path._gradients(fsdp))
         path._add("hidden weights", lambda: install_hidden(path._hides(fsdp, graphed)))

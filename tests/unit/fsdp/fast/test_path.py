@@ -19,7 +19,7 @@ from megatron_cg.fsdp.fast import FastPath, install
 
 STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
 PARTS = [
-    *("swap", "gradients", "hidden weights of graphs", "unshard"),
+    *("kept unit", "swap", "gradients", "hidden weights of graphs", "unshard"),
     *("main gradients", "main weights", "zero gradients"),
 ]
 MANY: dict[str, Any] = {"experts": 64, "topk": 2, "graph_modules": ("attn", "moe_router")}
@@ -227,17 +227,20 @@ def test_it_can_be_left_out(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
+    theirs = "gradients are left to Megatron-FSDP"
+    sharded = {
+        strategy: {
+            "kept unit": f"the sharding strategy is {strategy}, which frees no weights",
+            "gradients": f"the sharding strategy is {strategy}",
+            "hidden weights": theirs,
+            "hidden weights of graphs": theirs,
+        }
+        for strategy in ("optim", "optim_grads")
+    }
     left_out = {
-        "ZeRO-1": {
-            "gradients": "the sharding strategy is optim",
-            "hidden weights": "gradients are left to Megatron-FSDP",
-            "hidden weights of graphs": "gradients are left to Megatron-FSDP",
-        },
-        "ZeRO-2": {
-            "gradients": "the sharding strategy is optim_grads",
-            "hidden weights": "gradients are left to Megatron-FSDP",
-            "hidden weights of graphs": "gradients are left to Megatron-FSDP",
-        },
+        "ZeRO-1": sharded["optim"],
+        "ZeRO-2": sharded["optim_grads"],
+        "no double buffer": {"kept unit": "memory of its own", "hidden weights": "no grouped GEMM"},
     }.get(name, {"hidden weights": "no grouped GEMM"})
     for runs in runs_of(folder, name):
         did = runs["fast"]
