@@ -29,7 +29,7 @@ _TAIL = 30
 _LOOK = 0.25
 GRACE = 30.0
 """Seconds that a run may take to end once it has written all figures."""
-_KEPT_ENVIRONMENT = ("NVTE_", "NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
+_KEPT_ENVIRONMENT = ("NVTE_", "NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,12 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         if args.dry_run:
             _print_plan(args, runs)
             return 0
-        results = _execute(args, backend, runs)
+        try:
+            results = _execute(args, backend, runs)
+        except (KeyboardInterrupt, SystemExit):
+            again = f"megatron-cg bench --report --out {shlex.quote(str(args.out))}"
+            print(f"stopped; what was measured until then is shown by: {again}", file=sys.stderr)
+            raise
     _report(args.out, results, earlier)
     return 0 if all(result["status"] == OK for result in results) else INCOMPLETE
 

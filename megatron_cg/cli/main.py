@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from megatron_cg import __version__
+from megatron_cg.cli.signals import ended_in_order
 from megatron_cg.errors import MegatronCGError
 
 COMMANDS = {
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # And torch warns where there is nvcc and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
-        return int(args.run(args, extra))
+        with ended_in_order():
+            return int(args.run(args, extra))
     except MegatronCGError as error:
         print(f"megatron-cg {args.command}: {error}", file=sys.stderr)
         return USAGE_ERROR
