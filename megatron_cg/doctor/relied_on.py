@@ -23,6 +23,7 @@ _TE_ONLY = (
     "megatron_cg.backends.transformer_engine",
     "megatron_cg.backends.te_replay",
     f"{_FAST}.adam",
+    f"{_FAST}.heuristics",
     f"{_FAST}.hidden",
 )
 _TAPE_ONLY = ("megatron_cg.backends.tape", "megatron_cg.cpu.")

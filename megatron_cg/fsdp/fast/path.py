@@ -13,6 +13,7 @@ from megatron_cg.backends.lending import ReplayFunction
 from megatron_cg.fsdp.fast.adam import install_adam
 from megatron_cg.fsdp.fast.clip import install_clip
 from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
+from megatron_cg.fsdp.fast.heuristics import install_heuristics
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
 from megatron_cg.fsdp.fast.hidden_graphs import install_hidden_graphs
 from megatron_cg.fsdp.fast.kept import install_kept
@@ -124,6 +125,7 @@ def install(
                 _OF_GRAPHS,
                 lambda: install_hidden_graphs(path._hides(fsdp, graphed), replays, late.launched),
             )
+        path._add("GEMM heuristics", lambda: install_heuristics(fsdp.module))
         launches = _OF_GRAPHS in path.parts
         path._add(
             "unshard",

@@ -227,9 +227,12 @@ def test_it_can_be_left_out(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
+    experts = "no grouped GEMM"
+    of_all = {"hidden weights": experts, "GEMM heuristics": experts}
     theirs = "gradients are left to Megatron-FSDP"
     sharded = {
         strategy: {
+            **of_all,
             "kept unit": f"the sharding strategy is {strategy}, which frees no weights",
             "gradients": f"the sharding strategy is {strategy}",
             "hidden weights": theirs,
@@ -240,8 +243,8 @@ def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
     left_out = {
         "ZeRO-1": sharded["optim"],
         "ZeRO-2": sharded["optim_grads"],
-        "no double buffer": {"kept unit": "memory of its own", "hidden weights": "no grouped GEMM"},
-    }.get(name, {"hidden weights": "no grouped GEMM"})
+        "no double buffer": {"kept unit": "memory of its own", **of_all},
+    }.get(name, of_all)
     for runs in runs_of(folder, name):
         did = runs["fast"]
         without = set(left_out)

@@ -1,0 +1,92 @@
+"""cuBLASLt remembers more where there are experts; its own library, which needs no GPU for that."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.fsdp.fast.heuristics import _MODULE, _NAME, VARIABLE, install_heuristics
+from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
+
+
+class Experts(nn.Module):
+    """Stands in for TE's, which is not there without its extension."""
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A model with experts somewhere in it."""
+    module = ModuleType(_MODULE)
+    setattr(module, _NAME, Experts)
+    monkeypatch.setitem(sys.modules, _MODULE, module)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(Experts()))
+
+
+def remembered() -> int:
+    """What cuBLASLt has as its capacity."""
+    version = torch.version.cuda
+    if version is None:
+        pytest.skip("this torch has no cuBLASLt")
+    name = f"libcublasLt.so.{version.split('.')[0]}"
+    found = ctypes.c_size_t()
+    library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
+    assert library.cublasLtHeuristicsCacheGetCapacity(ctypes.byref(found)) == 0
+    return found.value
+
+
+def test_more_is_remembered_until_that_is_undone(model: nn.Module) -> None:
+    before = remembered()
+    undo = install_heuristics(model, 2 * before)
+    assert remembered() == 2 * before
+    with pytest.raises(StepsAsideError, match=f"remembers {2 * before} problems"):
+        install_heuristics(model, 2 * before)
+    undo()
+    assert remembered() == before
+    undo = install_heuristics(model)
+    assert remembered() > 20 * before
+    undo()
+
+
+def test_what_a_user_has_chosen_stays(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = remembered()
+    monkeypatch.setenv(VARIABLE, "100")
+    with pytest.raises(StepsAsideError, match=f"{VARIABLE} is set"):
+        install_heuristics(model)
+    assert remembered() == before
+
+
+def test_without_experts_nothing_is_done(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = remembered()
+    with pytest.raises(StepsAsideError, match="no grouped GEMM"):
+        install_heuristics(nn.Linear(2, 2))
+    monkeypatch.delitem(sys.modules, _MODULE)
+    with pytest.raises(StepsAsideError, match="no grouped GEMM"):
+        install_heuristics(model)
+    assert remembered() == before
+
+
+def test_a_torch_without_cuda_or_another_cublas_is_said(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(StepsAsideError, match="without CUDA"):
+        install_heuristics(model)
+    monkeypatch.setattr(torch.version, "cuda", "9.1")
+    with pytest.raises(StepsAsideError, match=r"libcublasLt\.so\.9 is not loaded"):
+        install_heuristics(model)
+
+
+def test_a_renamed_layer_of_experts_is_named(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules[_MODULE], _NAME)
+    with pytest.raises(UpstreamChangedError, match=f"transformer-engine.*{_NAME}"):
+        install_heuristics(model)
