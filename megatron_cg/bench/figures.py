@@ -28,6 +28,7 @@ from megatron_cg.bench.rounds import (
     Round,
     by_contender,
     cut_rounds,
+    later_per_earlier,
     ratio,
     round_medians,
     step_times,
@@ -47,6 +48,8 @@ class Figures:
     """From the start of a step to the start of the next one."""
     medians: tuple[float, ...] = ()
     """Of the steps of each round."""
+    later_per_earlier: float | None = None
+    """The later half of a round's steps to the earlier one; 1 where they are steady."""
     busy: float | None = None
     """Of the GPU, a step: some kernel, copy or set ran, on whatever stream."""
     busy_without_nccl: float | None = None
@@ -98,6 +101,7 @@ def figures(result: Result) -> Figures:
     return Figures(
         step=step,
         medians=(step.median,) if step else (),
+        later_per_earlier=later_per_earlier([result]),
         busy=trace.get("busy_ms"),
         busy_without_nccl=trace.get("busy_without_nccl_ms"),
         exposed_nccl=trace.get("exposed_nccl_ms"),
@@ -118,7 +122,7 @@ def figures(result: Result) -> Figures:
     )
 
 
-_APART = ("step", "medians", "device_alone")
+_APART = ("step", "medians", "later_per_earlier", "device_alone")
 _MOST = ("capture_peak", "peak_allocated", "peak_reserved", "allocated")
 _MEDIAN = ("capture_seconds", "capture_without_warmup")
 
@@ -134,7 +138,13 @@ def joined(rounds: Sequence[Result]) -> Figures:
     steps = [step for result in rounds for step in step_times(result)]
     medians = tuple(round_medians(rounds).values())
     alone = next((one.device_alone for one in each if one.busy is not None), False)
-    return Figures(spread(steps) if steps else None, medians, **found, device_alone=alone)
+    return Figures(
+        step=spread(steps) if steps else None,
+        medians=medians,
+        later_per_earlier=later_per_earlier(rounds),
+        device_alone=alone,
+        **found,
+    )
 
 
 def _join(name: str, values: Sequence[float]) -> float:

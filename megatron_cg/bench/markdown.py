@@ -30,6 +30,7 @@ _STEP = (
     "step ms, median",
     "IQR",
     "least to most",
+    "later / earlier",
     "/ fsdp-eager",
     "GPU busy ms",
     "without NCCL",
@@ -43,6 +44,10 @@ _STEP = (
 )
 WITH_HOST = " \u2021"
 """Marks what is from a trace with host events, for want of one of the device alone."""
+_HALVES = (
+    '"later / earlier" is of the timed steps\' halves. Where it is not near 1 the steps are not '
+    "steady: with experts, new numbers of tokens cost the host time (more --settle-steps)."
+)
 _TRACED = (
     'From "GPU busy ms" on: rank 0, in steps of which only the GPU\'s work and the calls of CUDA '
     "were traced, so that the host is hardly slower. NCCL is exposed while nothing else runs on "
@@ -140,6 +145,7 @@ def _step_cells(row: Row) -> list[str]:
         number(step.median if step else None),
         number(step.between if step else None, ",.2f"),
         f"{step.least:,.1f} to {step.most:,.1f}" if step else NONE,
+        number(found.later_per_earlier, ".2f"),
         ratio_cell(row.step_ratio(row.base)),
         _traced(row, found.busy),
         _traced(row, found.busy_without_nccl),
@@ -159,9 +165,10 @@ def _traced(row: Row, value: float | None, form: str = ",.1f") -> str:
 
 
 def _trace_notes(rows: Sequence[Row]) -> list[str]:
-    """Of which steps the GPU's figures are."""
+    """Of which steps the figures are."""
     alone = {row.figures.device_alone for row in rows if row.figures.busy is not None}
-    lines = [_TRACED] if True in alone else []
+    lines = [_HALVES] if any(row.figures.later_per_earlier for row in rows) else []
+    lines += [_TRACED] if True in alone else []
     lines += [_WITH_HOST] if False in alone else []
     return [line for words in lines for line in (words, "")]
 

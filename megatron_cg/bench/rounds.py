@@ -23,6 +23,8 @@ from megatron_cg.bench.schedule import of_all_rounds, round_of, slug
 from megatron_cg.bench.spreads import spread
 from megatron_cg.bench.store import Result
 
+_STEADY = 8
+"""Steps below which their halves say nothing."""
 Round = tuple[str, int]
 """An invocation, and which round of it."""
 
@@ -62,6 +64,19 @@ def round_medians(rounds: Sequence[Result]) -> dict[Round, float]:
     return {
         _round(result): spread(step_times(result)).median for result in rounds if _timed(result)
     }
+
+
+def later_per_earlier(rounds: Sequence[Result]) -> float | None:
+    """The later half of a round's steps to its earlier half, medians; the median of the rounds.
+
+    Not 1 where steps are not steady yet, or never will be. None where no round has enough steps.
+    """
+    found = []
+    for steps in map(step_times, rounds):
+        if len(steps) >= _STEADY:
+            half = len(steps) // 2
+            found.append(spread(steps[half:]).median / spread(steps[:half]).median)
+    return statistics.median(found) if found else None
 
 
 def cut_rounds(contenders: Sequence[Sequence[Result]]) -> dict[Round, list[str]]:

@@ -14,7 +14,14 @@ from megatron_cg.bench.contenders import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.bench.figures import Row, figures, joined, step_median, tables
 from megatron_cg.bench.markdown import as_markdown
 from megatron_cg.bench.plots import plot_all
-from megatron_cg.bench.rounds import Ratio, cut_rounds, ratio, round_medians, step_times
+from megatron_cg.bench.rounds import (
+    Ratio,
+    cut_rounds,
+    later_per_earlier,
+    ratio,
+    round_medians,
+    step_times,
+)
 from megatron_cg.bench.scaling import trends
 from megatron_cg.bench.spreads import Spread
 from megatron_cg.bench.store import FAILED, LEFT_OUT
@@ -105,6 +112,26 @@ def test_an_even_drift_cancels_in_two_rounds(result: Make) -> None:
     found = numbers(rows[GRAPHS].step_ratio(rows[EAGER]))
     assert found == pytest.approx(((1.01 + 102 / 103) / 2, 102 / 103, 1.01, 2))
     assert found[0] == pytest.approx(1, abs=2e-4)
+
+
+def test_steps_that_grow_are_told_from_steady_ones(result: Make) -> None:
+    steady, grows = (100.0, 104.0) * 4, (100.0,) * 4 + (130.0,) * 4
+    for rounds, expected in (
+        ([steady], 1.0),
+        ([grows], 1.3),
+        ([steady, grows], 1.15),
+        # Too few to halve, and an odd number, whose middle one is of the later half.
+        ([(100.0,) * 3 + (200.0,) * 4], None),
+        ([grows, (1.0, 2.0)], 1.3),
+        ([(*grows, 131.0)], 1.3),
+    ):
+        runs = [result(GRAPHS, steps, round=n) for n, steps in enumerate(rounds, 1)]
+        found = later_per_earlier(runs)
+        assert found == (pytest.approx(expected) if expected else None)
+        assert joined(runs).later_per_earlier == found
+    text = as_markdown([result(GRAPHS, grows)])
+    assert "| later / earlier |" in text and "| 1.30 |" in text and "--settle-steps" in text
+    assert "--settle-steps" not in as_markdown([result(GRAPHS)])
 
 
 def test_one_round_is_as_it_was_before_there_were_rounds(result: Make) -> None:
@@ -200,7 +227,7 @@ def test_the_report_shows_rounds_and_every_pair(drifting: list[dict[str, Any]]) 
     text = as_markdown(drifting)
     assert "| contender | step ms, median | of each round | IQR |" in text
     row = "| fsdp-graphs | 110.0 | 100.0, 180.0, 110.0 | 70.00 | 90.0 to 180.0 |"
-    assert f"{row} 0.550 (0.500 to 0.600) | 50.0 |" in text
+    assert f"{row} - | 0.550 (0.500 to 0.600) | 50.0 |" in text
     assert "median of the ratios within a round (least to greatest):" in text
     assert "| step of / to | fsdp-eager | fsdp-graphs | ddp-graphs |" in text
     assert "| fsdp-graphs | 0.550 (0.500 to 0.600) | - | 1.000 (0.917 to 1.200) |" in text
