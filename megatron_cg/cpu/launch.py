@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from megatron_cg.cpu.gloo import one_worker_a_group
 
 if TYPE_CHECKING:
     from megatron_cg.cpu.train import TrainingPlan
+
+
+START = "spawn"
+"""How processes are started: one of multiprocessing's methods. Those of a fork server share its
+seed of hashes, so that ranks have the sets of strings in one order; spawned ones do not."""
 
 
 def run_processes(body: Callable[[], Any], processes: int = 2) -> None:
@@ -27,11 +32,23 @@ def run_processes(body: Callable[[], Any], processes: int = 2) -> None:
     raises in any of them.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-cg-") as directory:
-        worker = partial(_worker, processes=processes, store=f"{directory}/store", body=body)
-        spawn(worker, nprocs=processes)
+        # A fork server's is that of its own start.
+        environment = dict(os.environ)
+        worker = partial(
+            _worker,
+            environment=environment,
+            processes=processes,
+            store=f"{directory}/store",
+            body=body,
+        )
+        start_processes(worker, nprocs=processes, start_method=START)
 
 
-def _worker(rank: int, processes: int, store: str, body: Callable[[], Any]) -> None:
+def _worker(
+    rank: int, environment: dict[str, str], processes: int, store: str, body: Callable[[], Any]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank))
     # A machine's name need not resolve, and no port is left open to others.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

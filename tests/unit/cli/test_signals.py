@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,10 @@ import pytest
 from megatron_cg.cli.signals import ENDING, ended_in_order
 
 COMMAND = """
-import os, sys
+import os, signal, sys
+# As a shell starts it; whoever runs these tests may ignore one, as nohup does.
+for ending in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(ending, signal.SIG_DFL)
 from pathlib import Path
 from megatron_cg.align.processes import Run
 from megatron_cg.cli import main
@@ -65,24 +68,31 @@ def test_what_it_runs_ends_with_it(tmp_path: Path, ending: signal.Signals) -> No
         command.wait()
 
 
+@pytest.fixture
+def usual() -> Iterator[None]:
+    """What a shell would have set, whoever runs these tests."""
+    before = [signal.signal(ending, signal.SIG_DFL) for ending in ENDING]
+    yield
+    for ending, handler in zip(ENDING, before, strict=True):
+        signal.signal(ending, handler)
+
+
+@pytest.mark.usefixtures("usual")
 def test_a_second_signal_is_the_systems_and_all_is_as_before_in_the_end() -> None:
-    before = [signal.getsignal(ending) for ending in ENDING]
     with pytest.raises(SystemExit) as caught, ended_in_order():
-        os.kill(os.getpid(), signal.SIGTERM)
-        signal.pause()
-    assert caught.value.code == 128 + signal.SIGTERM
-    with ended_in_order():
         try:
             signal.raise_signal(signal.SIGHUP)
-        except SystemExit:
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert [signal.getsignal(ending) for ending in ENDING] == before
+        finally:
+            assert [signal.getsignal(ending) for ending in ENDING] == [signal.SIG_DFL] * 2
+    assert caught.value.code == 128 + signal.SIGHUP
+    with ended_in_order():
+        assert signal.SIG_DFL not in map(signal.getsignal, ENDING)
+    assert [signal.getsignal(ending) for ending in ENDING] == [signal.SIG_DFL] * 2
 
 
+@pytest.mark.usefixtures("usual")
 def test_what_is_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with ended_in_order():
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with ended_in_order():
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
