@@ -18,6 +18,8 @@ MEANINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues that streams share; Megatron-FSDP refuses 1",
     "CUBLAS_WORKSPACE_CONFIG": "fixed workspaces (:4096:8) make cuBLAS repeat itself bit for bit; "
     "--deterministic-mode sets it",
+    "CUBLASLT_HEURISTICS_CACHE_CAPACITY": "of how many problems cuBLASLt remembers which kernel "
+    "suits them; where it is set, the fast path leaves it",
     "NCCL_ALGO": "which algorithms NCCL may use; --deterministic-mode takes Ring, CollnetDirect, "
     "CollnetChain or ^NVLS and refuses others",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0: TE uses attention kernels that repeat themselves bit "
