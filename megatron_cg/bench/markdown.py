@@ -80,7 +80,7 @@ def as_markdown(
     lines = ["# megatron-cg bench", ""]
     for heading, rows in _headed(results):
         lines += [f"## {heading}", "", *_notes(rows)]
-        lines += [*_step_lines(rows), "", *_trace_notes(rows), *against_lines(rows)]
+        lines += [*_step_lines(rows), "", *_step_notes(rows), *against_lines(rows)]
         lines += [*grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
         lines += _phase_lines(rows)
         lines += _idle_lines(rows)
@@ -164,7 +164,7 @@ def _traced(row: Row, value: float | None, form: str = ",.1f") -> str:
     return number(value, form) + mark
 
 
-def _trace_notes(rows: Sequence[Row]) -> list[str]:
+def _step_notes(rows: Sequence[Row]) -> list[str]:
     """Of which steps the figures are."""
     alone = {row.figures.device_alone for row in rows if row.figures.busy is not None}
     lines = [_HALVES] if any(row.figures.later_per_earlier for row in rows) else []

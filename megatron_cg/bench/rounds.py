@@ -75,7 +75,7 @@ def later_per_earlier(rounds: Sequence[Result]) -> float | None:
     for steps in map(step_times, rounds):
         if len(steps) >= _STEADY:
             half = len(steps) // 2
-            found.append(spread(steps[half:]).median / spread(steps[:half]).median)
+            found.append(statistics.median(steps[half:]) / statistics.median(steps[:half]))
     return statistics.median(found) if found else None
 
 

@@ -32,11 +32,9 @@ def run_processes(body: Callable[[], Any], processes: int = 2) -> None:
     raises in any of them.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-cg-") as directory:
-        # A fork server's is that of its own start.
-        environment = dict(os.environ)
         worker = partial(
             _worker,
-            environment=environment,
+            environment=dict(os.environ),  # A fork server's is that of its own start.
             processes=processes,
             store=f"{directory}/store",
             body=body,
@@ -48,8 +46,7 @@ def _worker(
     rank: int, environment: dict[str, str], processes: int, store: str, body: Callable[[], Any]
 ) -> None:
     os.environ.clear()
-    os.environ.update(environment)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank))
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank))
     # A machine's name need not resolve, and no port is left open to others.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The same sums in the same order whatever the machine: one thread a process.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fast.heuristics import ENTRIES, VARIABLE, install_heuristics
+from megatron_cg.fsdp.fast.heuristics import (
+    ENTRIES,
+    VARIABLE,
+    capacity,
+    install_heuristics,
+    remember,
+)
 from tests.functional.conftest import skip_without
 
 EXPERTS, INPUT, OUTPUT = 8, 512, 768
@@ -37,13 +39,6 @@ def passes(experts: nn.Module) -> list[torch.Tensor]:
     return made
 
 
-def capacity(library: Any) -> int:
-    """How many problems cuBLASLt remembers at most."""
-    found = ctypes.c_size_t()
-    assert library.cublasLtHeuristicsCacheGetCapacity(ctypes.byref(found)) == 0
-    return found.value
-
-
 def test_the_same_bits_with_nothing_and_with_everything_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -51,24 +46,21 @@ def test_the_same_bits_with_nothing_and_with_everything_remembered(
     import transformer_engine.pytorch as te
 
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert torch.version.cuda is not None
-    name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
-    library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     experts = te.GroupedLinear(
         EXPERTS, INPUT, OUTPUT, bias=False, params_dtype=torch.bfloat16, device="cuda"
     )
-    before = capacity(library)
-    library.cublasLtHeuristicsCacheSetCapacity(ctypes.c_size_t(0))
+    before = capacity()
+    assert remember(0) == 0
     try:
         forgotten = passes(experts)
     finally:
-        library.cublasLtHeuristicsCacheSetCapacity(ctypes.c_size_t(before))
+        remember(before)
     undo = install_heuristics(nn.Sequential(experts))
     try:
-        assert capacity(library) == ENTRIES
+        assert capacity() == ENTRIES
         first, again = passes(experts), passes(experts)
     finally:
         undo()
-    assert capacity(library) == before
+    assert capacity() == before
     for one, other, last in zip(forgotten, first, again, strict=True):
         assert torch.equal(one, other) and torch.equal(one, last)

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.fsdp.fast.hidden import MODULE, NO_EXPERTS
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.versions import Symbol
 
-_MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "GroupedLinear"
-_GROUPED = Symbol("transformer-engine", f"{_MODULE}:{_NAME}", "layers of experts")
+_GROUPED = Symbol("transformer-engine", f"{MODULE}:GroupedLinear", "layers of experts")
 RELIES_ON = (_GROUPED,)
 VARIABLE = "CUBLASLT_HEURISTICS_CACHE_CAPACITY"
 """By which users choose a capacity themselves."""
@@ -51,14 +51,11 @@ def install_heuristics(model: nn.Module, entries: int = ENTRIES) -> Callable[[],
     if VARIABLE in os.environ:
         raise StepsAsideError(f"{VARIABLE} is set")
     if not _has_experts(model):
-        raise StepsAsideError("no grouped GEMM of Transformer Engine's is there")
-    library = _library()
-    before = ctypes.c_size_t()
-    status = library.cublasLtHeuristicsCacheGetCapacity(ctypes.byref(before))
-    if status or before.value >= entries:
-        raise StepsAsideError(f"cuBLASLt remembers {before.value} problems (status {status})")
-    remember = library.cublasLtHeuristicsCacheSetCapacity
-    if status := remember(ctypes.c_size_t(entries)):
+        raise StepsAsideError(NO_EXPERTS)
+    before = capacity()
+    if before >= entries:
+        raise StepsAsideError(f"cuBLASLt remembers {before} problems")
+    if status := remember(entries):
         raise StepsAsideError(f"cuBLASLt does not remember {entries} problems (status {status})")
 
     def undo() -> None:
@@ -67,8 +64,21 @@ def install_heuristics(model: nn.Module, entries: int = ENTRIES) -> Callable[[],
     return undo
 
 
+def capacity() -> int:
+    """How many problems cuBLASLt remembers at most. Raises StepsAsideError where it is not said."""
+    found = ctypes.c_size_t()
+    if status := _library().cublasLtHeuristicsCacheGetCapacity(ctypes.byref(found)):
+        raise StepsAsideError(f"cuBLASLt does not say what it remembers (status {status})")
+    return found.value
+
+
+def remember(entries: int) -> int:
+    """Let cuBLASLt remember that many, or a few more; returns its status, 0 where it does."""
+    return int(_library().cublasLtHeuristicsCacheSetCapacity(ctypes.c_size_t(entries)))
+
+
 def _has_experts(model: nn.Module) -> bool:
-    if _MODULE not in sys.modules:
+    if MODULE not in sys.modules:
         return False
     grouped = _GROUPED.find()
     return any(isinstance(module, grouped) for module in model.modules())

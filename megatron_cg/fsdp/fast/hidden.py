@@ -53,15 +53,16 @@ from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import Symbol, changed
 
-_MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
+MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
+NO_EXPERTS = "no grouped GEMM of Transformer Engine's is there"
 _FORWARD = Symbol(
     "transformer-engine",
-    f"{_MODULE}:{_NAME}.forward",
+    f"{MODULE}:{_NAME}.forward",
     "a grouped GEMM",
     parameters=("ctx", "inp", "weights_and_biases"),
 )
 _BACKWARD = Symbol(
-    "transformer-engine", f"{_MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",)
+    "transformer-engine", f"{MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",)
 )
 _EXECUTES = Symbol("torch", "torch._C:_will_engine_execute_node", "what a backward pass comes to")
 _PASS = Symbol("torch", "torch._C:_current_graph_task_id", "which backward pass is under way")
@@ -82,9 +83,9 @@ def install_hidden(hidden: HiddenWeights) -> Callable[[], None]:
         StepsAsideError: no grouped GEMM is loaded.
         UpstreamChangedError: it is not the one that this relies on.
     """
-    module = sys.modules.get(_MODULE)
+    module = sys.modules.get(MODULE)
     if module is None:
-        raise StepsAsideError("no grouped GEMM of Transformer Engine's is there")
+        raise StepsAsideError(NO_EXPERTS)
     for symbol in RELIES_ON:
         symbol.find()
     return hide_in(module, _NAME, hidden)

@@ -61,7 +61,7 @@ class FastPath:
         else:
             self.parts.append(name)
 
-    def _gradients(self, fsdp: Any) -> Callable[[], None]:
+    def _gradients(self, fsdp: Any) -> Undo:
         strategy = fsdp.data_parallel_sharding_strategy
         if strategy != "optim_grads_params":
             raise StepsAsideError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import sys
 from types import ModuleType
 
@@ -12,7 +10,8 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.fsdp.fast.heuristics import _MODULE, _NAME, VARIABLE, install_heuristics
+from megatron_cg.fsdp.fast.heuristics import VARIABLE, capacity, install_heuristics
+from megatron_cg.fsdp.fast.hidden import MODULE
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 
 
@@ -23,23 +22,18 @@ class Experts(nn.Module):
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A model with experts somewhere in it."""
-    module = ModuleType(_MODULE)
-    setattr(module, _NAME, Experts)
-    monkeypatch.setitem(sys.modules, _MODULE, module)
+    module = ModuleType(MODULE)
+    module.GroupedLinear = Experts  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.delenv(VARIABLE, raising=False)
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(Experts()))
 
 
 def remembered() -> int:
     """What cuBLASLt has as its capacity."""
-    version = torch.version.cuda
-    if version is None:
+    if torch.version.cuda is None:
         pytest.skip("this torch has no cuBLASLt")
-    name = f"libcublasLt.so.{version.split('.')[0]}"
-    found = ctypes.c_size_t()
-    library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
-    assert library.cublasLtHeuristicsCacheGetCapacity(ctypes.byref(found)) == 0
-    return found.value
+    return capacity()
 
 
 def test_more_is_remembered_until_that_is_undone(model: nn.Module) -> None:
@@ -67,7 +61,7 @@ def test_without_experts_nothing_is_done(model: nn.Module, monkeypatch: pytest.M
     before = remembered()
     with pytest.raises(StepsAsideError, match="no grouped GEMM"):
         install_heuristics(nn.Linear(2, 2))
-    monkeypatch.delitem(sys.modules, _MODULE)
+    monkeypatch.delitem(sys.modules, MODULE)
     with pytest.raises(StepsAsideError, match="no grouped GEMM"):
         install_heuristics(model)
     assert remembered() == before
@@ -87,6 +81,6 @@ def test_a_torch_without_cuda_or_another_cublas_is_said(
 def test_a_renamed_layer_of_experts_is_named(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(sys.modules[_MODULE], _NAME)
-    with pytest.raises(UpstreamChangedError, match=f"transformer-engine.*{_NAME}"):
+    monkeypatch.delattr(sys.modules[MODULE], "GroupedLinear")
+    with pytest.raises(UpstreamChangedError, match=r"transformer-engine.*GroupedLinear"):
         install_heuristics(model)
