@@ -75,12 +75,10 @@ def execute(
     Returns:
         A result for each run, also for those that were left out.
     """
-    reasons = [refused(run) for run in runs]
-    possible = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
-    budget = Budget(options.budget, possible)
+    budget = Budget(options.budget)
     results = []
-    for run, reason in zip(runs, reasons, strict=True):
-        why = reason or budget.refusal(run)
+    for run in runs:
+        why = refused(run) or budget.refusal(run)
         if why:
             result = _result(run, options, facts) | {"status": LEFT_OUT, "error": why}
         else:

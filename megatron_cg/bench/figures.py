@@ -25,9 +25,7 @@ from typing import Any
 from megatron_cg.bench.contenders import CONTENDERS, EAGER
 from megatron_cg.bench.rounds import (
     Ratio,
-    Round,
     by_contender,
-    cut_rounds,
     later_per_earlier,
     ratio,
     round_medians,
@@ -172,8 +170,6 @@ class Row:
     figures: Figures
     eager: Row | None
     """fsdp-eager in the same table; None where it has none, and of that row itself."""
-    cut: Mapping[Round, Sequence[str]]
-    """The table's rounds that were cut, with the contenders that each lacks."""
 
     @property
     def result(self) -> Result:
@@ -204,7 +200,7 @@ class Row:
 
     def step_ratio(self, other: Row | None) -> Ratio | None:
         """The step against that of another contender of this table, within each round."""
-        return ratio(self.rounds, other.rounds, self.cut) if other else None
+        return ratio(self.rounds, other.rounds) if other else None
 
 
 def tables(results: Sequence[Result]) -> list[list[Row]]:
@@ -219,11 +215,10 @@ def _table(group: Sequence[Result]) -> list[Row]:
     order = list(CONTENDERS)
     contenders = by_contender(group)
     contenders.sort(key=lambda rounds: order.index(rounds[0]["key"]["contender"]))
-    cut = cut_rounds(contenders)
     eager = None
     rows = []
     for rounds in contenders:
-        row = Row(tuple(rounds), joined(rounds), eager, cut)
+        row = Row(tuple(rounds), joined(rounds), eager)
         # The first of all contenders, so it is there before the others need it.
         eager = row if row.name == EAGER else eager
         rows.append(row)

@@ -8,15 +8,14 @@ Note [Ratios within a round]
     from the middle. That median is told with the least and the greatest ratio: where 1 is between
     those, neither contender was faster in all rounds.
 
-    A round is cut where a contender has no step times in it that has some in another round of the
-    invocation: the budget ended it, or a run failed. The drift of what is left of it may favour
-    one side, so it is in no ratio; its step times count.
+    A round that the budget or a failure ended counts for every two contenders that it measured:
+    those that it lacks take nothing from them.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_cg.bench.schedule import of_all_rounds, round_of, slug
@@ -79,25 +78,7 @@ def later_per_earlier(rounds: Sequence[Result]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def cut_rounds(contenders: Sequence[Sequence[Result]]) -> dict[Round, list[str]]:
-    """The rounds of one table that were cut, with the contenders that each lacks.
-
-    See Note [Ratios within a round].
-    """
-    begun = {_round(result) for rounds in contenders for result in rounds}
-    lacking: dict[Round, list[str]] = {}
-    for rounds in contenders:
-        timed = round_medians(rounds).keys()
-        own = {invocation for invocation, _ in timed}
-        for one in sorted(begun - timed):
-            if one[0] in own:
-                lacking.setdefault(one, []).append(str(rounds[0]["key"]["contender"]))
-    return lacking
-
-
-def ratio(
-    one: Sequence[Result], other: Sequence[Result], cut: Collection[Round] = ()
-) -> Ratio | None:
+def ratio(one: Sequence[Result], other: Sequence[Result]) -> Ratio | None:
     """The step of ``one`` to that of ``other``; None where they have no round in common.
 
     Those that were never run side by side are compared by all that each has.
@@ -108,7 +89,7 @@ def ratio(
     if not {name for name, _ in mine} & {name for name, _ in theirs}:
         whole = _median(one) / _median(other)
         return Ratio(whole, whole, whole, 0)
-    found = [mine[name] / theirs[name] for name in mine if name in theirs and name not in cut]
+    found = [mine[name] / theirs[name] for name in mine if name in theirs]
     if not found:
         return None
     return Ratio(statistics.median(found), min(found), max(found), len(found))

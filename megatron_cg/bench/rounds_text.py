@@ -65,8 +65,6 @@ def against_lines(rows: Sequence[Row]) -> list[str]:
     lines = [title, "", *grid(["step of / to", *(row.name for row in timed)], body), ""]
     if not several:
         lines += [_ONE_ROUND, ""]
-    for (_, number_of), lacking in sorted(rows[0].cut.items()):
-        lines += [f"Round {number_of} is in no ratio: it lacks {', '.join(lacking)}.", ""]
     return lines
 
 

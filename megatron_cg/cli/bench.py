@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget-seconds",
         type=float,
         metavar="S",
-        help="begin no run that would end after it, and after the first round no such round",
+        help="begin no run that would end after it",
     )
     add("--timeout", type=float, default=300.0, help="seconds that a run may take (default 300)")
     add("--work-dir", type=Path, metavar="DIR", help="data, logs, traces (default: in --out)")

@@ -1,4 +1,4 @@
-"""Rounds are joined, ratios are those within a round, and cut rounds are in none of them."""
+"""Rounds are joined, and ratios are those within a round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from megatron_cg.bench.markdown import as_markdown
 from megatron_cg.bench.plots import plot_all
 from megatron_cg.bench.rounds import (
     Ratio,
-    cut_rounds,
     later_per_earlier,
     ratio,
     round_medians,
@@ -152,33 +151,27 @@ def test_contenders_that_were_not_run_side_by_side_have_no_round_in_common(
     assert not Ratio(0.25, 0.25, 0.25, 0).side_by_side
     text = as_markdown([*eager, *alone])
     assert "| 0.250 \u2020 |" in text and "not made side by side" in text
-    # Nor does the other invocation, which has two rounds only, cut the third of this one.
-    assert cut_rounds([eager, alone]) == {}
 
 
-def test_a_round_that_was_cut_is_in_no_ratio_but_its_steps_count(
+def test_a_round_that_lacks_a_contender_counts_for_the_others(
     drifting: list[dict[str, Any]],
 ) -> None:
     without_steps(drifting, DDP_GRAPHS, 2)
     rows = table(drifting)
-    assert rows[EAGER].cut == {("one", 2): [DDP_GRAPHS]}
     found = numbers(rows[GRAPHS].step_ratio(rows[EAGER]))
-    assert found == pytest.approx((0.525, 0.5, 0.55, 2))
-    assert rows[GRAPHS].figures.medians == (100, 180, 110)
-    step = rows[GRAPHS].figures.step
-    assert step and step.count == 9
+    assert found == pytest.approx((0.55, 0.5, 0.6, 3))
+    found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
+    assert found == pytest.approx((23 / 24, 11 / 12, 1.0, 2))
     assert rows[DDP_GRAPHS].figures.medians == (100, 120)
     text = as_markdown(drifting)
     assert "| ddp-graphs (left out in round 2) | 110.0 | 100.0, 120.0 |" in text
     assert "ddp-graphs left out in round 2: no time" in text
-    assert "Round 2 is in no ratio: it lacks ddp-graphs." in text
 
 
-def test_a_contender_that_never_ran_cuts_no_round(drifting: list[dict[str, Any]]) -> None:
+def test_a_contender_that_never_ran_is_in_no_ratio(drifting: list[dict[str, Any]]) -> None:
     for number in (1, 2, 3):
         without_steps(drifting, DDP_GRAPHS, number)
     rows = table(drifting)
-    assert rows[EAGER].cut == {}
     assert rows[DDP_GRAPHS].step_ratio(rows[EAGER]) is None
     assert numbers(rows[GRAPHS].step_ratio(rows[EAGER]))[3] == 3
     text = as_markdown(drifting)
@@ -186,22 +179,21 @@ def test_a_contender_that_never_ran_cuts_no_round(drifting: list[dict[str, Any]]
     assert text.count("ddp-graphs left out: no time") == 1
 
 
-def test_without_a_whole_round_there_is_no_ratio(drifting: list[dict[str, Any]]) -> None:
+def test_without_a_round_in_common_there_is_no_ratio(drifting: list[dict[str, Any]]) -> None:
     two = [result for result in drifting if result["key"]["round"] < 3]
     without_steps(two, EAGER, 1)
     without_steps(two, GRAPHS, 2)
     rows = table(two)
     assert rows[GRAPHS].step_ratio(rows[EAGER]) is None
-    assert rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]) is None
-    assert as_markdown(two).count("is in no ratio") == 2
+    assert numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS])) == (1.0, 1.0, 1.0, 1)
 
 
-def test_a_run_that_failed_after_its_timed_steps_cuts_nothing(
+def test_a_run_that_failed_after_its_timed_steps_counts(
     drifting: list[dict[str, Any]],
 ) -> None:
     drifting[0] |= {"status": FAILED, "error": "gone", "tail": ["last words"]}
     rows = table(drifting)
-    assert rows[EAGER].cut == {}
+    assert numbers(rows[GRAPHS].step_ratio(rows[EAGER]))[3] == 3
     text = as_markdown(drifting)
     assert "| fsdp-eager (failed in round 1) |" in text
     assert "fsdp-eager failed in round 1: gone" in text and "last words" in text
