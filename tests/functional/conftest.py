@@ -18,6 +18,16 @@ from megatron_cg.align.run import align_on_gpus, example_script
 from tests.functional.cases import Case
 
 TIMEOUT = 240.0
+MEMORY_OF_A_TEST = 10 * 2**30
+"""Bytes of each GPU: a process of the eager run and one of that with graphs, to 4.7 GiB each."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """How many tests ``-n auto`` runs at once: what the smallest GPU has memory for."""
+    gpus = range(torch.cuda.device_count())
+    memory = min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=0)
+    return max(1, memory // MEMORY_OF_A_TEST)
 
 
 def skip_without(gpus: int) -> None:

@@ -6,15 +6,17 @@ Both runs of every case, through Megatron's real parser, without a GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_cg.align.command import arguments
 from megatron_cg.errors import ConfigurationError
 from tests.functional import cases, test_failures
 from tests.functional.cases import Case
-from tests.functional.conftest import plan_of
+from tests.functional.conftest import plan_of, pytest_xdist_auto_num_workers
 from tests.functional.tampered import ACTIONS, VARIABLES
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -73,3 +75,16 @@ def test_names_of_cases_are_their_own() -> None:
 def test_scenarios_are_known() -> None:
     given = [value for case in ALL for name, value in case.env if name in VARIABLES]
     assert given and {value.partition("@")[0] for value in given} <= set(ACTIONS)
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"),
+    [([], 1), ([8], 1), ([139.8, 139.8], 13), ([139.8, 79.6], 7)],
+)
+def test_as_many_at_once_as_the_smallest_gpu_has_memory_for(
+    gib: list[float], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [SimpleNamespace(total_memory=int(size * 2**30)) for size in gib]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    assert pytest_xdist_auto_num_workers() == expected
