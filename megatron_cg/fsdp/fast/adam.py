@@ -118,6 +118,11 @@ class LocalStep:
         self.steps = 0
         """Steps that were not TE's own."""
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """A bound method has one, and torch's schedulers, as they are made, wrap a step's."""
+        return lambda _adam, *args, **kwargs: self(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step; with arguments, or with hooks of torch's, it is TE's own."""
         if self._differs or args or kwargs or _has_hooks(self._adam):

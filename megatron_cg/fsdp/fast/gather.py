@@ -19,6 +19,9 @@ Note [As a pass begins]
     forward pass begins, where the pass before has shown that no other gather comes first: the
     order of collectives stays, and what a script does to weights between two passes is seen. Not
     with shards of outer groups, which are gathered in the first pass of a step and in no other.
+    A pass that begins with another unit after all (the first one is skipped) lets them go, since
+    they would take one of two buffers. A pass that fails before it comes to them leaves them to the
+    next one, which a rank alone may be in, unless they have changed.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline`` with the methods and
 attributes named below, and ``BucketStatus``. A bucket that it keeps past a reset, ``PRESERVED``, is
@@ -153,6 +156,8 @@ class Gathers:
         """Of the calls of this pass, until one of them gathers; None from then on."""
         self._early: _Plan | None = None
         """Gathered as this pass began."""
+        self._unasked: dict[Key, int] = {}
+        """What was gathered so until it is asked for, and the version of its shard."""
         self._opening: _Opening | None = None
         self._has_outer_shards = pipeline.buffer.ddp_config.outer_dp_sharding_strategy != "no_shard"
 
@@ -160,6 +165,9 @@ class Gathers:
         """The model's forward pass begins; see Note [As a pass begins]."""
         self._late.drop()
         self._before = self._early = None
+        if any(self._version_of(key) != version for key, version in self._unasked.items()):
+            self._let_unasked_go()
+            self._pipeline.recycle_unused_buckets()
         if self._has_outer_shards or not self._replays():
             return
         self._before = []
@@ -169,7 +177,9 @@ class Gathers:
         absent = self._absent_of(opening.plan)
         if absent and self._can_gather(absent, opening.options):
             self._early = opening.plan
-            self._gather(self._now_and_later(opening.plan, absent)[0])
+            now, _ = self._now_and_later(opening.plan, absent)
+            self._unasked = {key: self._version_of(key) for key in now}
+            self._gather(now)
 
     def all_gather_params(
         self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
@@ -183,6 +193,8 @@ class Gathers:
         self._pipeline.bucket_can_be_released.update(plan.listed)
         absent = self._absent_of(plan)
         ours = self._can_gather(absent, options)
+        if self._unasked and (absent or plan is self._early):
+            self._let_unasked_go(plan)
         if self._before is not None:
             if absent or plan is self._early:
                 self._opening = _Opening(self._before, plan, options) if ours else None
@@ -201,6 +213,18 @@ class Gathers:
             self._all_gather_params(params, prefetch=prefetch, **options)
         else:
             self._all_gather_params([self._stands_for[bucket] for bucket, _ in absent], **options)
+
+    def _let_unasked_go(self, plan: _Plan | None = None) -> None:
+        """Let what was gathered as a pass began be freed, unless ``plan`` is for it."""
+        wanted = () if plan is None else plan.looked_at
+        for key in self._unasked:
+            if key not in wanted:
+                self._pipeline.bucket_can_be_released[key] = True
+        self._unasked = {}
+
+    def _version_of(self, key: Key) -> int:
+        """How often torch has seen the shard of that bucket change."""
+        return int(self._pipeline.get_fsdp_buffer(*key).get_shard_from_local_buffer()._version)
 
     def _absent_of(self, plan: _Plan) -> list[Key]:
         status = self._pipeline.bucket_status

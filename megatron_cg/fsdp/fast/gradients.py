@@ -293,6 +293,8 @@ class GradientHandOff:
             target.grad_added_to_main_grad
             or getattr(target, "skip_backward_post_hook", False)
             or self._fsdp.report_nan_in_param_grad
+            # A hook of the user's that comes after ours finds no gradient, and so changes none.
+            or len(parameter._post_accumulate_grad_hooks or ()) > 1
         )
 
     def _begin(self, bucket: Bucket) -> None:

@@ -12,7 +12,8 @@ Note [Learned from the pass before]
     first unit it was. Where that changes, as with pipeline stages that begin, a pass is as
     Megatron-FSDP has it, and the next one is right again. If no backward pass comes, what was kept
     is freed when the next forward pass gathers its first unit, so weights that were changed
-    meanwhile are gathered anew. That takes a second unit.
+    meanwhile are gathered anew. That takes a second unit. Weights that are changed between a
+    forward pass and its own backward pass are not; no gradient is right then.
 
 Note [On all ranks, or on none]
     One gather less a pass: a rank that did without it alone would pair its collectives with the

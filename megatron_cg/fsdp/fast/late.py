@@ -15,7 +15,7 @@ Note [As early on the device]
     Megatron-FSDP would have issued it.
 
 A unit that does not come to a graph, since a guard refuses it for one, has its followers gathered
-when more is asked for: later than by Megatron-FSDP, and the same.
+after its forward pass, or when more is asked for: later than by Megatron-FSDP, and the same.
 """
 
 from __future__ import annotations

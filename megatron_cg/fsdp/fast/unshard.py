@@ -21,6 +21,7 @@ from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
 from megatron_cg.fsdp.fast.gather import install_gathers
 from megatron_cg.fsdp.fast.known import STATE, KnownModules, KnownParameters, ParameterLists
 from megatron_cg.fsdp.fast.late import LatePrefetch
+from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.recognise import FsdpRole, classify, is_root_handler
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.hooks.record import module_hooks
@@ -61,8 +62,13 @@ def install_unshard(
         after_backward: called with a unit after its backward pass, before its buckets are freed.
         late: holds gathers for the next unit until the graph of this one is launched.
 
-    Raises UpstreamChangedError when a symbol is gone; nothing is changed then.
+    Raises:
+        StepsAsideError: weights are not sharded, so that nothing is unsharded.
+        UpstreamChangedError: a symbol is gone; nothing is changed then.
     """
+    if fsdp.data_parallel_sharding_strategy == "no_shard":
+        raise StepsAsideError("the sharding strategy is no_shard, in which nothing is unsharded")
+    late = late or LatePrefetch()
     functions = list(hook_functions(fsdp))
     listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
     root = find_cell([fsdp.pre_backward], _ROOT)
@@ -72,11 +78,13 @@ def install_unshard(
     )
     gather = "all_gather_and_wait_parameters_ready"
     with ExitStack() as undo:
-        undo.callback(install_gathers(fsdp, late or LatePrefetch()))
+        undo.callback(install_gathers(fsdp, late))
         undo.callback(set_cell(root, KnownModules(root.cell_contents)))
         undo.callback(_show_known_modules(fsdp))
         undo.callback(set_cell(listed, lists))
-        undo.callback(set_cell(release, _released(release.cell_contents, whole, after_backward)))
+        undo.callback(
+            set_cell(release, _released(release.cell_contents, whole, after_backward, late))
+        )
         undo.callback(set_attribute(fsdp, gather, _gathered(getattr(fsdp, gather))))
         for group in fsdp.param_and_grad_buffer.parameter_groups:
             buffer = group.model_weight_buffer
@@ -154,13 +162,19 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _released(
-    original: Callable[..., None], lists: ParameterLists, after_backward: Callable[..., None]
+    original: Callable[..., None],
+    lists: ParameterLists,
+    after_backward: Callable[..., None],
+    late: LatePrefetch,
 ) -> Callable[..., None]:
     def release_module_parameters(
         module: nn.Module, bwd: bool, lazy: bool = False, *unused: Any
     ) -> None:
         if bwd:
             after_backward(module)
+        else:
+            # Of a unit that came to no graph, before anything of it is freed or kept.
+            late.issue()
         original(lists(module, "whole"), bwd, lazy)
 
     return release_module_parameters

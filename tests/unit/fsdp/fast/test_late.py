@@ -55,7 +55,10 @@ class Pipeline:
                 SimpleNamespace(
                     fsdp_unit_id=number - 1 if number else None,
                     transpose_weight_buffer=None,
-                    model_weight_buffer=SimpleNamespace(bucket_index=SimpleNamespace(size=1)),
+                    model_weight_buffer=SimpleNamespace(
+                        bucket_index=SimpleNamespace(size=1),
+                        get_shard_from_local_buffer=lambda: self.weights[0],
+                    ),
                 )
                 for number in range(UNITS + 1)
             ],

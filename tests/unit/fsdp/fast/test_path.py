@@ -43,6 +43,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "ZeRO-2": {"fsdp_options": {"data_parallel_sharding_strategy": "optim_grads"}},
     "ZeRO-1": {"fsdp_options": {"data_parallel_sharding_strategy": "optim"}},
+    "no shards": {"fsdp_options": {"data_parallel_sharding_strategy": "no_shard"}},
 }
 
 
@@ -238,11 +239,13 @@ def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
             "hidden weights": theirs,
             "hidden weights of graphs": theirs,
         }
-        for strategy in ("optim", "optim_grads")
+        for strategy in ("optim", "optim_grads", "no_shard")
     }
+    sharded["no_shard"] |= {"unshard": "nothing is unsharded", "main weights": ""}
     left_out = {
         "ZeRO-1": sharded["optim"],
         "ZeRO-2": sharded["optim_grads"],
+        "no shards": sharded["no_shard"],
         "no double buffer": {"kept unit": "memory of its own", **of_all},
     }.get(name, of_all)
     for runs in runs_of(folder, name):
