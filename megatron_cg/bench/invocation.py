@@ -30,7 +30,16 @@ from megatron_cg.bench.scaling import trends
 from megatron_cg.bench.schedule import PlannedRun, Scale, schedule
 from megatron_cg.bench.shapes import SHAPES
 from megatron_cg.bench.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
-from megatron_cg.bench.store import OK, Result, keep, kept, newest, read, write_all
+from megatron_cg.bench.store import (
+    OK,
+    Result,
+    ResultError,
+    keep,
+    kept,
+    newest,
+    read,
+    write_all,
+)
 from megatron_cg.bench.windows import Windows
 from megatron_cg.cli.bench import INCOMPLETE, TAPE, TRANSFORMER_ENGINE
 
@@ -54,6 +63,10 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             again = f"megatron-cg bench --report --out {shlex.quote(str(args.out))}"
             print(f"stopped; what was measured until then is shown by: {again}", file=sys.stderr)
             raise
+    if args.report and not kept(args.out):
+        raise ResultError(
+            f"--report: {args.out} holds no results; --out is where bench wrote them."
+        )
     _report(args.out, results, earlier)
     return 0 if all(result["status"] == OK for result in results) else INCOMPLETE
 
@@ -75,7 +88,7 @@ def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> lis
         settings = Settings(
             preset,
             args.nproc or preset.nproc,
-            1 if on_cpu else args.microbatches,
+            args.microbatches or (1 if on_cpu else 2),
             args.layers,
             None if args.scopes is None else tuple(args.scopes),
             DEFAULT,

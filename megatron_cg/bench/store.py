@@ -15,6 +15,8 @@ SCHEMA = {"name": "megatron_cg.bench", "version": 3}
 _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
 """Version 1 had no rounds: a run without one is of the first. Version 2 had no trace of the device
 alone: what it tells of the GPU is from the trace with host events."""
+_KEYS = frozenset({"key", "invocation", "began", "status", "error", "ranks", "settings"})
+"""Of a run; some of what every version has written."""
 FILE = "bench.json"
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
 Result = dict[str, Any]
@@ -67,14 +69,19 @@ def read(path: Path) -> list[Result]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ResultError(f"{path} cannot be read: {error}") from error
-    schema = data.get("schema") if isinstance(data, dict) else None
+    schema, runs = (
+        (data.get("schema"), data.get("runs")) if isinstance(data, dict) else (None, None)
+    )
     if schema not in _KNOWN:
         raise ResultError(
-            f"{path} is of the form {schema}, and {SCHEMA} is known: give a {FILE} that "
-            "megatron-cg bench of this version wrote."
+            f"{path} has the schema {schema}, which is not one that this version of megatron-cg "
+            f"bench or an earlier one wrote: give a {FILE} of theirs."
         )
-    results: list[Result] = data["runs"]
-    return results
+    if not isinstance(runs, list) or not all(
+        isinstance(r, dict) and r.keys() >= _KEYS for r in runs
+    ):
+        raise ResultError(f"{path} has no list of whole runs: it was changed since it was written.")
+    return runs
 
 
 def write_all(results: list[Result], directory: Path) -> Path:

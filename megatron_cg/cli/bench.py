@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--nproc", type=positive, help="processes, one a GPU (default: the preset's)")
     add("--layers", type=positive, help="layers (default: the preset's)")
-    add("--microbatches", type=positive, default=2, help="of a step (default 2)")
+    add("--microbatches", type=positive, help="of a step (default 2; on the tape 1)")
     add(
         "--scopes",
         nargs="*",

@@ -155,12 +155,14 @@ def test_native_frames_are_asked_for_by_a_flag_of_their_own(
         (f"{TAPE} --only ddp-eager", "without the contender ddp-eager"),
         (f"{TAPE} --profile-steps 2", "without a profile of a GPU"),
         (f"{TAPE} --layers 9", "without 9 layers"),
+        (f"{TAPE} --microbatches 2", "without 2 microbatches"),
         (f"{TAPE} -- --seed 1", "without --seed 1"),
         ("--backend tape --shapes mamba-hybrid", "cannot be built on a CPU"),
         ("--shapes nope", "there is no preset 'nope'"),
         ("--only nope", "there is no such contender"),
         ("--scale depth=1,2", "--scale depth=1,2: write layers"),
         ("--report --compare /nowhere.json", "/nowhere.json cannot be read"),
+        ("--report", "holds no results"),
         (f"{TAPE} --data-path /nowhere", "--data-path /nowhere"),
     ],
 )
@@ -169,6 +171,7 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:
     assert bench(words, tmp_path) == USAGE_ERROR
     assert reason in capsys.readouterr().err
+    assert not (tmp_path / "bench.json").exists()
 
 
 def test_too_few_gpus_leave_a_run_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

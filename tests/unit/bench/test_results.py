@@ -32,6 +32,7 @@ from megatron_cg.bench.store import (
 )
 
 Make = Callable[..., dict[str, Any]]
+NO_RUNS: list[dict[str, Any]] = [{}, {"runs": 3}, {"runs": [3]}, {"runs": [{"key": {}}]}]
 RESULTS = sorted(Path(__file__).parents[3].glob("benchmarks/results/*/bench.json"))
 
 
@@ -276,7 +277,12 @@ def test_results_that_are_kept_in_the_repository_are_shown(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "cannot be read"), ("[]", "form None"), ('{"schema": {"version": 9}}', "'version': 9")],
+    [
+        ("{", "cannot be read"),
+        ("[]", "schema None"),
+        ('{"schema": {"version": 9}}', "'version': 9"),
+        *((json.dumps({"schema": SCHEMA, **runs}), "no list of whole runs") for runs in NO_RUNS),
+    ],
 )
 def test_other_files_are_refused(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
