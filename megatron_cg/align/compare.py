@@ -13,6 +13,8 @@ from megatron_cg.align.record import CAPTURED_AFTER
 from megatron_cg.errors import MegatronCGError
 
 IDENTICAL, DIFFERENT, FAILED = "identical", "different", "failed"
+_NEEDED = ("rank", "steps", "parameters", "graphs", "finished", "error")
+"""What every record has had since the first."""
 Rank = Mapping[str, Any]
 Run = Mapping[int, Rank]
 
@@ -68,8 +70,11 @@ def read_run(directory: Path) -> dict[int, dict[str, Any]]:
     for path in sorted(directory.glob("rank*.json")):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            missing = [key for key in _NEEDED if key not in data]
+            if missing:
+                raise ValueError(f"it has no {', '.join(missing)}")
             ranks[int(data["rank"])] = data
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise RecordError(f"{path} is not a record of this package: {error}.") from error
     if not ranks:
         raise RecordError(

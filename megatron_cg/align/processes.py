@@ -121,18 +121,20 @@ class Run:
 def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
     """Make the runs, at once or in turn, and compare their records. Leaves no process behind.
 
-    Raises LaunchError before anything is started when an earlier run's records are in the way.
+    Before anything is started, raises LaunchError when an earlier run's records are in the way, and
+    RecordError when those of ``options.eager_record`` cannot be read.
     """
     for run in runs:
         if run.record.exists():
             raise LaunchError(f"{run.record} holds an earlier run: give another --work-dir.")
+    earlier = read_run(options.eager_record) if options.eager_record else None
     commands = {run.name: run.words for run in runs}
     failed = _run_all(runs, options)
     if failed is not None:
         reason = f"the {failed.name} run ended with {_end(failed)}"
         return Outcome(Comparison(FAILED, reason), commands, _tail(failed.text()))
     try:
-        eager = read_run(options.eager_record or runs[0].record)
+        eager = earlier or read_run(runs[0].record)
         graphed = read_run(runs[-1].record)
     except RecordError as error:
         return Outcome(Comparison(FAILED, str(error)), commands, _tail(runs[-1].text()))

@@ -77,26 +77,34 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Align as asked; print the table, write the JSON, return the exit code."""
     preset = load_preset(args.preset)
     backend = args.backend if args.backend != "auto" else _backend_here()
-    console = Console()
+    console = Console(emoji=False)
+    if args.json is not None:
+        # Before the runs, which may take hours.
+        _check_writable(args.json)
     with _work_directory(args.work_dir) as directory:
         data = _data(args, directory / "data")
-        console.print(
-            f"preset {preset.name}: {preset.description}", highlight=False, soft_wrap=True
-        )
-        console.print(f"data: {data.description}", highlight=False, soft_wrap=True)
+        print(f"preset {preset.name}: {preset.description}")
+        print(f"data: {data.description}", flush=True)
         outcome = (_on_tape if backend == TAPE else _on_gpus)(args, preset, data, directory, extra)
     notice = TAPE_NOTICE if backend == TAPE else ""
     print_report(console, f"{preset.name} on {backend}", outcome, notice)
     if args.json is not None:
         facts = {"preset": preset.name, "backend": backend, "notice": notice}
         text = json.dumps(as_json(outcome, **facts, data=data.description), indent=1)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(text + "\n", encoding="utf-8")
-        console.print(f"written: {args.json}", highlight=False)
+        print(f"written: {args.json}")
     if args.work_dir is not None and outcome.graphed is not None:
-        # Not by rich, which would break a long line.
         print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return EXIT_CODES[outcome.comparison.status]
+
+
+def _check_writable(path: Path) -> None:
+    """Raises OSError where ``path`` cannot be written; leaves no file that was not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    path.open("a", encoding="utf-8").close()
+    if is_new:
+        path.unlink()
 
 
 def _on_gpus(

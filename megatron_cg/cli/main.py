@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatronCGError as error:
         print(f"megatron-cg {args.command}: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # A folder that cannot be written, a file that is not there: no verdict of the command's.
+        print(f"megatron-cg {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return USAGE_ERROR
 
 
 if __name__ == "__main__":

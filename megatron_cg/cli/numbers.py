@@ -14,6 +14,6 @@ def whole(text: str) -> int:
 
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
-    if whole(text) == 0:
-        raise argparse.ArgumentTypeError("0 is too few, give 1 or more")
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     else:
         from megatron_cg.plan.tables import print_plan
 
-        console = Console(width=None if sys.stdout.isatty() else WIDTH)
+        console = Console(width=None if sys.stdout.isatty() else WIDTH, emoji=False)
         print_plan(console, plan)
     return exit_code(plan)
 

@@ -28,10 +28,15 @@ from megatron_cg.cpu.standins import (
     redirected_method,
     replaced,
 )
+from megatron_cg.errors import MegatronCGError
 
 _META = torch.device("meta")
 HOPPER = (9, 0)
 """The compute capability that Megatron's rules are told: an H100's or H200's."""
+
+
+class SizesError(MegatronCGError):
+    """Megatron can make no process groups of these sizes; the text is Megatron's own."""
 
 
 @contextmanager
@@ -107,7 +112,7 @@ def process_groups(args: Any) -> Iterator[Any]:
     """Rank 0's process groups of a run with these Megatron arguments; yields the collection.
 
     The calls are those of ``megatron.training.initialize._initialize_distributed`` (0.19.2), on
-    torch's ``fake`` backend.
+    torch's ``fake`` backend. Raises SizesError for what Megatron checks no earlier than there.
     """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -124,18 +129,21 @@ def process_groups(args: Any) -> Iterator[Any]:
         stack.enter_context(_meshes_on_meta())
         stack.callback(parallel_state.destroy_model_parallel)
         order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            order=order,
-            create_gloo_process_groups=False,
-        )
+        try:
+            parallel_state.initialize_model_parallel(
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.virtual_pipeline_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                order=order,
+                create_gloo_process_groups=False,
+            )
+        except (AssertionError, RuntimeError) as error:
+            raise SizesError(" ".join(str(error).split())) from error
         tracker = random._CUDA_RNG_STATE_TRACKER
         random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
         stack.callback(setattr, random, "_CUDA_RNG_STATE_TRACKER", tracker)

@@ -77,7 +77,8 @@ def read_request(
             )
         preset = load_preset(target)
         modules = preset.scopes if scopes is None else tuple(scopes)
-        words = (*preset.arguments(), *_PRESET_FLAGS, *_modules(modules), *extra)
+        # Not before ``extra``, whose first word would be taken for a scope where it is no flag.
+        words = (*preset.arguments(), *_modules(modules), *_PRESET_FLAGS, *extra)
         request = Request(f"preset {target}", words, preset.nproc)
     elif target is not None:
         request = Request(Path(target).name, tuple(extra), own_flags=_is_foreign(target))

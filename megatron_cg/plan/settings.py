@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import difflib
 import io
+import math
 import os
 import sys
 import traceback
@@ -77,7 +78,7 @@ def fewest_gpus(args: Any) -> int:
     """The fewest GPUs that the parallel sizes of ``args`` can have, and at least 2."""
     dense = args.tensor_model_parallel_size * args.context_parallel_size
     expert = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
-    return int(max(2, args.pipeline_model_parallel_size * max(dense, expert)))
+    return int(max(2, args.pipeline_model_parallel_size * math.lcm(dense, expert)))
 
 
 class _UsageError(Exception):

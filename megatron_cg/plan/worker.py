@@ -67,12 +67,18 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _details(settings: Any, notes: list[str]) -> dict[str, Any]:
-    """What can be said of a run that breaks no rule; a model that cannot be planned is noted."""
+    """What can be said of a run that breaks no rule; a model that cannot be planned is noted.
+
+    Sizes that Megatron refuses only when it makes process groups are a rule that is broken.
+    """
     from megatron_cg.errors import MegatronCGError
     from megatron_cg.plan.details import details
+    from megatron_cg.plan.machine import SizesError
 
     try:
         return details(settings, notes)
+    except SizesError as error:
+        return {"megatron": str(error)}
     except MegatronCGError as error:
         notes.append(str(error))
         return {}

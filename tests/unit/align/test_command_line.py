@@ -120,6 +120,17 @@ def test_a_kept_folder_is_said_to_make_a_page_if_the_runs_left_records(
     assert "megatron-cg report" not in capsys.readouterr().out
 
 
+def test_json_that_was_there_stays_until_there_is_more(
+    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
+    old.write_text("{}")
+    for path in (old, new):
+        line = ["align", "--backend", "tape", "--script", "x.py", "--json", str(path)]
+        assert main([*line, *text]) == 2
+    assert old.read_text() == "{}" and not new.exists()
+
+
 def test_arguments_reach_the_plan(text: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "")))
     line = "align --preset mixtral-tiny --backend transformer_engine --steps 14 --warmup-steps 2"

@@ -207,6 +207,9 @@ def test_no_record_and_a_broken_one_are_errors(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("{")
     with pytest.raises(RecordError, match=r"rank0\.json is not a record"):
         read_run(tmp_path)
+    (tmp_path / "rank0.json").write_text('{"rank": 0, "steps": []}')
+    with pytest.raises(RecordError, match="it has no parameters, graphs, finished, error"):
+        read_run(tmp_path)
 
 
 @pytest.mark.parametrize(("step", "blamed"), [(0, True), (1, True), (2, False)])

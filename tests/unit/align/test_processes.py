@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.align.compare import DIFFERENT, FAILED, IDENTICAL
+from megatron_cg.align.compare import DIFFERENT, FAILED, IDENTICAL, RecordError
 from megatron_cg.align.outcome import Outcome
 from megatron_cg.align.processes import LaunchError, Options, Run, named_error, run_and_compare
 
@@ -54,6 +54,13 @@ def test_an_earlier_eager_record_is_used_again(tmp_path: Path) -> None:
     options = Options(tmp_path, timeout=60, eager_record=first[0].record)
     assert options.names == ("graphs",)
     assert run_and_compare(again, options).comparison.status == IDENTICAL
+
+
+def test_nothing_is_run_for_an_earlier_record_that_is_not_there(tmp_path: Path) -> None:
+    (run,) = make_runs(tmp_path, "", recording(1.0))[1:]
+    with pytest.raises(RecordError, match="nowhere holds no record"):
+        run_and_compare([run], Options(tmp_path, 60, eager_record=tmp_path / "nowhere"))
+    assert run.process is None
 
 
 def failed(outcome: Outcome) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,32 @@ def test_megatrons_flags_without_a_bare_dash_are_refused_with_where_they_go(
     said = refused(f"{line} --num-layers 4", capsys)
     assert "unrecognized arguments: --num-layers 4" in said
     assert (HINT in said) == (line.split(maxsplit=1)[0] in TAKING_FLAGS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "align --backend tape --steps 4 --work-dir {}/x",
+        "align --backend tape --steps 4 --json {}/x/out.json",
+        "bench --backend tape --out {}/x",
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_line_and_no_verdict(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a file"
+    file.write_text("")
+    words = [word.format(file) for word in line.split()]
+    assert main(words) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"megatron-cg {words[0]}: {file}/x")
+    assert said.endswith(": Not a directory")
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_count_of_nothing_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(f"plan llama-tiny --nproc {number}", capsys)
+    assert f"'{number}' is not a whole number of 1 or more" in said
 
 
 def test_commands_that_take_flags_are_commands() -> None:

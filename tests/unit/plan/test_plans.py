@@ -18,6 +18,7 @@ from megatron_cg.cli import plan as command
 from megatron_cg.plan.process import Plan, PlanError, make_plans
 from megatron_cg.plan.request import Request, read_request
 from megatron_cg.plan.samples import masks_given
+from megatron_cg.plan.settings import fewest_gpus
 from megatron_cg.plan.tables import print_plan
 
 MISTAKES = (
@@ -44,6 +45,8 @@ REQUESTS = {
     **{name: read_request(name, []) for name in preset_names()},
     "mistakes": on_preset(MISTAKES),
     "only Megatron minds": on_preset("--num-attention-heads 7"),
+    "indivisible": read_request("mixtral-tiny", ["--expert-model-parallel-size", "2"], nproc=3),
+    "not a range": on_preset("", cg_layers=["attn:x"]),
     "unknown flag": on_preset("--cuda-graf-modules attn"),
     "bad value": on_preset("--num-layers many"),
     "mistyped scope": on_preset("--cuda-graph-modules moe_rooter"),
@@ -161,6 +164,28 @@ def test_what_only_megatron_refuses_is_refused(plans: dict[str, Plan]) -> None:
     plan = plans["only Megatron minds"]
     assert not plan["violations"] and "num_attention_heads" in plan["megatron"]
     assert command.exit_code(plan) == command.BROKEN
+
+
+def test_what_megatron_refuses_with_its_groups_is_refused_too(plans: dict[str, Plan]) -> None:
+    plan = plans["indivisible"]
+    assert "world_size (3) is not divisible by expert" in plan["megatron"]
+    assert command.exit_code(plan) == command.BROKEN and "layers" not in plan
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "expert", "fewest"), [(1, 1, 1, 2), (2, 1, 3, 6), (2, 2, 4, 4)]
+)
+def test_the_fewest_gpus_are_a_multiple_of_all_sizes(
+    tensor: int, context: int, expert: int, fewest: int
+) -> None:
+    args = Namespace(
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=None,
+        pipeline_model_parallel_size=1,
+    )
+    assert fewest_gpus(args) == fewest
 
 
 @pytest.mark.parametrize(
@@ -326,7 +351,7 @@ def test_fsdps_buffers_are_those_of_its_units(plans: dict[str, Plan]) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.parametrize("name", ["llama-tiny", "mistakes", "unknown flag"])
+@pytest.mark.parametrize("name", ["llama-tiny", "mistakes", "unknown flag", "not a range"])
 def test_the_command_prints_the_plan_and_its_exit_code(
     plans: dict[str, Plan],
     name: str,
@@ -345,6 +370,8 @@ def test_the_command_prints_the_plan_and_its_exit_code(
         assert json.loads(printed) == plans[name]
     else:
         assert printed.startswith(plans[name]["title"])
+        # As it was typed: ":x:" is no picture.
+        assert "attn:x: 'x' is not" in printed or name != "not a range"
 
 
 def test_a_process_that_makes_no_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,11 @@ def test_a_preset_brings_its_shape_scopes_and_gpus() -> None:
     assert "--deterministic-mode" not in request.words and not request.own_flags
 
 
+def test_what_is_no_flag_is_not_taken_for_a_scope() -> None:
+    request = read_request("mixtral-tiny", ["pretrain_gpt.py", "--bf16"])
+    assert "pretrain_gpt.py" not in after(request.words, "--cuda-graph-modules")
+
+
 @pytest.mark.parametrize("target", ["mixtral-tiny", "examples/pretrain_gpt.py"])
 def test_scopes_replace_those_of_the_flags(target: str) -> None:
     flags = ["--cuda-graph-modules", "attn", "mlp", "--bf16"]
