@@ -84,7 +84,8 @@ class GraphArguments:
     cg_record: str | None = _flag(
         None,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "
-        "shard, as JSON into this folder; 'megatron-cg align' compares two such folders.",
+        "shard, as JSON into this folder; 'megatron-cg report DIR --against DIR' compares two such "
+        "folders.",
         metavar="DIR",
     )
     cg_report: str | None = _flag(
