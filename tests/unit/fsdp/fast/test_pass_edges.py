@@ -1,4 +1,4 @@
-"""Passes that begin elsewhere than the one before, or fail, and hooks that come later."""
+"""Passes that begin elsewhere than the one before, fail or leave a graph; hooks that come later."""
 
 from __future__ import annotations
 
@@ -33,10 +33,34 @@ class Some(nn.ModuleList):
         return layers
 
 
+class Shuffled(nn.ModuleList):
+    """Layers that run in another order than they are registered in."""
+
+    order = (2, 0, 1)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        layers = list(super().__iter__())
+        return iter([layers[number] for number in self.order])
+
+
+def decoder_of(trainer: Any) -> Any:
+    (decoder,) = (m for m in trainer.model.modules() if type(m).__name__ == "TransformerBlock")
+    return decoder
+
+
+@contextmanager
+def one_rank_leaves_its_last_graph(trainer: Any) -> Iterator[None]:
+    """The layer that runs last, and what follows it by registration is not there yet."""
+    last = list(decoder_of(trainer).layers)[-1]
+    last.mlp.training = dist.get_rank() > 0
+    yield
+    last.mlp.training = True
+
+
 @contextmanager
 def first_layer_skipped(trainer: Any) -> Iterator[None]:
     """In the last microbatch of each step; Megatron-FSDP has no buffer for more of it."""
-    (decoder,) = (m for m in trainer.model.modules() if type(m).__name__ == "TransformerBlock")
+    decoder = decoder_of(trainer)
     decoder.layers.__class__ = Some
 
     def skipping(forward: Forward) -> torch.Tensor:
@@ -110,9 +134,11 @@ def drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
+SHUFFLED = "one rank leaves its last graph"
 EDGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
     "first layer skipped": first_layer_skipped,
     "embedding failed": embedding_failed,
+    SHUFFLED: one_rank_leaves_its_last_graph,
     "gradients halved": partial(gradients_hooked, halve),
     "gradients dropped": partial(gradients_hooked, drop),
 }
@@ -128,6 +154,8 @@ def trained(name: str, *, graphs: bool) -> Any:
 
     shape = CpuModelConfig(LAYERS, 16, 16, graph_modules=("attn", "mlp"))
     trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))
+    if name == SHUFFLED:
+        decoder_of(trainer).layers.__class__ = Shuffled
     with ExitStack() as stack:
         stack.callback(parallel_state.destroy_model_parallel)
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
