@@ -63,10 +63,6 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
             again = f"megatron-cg bench --report --out {shlex.quote(str(args.out))}"
             print(f"stopped; what was measured until then is shown by: {again}", file=sys.stderr)
             raise
-    if args.report and not kept(args.out):
-        raise ResultError(
-            f"--report: {args.out} holds no results; --out is where bench wrote them."
-        )
     _report(args.out, results, earlier)
     return 0 if all(result["status"] == OK for result in results) else INCOMPLETE
 
@@ -190,6 +186,8 @@ def _data(args: argparse.Namespace, folder: Path) -> TokenStream:
 def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> None:
     """Write all results in ``out``; print the tables of those just made, or of all."""
     everything = newest([*kept(out), *made])
+    if not everything:
+        raise ResultError(f"--report: {out} holds no results; --out is where bench wrote them.")
     changes = compare(earlier, everything) if earlier else []
     lines = trends(everything)
     write_all(everything, out)

@@ -69,9 +69,9 @@ def read(path: Path) -> list[Result]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ResultError(f"{path} cannot be read: {error}") from error
-    schema, runs = (
-        (data.get("schema"), data.get("runs")) if isinstance(data, dict) else (None, None)
-    )
+    if not isinstance(data, dict):
+        data = {}
+    schema, runs = data.get("schema"), data.get("runs")
     if schema not in _KNOWN:
         raise ResultError(
             f"{path} has the schema {schema}, which is not one that this version of megatron-cg "

@@ -6,7 +6,7 @@ the functions inside it share its local variables as closure cells, one set for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType
 from typing import Any
 
@@ -25,7 +25,13 @@ def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             yield from hooks.values()
     for parameter in fsdp.param_and_grad_buffer.params:
-        yield from (parameter._post_accumulate_grad_hooks or {}).values()
+        yield from hooks_of_gradient(parameter)
+
+
+def hooks_of_gradient(parameter: Any) -> Collection[Callable[..., Any]]:
+    """What runs once the parameter's gradient is accumulated, Megatron-FSDP's own first."""
+    hooks: dict[int, Callable[..., Any]] = parameter._post_accumulate_grad_hooks or {}
+    return hooks.values()
 
 
 def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:

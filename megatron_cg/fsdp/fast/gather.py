@@ -193,10 +193,11 @@ class Gathers:
         self._pipeline.bucket_can_be_released.update(plan.listed)
         absent = self._absent_of(plan)
         ours = self._can_gather(absent, options)
-        if self._unasked and (absent or plan is self._early):
+        gathers = bool(absent) or plan is self._early
+        if gathers and self._unasked:
             self._let_unasked_go(plan)
         if self._before is not None:
-            if absent or plan is self._early:
+            if gathers:
                 self._opening = _Opening(self._before, plan, options) if ours else None
                 self._before = None
             else:

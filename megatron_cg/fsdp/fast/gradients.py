@@ -69,7 +69,7 @@ from megatron_cg.cells import set_cell
 from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.buckets import Bucket, Together
 from megatron_cg.fsdp.fast.buffers import make_room
-from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
+from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fsdp.fast.streams import current_stream, wait_for
 from megatron_cg.fsdp.fast.views import BucketViews, in_one_piece
 from megatron_cg.fsdp.symbols import in_both
@@ -294,7 +294,7 @@ class GradientHandOff:
             or getattr(target, "skip_backward_post_hook", False)
             or self._fsdp.report_nan_in_param_grad
             # A hook of the user's that comes after ours finds no gradient, and so changes none.
-            or len(parameter._post_accumulate_grad_hooks or ()) > 1
+            or len(hooks_of_gradient(parameter)) > 1
         )
 
     def _begin(self, bucket: Bucket) -> None:

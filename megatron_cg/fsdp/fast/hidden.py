@@ -48,6 +48,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.errors import FastPathError
+from megatron_cg.fsdp.fast.closures import hooks_of_gradient
 from megatron_cg.fsdp.fast.gradients import GradientHandOff
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.undo import set_attribute
@@ -277,7 +278,7 @@ class Weights:
         """Whether nobody but Megatron-FSDP waits for their gradients."""
         return (
             not any(one._backward_hooks for one in self.parameters)
-            and all(len(one._post_accumulate_grad_hooks or ()) == 1 for one in self.parameters)
+            and all(len(hooks_of_gradient(one)) == 1 for one in self.parameters)
             and not any(getattr(one, "skip_backward_post_hook", False) for one in self.parameters)
         )
 

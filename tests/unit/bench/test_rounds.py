@@ -160,6 +160,9 @@ def test_a_round_that_lacks_a_contender_counts_for_the_others(
     rows = table(drifting)
     found = numbers(rows[GRAPHS].step_ratio(rows[EAGER]))
     assert found == pytest.approx((0.55, 0.5, 0.6, 3))
+    assert rows[GRAPHS].figures.medians == (100, 180, 110)
+    step = rows[GRAPHS].figures.step
+    assert step and step.count == 9
     found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
     assert found == pytest.approx((23 / 24, 11 / 12, 1.0, 2))
     assert rows[DDP_GRAPHS].figures.medians == (100, 120)
