@@ -17,6 +17,8 @@ from megatron_cg.align.compare import FAILED, Comparison, RecordError, compare, 
 from megatron_cg.align.outcome import Outcome
 from megatron_cg.errors import MegatronCGError
 
+OVERDUE = "did not end within --timeout"
+"""What a run's log and the comparison say of a run that had to be stopped."""
 _TAIL = 40
 _STOP_SECONDS = 20.0
 _NAMED = re.compile(
@@ -63,6 +65,9 @@ class Run:
     env: dict[str, str]
     directory: Path
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    overdue: str = field(default="", init=False)
+    """That it had to be stopped, as a clause; empty where it ended by itself."""
+    _timeout: float = field(default=0.0, init=False)
     _deadline: float = field(default=0.0, init=False)
     _log: IO[bytes] | None = field(default=None, init=False)
 
@@ -87,7 +92,7 @@ class Run:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._deadline = time.monotonic() + timeout
+        self._timeout, self._deadline = timeout, time.monotonic() + timeout
         print(f"{self.name} run started", file=sys.stderr, flush=True)
 
     def wait(self) -> int:
@@ -96,9 +101,13 @@ class Run:
         try:
             return self.process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            # Before it is stopped: torchrun then names the signal as if that were an error.
+            named = named_error(self.text())
+            late = f"{OVERDUE} {self._timeout:g} s"
+            self.overdue = f"said {named!r} and {late}" if named else late
             self.stop()
             with self.log.open("a") as log:
-                log.write("\nTimeoutError: the run took longer than --timeout allows\n")
+                log.write(f"\nTimeoutError: the run {self.overdue}\n")
             return -1
 
     def stop(self) -> None:
@@ -131,7 +140,7 @@ def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
     commands = {run.name: run.words for run in runs}
     failed = _run_all(runs, options)
     if failed is not None:
-        reason = f"the {failed.name} run ended with {_end(failed)}"
+        reason = f"the {failed.name} run {failed.overdue or _end(failed)}"
         return Outcome(Comparison(FAILED, reason), commands, _tail(failed.text()))
     try:
         eager = earlier or read_run(runs[0].record)
@@ -163,8 +172,8 @@ def _end(run: Run) -> str:
     named, killed = named_error(text), _KILLED.search(text)
     # A process whose GPU failed aborts on its way out, after it has said why.
     if killed is not None and not named.startswith(_OURS):
-        return f"exit code {code}: rank {killed[1]} was ended by {killed[2]}"
-    return f"exit code {code}: {named or 'no error was named'}"
+        return f"ended with exit code {code}: rank {killed[1]} was ended by {killed[2]}"
+    return f"ended with exit code {code}: {named or 'no error was named'}"
 
 
 def named_error(log: str) -> str:

@@ -129,7 +129,8 @@ def _made(run: PlannedRun, start: Start, options: Options, facts: Mapping[str, A
         result["status"] = OK
     else:
         text = process.text()
-        named = named_error(text) or (f"exit code {code}" if code else "no figures were written")
+        named = process.overdue or named_error(text)
+        named = named or (f"exit code {code}" if code else "no figures were written")
         result |= {"error": named, "tail": text.splitlines()[-_TAIL:]}
     _add_profile(result, folder / "figures", options)
     print(f"{run.name}: {result['status']} after {result['seconds']:.0f} s", file=sys.stderr)

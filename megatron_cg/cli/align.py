@@ -27,7 +27,7 @@ from megatron_cg.align.processes import LaunchError, Options
 from megatron_cg.align.report import as_json, print_report
 from megatron_cg.align.run import align_on_gpus, example_script, gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE, align_on_tape, describe, tape_shape
-from megatron_cg.cli.numbers import positive, whole
+from megatron_cg.cli.numbers import positive, seconds, whole
 from megatron_cg.cli.scopes import add_scopes
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, FAILED: 3}
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep data, logs and records here; 'megatron-cg report DIR' makes a page of them",
     )
-    add("--timeout", type=float, default=1800.0, help="seconds that a run may take")
+    add("--timeout", type=seconds, default=1800.0, help="seconds that a run may take")
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.bench.shapes import SHAPES
-from megatron_cg.cli.numbers import positive, whole
+from megatron_cg.cli.numbers import positive, seconds, whole
 
 INCOMPLETE = 3
 TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
@@ -62,11 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
     add(
         "--budget-seconds",
-        type=float,
+        type=seconds,
         metavar="S",
         help="begin no run that would end after it",
     )
-    add("--timeout", type=float, default=300.0, help="seconds that a run may take (default 300)")
+    add("--timeout", type=seconds, default=300.0, help="seconds that a run may take (default 300)")
     add("--work-dir", type=Path, metavar="DIR", help="data, logs, traces (default: in --out)")
     add("--keep-traces", action="store_true", help="keep torch.profiler's traces in --work-dir")
     add("--dry-run", action="store_true", help="print the commands and how long they may take")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ TAKING_FLAGS = ("align", "bench", "plan")
 """The commands to which Megatron's flags are given, after a bare ``--``."""
 
 USAGE_ERROR = 2
+NO_READER = 1
+"""What rich ends a command with whose reader has gone, as with ``| head``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         with ended_in_order():
-            return int(args.run(args, extra))
+            code = int(args.run(args, extra))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # What is left is for nobody, also when Python flushes on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
     except MegatronCGError as error:
         print(f"megatron-cg {args.command}: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -173,6 +173,13 @@ CASES = [
         (*batch(8), *("--save-interval", "6", "--save", "{directory}/{run}/checkpoints")),
     ),
     Case("latent-attention", MLA, PREPROCESS, batch(8)),
+    Case(
+        "cutlass",
+        MOE,
+        PREPROCESS,
+        (*batch(8), "--expert-model-parallel-size", "2"),
+        env=(("NVTE_USE_CUTLASS_GROUPED_GEMM", "1"),),
+    ),
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_cg.align.outcome import Outcome
+from megatron_cg.align.processes import OVERDUE
 from tests.functional.cases import EXPANDABLE_ALONE, LIFE, Case, resumed
 from tests.functional.test_failures import trained_alike
 
@@ -120,7 +121,7 @@ def test_an_error_on_one_rank_ends_the_run_with_its_name(align: Align, log: Log)
     assert "ForcedError: forced before step 7" in outcome.comparison.reason
     assert "rank 1: 1 sessions open before step 7" in log(case)
     assert "rank 1: 0 sessions open at exit" in log(case)
-    assert "the run took longer than --timeout allows" not in log(case)
+    assert OVERDUE not in log(case)
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(align: Align, log: Log) -> None:
@@ -129,7 +130,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(align: Align, log: Log) -> None
     assert outcome.comparison.status == "failed"
     assert "rank 1: 1 sessions open before step 7" in log(case)
     assert "Signal 9 (SIGKILL)" in log(case)
-    assert "the run took longer than --timeout allows" not in log(case)
+    assert OVERDUE not in log(case)
 
 
 @pytest.mark.parametrize(("mutation", "counted"), [("collect", "collected"), ("busy", "begun")])
@@ -153,7 +154,7 @@ def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(
     outcome = align(case, script=SCRIPT, mutation="earlier-error")
     assert outcome.comparison.status == "failed"
     assert "work queued before capture failed" in outcome.comparison.reason
-    assert "the run took longer than --timeout allows" not in log(case)
+    assert OVERDUE not in log(case)
 
 
 def test_expandable_segments_alone_are_refused_by_name(align: Align) -> None:

@@ -11,7 +11,14 @@ import pytest
 
 from megatron_cg.align.compare import DIFFERENT, FAILED, IDENTICAL, RecordError
 from megatron_cg.align.outcome import Outcome
-from megatron_cg.align.processes import LaunchError, Options, Run, named_error, run_and_compare
+from megatron_cg.align.processes import (
+    OVERDUE,
+    LaunchError,
+    Options,
+    Run,
+    named_error,
+    run_and_compare,
+)
 
 RECORD = """
 import json, pathlib, sys
@@ -113,12 +120,33 @@ def test_a_run_that_takes_too_long_is_ended_with_its_workers(tmp_path: Path) -> 
     )
     runs = make_runs(tmp_path, code, recording(1.0))
     reason = failed(run_and_compare(runs, Options(tmp_path, timeout=2)))
-    assert "TimeoutError: the run took longer than --timeout allows" in reason
+    assert reason == "the eager run did not end within --timeout 2 s"
     pid = (tmp_path / "eager" / "pid").read_text()
     deadline = time.monotonic() + 20
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)
+
+
+@pytest.mark.parametrize("said", ["", "KeyError: 'weight'"])
+def test_the_signal_that_stops_torchrun_is_not_taken_for_the_cause(
+    said: str, tmp_path: Path
+) -> None:
+    """A rank that failed where the others go on waiting is; torchrun names the signal itself."""
+    code = (
+        "import signal, sys, time\n"
+        "def stopped(number, frame):\n"
+        "    print('SignalException: Process 7 got signal: 15', flush=True)\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, stopped)\n"
+        f"print({said!r}, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    runs = make_runs(tmp_path, recording(1.0), code)
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=3))
+    before = f"said {said!r} and " if said else ""
+    assert failed(outcome) == f"the graphs run {before}{OVERDUE} 3 s"
+    assert OVERDUE in outcome.log_tail
 
 
 def is_running(pid: str) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_cg.align.presets import preset_names
 from megatron_cg.arguments.schema import SCOPES
-from megatron_cg.cli.main import COMMANDS, TAKING_FLAGS, main
+from megatron_cg.cli.main import COMMANDS, NO_READER, TAKING_FLAGS, main
 
 HINT = "Megatron's own come after a bare --"
 
@@ -62,6 +64,25 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_no_verdict(
 def test_a_count_of_nothing_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(f"plan llama-tiny --nproc {number}", capsys)
     assert f"'{number}' is not a whole number of 1 or more" in said
+
+
+@pytest.mark.parametrize("number", ["0", "-5", "nan", "inf", "soon"])
+@pytest.mark.parametrize("line", ["align --timeout", "bench --out x --budget-seconds"])
+def test_a_time_that_is_none_is_refused(
+    line: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"'{number}' is not a number of seconds above 0" in refused(f"{line}={number}", capsys)
+
+
+@pytest.mark.parametrize("line", ["plan llama-tiny --nproc 2", "bench --dry-run --out {}"])
+def test_a_reader_that_has_gone_is_no_error(line: str, tmp_path: Path) -> None:
+    """As with ``| head``: nothing on standard error, whether rich prints or we."""
+    words = [sys.executable, "-m", "megatron_cg.cli.main", *line.format(tmp_path).split()]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    assert (process.wait(), said) == (NO_READER, "")
 
 
 def test_commands_that_take_flags_are_commands() -> None:
