@@ -102,8 +102,8 @@ class Stopwatch:
 
 def measure(shape: Shape, fast: bool, file: Path) -> None:
     """In one of two processes: train, and write what each function took."""
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
     from megatron_cg.fsdp.fast import install
     from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
 

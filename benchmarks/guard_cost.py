@@ -83,8 +83,9 @@ def measure(experts: int, calls: int) -> Costs:
     from megatron.core import parallel_state
 
     from megatron_cg.backends.tape import TapeBackend
-    from megatron_cg.cpu.model import CpuModelConfig, transformer_layers
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.model import transformer_layers
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(layers=2, experts=experts, graph_modules=scopes)

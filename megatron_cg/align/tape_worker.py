@@ -16,8 +16,7 @@ sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 def main(text: str, directory: str) -> None:
     """Train as the plan says, in processes joined by gloo; each writes its record."""
     from megatron_cg.cpu.launch import run_plans
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 
     plan: dict[str, Any] = json.loads(text)
     shape = plan["shape"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_cg.backends.tape_memory import Pool, Slot
 from megatron_cg.errors import CaptureError
@@ -34,7 +33,7 @@ class _Operation:
     """One ATen call: arguments with slots for tensors, and where its fresh results belong."""
 
     function: torch._ops.OpOverload
-    args: tuple[Any, ...]
+    args: list[Any]
     kwargs: dict[str, Any]
     #: Per flattened result: the slot to copy it into, or None where nothing is to be copied.
     results: tuple[Slot | None, ...]
@@ -71,9 +70,8 @@ class Tape:
         def real(value: Any) -> Any:
             return self.pool.tensor(value) if isinstance(value, Slot) else value
 
-        args = tree_map(real, operation.args)
-        kwargs = tree_map(real, operation.kwargs)
-        flat, _ = tree_flatten(operation.function(*args, **kwargs))
+        args, kwargs = _mapped(real, operation.args, operation.kwargs)
+        flat = _leaves(operation.function(*args, **kwargs))
         _wait_for_collectives(operation.function, flat)
         for value, slot in zip(flat, operation.results, strict=True):
             if slot is not None:
@@ -139,24 +137,25 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if _reads_on_host(func, args, kwargs):
             raise self.host_sync(str(func))
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        given = _leaves([args, list(kwargs.values())])
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
         if func is torch.ops.aten.lift_fresh.default:
             # A constant made by torch.tensor(...): its value is baked in, and nobody else owns it.
             self._tape.pool.adopt(args[0])
         collective = func.namespace == "c10d"
         writes = tensors if collective else _written(func, args, kwargs)
         # Slots first: the call may resize or set what it is given.
-        slots = tree_map(self._slot_for(func), (args, kwargs))
+        slots = _mapped(self._slot_for(func), args, kwargs)
         self._save_outside(writes)
         result = func(*args, **kwargs)
-        flat, _ = tree_flatten(result)
+        flat = _leaves(result)
         _wait_for_collectives(func, flat)
         inputs = {t.untyped_storage()._cdata for t in tensors}
         results = tuple(self._result_slot(value, inputs, func) for value in flat)
         if not writes and not any(slot is not None for slot in results):
             return result  # a view, or nothing but host values: there is no kernel to run again
         if func._schema.name.partition("::")[2] not in _UNSET:
-            self._tape.entries.append(_Operation(func, slots[0], slots[1], results))
+            self._tape.entries.append(_Operation(func, *slots, results))
         return result
 
     def _slot_for(self, func: torch._ops.OpOverload) -> Callable[[Any], Any]:
@@ -199,6 +198,27 @@ class _Recorder(TorchDispatchMode):
             "for the device and reads its memory on the host; a CUDA graph has no host in it. "
             "Leave this module out of --cuda-graph-modules, or keep the value in a tensor."
         )
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is in the lists and tuples of an ATen call, all that such a call nests.
+
+    torch's own walk over trees of any kind takes several times as long, once an argument.
+    """
+    if isinstance(value, list | tuple):
+        return [leaf for one in value for leaf in _leaves(one)]
+    return [value]
+
+
+def _mapped(
+    change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with each leaf changed; tuples become lists, which ATen takes as well."""
+
+    def one(value: Any) -> Any:
+        return [one(inner) for inner in value] if isinstance(value, list | tuple) else change(value)
+
+    return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}
 
 
 @contextmanager
@@ -245,7 +265,7 @@ def _written(
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written.extend(tree_flatten(value)[0])
+        written.extend(_leaves(value))
     return [value for value in written if isinstance(value, torch.Tensor)]
 
 

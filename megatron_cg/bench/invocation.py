@@ -19,7 +19,7 @@ from megatron_cg.align.data import TokenStream, existing, from_text, python_sour
 from megatron_cg.align.presets import load_preset
 from megatron_cg.align.run import gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE, tape_shape
-from megatron_cg.bench.commands import DEFAULT, Settings, run_environment
+from megatron_cg.bench.commands import DEFAULT, Settings
 from megatron_cg.bench.comparing import compare
 from megatron_cg.bench.contenders import EAGER, GRAPHS
 from megatron_cg.bench.execute import Options, execute
@@ -55,7 +55,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         backend = _backend(args.backend)
         runs = planned(args, backend, extra)
         if args.dry_run:
-            _print_plan(args, runs)
+            _print_plan(args, backend, runs)
             return 0
         try:
             results = _execute(args, backend, runs)
@@ -127,18 +127,19 @@ def _windows(args: argparse.Namespace, *, scaling: bool, on_cpu: bool) -> Window
     )
 
 
-def _print_plan(args: argparse.Namespace, runs: Sequence[PlannedRun]) -> None:
+def _print_plan(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> None:
     """What would be run, as commands that a shell takes, with a guess at the time."""
     work = _work(args)
-    start = on_gpus(TokenStream(work / "data" / "text", "", is_bytes=True))
+    data = TokenStream(work / "data" / "text", "", is_bytes=True)
+    start = on_tape(data) if backend == TAPE else on_gpus(data)
     total = 0.0
     for run in runs:
         total += run.seconds()
-        inherited = run_environment(run.settings, {}, root=Path("."), cudnn=None, figures=Path("."))
         process = start(run, work / run.name)
-        own = [f"{name}={shlex.quote(process.env[name])}" for name in inherited]
+        own = process.env.items() - os.environ.items()
         print(f"# {run.name}: about {run.seconds():.0f} s")
-        print(f"{' '.join(own)} {shlex.join(process.words)}\n")
+        print(*(f"{name}={shlex.quote(value)}" for name, value in sorted(own)), end=" ")
+        print(f"{shlex.join(process.words)}\n")
     rounds = f" in {args.rounds} rounds" if args.rounds > 1 else ""
     print(
         f"# {len(runs)} runs{rounds}, about {total:.0f} s together, of which starting is the most."

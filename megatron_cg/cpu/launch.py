@@ -8,17 +8,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from megatron_cg.cpu.gloo import one_worker_a_group
-
-if TYPE_CHECKING:
-    from megatron_cg.cpu.train import TrainingPlan
-
+from megatron_cg.cpu.plan import TrainingPlan
 
 START = "spawn"
 """How processes are started: one of multiprocessing's methods. Those of a fork server share its

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.distributed_data_parallel_config import (
@@ -19,29 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-
-@dataclass(frozen=True)
-class CpuModelConfig:
-    """Shape and precision of a Llama-like model: RMSNorm, SwiGLU, rotary positions.
-
-    ``experts`` 0 makes a dense model, else a mixture of that many experts with ``topk`` of them
-    used by each token. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty tuple is
-    the whole layer. ``fsdp_options`` go to Megatron's DistributedDataParallelConfig as they are.
-    """
-
-    layers: int = 3
-    hidden_size: int = 32
-    ffn_hidden_size: int = 64
-    heads: int = 4
-    vocabulary: int = 256
-    sequence_length: int = 16
-    experts: int = 0
-    topk: int = 2
-    bf16: bool = True
-    dropout: float = 0.0
-    seed: int = 1234
-    graph_modules: tuple[str, ...] = ("attn",)
-    fsdp_options: Mapping[str, object] = field(default_factory=dict)
+from megatron_cg.cpu.plan import CpuModelConfig
 
 
 def transformer_config(model: CpuModelConfig) -> TransformerConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,11 @@ from megatron_cg.agreement import Agreement
 from megatron_cg.align.record import CAPTURED_AFTER, Recorder, recording
 from megatron_cg.backends.base import Backend
 from megatron_cg.cpu.data import Batches
-from megatron_cg.cpu.model import CpuModelConfig, build, transformer_layers
+from megatron_cg.cpu.model import build, transformer_layers
+from megatron_cg.cpu.plan import TrainingPlan
 from megatron_cg.megatron.helper import units_of
 from megatron_cg.session import Session
 from megatron_cg.static_inputs import StaticInputs
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """One run. ``graphs`` captures after ``warmup_steps`` eager steps; else all steps are eager.
-
-    A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process.
-    ``tokens`` is the prefix of a dataset in Megatron's indexed format; None takes text that comes
-    with Python.
-    """
-
-    model: CpuModelConfig = field(default_factory=CpuModelConfig)
-    steps: int = 6
-    warmup_steps: int = 3
-    graphs: bool = False
-    microbatches: int = 1
-    micro_batch_size: int = 2
-    learning_rate: float = 1e-3
-    tokens: Path | None = None
 
 
 class Trainer:

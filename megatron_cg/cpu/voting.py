@@ -9,7 +9,8 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.boundary import Boundary
 from megatron_cg.counters import Counters
-from megatron_cg.cpu.train import Trainer, TrainingPlan
+from megatron_cg.cpu.plan import TrainingPlan
+from megatron_cg.cpu.train import Trainer
 from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.verdict import Decision, Level, Verdict
 from megatron_cg.watch import ReplayPolicy

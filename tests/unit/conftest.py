@@ -105,6 +105,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def dense_model(one_rank: None) -> Any:
     """A real GPTModel under megatron-core's FSDP, with attention and MLP as graph scopes."""
-    from megatron_cg.cpu.model import CpuModelConfig, build
+    from megatron_cg.cpu.model import build
+    from megatron_cg.cpu.plan import CpuModelConfig
 
     return build(CpuModelConfig(layers=2, graph_modules=("attn", "mlp")))

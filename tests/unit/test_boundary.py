@@ -199,8 +199,7 @@ def plan() -> Any:
     All-gathers of two units that are taken for each other are then of equal size. NCCL does not
     look at sizes, while gloo kills the process when they differ.
     """
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 
     model = CpuModelConfig(layers=2, graph_modules=("attn",), vocabulary=262, ffn_hidden_size=128)
     return TrainingPlan(model, STEPS, WARMUP)

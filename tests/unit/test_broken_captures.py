@@ -23,8 +23,7 @@ WARMUP = 2
 
 
 def plan(*, graphs: bool) -> Any:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 
     model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"))
     return TrainingPlan(model=model, steps=5, warmup_steps=WARMUP, graphs=graphs)

@@ -20,8 +20,8 @@ Run = list[tuple[float, float]]
 def make_trainer(**fsdp_options: Any) -> Any:
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     parallel_state.destroy_model_parallel()
     model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"), fsdp_options=fsdp_options)

@@ -262,8 +262,8 @@ def test_a_rank_whose_hook_raised_is_out_of_step() -> None:
 def test_a_rank_that_failed_issues_the_same_all_gathers(
     one_rank: None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     gathered: list[int] = []
     gather = torch.distributed.all_gather_into_tensor

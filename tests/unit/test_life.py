@@ -228,8 +228,8 @@ def train_all(root: Path) -> None:
 def live(name: str, directory: Path, *, graphs: bool) -> None:
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     model = CpuModelConfig(layers=LAYERS, dropout=0.1, graph_modules=("attn", "mlp"))
     if name == "all at once":
@@ -284,8 +284,8 @@ def models(one_rank: None) -> Iterator[Callable[[], tuple[Any, Any]]]:
     """Makes two models in this process, which differ in size, seed and scopes."""
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     def made(model: CpuModelConfig) -> Any:
         parallel_state.destroy_model_parallel()
@@ -361,8 +361,8 @@ def test_enabling_fifty_times_leaves_nothing_behind() -> None:
 
 
 def test_capturing_fifty_times_leaves_nothing_behind(one_rank: None) -> None:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1, graph_modules=("attn", "mlp"))))
     trainer.step()

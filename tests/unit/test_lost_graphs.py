@@ -18,8 +18,7 @@ def train(*, graphs: bool) -> dict[str, Any]:
     """Rank 1 deletes its graphs by itself after the first replayed step."""
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.voting import VotingTrainer
 
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)

@@ -174,8 +174,8 @@ def test_optimizer_states_are_found_through_megatrons_wrappers() -> None:
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     made = Trainer(TrainingPlan(model=CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))))
     made.step()

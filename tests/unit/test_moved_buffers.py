@@ -25,8 +25,7 @@ def play(root: Path) -> None:
     """In one process: an eager run, and one with graphs for each policy and place."""
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.voting import VotingTrainer
     from megatron_cg.watch import ReplayPolicy
 

@@ -126,8 +126,8 @@ def megatron_with_tapes() -> Iterator[None]:
 
 
 def new_trainer() -> Any:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     # With dropout, a generator that is not put back shows in the next loss.
     model = CpuModelConfig(layers=LAYERS, sequence_length=LENGTH, dropout=0.1)

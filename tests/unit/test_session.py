@@ -22,8 +22,8 @@ class Forced(Exception):
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"), dropout=0.1)
     made = Trainer(TrainingPlan(model=model))

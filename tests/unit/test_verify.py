@@ -25,8 +25,9 @@ def run(
     )
 
     from megatron_cg.backends.tape import TapeBackend
-    from megatron_cg.cpu.model import CpuModelConfig, transformer_layers
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.model import transformer_layers
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(layers=2, graph_modules=scopes, experts=experts, dropout=0.2)

@@ -61,7 +61,8 @@ def test_it_has_the_same_losses_with_and_without_graphs(
 
 @pytest.fixture
 def model(one_rank: None) -> Any:
-    from megatron_cg.cpu.model import CpuModelConfig, build
+    from megatron_cg.cpu.model import build
+    from megatron_cg.cpu.plan import CpuModelConfig
 
     return build(CpuModelConfig(layers=1, fsdp_options={"fsdp_double_buffer": False}))
 

@@ -31,8 +31,8 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     """Losses and norms of some steps, the fault in their middle; and the session's counters."""
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     model = CpuModelConfig(
         layers=2, graph_modules=case.scopes, experts=case.experts, dropout=0.1, bf16=False

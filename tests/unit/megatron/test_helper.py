@@ -21,8 +21,8 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.transformer import cuda_graphs
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)

@@ -27,8 +27,8 @@ class Forced(Exception):
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     made = Trainer(TrainingPlan(CpuModelConfig(layers=2, graph_modules=("attn",))))
     made.step()
@@ -195,8 +195,9 @@ store = "file://" + tempfile.mkdtemp() + "/store"
 torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
 standins = cpu_standins()
 standins.__enter__()
-from megatron_cg.cpu.model import CpuModelConfig
-from megatron_cg.cpu.train import Trainer, TrainingPlan
+from megatron_cg.cpu.plan import CpuModelConfig
+from megatron_cg.cpu.train import Trainer
+from megatron_cg.cpu.plan import TrainingPlan
 
 trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1)))
 trainer.step()

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_cg.align.record import CAPTURED_AFTER, Recorder, recording
-from megatron_cg.cpu.model import CpuModelConfig
-from megatron_cg.cpu.train import TrainingPlan
+from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 from megatron_cg.cpu.voting import VotingTrainer
 
 MODEL = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=16)

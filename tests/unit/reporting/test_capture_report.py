@@ -24,8 +24,8 @@ MIB = 2**20
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     made = Trainer(TrainingPlan(CpuModelConfig(layers=2, graph_modules=("attn",))))
     made.step()

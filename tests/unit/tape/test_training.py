@@ -10,8 +10,7 @@ import pytest
 
 from megatron_cg.align.compare import Comparison, compare, read_run
 from megatron_cg.cpu.launch import run_plans
-from megatron_cg.cpu.model import CpuModelConfig
-from megatron_cg.cpu.train import TrainingPlan
+from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 
 STEPS, WARMUP, LAYERS = 6, 3, 2
 DENSE = TrainingPlan(CpuModelConfig(layers=LAYERS, dropout=0.1), STEPS, WARMUP, microbatches=2)

@@ -22,8 +22,8 @@ STRATEGIES = ("optim", "optim_grads", "no_shard")
 
 
 def train_all(root: Path) -> None:
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan, train
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer, train
 
     step = Trainer.step
 

@@ -351,7 +351,8 @@ def test_what_this_cannot_clip_is_left_alone(said: str, patch: pytest.MonkeyPatc
 
 def clipped(ours: bool, apart: bool) -> tuple[list[Any], int]:
     """What calls leave, under Megatron-FSDP; how many of them were not Megatron's own."""
-    from megatron_cg.cpu.model import CpuModelConfig, build
+    from megatron_cg.cpu.model import build
+    from megatron_cg.cpu.plan import CpuModelConfig
 
     model: Any = build(CpuModelConfig(layers=1, hidden_size=16))
     options = {"lr": 1e-3, "min_lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}

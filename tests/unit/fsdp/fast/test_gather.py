@@ -54,8 +54,8 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig as Config
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     options = dict(options)
     recompute = options.pop("recompute", False)

@@ -213,8 +213,7 @@ def trained(root: Path) -> None:
     """Losses with graphs and without, and when gathers are issued in a step with graphs."""
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.voting import VotingTrainer
 
     found: dict[str, Any] = {}

@@ -268,7 +268,8 @@ def attached(store: Any, decoupled: bool) -> dict[str, Any]:
 def compare_attached(folder: Path) -> None:
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig, build
+    from megatron_cg.cpu.model import build
+    from megatron_cg.cpu.plan import CpuModelConfig
 
     runs: dict[str, Any] = {}
     for name, options in OPTIONS.items():

@@ -149,8 +149,8 @@ def trained(name: str, *, graphs: bool) -> Any:
     from megatron.core import parallel_state
 
     from megatron_cg.align.shards import parameter_digests
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
 
     shape = CpuModelConfig(LAYERS, 16, 16, graph_modules=("attn", "mlp"))
     trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))

@@ -22,7 +22,10 @@ PARTS = [
     *("kept unit", "swap", "gradients", "hidden weights of graphs", "unshard"),
     *("main gradients", "main weights", "zero gradients"),
 ]
-MANY: dict[str, Any] = {"experts": 64, "topk": 2, "graph_modules": ("attn", "moe_router")}
+MANY: dict[str, Any] = {
+    **{"experts": 16, "topk": 2, "sequence_length": 4},
+    "graph_modules": ("attn", "moe_router"),
+}
 """More experts than tokens reach in a step, so that some have no gradient."""
 SCENARIOS: dict[str, dict[str, Any]] = {
     "dense": {"graph_modules": ("attn", "mlp")},
@@ -52,8 +55,8 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
     from megatron.core import parallel_state
 
     from megatron_cg.align.shards import parameter_digests
-    from megatron_cg.cpu.model import CpuModelConfig
-    from megatron_cg.cpu.train import Trainer, TrainingPlan
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
     from megatron_cg.fsdp.fast import gradients
 
     options = dict(options)

@@ -62,7 +62,8 @@ def compared(options: dict[str, Any], keeps: bool) -> list[Any]:
     """Of each kind of gradients: as filled, as Megatron-FSDP leaves them, and as we do."""
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.model import CpuModelConfig, build
+    from megatron_cg.cpu.model import build
+    from megatron_cg.cpu.plan import CpuModelConfig
 
     try:
         model: Any = build(CpuModelConfig(layers=1, hidden_size=16, **options))

@@ -1,0 +1,50 @@
+"""What the CPU trains. Apart from it, since to start processes no Megatron need be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class CpuModelConfig:
+    """Shape and precision of a Llama-like model: RMSNorm, SwiGLU, rotary positions.
+
+    ``experts`` 0 makes a dense model, else a mixture of that many experts with ``topk`` of them
+    used by each token. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty tuple is
+    the whole layer. ``fsdp_options`` go to Megatron's DistributedDataParallelConfig as they are.
+    """
+
+    layers: int = 3
+    hidden_size: int = 32
+    ffn_hidden_size: int = 64
+    heads: int = 4
+    vocabulary: int = 256
+    sequence_length: int = 16
+    experts: int = 0
+    topk: int = 2
+    bf16: bool = True
+    dropout: float = 0.0
+    seed: int = 1234
+    graph_modules: tuple[str, ...] = ("attn",)
+    fsdp_options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """One run. ``graphs`` captures after ``warmup_steps`` eager steps; else all steps are eager.
+
+    A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process.
+    ``tokens`` is the prefix of a dataset in Megatron's indexed format; None takes text that comes
+    with Python.
+    """
+
+    model: CpuModelConfig = field(default_factory=CpuModelConfig)
+    steps: int = 6
+    warmup_steps: int = 3
+    graphs: bool = False
+    microbatches: int = 1
+    micro_batch_size: int = 2
+    learning_rate: float = 1e-3
+    tokens: Path | None = None
