@@ -81,8 +81,17 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
+@pytest.fixture(scope="session")
+def imported() -> None:
+    """Megatron, whose modules and classes no collection of garbage need visit again and again."""
+    from megatron.core.models import gpt  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
+def one_rank(imported: None, tmp_path: Path) -> Iterator[None]:
     """A gloo group of this process alone, under the CPU stand-ins."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
