@@ -18,6 +18,9 @@ python=${PYTHON:-python}
 [[ -f $script ]] || fail "there is no $script: set SCRIPT to a pretraining script of Megatron's"
 
 # Where, and how much.
+for name in NODES GPUS_PER_NODE TRAIN_ITERS GLOBAL_BATCH_SIZE; do
+    [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name} is no whole number of 1 or more"
+done
 nodes=${NODES:-1}
 gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
 ((gpus > 0)) || fail "nvidia-smi finds no GPU: set GPUS_PER_NODE to how many this node has"

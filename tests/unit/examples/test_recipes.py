@@ -91,6 +91,9 @@ def test_the_scripts_are_good_shell() -> None:
         ({"DATA_PATH": "{here}/text"}, "set TOKENIZER_MODEL"),
         ({"MOCK_DATA": "1", "SCRIPT": "/nowhere.py"}, "there is no /nowhere.py: set SCRIPT"),
         ({"MOCK_DATA": "1", "NODES": "2"}, "for 2 nodes set RENDEZVOUS"),
+        ({"NODES": "two"}, "NODES=two is no whole number of 1 or more"),
+        ({"TRAIN_ITERS": "0"}, "TRAIN_ITERS=0 is no whole number of 1 or more"),
+        ({"GLOBAL_BATCH_SIZE": "08"}, "GLOBAL_BATCH_SIZE=08 is no whole number of 1 or more"),
     ],
 )
 def test_what_is_missing_is_asked_for(
