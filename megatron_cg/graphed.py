@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from megatron_cg.capture import Unit
+from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.guard import Guard
 from megatron_cg.verify import Kept, verify
 from megatron_cg.watch import Watch
@@ -42,6 +44,8 @@ class GuardedGraph:
         self._unit, self._microbatch = unit, microbatch
         self._watch, self._kept, self._collectives = watch, kept, collectives
         self._replays = 0
+        self._awaited = 0
+        """The replay whose backward may run; 0 where none may."""
 
     @property
     def graph(self) -> Any:
@@ -89,10 +93,20 @@ class GuardedGraph:
         """
         for tensor in tree_flatten(outputs)[0]:
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._before_backward)
+                self._awaited = self._replays
+                tensor.grad_fn.register_prehook(partial(self._before_backward, self._replays))
                 return
 
-    def _before_backward(self, _gradients: Any) -> None:
+    def _before_backward(self, replay: int, _gradients: Any) -> None:
+        if replay != self._awaited:
+            raise ReplayMismatchError(
+                f"{self._unit.name}: its backward runs after another forward replay of the same "
+                "graph, or a second time; the graph's memory no longer holds what it reads. Run "
+                "each backward once and before the layer's next forward pass, without "
+                "retain_graph; recompute whole layers or what is outside of graphs; or leave the "
+                "layer out with --cg-layers."
+            )
+        self._awaited = 0
         began = time.perf_counter_ns()
         mismatch = self._guard.broken_in_backward()
         self._watch.counters.guard_ns += time.perf_counter_ns() - began

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import logging
 import os
 import sys
@@ -27,12 +29,15 @@ TAKING_FLAGS = ("align", "bench", "plan")
 """The commands to which Megatron's flags are given, after a bare ``--``."""
 
 USAGE_ERROR = 2
+INTERRUPTED = 130
+"""As a shell has it of what SIGINT ended."""
 NO_READER = 1
 """What rich ends a command with whose reader has gone, as with ``| head``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: its own, or 2 for what cannot be done as asked."""
+    _make_printable()
     words = list(sys.argv[1:] if argv is None else argv)
     # What follows a bare "--" is for Megatron, whatever it looks like.
     cut = words.index("--") if "--" in words else len(words)
@@ -70,11 +75,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-cg {args.command}: {error}", file=sys.stderr)
         return USAGE_ERROR
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
         # A folder that cannot be written, a file that is not there: no verdict of the command's.
-        print(f"megatron-cg {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = error.filename or "output"
+        print(f"megatron-cg {args.command}: {where}: {error.strerror}", file=sys.stderr)
         return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"megatron-cg {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _make_printable() -> None:
+    """No verdict is lost for want of a terminal: closed, or with an alphabet of its own."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

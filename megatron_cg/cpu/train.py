@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -89,15 +89,23 @@ class Trainer:
         return float(total.sqrt())
 
     def capture(
-        self, backend: Backend, agreement: Agreement | None = None, **options: Any
+        self,
+        backend: Backend,
+        agreement: Agreement | None = None,
+        *,
+        only: Sequence[int] | None = None,
+        **options: Any,
     ) -> Session:
         """Capture the transformer layers, which replay from then on until the session is closed.
 
-        ``agreement`` and ``options`` are the session's.
+        ``only`` are the indices of the layers to capture, None is all of them; ``agreement`` and
+        ``options`` are the session's.
 
         Raises what the session and the backend raise; the model is then as it was before.
         """
         layers = transformer_layers(self.model)
+        if only is not None:
+            layers = [layers[index] for index in only]
         session = Session(
             self.model,
             units_of(layers),

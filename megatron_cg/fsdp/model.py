@@ -3,7 +3,9 @@
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
 ``_replace_param_with_raw_if_needed``, ``is_param_fsdp_distributed``, ``synchronize_param_gather``,
 ``start_param_sync``, ``all_gather_pipeline`` and the attribute ``_training_state`` of every module
-below it; class ``AllGatherPipeline``: ``param_gather_event_map`` and ``wait_bucket_ready``.
+below it; class ``AllGatherPipeline``: ``all_gather_params``, ``bucket_status``,
+``param_gather_event_map`` and ``wait_bucket_ready``; class ``ParamAndGradBuffer``:
+``double_buf_units``, ``param_to_param_group`` and ``parameter_groups``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import nn
 
 from megatron_cg.fsdp.recognise import fsdp_package_of
 from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.undo import set_attribute
 from megatron_cg.versions import changed
 
 _NEEDED = (
@@ -33,7 +36,15 @@ RELIES_ON = (
     *in_both(
         "param_and_grad_buffer:AllGatherPipeline",
         "what gathers weights",
-        attributes=("param_gather_event_map", "wait_bucket_ready"),
+        attributes=(
+            *("all_gather_params", "bucket_status", "buffer"),
+            *("param_gather_event_map", "wait_bucket_ready"),
+        ),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "which units share two buffers",
+        attributes=("double_buf_units", "param_to_param_group", "parameter_groups"),
     ),
 )
 
@@ -78,9 +89,46 @@ def raw_parameters(fsdp: Any) -> Iterator[None]:
         pipeline = fsdp.all_gather_pipeline
         for bucket, bwd in list(pipeline.param_gather_event_map):
             pipeline.wait_bucket_ready(bucket, bwd)
+        # A gather that failed as it began has left nothing to wait for, at which reset would fail.
+        for key, status in pipeline.bucket_status.items():
+            if status.name == "COMMUNICATING":
+                pipeline.bucket_status[key] = type(status).READY_TO_USE
         fsdp.synchronize_param_gather()
         if not was_distributed:
             fsdp.start_param_sync()
+
+
+@contextmanager
+def gathered_alone(fsdp: Any, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Gather no unit ahead, where ``layers`` are only some of those that share two buffers.
+
+    Megatron-FSDP's hooks gather the next unit as well, into the other buffer. One that is not
+    captured runs no hook at capture which would let go of it again, and the unit after finds no
+    buffer. Where all are captured they do; gathering ahead is then left on, since a capture before
+    the first step is where each unit gets its buffer for good. Needs the raw parameters.
+    """
+    pipeline = fsdp.all_gather_pipeline
+    buffer = pipeline.buffer
+    groups = {
+        buffer.param_to_param_group[parameter]
+        for layer in layers
+        for parameter in layer.parameters()
+        if parameter in buffer.param_to_param_group
+    }
+    captured = {buffer.parameter_groups[group].fsdp_unit_id for group in groups}
+    if captured.issuperset(buffer.double_buf_units):
+        yield
+        return
+    gather = pipeline.all_gather_params
+
+    def alone(params: Any, prefetch: bool = False, **options: Any) -> None:
+        gather(params, prefetch=False, **options)
+
+    undo = set_attribute(pipeline, "all_gather_params", alone)
+    try:
+        yield
+    finally:
+        undo()
 
 
 @contextmanager

@@ -16,11 +16,16 @@ fail() { echo "$0: $*" >&2; exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 script=${SCRIPT:-$here/../../pretrain_gpt.py}
 python=${PYTHON:-python}
+command -v "$python" >/dev/null || fail "there is no $python: set PYTHON to Python 3.12"
 [[ -f $script ]] || fail "there is no $script: set SCRIPT to a pretraining script of Megatron's"
 
 # Where, and how much.
-for name in NODES GPUS_PER_NODE TRAIN_ITERS GLOBAL_BATCH_SIZE; do
+for name in NODES GPUS_PER_NODE TRAIN_ITERS GLOBAL_BATCH_SIZE TENSOR_PARALLEL CONTEXT_PARALLEL \
+    EXPERT_PARALLEL; do
     [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name} is no whole number of 1 or more"
+done
+for name in GRAPHS MOCK_DATA EXPANDABLE_SEGMENTS; do
+    [[ ${!name:-1} == [01] ]] || fail "$name=${!name} is neither 0 nor 1"
 done
 nodes=${NODES:-1}
 gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}

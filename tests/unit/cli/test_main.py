@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from megatron_cg.align.presets import preset_names
 from megatron_cg.arguments.schema import SCOPES
-from megatron_cg.cli.main import COMMANDS, NO_READER, TAKING_FLAGS, main
+from megatron_cg.cli.main import COMMANDS, NO_READER, TAKING_FLAGS, USAGE_ERROR, main
 
 HINT = "Megatron's own come after a bare --"
 
@@ -83,6 +84,34 @@ def test_a_reader_that_has_gone_is_no_error(line: str, tmp_path: Path) -> None:
     process.stdout.close()
     said = process.stderr.read().decode()
     assert (process.wait(), said) == (NO_READER, "")
+
+
+def started(words: str, shell: str, **env: str) -> tuple[int, str]:
+    """Exit code and standard error of a command whose standard output is what ``shell`` says."""
+    command = f"{sys.executable} -m megatron_cg.cli.main {words} {shell}"
+    done = subprocess.run(
+        ["bash", "-c", command], env={**os.environ, **env}, capture_output=True, check=False
+    )
+    return done.returncode, done.stderr.decode()
+
+
+def test_a_closed_or_full_output_and_another_alphabet_are_no_verdict() -> None:
+    plan = "plan llama-tiny --nproc 2"
+    assert started(plan, ">&-") == (0, "")
+    assert started(plan, "", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") == (0, "")
+    said = "megatron-cg plan: output: No space left on device\n"
+    assert started(plan, "> /dev/full") == (USAGE_ERROR, said)
+
+
+def test_an_interrupted_command_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_cg.cli.plan.run", interrupted)
+    assert main(["plan", "llama-tiny"]) == 130
+    assert capsys.readouterr().err == "megatron-cg plan: interrupted\n"
 
 
 def test_commands_that_take_flags_are_commands() -> None:
