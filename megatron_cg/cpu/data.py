@@ -21,6 +21,8 @@ class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
 
     def __init__(self, prefix: Path | None, batch: int, sequence: int, vocabulary: int) -> None:
         stream = _text() if prefix is None else _indexed(prefix)
+        # Shorter than a sequence: again from its beginning, as Megatron's own datasets do.
+        stream = stream.repeat(sequence // stream.numel() + 1)
         self._stream = stream % vocabulary
         self._batch, self._sequence = batch, sequence
         self._next = dist.get_rank()
