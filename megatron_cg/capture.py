@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fsdp.model import gathered_alone, raw_parameters, training_states
+from megatron_cg.fsdp.model import gather_alone, raw_parameters, training_states
 from megatron_cg.fsdp.recognise import fsdp_package_of
 from megatron_cg.fsdp.tag import tag_backward_wrappers
 from megatron_cg.fsdp.transform import UnitHooks, transform
@@ -89,8 +89,8 @@ def capturing(
         always.callback(tag_backward_wrappers(modules))
         always.enter_context(training_states(fsdp.modules()))
         always.enter_context(raw_parameters(fsdp))
-        always.enter_context(gathered_alone(fsdp, [unit.layer for unit in units]))
         parameters = _unique(p for unit in units for p in unit.layer.parameters())
+        always.callback(gather_alone(fsdp, parameters))
         always.enter_context(_gradients_kept(parameters))
         always.enter_context(buffers_kept(modules))
         always.callback(_quiet_parameters(parameters))

@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if _reads_on_host(func, args, kwargs):
             raise self.host_sync(str(func))
-        given = _leaves([args, list(kwargs.values())])
+        given = _leaves([args, *kwargs.values()])
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         if func is torch.ops.aten.lift_fresh.default:
             # A constant made by torch.tensor(...): its value is baked in, and nobody else owns it.

@@ -22,7 +22,7 @@ from megatron_cg.align.tape import TAPE_NOTICE, tape_shape
 from megatron_cg.bench.commands import DEFAULT, Settings
 from megatron_cg.bench.comparing import compare
 from megatron_cg.bench.contenders import EAGER, GRAPHS
-from megatron_cg.bench.execute import Options, execute
+from megatron_cg.bench.execute import Options, Start, execute
 from megatron_cg.bench.machine import machine
 from megatron_cg.bench.markdown import as_markdown
 from megatron_cg.bench.plots import PlotError, plot_all
@@ -127,11 +127,14 @@ def _windows(args: argparse.Namespace, *, scaling: bool, on_cpu: bool) -> Window
     )
 
 
+def _start(backend: str, data: TokenStream) -> Start:
+    return on_tape(data) if backend == TAPE else on_gpus(data)
+
+
 def _print_plan(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> None:
     """What would be run, as commands that a shell takes, with a guess at the time."""
     work = _work(args)
-    data = TokenStream(work / "data" / "text", "", is_bytes=True)
-    start = on_tape(data) if backend == TAPE else on_gpus(data)
+    start = _start(backend, TokenStream(work / "data" / "text", "", is_bytes=True))
     total = 0.0
     for run in runs:
         total += run.seconds()
@@ -151,7 +154,7 @@ def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun])
     facts: dict[str, Any] = {"machine": machine(), "backend": backend}
     facts["notice"] = TAPE_NOTICE if backend == TAPE else ""
     refused = refused_on_gpus if backend != TAPE else (lambda _run: "")
-    data = _data(args, work / "data")
+    start = _start(backend, _data(args, work / "data"))
     options = Options(
         work=work,
         invocation=f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
@@ -160,7 +163,6 @@ def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun])
         keep_traces=args.keep_traces,
         samples=args.out / "samples",
     )
-    start = on_tape(data) if backend == TAPE else on_gpus(data)
 
     def finished(result: Result) -> None:
         keep(result, args.out)

@@ -10,7 +10,7 @@ below it; class ``AllGatherPipeline``: ``all_gather_params``, ``bucket_status``,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,37 +98,28 @@ def raw_parameters(fsdp: Any) -> Iterator[None]:
             fsdp.start_param_sync()
 
 
-@contextmanager
-def gathered_alone(fsdp: Any, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Gather no unit ahead, where ``layers`` are only some of those that share two buffers.
+def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Gather no unit ahead, where ``parameters`` are of only some that share two buffers.
 
     Megatron-FSDP's hooks gather the next unit as well, into the other buffer. One that is not
     captured runs no hook at capture which would let go of it again, and the unit after finds no
     buffer. Where all are captured they do; gathering ahead is then left on, since a capture before
-    the first step is where each unit gets its buffer for good. Needs the raw parameters.
+    the first step is where each unit gets its buffer for good.
+
+    ``parameters`` are the raw ones. Returns the undo.
     """
     pipeline = fsdp.all_gather_pipeline
-    buffer = pipeline.buffer
-    groups = {
-        buffer.param_to_param_group[parameter]
-        for layer in layers
-        for parameter in layer.parameters()
-        if parameter in buffer.param_to_param_group
-    }
-    captured = {buffer.parameter_groups[group].fsdp_unit_id for group in groups}
-    if captured.issuperset(buffer.double_buf_units):
-        yield
-        return
+    store = pipeline.buffer
+    groups = {store.param_to_param_group.get(parameter) for parameter in parameters} - {None}
+    captured = {store.parameter_groups[group].fsdp_unit_id for group in groups}
+    if captured.issuperset(store.double_buf_units):
+        return lambda: None
     gather = pipeline.all_gather_params
 
     def alone(params: Any, prefetch: bool = False, **options: Any) -> None:
         gather(params, prefetch=False, **options)
 
-    undo = set_attribute(pipeline, "all_gather_params", alone)
-    try:
-        yield
-    finally:
-        undo()
+    return set_attribute(pipeline, "all_gather_params", alone)
 
 
 @contextmanager

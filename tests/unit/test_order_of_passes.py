@@ -19,9 +19,7 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     from megatron_cg.cpu.train import Trainer
 
     # Graphs of Transformer Engine (2.20.2) do not look whether they were replayed again.
-    monkeypatch.setattr(
-        Recorded, "replays", property(lambda _: 0, lambda _, __: None), raising=False
-    )
+    monkeypatch.setattr(Recorded, "replays", property(lambda _: 0, lambda _, __: None))
     made = Trainer(TrainingPlan(CpuModelConfig(layers=2), graphs=True))
     made.step()
     made.capture(TapeBackend())

@@ -23,7 +23,9 @@ PARTS = [
     *("main gradients", "main weights", "zero gradients"),
 ]
 MANY: dict[str, Any] = {
-    **{"experts": 16, "topk": 2, "sequence_length": 4},
+    "experts": 16,
+    "topk": 2,
+    "sequence_length": 4,
     "graph_modules": ("attn", "moe_router"),
 }
 """More experts than tokens reach in a step, so that some have no gradient."""
