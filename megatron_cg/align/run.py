@@ -32,25 +32,45 @@ def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Ou
         raise LaunchError(f"--script {plan.script}: there is no such file.")
     names = options.names
     shares = _device_shares(plan.nproc, len(names) if options.parallel else 1)
-    runs = []
-    for index, name in enumerate(names):
-        directory = options.directory / name
-        graphs = name == "graphs"
-        words = command.arguments(
+    runs = [
+        make_run(
             plan,
-            graphs=graphs,
-            data=data.flags(directory / "cache"),
-            record=directory / "record",
-        )
-        env = command.environment(
-            os.environ,
-            root=PACKAGE.parent,
-            cudnn=torch_cudnn(),
-            mutation=options.mutation if graphs else None,
+            data,
+            options.directory,
+            name,
+            mutation=options.mutation if name == "graphs" else None,
             devices=shares[index % len(shares)],
         )
-        runs.append(Run(name, words, env, directory))
+        for index, name in enumerate(names)
+    ]
     return run_and_compare(runs, options)
+
+
+def make_run(
+    plan: command.Plan,
+    data: TokenStream,
+    directory: Path,
+    name: str,
+    *,
+    mutation: str | None = None,
+    devices: str | None = None,
+) -> Run:
+    """The run called ``name``, ``eager`` or ``graphs``, in a folder of that name; not started."""
+    directory /= name
+    words = command.arguments(
+        plan,
+        graphs=name == "graphs",
+        data=data.flags(directory / "cache"),
+        record=directory / "record",
+    )
+    env = command.environment(
+        os.environ,
+        root=PACKAGE.parent,
+        cudnn=torch_cudnn(),
+        mutation=mutation,
+        devices=devices,
+    )
+    return Run(name, words, env, directory)
 
 
 def _device_shares(nproc: int, shares: int) -> list[str | None]:

@@ -166,6 +166,16 @@ CASES = [
     ),
     Case("no-fast-path", MOE, ROUTER, batch(8), graph_flags=("--cg-no-fsdp-fast-path",)),
     Case("layers", MOE, ROUTER, batch(8), graph_flags=("--cg-layers", "attn:0-1", "moe_router:1-")),
+    *(
+        Case(
+            f"layers-without-graphs-{name}",
+            MOE,
+            ROUTER,
+            batch(8),
+            graph_flags=("--cg-layers", f"attn:{layers}", f"moe_router:{layers}"),
+        )
+        for name, layers in (("around", "1"), ("between", "0,2"))
+    ),
     Case(
         "checkpoint",
         MOE,
@@ -226,10 +236,10 @@ LIFE = {
         (
             *batch(4),
             *("--expert-model-parallel-size", "2", "--log-interval", "100"),
-            *("--eval-interval", "250", "--eval-iters", "2", "--split", "90,5,5"),
-            *(*SAVED, "--save-interval", "500"),
+            *("--eval-interval", "1000", "--eval-iters", "2", "--split", "90,5,5"),
+            *(*SAVED, "--save-interval", "2500"),
         ),
-        steps=2000,
+        steps=10_000,
     ),
 }
 """What the tests of a run's life train; a scenario is what ``tampered.py`` does in both runs."""

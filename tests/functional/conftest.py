@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from megatron_cg.align.command import Plan
 from megatron_cg.align.data import TokenStream, from_text, python_sources
 from megatron_cg.align.outcome import Outcome
 from megatron_cg.align.presets import load_preset
 from megatron_cg.align.processes import Options
-from megatron_cg.align.run import align_on_gpus, example_script
+from megatron_cg.align.run import align_on_gpus, example_script, make_run
 from tests.functional.cases import Case
 
 TIMEOUT = 240.0
@@ -53,14 +57,30 @@ def has_extension() -> bool:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def data(shared: Path) -> TokenStream:
     """Python's own library, one token a byte."""
-    return from_text(python_sources(), tmp_path_factory.mktemp("data"), "Python's own sources")
+    folder = shared / "data"
+    folder.mkdir(exist_ok=True)
+    description = "Python's own sources"
+    with FileLock(folder / "lock"):
+        if not (folder / "text.bin").exists():
+            return from_text(python_sources(), folder, description)
+        return TokenStream(folder / "text", description, is_bytes=True)
 
 
 @pytest.fixture
-def align(data: TokenStream, tmp_path: Path) -> Callable[..., Outcome]:
-    """Train a case eagerly and with graphs, at once, and compare."""
+def align(data: TokenStream, shared: Path, tmp_path: Path) -> Callable[..., Outcome]:
+    """Train a case eagerly and with graphs and compare.
+
+    Cases whose eager runs are the same command in the same environment share one.
+    """
 
     def run(
         case: Case,
@@ -77,9 +97,33 @@ def align(data: TokenStream, tmp_path: Path) -> Callable[..., Outcome]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in case.env:
                 patch.setenv(name, value)
+            if not any("{directory}" in word for word in case.flags):
+                record = baseline(plan, data, case.env, shared / "baselines")
+                options = replace(options, parallel=False, eager_record=record)
             return align_on_gpus(plan, data, options)
 
     return run
+
+
+def baseline(
+    plan: Plan, data: TokenStream, env: tuple[tuple[str, str], ...], baselines: Path
+) -> Path:
+    """The record of the plan's eager run, which the first test that asks for it makes."""
+    shared = (plan.script, plan.nproc, plan.model, plan.steps, plan.extra, env)
+    directory = baselines / hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
+    directory.mkdir(parents=True, exist_ok=True)
+    done = directory / "done"
+    with FileLock(directory / "lock"):
+        if not done.exists():
+            attempt = directory / f"attempt{len(list(directory.glob('attempt*')))}"
+            run = make_run(plan, data, attempt, "eager")
+            try:
+                run.start(TIMEOUT)
+                assert run.wait() == 0, f"the eager run failed:\n{run.text()[-3000:]}"
+            finally:
+                run.stop()
+            done.write_text(str(run.record))
+        return Path(done.read_text())
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "scale": lambda factors: life.scale_gradients(_factors(factors)),
     "raise": lambda step: life.raise_at(int(step)),
     "exit": lambda step: life.exit_at(int(step)),
+    "two-passes": lambda step: life.two_passes_at(int(step)),
     "kill": lambda step: life.kill_at(int(step)),
     "signal": lambda step: life.signal_at(int(step)),
     "destroy": lambda step: life.destroy_groups_at(int(step)),

@@ -108,6 +108,18 @@ def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(align: Align, lo
     assert OVERDUE not in log(case)
 
 
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_a_backward_pass_after_another_replay_of_its_graph_is_an_error(
+    name: str, align: Align, log: Log
+) -> None:
+    case = replace(LIFE[name], name=f"{name}-two-passes")
+    outcome = align(case, script=SCRIPT, mutation="two-passes@7")
+    assert outcome.comparison.status == "failed"
+    assert "ReplayMismatchError" in outcome.comparison.reason
+    assert "after another forward replay of the same graph" in outcome.comparison.reason
+    assert OVERDUE not in log(case)
+
+
 def test_a_wrong_bit_is_found_and_the_part_run_eagerly(align: Align) -> None:
     case = replace(LIFE["dense"], name="bit", graph_flags=("--cg-verify-interval", "1"))
     outcome = align(case, script=SCRIPT, mutation="wrong-bit@1")

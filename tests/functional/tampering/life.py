@@ -158,6 +158,29 @@ def capture_often(count: int, step: int = 6) -> None:
     before_steps(often)
 
 
+def two_passes_at(step: int) -> None:
+    """In that step, run the backward of a forward pass after another forward pass."""
+    from megatron.core.models.gpt import GPTModel
+
+    wanted = False
+
+    def choose(now: int) -> None:
+        nonlocal wanted
+        wanted = now == step
+
+    def twice(old: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            first = old(self, *args, **kwargs)
+            if wanted and self.training:
+                old(self, *args, **kwargs)
+            return first
+
+        return forward
+
+    before_steps(choose)
+    wrap(GPTModel, "forward", twice)
+
+
 def scale_gradients(factors: Mapping[int, float]) -> None:
     """From each of these steps on, scale the loss before its backward pass by that factor.
 
