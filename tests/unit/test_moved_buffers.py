@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -31,9 +33,18 @@ def play(root: Path) -> None:
 
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
     plan = TrainingPlan(model, graphs=True)
+    single = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
+    without_double_buffers = replace(plan, model=replace(model, fsdp_options=single))
 
-    def run(policy: str | None, change: Change | None = None, ranks: tuple[int, ...] = BOTH) -> Any:
+    def run(
+        policy: str | None,
+        change: Change | None = None,
+        ranks: tuple[int, ...] = BOTH,
+        plan: TrainingPlan = plan,
+    ) -> Any:
         trainer: Any = VotingTrainer(plan, ReplayPolicy(policy or "eager"))  # type: ignore[arg-type]
+        if plan is without_double_buffers:
+            Placement.install(trainer)
         numbers, error = [], ""
         try:
             numbers += [trainer.step() for _ in range(BEFORE)]
@@ -62,6 +73,11 @@ def play(root: Path) -> None:
         "table": run("recapture", table_changes, ranks=(1,)),
         "error": run("error", buffers_move),
         "backward": run("eager", buffers_move_in_forward),
+        "single, at home": run("eager", plan=without_double_buffers),
+        "single, elsewhere": run("eager", Placement.elsewhere, plan=without_double_buffers),
+        "single, elsewhere in backward": run(
+            "eager", Placement.elsewhere_in_backward, plan=without_double_buffers
+        ),
     }
     (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
@@ -118,6 +134,60 @@ def buffers_move(_trainer: Any) -> None:
 
 def buffers_move_in_forward(trainer: Any) -> None:
     trainer.model.register_forward_hook(lambda *_: buffers_move(trainer))
+
+
+class Placement:
+    """Where unsharded parameters lie without double buffers: the test decides, not ``malloc``.
+
+    Each bucket has one place, given to it at its first unshard and kept. Once ``moved`` is set,
+    each unshard gets fresh memory. All memory stays alive, so that none is fresh at an old address.
+    """
+
+    def __init__(self) -> None:
+        self.moved = False
+        self._home: dict[int, Any] = {}
+        self._in_use: dict[int, Any] = {}
+
+    @classmethod
+    def install(cls, trainer: Any) -> None:
+        """Let FSDP's weights take their memory from here; before the first step."""
+        store = trainer.model.module.param_and_grad_buffer
+        trainer.placement = cls()
+        for group in store.parameter_groups:
+            buffer = group.model_weight_buffer
+            assert buffer.temporary_bucket_allocator is store.weight_alloc
+            buffer.temporary_bucket_allocator = trainer.placement
+
+    def allocate(self, bucket_id: int, size: int, dtype: Any, device: Any, **_options: Any) -> Any:
+        """As ``TemporaryBucketAllocator.allocate`` (megatron-core 0.19.2)."""
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import Bucket
+
+        if bucket_id not in self._in_use:
+            place = None if self.moved else self._home.get(bucket_id)
+            if place is None:
+                place = Bucket(data=torch.empty(size, dtype=dtype, device=device))
+                _KEPT.append(place)
+                self._home.setdefault(bucket_id, place)
+            self._in_use[bucket_id] = place
+        return self._in_use[bucket_id]
+
+    def free(self, bucket_id: int) -> None:
+        """As ``TemporaryBucketAllocator.free``, but the memory stays alive."""
+        self._in_use.pop(bucket_id, None)
+
+    @staticmethod
+    def elsewhere(trainer: Any) -> None:
+        """From now on each unshard is elsewhere."""
+        trainer.placement.moved = True
+
+    @staticmethod
+    def elsewhere_in_backward(trainer: Any) -> None:
+        """From now on what is unsharded after the forward pass of the model is elsewhere."""
+
+        def move(*_: Any) -> None:
+            trainer.placement.moved = True
+
+        trainer.model.register_forward_hook(move)
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +273,33 @@ def test_a_buffer_that_moves_between_forward_and_backward_ends_the_run(
     for rank in ranks:
         text = rank["backward"]["error"]
         assert "in the backward pass" in text and "cannot run eagerly" in text, text
+
+
+def test_without_double_buffers_replays_go_on_while_nothing_moves(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert rank["single, at home"]["numbers"] == rank["nothing"]["numbers"]
+        assert rank["single, at home"]["graphs"]["replayed"] == LAYERS * AFTER
+
+
+def test_without_double_buffers_what_moved_before_its_forward_runs_eagerly(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        moved = rank["single, elsewhere"]
+        assert not moved["error"] and moved["numbers"] == rank["nothing"]["numbers"]
+        assert moved["graphs"]["replayed"] == 0
+        assert moved["graphs"]["mismatched"] == LAYERS * AFTER
+
+
+def test_without_double_buffers_what_moves_after_its_forward_replay_ends_the_run(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        moved = rank["single, elsewhere in backward"]
+        assert moved["numbers"] == rank["nothing"]["numbers"][:BEFORE]
+        assert moved["graphs"]["replayed"] == LAYERS
+        text = moved["error"]
+        assert "in the backward pass" in text and "cannot run eagerly" in text, text
+        assert "--fsdp-double-buffer and" in text and "are off" in text, text
