@@ -32,6 +32,10 @@ from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
 from megatron_cg.part import run_part
 
 
+def _leave_out_unit(_module: nn.Module | None) -> str:
+    return "Leave the unit out of graph_units."
+
+
 @dataclass(frozen=True)
 class Unit:
     """A layer to be captured."""
@@ -51,6 +55,9 @@ class Unit:
     attach: Callable[..., Callable[[], None]] | None = None
     """Puts the replay in the place of that, with arguments and undo of
     :func:`megatron_cg.replay.attach_replay`, which None is."""
+    leave_out: Callable[[nn.Module | None], str] = _leave_out_unit
+    """What to type so that a module below the layer, None where it is not known which, is in no
+    graph: a sentence."""
 
 
 def read_hooks(unit: Unit) -> UnitHooks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from megatron_cg.accumulators import forget_accumulators
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture import Unit, buffers_kept
+from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.model import training_states
 from megatron_cg.fsdp.transform import CaptureTimeHooks, UnitHooks
 from megatron_cg.graphed import GuardedGraph
@@ -20,6 +20,7 @@ from megatron_cg.guard import Guard
 from megatron_cg.guard.inputs import Inputs
 from megatron_cg.hook_order import HookOrder
 from megatron_cg.megatron.parts import metric_entries, metrics_kept
+from megatron_cg.refusals import clear_frames, refusal
 from megatron_cg.schedule import schedule
 from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.unit_guard import UnitGuard
@@ -88,11 +89,14 @@ class GuardedCapture:
         try:
             graphs = self._capture(order, observed, args, kwargs, options)
         except Exception as error:
+            refused = self._refusal(error, order)
             if joins:
                 # The frames hold half-made graphs, whose memory the hooks may need.
-                traceback.clear_frames(error.__traceback__)
+                clear_frames(error)
                 order.run_rest()
-            raise
+            if refused is None:
+                raise
+            raise refused from error
         made: list[GuardedGraph | None] = [None] * len(graphs)
         for index, numbers in enumerate(numbers_of):
             names = self._units[index].inputs
@@ -122,6 +126,14 @@ class GuardedCapture:
         )
         order.check_finished()
         return graphs
+
+    def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
+        """What CUDA refused, by module and line; None for any other error."""
+        under_way = order.under_way
+        if under_way is None:
+            return None
+        index, in_backward = under_way
+        return refusal(error, self._units[index], in_backward)
 
     def _samples_of_units(self, samples: int, options: Mapping[str, Any]) -> list[list[int]]:
         """Which samples belong to each unit, by microbatch."""

@@ -35,6 +35,7 @@ from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.schedule import schedule
 from megatron_cg.versions import changed
 
+_AFTER_A_PASS = ("forward_hooks", "backward_hooks")
 _WARMUP_ITERS = 3
 """TE 2.20.2's default of ``num_warmup_iters``."""
 
@@ -87,6 +88,14 @@ class HookOrder:
     def finished(self) -> bool:
         """Whether every hook has run."""
         return self._position == len(self._entries)
+
+    @property
+    def under_way(self) -> tuple[int, bool] | None:
+        """Which callable's pass runs now, and whether it is its backward; None between passes."""
+        if self.finished or self._position == 0:
+            return None
+        layer, key = self._entries[self._position]
+        return (layer, key == "backward_hooks") if key in _AFTER_A_PASS else None
 
     def check_finished(self) -> None:
         """Raise UpstreamChangedError when a capture ended before the order did."""

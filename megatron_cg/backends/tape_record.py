@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.tape_memory import Pool, Slot
 from megatron_cg.errors import CaptureError
+from megatron_cg.places import place_of
 
 #: ATen factories that leave their result unset: nothing to do again, the memory is just there.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -193,8 +195,11 @@ class _Recorder(TorchDispatchMode):
 
     def host_sync(self, what: str) -> HostSyncError:
         """Return the error for a read on the host by ``what``, with the module that asked."""
+        place = place_of(traceback.walk_stack(sys._getframe(1)), self._module)
+        owner = place.owner if place is not None else type(self._module).__name__
+        at = f" at {place.source}" if place is not None and place.source else ""
         return HostSyncError(
-            f"{what} in {_innermost_module(self._module)} (captured as {self._tape.label}) waits "
+            f"{what} in {owner} (captured as {self._tape.label}){at} waits "
             "for the device and reads its memory on the host; a CUDA graph has no host in it. "
             "Leave this module out of --cuda-graph-modules, or keep the value in a tensor."
         )
@@ -276,15 +281,3 @@ def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
     for value in flat:
         if not isinstance(value, torch.Tensor) and hasattr(value, "wait"):
             value.wait()
-
-
-def _innermost_module(root: torch.nn.Module) -> str:
-    """Name the module nearest to the current call, as a path below ``root`` and a class."""
-    names = {id(module): name for name, module in root.named_modules()}
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module) and id(owner) in names:
-            return f"{names[id(owner)] or 'the callable itself'} ({type(owner).__name__})"
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"the backward of {type(root).__name__}"

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,9 +38,10 @@ from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.leaving import leave_without_waiting
 from megatron_cg.megatron.masks import ObservedInputs, without_unused_masks
-from megatron_cg.megatron.scopes import LayerConfig, give_scopes
+from megatron_cg.megatron.scopes import LayerConfig, give_scopes, leave_out
 from megatron_cg.megatron.steps import StepRoutine
 from megatron_cg.memory_report import log_report
+from megatron_cg.refusals import clear_frames
 from megatron_cg.session import Session
 from megatron_cg.undo import set_attribute
 from megatron_cg.versions import Symbol, changed
@@ -246,7 +247,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self._graphs_created = False
         failure = _as_capture_error(error)
         # What the traceback's frames hold of half-made graphs is what going on needs most.
-        traceback.clear_frames(error.__traceback__)
+        clear_frames(error)
         if self.on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
             # At once: the launcher ends the other ranks, and waiting for their votes helps nobody.
             if isinstance(error, OutOfStepError):
@@ -284,6 +285,7 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
             _graphed(layer),
             direct=_is_direct(layer),
             collectives=_has_collectives(layer.config),
+            leave_out=partial(leave_out, layer),
         )
         for layer in layers
     ]

@@ -45,3 +45,47 @@ def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Callable[[], None]:
             if owner is not None and config is not None:
                 undo.callback(set_attribute(owner, "config", LayerConfig(config, modules)))
         return undo.pop_all().close
+
+
+def leave_out(layer: Any, module: nn.Module | None) -> str:
+    """What to type so that ``module``, below ``layer``, is in no graph of it.
+
+    Args:
+        layer: a ``GraphableMegatronModule`` that is captured.
+        module: None where it is not known which module it was.
+    """
+    scopes = list(layer.config.cuda_graph_modules)
+    index = layer.layer_number - 1
+    if not scopes:
+        return (
+            "Name the scopes that do not hold it with --cuda-graph-modules, or leave the layer "
+            f"out: --cg-layers layer takes ranges without {index}."
+        )
+    out = {scope for scope in scopes if _holds(scope, layer, module)} or set(scopes)
+    by_name = {scope.name: scope for scope in scopes}
+    if by_name.get("moe_router") in out and "moe_preprocess" in by_name:
+        out.add(by_name["moe_preprocess"])  # which Megatron captures with the router only
+    kept = [scope.name for scope in scopes if scope not in out]
+    names = [scope.name for scope in scopes if scope in out]
+    instead = f"--cuda-graph-modules {' '.join(kept)}" if kept else "--cuda-graph-impl none"
+    return (
+        f"Type {instead}, without {' and '.join(names)}; or, for this layer alone, --cg-layers "
+        f"with ranges of {' and '.join(names)} that leave out {index}."
+    )
+
+
+def _holds(scope: Any, layer: Any, module: nn.Module | None) -> bool:
+    """Whether ``module`` is in what ``scope`` alone captures of ``layer``."""
+    from megatron.core.transformer.cuda_graphs import _layer_is_graphable
+
+    view = LayerConfig(layer.config, [scope])
+    if not _layer_is_graphable(layer, view):
+        return False
+    if scope.name == "moe_preprocess":  # no module, but code of the MoE layer's own
+        return module is layer.mlp
+    undo = set_attribute(layer, "config", view)
+    try:
+        covered = layer._get_submodules_under_cudagraphs()
+    finally:
+        undo()
+    return any(module is below for root in covered for below in root.modules())

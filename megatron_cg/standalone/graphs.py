@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, Self
@@ -20,6 +19,7 @@ from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.leaving import leave_without_waiting
+from megatron_cg.refusals import clear_frames
 from megatron_cg.session import Session
 from megatron_cg.standalone.ending import graphs_close_in_time
 from megatron_cg.standalone.flight import Flight
@@ -177,7 +177,7 @@ class GraphedUnits:
         except Exception as error:
             failure = _as_capture_error(error)
             # What the traceback's frames hold of half-made graphs is what going on needs most.
-            traceback.clear_frames(error.__traceback__)
+            clear_frames(error)
             if self._on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
                 if isinstance(error, OutOfStepError):
                     leave_without_waiting()
