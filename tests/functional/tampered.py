@@ -25,6 +25,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "wrapper-left-in": lambda _: captures.hooks_with_a_wrapper_left_in(),
     "parameter-hooks-on": lambda _: captures.parameter_hooks_left_on(),
     "buffer-moved": lambda _: captures.buffer_moved(),
+    "host-read": captures.host_read,
     "delete": lambda step: life.delete_after(int(step)),
     "recapture": lambda steps: life.recapture_before(map(int, steps.split(","))),
     "capture-often": lambda times: life.capture_often(int(times)),

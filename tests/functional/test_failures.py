@@ -10,6 +10,7 @@ import pytest
 from megatron_cg.align.compare import Comparison
 from megatron_cg.align.outcome import Outcome
 from tests.functional.cases import DROPOUT, FP8, Case, batch
+from tests.functional.tampering import captures
 
 SCRIPT = Path(__file__).with_name("tampered.py")
 Align = Callable[..., Outcome]
@@ -86,6 +87,38 @@ def test_without_leave_to_go_on_the_run_ends_with_the_error(stage: str, align: A
     assert outcome.comparison.status == "failed"
     assert "CaptureError: capture failed with" in outcome.comparison.reason
     assert "Forced" in outcome.comparison.reason or "OutOfMemory" in outcome.comparison.reason
+
+
+@pytest.mark.parametrize(
+    ("place", "where", "statement"),
+    [
+        ("forward", "in self_attention (SelfAttention), ", "print(output.sum().item())"),
+        ("backward", "in ", "print(gradients[0].sum().item())"),
+    ],
+)
+def test_a_host_read_that_no_rule_knows_is_named_by_module_and_line(
+    place: str, where: str, statement: str, align: Align
+) -> None:
+    source = Path(captures.__file__)
+    lines = source.read_text(encoding="utf-8").splitlines()
+    number = next(n for n, text in enumerate(lines, 1) if text.strip() == statement)
+    outcome = align(case("host-read"), script=SCRIPT, mutation=f"host-read@{place}")
+    reason = outcome.comparison.reason
+    assert outcome.comparison.status == "failed"
+    assert f"CaptureError: CUDA cannot capture the {place} pass of layer 1, {where}" in reason
+    assert f"{source.name}:{number} in " in reason and f"`{statement}`" in reason
+    assert "Type --cuda-graph-" in reason
+
+
+def test_the_host_read_that_ended_a_capture_is_logged_where_training_goes_on(
+    align: Align, log: Callable[..., str]
+) -> None:
+    going_on = case("read", "--cg-on-failure", "eager")
+    outcome = align(going_on, script=SCRIPT, mutation="fail@invalid")
+    assert trained_alike(outcome.comparison, steps=12), outcome.comparison.reason
+    place = "in the callable itself (TransformerLayer), "
+    assert f"CUDA cannot capture the forward pass of layer 0, {place}" in log(going_on)
+    assert "`print(hidden_states.sum().item())`" in log(going_on)
 
 
 @pytest.mark.parametrize("make", [case, mixture])

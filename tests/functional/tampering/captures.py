@@ -119,6 +119,40 @@ def reading_on_the_host(old: Any) -> Any:
     return wrapped
 
 
+def host_read(place: str) -> None:
+    """Let the attention of layer 1 read on the host, in its forward or its backward pass."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    def make(old: Any) -> Any:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output, bias = old(self, *args, **kwargs)
+            if self.layer_number == 2 and place == "backward":
+                output = ReadsInBackward.apply(output)
+            elif self.layer_number == 2 and torch.cuda.is_current_stream_capturing():
+                print(output.sum().item())
+            return output, bias
+
+        return wrapped
+
+    if place not in ("forward", "backward"):
+        raise ValueError(place)
+    wrap(SelfAttention, "forward", make)
+
+
+class ReadsInBackward(torch.autograd.Function):
+    """Hands its input on, and reads the gradient on the host."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            print(gradients[0].sum().item())
+        return gradients[0]
+
+
 def in_capture_only(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def outer(old: Any) -> Any:
         failing = make(old)
