@@ -15,12 +15,21 @@ def _captures_shared_expert(run: RunArguments) -> bool:
 
 RULES: tuple[Rule, ...] = (
     Refusal(
-        "not-bf16",
-        lambda run: not run.bf16,
-        "the run is not in bfloat16",
-        "Megatron's capture helper makes its sample inputs in bfloat16 (get_layer_static_inputs), "
-        "whatever the model's type",
-        "add --bf16",
+        "fp16",
+        lambda run: run.fp16,
+        "--fp16 with --use-megatron-fsdp",
+        "before it unscales, DistributedOptimizer of megatron-core 0.19.2 reads the gradient of "
+        "every parameter, and under Megatron-FSDP some have none, so a run without graphs fails "
+        "too: 'NoneType' object has no attribute 'data'",
+        "type --bf16 instead, or drop --fp16 and train in fp32",
+    ),
+    Refusal(
+        "fp8-without-bf16",
+        lambda run: run.fp8 is not None and not run.bf16,
+        "--fp8-format {run.fp8} without --bf16",
+        "open: FP8 with weights in another type than bfloat16 was never seen to train under "
+        "Megatron-FSDP",
+        "add --bf16, or drop --fp8-format",
     ),
     Refusal(
         "fp8-primary-weights",

@@ -2,7 +2,8 @@
 
 ``GraphArguments`` are the flags this package adds, ``RunArguments`` the settings of Megatron that
 the rules read, ``Environment`` the installed versions and environment variables. None of them
-imports torch or Megatron; ``megatron.py`` fills the first two from Megatron's namespace.
+imports torch or Megatron; ``megatron.py`` fills the first two from Megatron's namespace,
+``configs.py`` the second from the configs of a model.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class RunArguments:
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
 
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
+    fp16: bool = _setting(False, "they are float16; without both they are float32")
     fp8: str | None = _setting(None, "FP8 format, if any")
     fp8_recipe: str = _setting("delayed", "how FP8 scales are found")
     fp8_param_gather: bool = _setting(False, "primary weights are FP8")

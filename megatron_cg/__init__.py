@@ -1,13 +1,50 @@
 """Layerwise CUDA graphs under Megatron-FSDP, bit for bit, on released packages.
 
 ``torchrun ... -m megatron_cg pretrain_gpt.py ...`` runs an unchanged Megatron script;
-:func:`enable` does the same from inside a script, before its arguments are parsed.
+:func:`enable` does the same from inside a script, before its arguments are parsed. A training loop
+of one's own takes :class:`GraphedLayers` for a megatron-core model and :func:`graph_units` for one
+under the standalone Megatron-FSDP. Both bring torch with them, which ``import megatron_cg`` alone
+does not.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
 
+if TYPE_CHECKING:
+    from megatron_cg.api import GraphedLayers
+    from megatron_cg.standalone.graphs import GraphedUnits, graph_units
+
 __version__ = "0.1.0"
-__all__ = ["CaptureError", "ConfigurationError", "MegatronCGError", "disable", "enable"]
+__all__ = [
+    "CaptureError",
+    "ConfigurationError",
+    "GraphedLayers",
+    "GraphedUnits",
+    "MegatronCGError",
+    "disable",
+    "enable",
+    "graph_units",
+]
+
+_LATER = {
+    "GraphedLayers": "megatron_cg.api",
+    "GraphedUnits": "megatron_cg.standalone.graphs",
+    "graph_units": "megatron_cg.standalone.graphs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name whose module is imported when it is first asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
 
 
 def enable() -> None:

@@ -2,21 +2,21 @@
 
 For models of the standalone megatron_fsdp package see :mod:`megatron_cg.standalone`.
 
-Relied on: megatron-core 0.19.2, ``TransformerConfig`` and ``DistributedDataParallelConfig``, whose
-fields have the names of Megatron's flags; ``cuda_graphs.HAVE_TE_GRAPHS``.
+Relied on: megatron-core 0.19.2, ``unwrap_model`` of ``megatron.core.utils`` and
+``cuda_graphs.HAVE_TE_GRAPHS``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Self
 
 from torch import nn
 
+from megatron_cg.arguments.configs import run_of
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.backends.base import Backend
 from megatron_cg.counters import Counters
@@ -78,7 +78,7 @@ class GraphedLayers:
             cg_on_mismatch=on_mismatch,
             cg_verify_interval=verify_interval,
         )
-        _check(config, fsdp.ddp_config, given, backend)
+        _check(model, fsdp.ddp_config, optimizer, given, backend)
         with ExitStack() as undo:
             self._helper = _make_helper(
                 undo, (model, optimizer, seq_length, micro_batch_size), given, backend
@@ -156,29 +156,21 @@ def _make_helper(
     return kind([model], model.config, seq_length, micro_batch_size, [optimizer])
 
 
-def _check(config: Any, ddp_config: Any, given: GraphArguments, backend: Backend | None) -> None:
-    """Raise ConfigurationError where the rules for Megatron's flags forbid it.
+def _check(
+    model: Any, ddp_config: Any, optimizer: Any, given: GraphArguments, backend: Backend | None
+) -> None:
+    """Raise ConfigurationError where the rules for Megatron's flags forbid it."""
+    from megatron.core.utils import unwrap_model
 
-    What only a command line has (layer specs, fine-tuning on packed sequences) is not asked.
-    """
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(RunArguments):
-        for source in (config, ddp_config):
-            if hasattr(source, field.name):
-                values[field.name] = getattr(source, field.name)
-    values["use_megatron_fsdp"] = True
-    values["cuda_graph_modules"] = tuple(scope.name for scope in config.cuda_graph_modules)
-    values["recompute_modules"] = tuple(config.recompute_modules or ("core_attn",))
-    values["fp8_param_gather"] = bool(getattr(config, "fp8_param", False))
-    values["te_rng_tracker"] = True
-    frequency = values["moe_layer_freq"]
-    values["moe_layer_freq"] = frequency if isinstance(frequency, int) else tuple(frequency)
-    if values["cuda_graph_impl"] == "none":
+    run = run_of(
+        unwrap_model(model), model.config, ddp_config, getattr(optimizer, "config", None)
+    )
+    if run.cuda_graph_impl == "none":
         raise HookError(
             "cuda_graph_impl of the model's config is none: build it with "
             'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
         )
     name = "transformer_engine" if backend is None else backend.name
-    broken = violations(RunArguments(**values), given, Environment.read(name))
+    broken = violations(run, given, Environment.read(name))
     if broken:
         raise ConfigurationError(broken)

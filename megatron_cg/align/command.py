@@ -54,6 +54,8 @@ class Plan:
     steps: int
     scopes: tuple[str, ...] = ("attn",)
     warmup_steps: int = 3
+    bf16: bool = True
+    """False: without ``--bf16``, so in fp32."""
     graph_extra: tuple[str, ...] = ()
     """This package's flags for the graph run."""
     extra: tuple[str, ...] = ()
@@ -65,7 +67,8 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
     words = [sys.executable, "-m", "torch.distributed.run"]
     # A rendezvous of its own on a port that it holds from the start: runs side by side never meet.
     words += ["--standalone", "--nproc-per-node", str(plan.nproc)]
-    words += ["-m", "megatron_cg", str(plan.script), *plan.model, *BASE_FLAGS, *data]
+    base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
+    words += ["-m", "megatron_cg", str(plan.script), *plan.model, *base, *data]
     words += ["--train-iters", str(plan.steps)]
     words += graph_flags(plan) if graphs else ["--cuda-graph-impl", "none"]
     name = "graphs" if graphs else "eager"

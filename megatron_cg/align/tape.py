@@ -48,6 +48,7 @@ def align_on_tape(
     warmup_steps: int,
     scopes: tuple[str, ...] | None,
     nproc: int,
+    bf16: bool = True,
 ) -> Outcome:
     """Train eagerly, train with tapes after ``warmup_steps``, compare.
 
@@ -63,6 +64,7 @@ def align_on_tape(
         "steps": steps,
         "warmup_steps": warmup_steps,
         "processes": nproc,
+        "bf16": bf16,
         "tokens": str(data.prefix),
     }
     env = command.environment(os.environ, root=_ROOT, cudnn=None)

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=positive, default=12, help="training steps (default 12)")
     add("--warmup-steps", type=whole, default=3, help="eager steps first (default 3)")
     add_scopes(parser)
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model (default bf16)")
     add(
         "--nproc",
         type=positive,
@@ -117,6 +118,7 @@ def _on_gpus(
         steps=args.steps,
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
         warmup_steps=args.warmup_steps,
+        bf16=args.dtype == "bf16",
         graph_extra=("--cg-layers", *args.cg_layers) if args.cg_layers else (),
         extra=tuple(extra),
     )
@@ -142,6 +144,7 @@ def _on_tape(
         warmup_steps=args.warmup_steps,
         scopes=None if args.scopes is None else tuple(args.scopes),
         nproc=args.nproc or preset.nproc,
+        bf16=args.dtype == "bf16",
     )
 
 

@@ -38,6 +38,7 @@ from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.leaving import leave_without_waiting
 from megatron_cg.megatron.masks import ObservedInputs, without_unused_masks
+from megatron_cg.megatron.samples import hidden_type, in_type
 from megatron_cg.megatron.scopes import LayerConfig, give_scopes, leave_out
 from megatron_cg.megatron.steps import StepRoutine
 from megatron_cg.memory_report import log_report
@@ -147,13 +148,14 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self.flattened_callables_is_mtp = [mtp for chunk in pairs for _, mtp in chunk]
 
     def _get_sample_arguments(self, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
-        """Megatron's, less the rotary table of layers whose attention is not captured.
+        """Megatron's in the model's type, less the rotary table of layers without attention.
 
         Megatron decides on the table once for the model; with ``--cg-layers`` it depends on the
         layer, and TE demands at replay every keyword that it saw at capture.
         """
         sample_args, sample_kwargs = super()._get_sample_arguments(*args, **kwargs)
         if self._fsdp is not None:
+            sample_args = in_type(sample_args, hidden_type(self.config))
             for index, layer in enumerate(self.flattened_callables):
                 scopes = self._layer_scopes(layer)
                 if scopes != self._run_scopes() and CudaGraphModule.attn not in scopes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,12 @@ def test_both_run_under_the_launcher_and_record() -> None:
         assert line[launcher - 1 : launcher + 2] == ["-m", "megatron_cg", "train.py"]
         assert value("--cg-record", line) == "/r" and value("--nproc-per-node", line) == "2"
         assert {"--te-rng-tracker", "--deterministic-mode", "--use-megatron-fsdp"} <= set(line)
+
+
+def test_both_runs_are_in_the_same_type() -> None:
+    for graphs in (False, True):
+        assert "--bf16" in words(graphs)
+        assert "--bf16" not in words(graphs, replace(PLAN, bf16=False))
 
 
 def test_extra_flags_come_last_so_that_they_win() -> None:

@@ -69,6 +69,16 @@ def test_the_verdict_is_the_exit_code(
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("backend", ["tape", "transformer_engine"])
+def test_the_type_of_the_model_can_be_chosen(
+    backend: str, text: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "", (SAME,), 4)))
+    for words, bf16 in ((["--dtype", "fp32"], False), ([], True)):
+        assert main(["align", "--backend", backend, *words, *text]) == 0
+        assert (asked["bf16"] if backend == "tape" else asked["plan"].bf16) is bf16
+
+
 def test_the_table_shows_numbers_differences_and_shards(
     text: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -269,7 +269,20 @@ NUMERICS = (
         "streams outside of the graph",
         "drop --fine-grained-activation-offloading",
     ),
-    Case("not-bf16", {"bf16": False}, "not in bfloat16", "get_layer_static_inputs", "add --bf16"),
+    Case(
+        "fp16",
+        {"bf16": False, "fp16": True},
+        "--fp16 with --use-megatron-fsdp",
+        "'NoneType' object has no attribute 'data'",
+        "type --bf16",
+    ),
+    Case(
+        "fp8-without-bf16",
+        {"bf16": False, "fp8": "hybrid"},
+        "--fp8-format hybrid without --bf16",
+        "another type than bfloat16",
+        "add --bf16",
+    ),
     Case(
         "fp8-primary-weights",
         {"fp8": "hybrid", "fp8_param_gather": True},

@@ -72,6 +72,7 @@ def test_all_violations_at_once() -> None:
         cuda_graph_modules=("moe", "moe_router"),
         recompute_granularity="full",
         bf16=False,
+        fp16=True,
     )
     environment = Environment(
         versions={"transformer-engine": "2.17.1", "megatron-core": "0.19.2"},
@@ -82,7 +83,7 @@ def test_all_violations_at_once() -> None:
         "moe-and-router",
         "moe-without-drop-and-pad",
         "full-recompute",
-        "not-bf16",
+        "fp16",
         "transformer-engine-version",
         "max-connections",
     ]

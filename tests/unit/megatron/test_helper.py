@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ LENGTH, BATCH = 16, 2
 
 
 @pytest.fixture
-def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def bf16() -> bool:
+    return True
+
+
+@pytest.fixture
+def trainer(one_rank: None, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.transformer import cuda_graphs
 
@@ -27,7 +33,9 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
     calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
-    model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
+    model = CpuModelConfig(
+        layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH, bf16=bf16
+    )
     made = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
     made.step()
     yield made
@@ -60,7 +68,9 @@ class OneMask(TapeBackend):
 
 
 def layers_of(trainer: Any) -> list[Any]:
-    return list(trainer.model.module.module.module.decoder.layers)
+    from megatron_cg.cpu.model import transformer_layers
+
+    return list(transformer_layers(trainer.model))
 
 
 def test_capture_replay_and_deletion(trainer: Any) -> None:
@@ -76,6 +86,52 @@ def test_capture_replay_and_deletion(trainer: Any) -> None:
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
     session.counters.expect(replayed=3)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "residual", "dtype"),
+    [
+        (True, False, torch.bfloat16),
+        (False, False, torch.float32),
+        (True, True, torch.float32),
+    ],
+    ids=["bf16", "fp32", "residual in fp32"],
+)
+def test_samples_have_the_type_that_layers_are_called_with(
+    trainer: Any, residual: bool, dtype: torch.dtype
+) -> None:
+    trainer.model.config.fp32_residual_connection = residual
+    called: list[torch.dtype] = []
+
+    def note(_layer: Any, _args: Any, kwargs: Any) -> None:
+        called.append(kwargs["hidden_states"].dtype)
+
+    for layer in layers_of(trainer):
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    with suppress(RuntimeError):  # torch's norm hands its input's type on to a weight of another
+        trainer.step()
+    args, _ = helper_for(trainer)._get_cuda_graph_input_data()
+    assert len({id(tensor) for (tensor,) in args}) == 3
+    for (hidden,) in args:
+        assert hidden.dtype is dtype and hidden.requires_grad and hidden.is_leaf
+    assert set(called) == {dtype}
+
+
+@pytest.mark.parametrize("bf16", [False], ids=["fp32"])
+def test_a_model_in_fp32_replays(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    helper.create_cudagraphs()
+    trainer.step()
+    helper.session.counters.expect(captured=3, replayed=3, eager=0, mismatched=0)
+    helper.delete_cuda_graphs()
+
+
+def test_samples_that_were_one_tensor_are_one_again() -> None:
+    from megatron_cg.megatron.samples import in_type
+
+    one, other = (torch.ones(2, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    made = in_type([(one,), (other,), (one,)], torch.float32)
+    assert made[0][0] is made[2][0] and made[1][0] is not made[0][0]
 
 
 def test_a_second_capture_after_deletion_replays_again(trainer: Any) -> None:

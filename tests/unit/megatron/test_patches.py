@@ -106,9 +106,10 @@ def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatc
     )
     megatron_cg.enable()
     words = [word for word in GRAPHS if word not in ("--fsdp-double-buffer", "--bf16")]
+    words.append("--fp16")
     with pytest.raises(ConfigurationError) as error:
         arguments.validate_args(parse(*words), {})
-    assert "--fsdp-double-buffer" in str(error.value) and "--bf16" in str(error.value)
+    assert "--fsdp-double-buffer" in str(error.value) and "--fp16" in str(error.value)
     assert reached == []
     megatron_cg.disable()
 

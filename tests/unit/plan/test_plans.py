@@ -61,6 +61,7 @@ REQUESTS = {
     "more microbatches": on_preset("--global-batch-size 16"),
     "no warmup": on_preset("--cuda-graph-warmup-steps 1"),
     "fp8": on_preset("--fp8-format hybrid"),
+    "fp32": Request("x", tuple(w for w in on_preset("").words if w != "--bf16"), 2),
     "context parallel": on_preset("--context-parallel-size 2"),
     "experts": read_request("mixtral-tiny", CAPACITY.split(), scopes=["attn", "moe"]),
     "tensor parallel": on_preset("--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -143,6 +144,20 @@ def test_experts_say_what_lets_a_graph_hold_them(plans: dict[str, Plan]) -> None
         "tokens per expert differ from step to step; moe can capture them with "
         "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity"
     )
+
+
+def test_a_model_in_fp32_is_planned_in_fp32(plans: dict[str, Plan]) -> None:
+    plan, narrow = plans["fp32"], plans["llama-tiny"]
+    assert command.exit_code(plan) == command.READY, plan
+    (hidden,) = {
+        (entry["dtype"], entry["bytes"])
+        for row in plan["layers"]
+        for entry in row["static_inputs"]
+        if entry["name"] == "hidden_states"
+    }
+    assert hidden == ("float32", 2 * narrow["layers"][0]["static_inputs"][0]["bytes"])
+    for term in ("saved_activations", "outputs"):
+        assert plan["graph_memory"][term] > narrow["graph_memory"][term]
 
 
 def test_a_plan_does_not_depend_on_those_before_it(plans: dict[str, Plan]) -> None:

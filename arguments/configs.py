@@ -1,0 +1,124 @@
+"""Between a model that was built in Python and our dataclasses: what its configs say.
+
+Relied on: megatron-core 0.19.2, the fields of ``TransformerConfig``,
+``DistributedDataParallelConfig`` and ``OptimizerConfig``; ``decoder.layers`` of its models with
+``is_moe_layer`` and ``self_attention`` of a ``TransformerLayer``; ``HybridModel``'s
+``hybrid_layer_pattern``. What Megatron's parser would derive from flags is read from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_cg.arguments.layout import decoder_symbols
+from megatron_cg.arguments.schema import RunArguments
+from megatron_cg.versions import changed
+
+TRANSFORMER: Mapping[str, str] = {
+    "cuda_graph_impl": "cuda_graph_impl",
+    "cuda_graph_modules": "cuda_graph_modules",
+    "gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "num_layers": "num_layers",
+    "num_experts": "num_moe_experts",
+    "moe_layer_freq": "moe_layer_freq",
+    "moe_expert_capacity_factor": "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity": "moe_pad_expert_input_to_capacity",
+    "moe_token_dispatcher_type": "moe_token_dispatcher_type",
+    "moe_router_padding_for_fp8": "moe_router_padding_for_fp8",
+    "moe_shared_expert_overlap": "moe_shared_expert_overlap",
+    "moe_input_jitter_eps": "moe_input_jitter_eps",
+    "recompute_granularity": "recompute_granularity",
+    "recompute_modules": "recompute_modules",
+    "attention_dropout": "attention_dropout",
+    "hidden_dropout": "hidden_dropout",
+    "cpu_offloading": "cpu_offloading",
+    "fine_grained_activation_offloading": "fine_grained_activation_offloading",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp8": "fp8",
+    "fp8_recipe": "fp8_recipe",
+    "fp8_param_gather": "fp8_param",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "overlap_moe_expert_parallel_comm": "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute": "delay_wgrad_compute",
+    "hybrid_context_parallel": "hybrid_context_parallel",
+    "mtp_num_layers": "mtp_num_layers",
+    "mtp_use_repeated_layer": "mtp_use_repeated_layer",
+    "te_rng_tracker": "use_te_rng_tracker",
+    "inference_rng_tracker": "inference_rng_tracker",
+}
+"""Fields of :class:`RunArguments`, and the field of ``TransformerConfig`` that each is."""
+
+DISTRIBUTED: Mapping[str, str] = {
+    "fsdp_double_buffer": "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_db_use_persist_buf_on_alloc_fail",
+    "fp8_param_gather": "fp8_param_gather",
+    "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
+    "delay_wgrad_compute": "delay_wgrad_compute",
+}
+"""The same of ``DistributedDataParallelConfig``; a switch in both is on where one of them is."""
+
+ELSEWHERE: Mapping[str, str] = {
+    "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
+    "optimizer_cuda_graph": "a field of OptimizerConfig, read from the optimizer's config",
+    "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
+    "custom_layers": "flags that name a layer spec; a model is there, so its layers are read",
+    "sft": "of megatron.training's data loader; a loop of one's own packs as it likes",
+    "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
+}
+"""The rest, with the reason why neither of the two configs has it."""
+
+
+def run_of(
+    model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None
+) -> RunArguments:
+    """The settings of a model under Megatron-FSDP, as the rules read them.
+
+    Args:
+        model: megatron-core's model without its wrappers, which has ``decoder``.
+        config: its ``TransformerConfig``.
+        ddp_config: Megatron-FSDP's ``DistributedDataParallelConfig``.
+        optimizer_config: the optimizer's ``OptimizerConfig``, if it has one.
+
+    Raises UpstreamChangedError when a field of the two configs is not there.
+    """
+    values = {ours: _get(config, "TransformerConfig", name) for ours, name in TRANSFORMER.items()}
+    for ours, name in DISTRIBUTED.items():
+        value = _get(ddp_config, "DistributedDataParallelConfig", name)
+        values[ours] = values.get(ours) or value
+    values["cuda_graph_modules"] = tuple(scope.name for scope in values["cuda_graph_modules"])
+    values["recompute_modules"] = tuple(values["recompute_modules"] or ("core_attn",))
+    values["fp8_recipe"] = str(getattr(values["fp8_recipe"], "value", values["fp8_recipe"]))
+    frequency = values["moe_layer_freq"]
+    values["moe_layer_freq"] = frequency if isinstance(frequency, int) else tuple(frequency)
+    values["optimizer_cuda_graph"] = bool(getattr(optimizer_config, "optimizer_cuda_graph", False))
+    return RunArguments(**{**values, **_layers(model)}, use_megatron_fsdp=True)
+
+
+def _get(config: Any, kind: str, name: str) -> Any:
+    try:
+        return getattr(config, name)
+    except AttributeError as error:
+        raise changed("megatron-core", f"{kind}.{name}", "a field of the config") from error
+
+
+def _layers(model: Any) -> dict[str, Any]:
+    """What the layers are, from the model itself: a spec may differ from what its config says."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        return {"hybrid_layer_pattern": pattern, "num_layers": len(decoder_symbols(pattern))}
+    layers = list(getattr(getattr(model, "decoder", None), "layers", ()))
+    if not layers or not all(_is_plain(layer) for layer in layers):
+        return {"custom_layers": True}
+    return {
+        "num_layers": len(layers),
+        "moe_layer_freq": tuple(int(layer.is_moe_layer) for layer in layers),
+    }
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is attention and then an MLP or experts, as the rules take it to be."""
+    parts = [getattr(layer, name, None) for name in ("self_attention", "mlp")]
+    has_parts = all(p is not None and type(p).__name__ != "IdentityOp" for p in parts)
+    return has_parts and hasattr(layer, "is_moe_layer")
