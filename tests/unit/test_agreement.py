@@ -27,7 +27,8 @@ from megatron_cg.agreement import (
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import CaptureError, PhaseError
 
-SHORT, LONG = timedelta(seconds=1), timedelta(seconds=30)
+SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
+"""For a vote to which nobody comes, and for one to which all come, however slow the machine is."""
 RANKS = 2
 
 

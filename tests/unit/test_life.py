@@ -337,7 +337,7 @@ def in_use() -> dict[str, int]:
             local = getattr(found, "_local_tensor", found)
             if local is not None:
                 storage = local.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                storages[storage._cdata] = storage.nbytes()
     return counts | {"bytes": sum(storages.values())}
 
 

@@ -14,6 +14,7 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseE
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.record import FLAG_REGISTRIES
 from megatron_cg.session import Phase, Session
+from tests.unit.identity import Same
 
 
 class Forced(Exception):
@@ -44,14 +45,14 @@ def state(trainer: Any) -> dict[str, Any]:
     from megatron.core.transformer import cuda_graphs
 
     hooks = [
-        (name, registry, key, id(fn))
+        (name, registry, key, Same(fn))
         for name, module in trainer.model.named_modules()
         for registry in (*(kind.value for kind in HookKind), *FLAG_REGISTRIES)
         for key, fn in getattr(module, registry).items()
     ]
     raw = trainer.model.module.param_and_grad_buffer.params
     quiet = [
-        (index, key, id(fn))
+        (index, key, Same(fn))
         for index, parameter in enumerate(raw)
         for key, fn in (parameter._post_accumulate_grad_hooks or {}).items()
     ]
@@ -59,7 +60,7 @@ def state(trainer: Any) -> dict[str, Any]:
     return {
         "hooks": hooks,
         "parameter hooks": quiet,
-        "gradients": [id(p.grad) for p in raw],
+        "gradients": [Same(p.grad) for p in raw],
         "values": [p.full_tensor().clone() for p in trainer.model.module.parameters()],
         "buffers": [b.clone() for b in trainer.model.buffers()],
         "attributes": [sorted(vars(layer)) for layer in layers_of(trainer)],

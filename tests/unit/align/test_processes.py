@@ -31,12 +31,27 @@ record["parameters"] = dict(w="a")
 """
 
 
+class RunsOnceReady(Run):
+    """A run that has come to where it says so, by a file, before its time begins to count."""
+
+    def start(self, timeout: float) -> None:
+        super().start(timeout)
+        assert self.process is not None
+        while not (self.directory / "ready").exists():
+            assert self.process.poll() is None
+            time.sleep(0.05)
+
+
+READY = "import pathlib, sys; pathlib.Path(sys.argv[1]).parent.joinpath('ready').touch()\n"
+
+
 def make_runs(directory: Path, eager: str, graphs: str) -> list[Run]:
     made = []
     for name, code in (("eager", eager), ("graphs", graphs)):
         place = directory / name
         words = [sys.executable, "-c", code, str(place / "record")]
-        made.append(Run(name, words, dict(os.environ), place))
+        kind = RunsOnceReady if READY in code else Run
+        made.append(kind(name, words, dict(os.environ), place))
     return made
 
 
@@ -48,7 +63,7 @@ def recording(loss: float) -> str:
 @pytest.mark.parametrize(("loss", "status"), [(1.0, IDENTICAL), (2.0, DIFFERENT)])
 def test_two_runs_are_compared(parallel: bool, loss: float, status: str, tmp_path: Path) -> None:
     runs = make_runs(tmp_path, recording(1.0), recording(loss))
-    outcome = run_and_compare(runs, Options(tmp_path, timeout=60, parallel=parallel))
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=600, parallel=parallel))
     assert outcome.comparison.status == status
     assert outcome.eager is not None and outcome.graphed is not None
     assert set(outcome.commands) == {"eager", "graphs"}
@@ -56,9 +71,9 @@ def test_two_runs_are_compared(parallel: bool, loss: float, status: str, tmp_pat
 
 def test_an_earlier_eager_record_is_used_again(tmp_path: Path) -> None:
     first = make_runs(tmp_path / "first", recording(1.0), recording(1.0))
-    run_and_compare(first, Options(tmp_path, timeout=60))
+    run_and_compare(first, Options(tmp_path, timeout=600))
     again = make_runs(tmp_path / "again", "raise SystemExit(9)", recording(1.0))[1:]
-    options = Options(tmp_path, timeout=60, eager_record=first[0].record)
+    options = Options(tmp_path, timeout=600, eager_record=first[0].record)
     assert options.names == ("graphs",)
     assert run_and_compare(again, options).comparison.status == IDENTICAL
 
@@ -66,7 +81,7 @@ def test_an_earlier_eager_record_is_used_again(tmp_path: Path) -> None:
 def test_nothing_is_run_for_an_earlier_record_that_is_not_there(tmp_path: Path) -> None:
     (run,) = make_runs(tmp_path, "", recording(1.0))[1:]
     with pytest.raises(RecordError, match="nowhere holds no record"):
-        run_and_compare([run], Options(tmp_path, 60, eager_record=tmp_path / "nowhere"))
+        run_and_compare([run], Options(tmp_path, 600, eager_record=tmp_path / "nowhere"))
     assert run.process is None
 
 
@@ -77,7 +92,7 @@ def failed(outcome: Outcome) -> str:
 
 def test_a_failed_run_is_named_with_its_error(tmp_path: Path) -> None:
     runs = make_runs(tmp_path, recording(1.0), "raise ValueError('on purpose')")
-    outcome = run_and_compare(runs, Options(tmp_path, timeout=60))
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=600))
     assert failed(outcome) == "the graphs run ended with exit code 1: ValueError: on purpose"
     assert "Traceback" in outcome.log_tail
 
@@ -87,42 +102,42 @@ def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
     script.write_text(
         "import os, signal, time\n"
         "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, *{words!r}]))"
     runs = make_runs(tmp_path, recording(1.0), code)
-    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=120)))
+    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=600)))
     assert reason == "the graphs run ended with exit code 1: rank 1 was ended by Signal 9 (SIGKILL)"
 
 
 def test_the_second_is_not_started_after_the_first_failed(tmp_path: Path) -> None:
     runs = make_runs(tmp_path, "raise SystemExit(7)", recording(1.0))
-    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=60)))
+    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=600)))
     assert reason == "the eager run ended with exit code 7: no error was named"
     assert runs[1].process is None
 
 
 def test_a_run_without_a_record_has_failed(tmp_path: Path) -> None:
     runs = make_runs(tmp_path, recording(1.0), "print('nothing to see')")
-    outcome = run_and_compare(runs, Options(tmp_path, timeout=60))
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=600))
     assert "holds no record" in failed(outcome)
     assert outcome.log_tail == "nothing to see"
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_workers(tmp_path: Path) -> None:
-    sleeper = "import time; time.sleep(300)"
+    sleeper = "import time; time.sleep(600)"
     code = (
         "import subprocess, sys, pathlib\n"
         f"worker = subprocess.Popen([sys.executable, '-c', {sleeper!r}])\n"
         "pathlib.Path(sys.argv[1]).parent.joinpath('pid').write_text(str(worker.pid))\n"
-        "worker.wait()\n"
+        f"{READY}worker.wait()\n"
     )
     runs = make_runs(tmp_path, code, recording(1.0))
-    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=2)))
-    assert reason == "the eager run did not end within --timeout 2 s"
+    reason = failed(run_and_compare(runs, Options(tmp_path, timeout=0.5)))
+    assert reason == "the eager run did not end within --timeout 0.5 s"
     pid = (tmp_path / "eager" / "pid").read_text()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)
@@ -140,12 +155,12 @@ def test_the_signal_that_stops_torchrun_is_not_taken_for_the_cause(
         "    sys.exit(1)\n"
         "signal.signal(signal.SIGTERM, stopped)\n"
         f"print({said!r}, flush=True)\n"
-        "time.sleep(60)\n"
+        f"{READY}time.sleep(600)\n"
     )
     runs = make_runs(tmp_path, recording(1.0), code)
-    outcome = run_and_compare(runs, Options(tmp_path, timeout=3))
+    outcome = run_and_compare(runs, Options(tmp_path, timeout=0.5))
     before = f"said {said!r} and " if said else ""
-    assert failed(outcome) == f"the graphs run {before}{OVERDUE} 3 s"
+    assert failed(outcome) == f"the graphs run {before}{OVERDUE} 0.5 s"
     assert OVERDUE in outcome.log_tail
 
 
@@ -162,7 +177,7 @@ def test_an_earlier_record_is_not_overwritten(tmp_path: Path) -> None:
     runs = make_runs(tmp_path, recording(1.0), recording(1.0))
     runs[1].record.mkdir(parents=True)
     with pytest.raises(LaunchError, match="holds an earlier run"):
-        run_and_compare(runs, Options(tmp_path, timeout=60))
+        run_and_compare(runs, Options(tmp_path, timeout=600))
     assert runs[0].process is None
 
 

@@ -49,7 +49,7 @@ def options(tmp_path: Path) -> Callable[..., Options]:
     """Options of an invocation in a folder of its own."""
 
     def make(**changes: Any) -> Options:
-        given = {"work": tmp_path, "invocation": "one", "timeout": 60.0, **changes}
+        given = {"work": tmp_path, "invocation": "one", "timeout": 600.0, **changes}
         return Options(**given)
 
     return make
@@ -120,7 +120,7 @@ def test_runs_of_later_rounds_that_can_no_longer_end_are_not_begun(
 
 
 def test_a_run_gets_no_more_time_than_is_left(options: Callable[..., Options]) -> None:
-    programs = {EAGER: "import time; time.sleep(60)"}
+    programs = {EAGER: "import time; time.sleep(600)"}
     quick = options(timeout=0.5)
     (result,) = execute(RUNS[:1], starting(programs), quick, {}, finished=lambda _r: None)
     assert result["status"] == FAILED
@@ -132,7 +132,7 @@ def test_a_run_that_measured_all_and_hangs_is_stopped(
 ) -> None:
     monkeypatch.setattr("megatron_cg.bench.execute.GRACE", 0.1)
     single = [PlannedRun(replace(SETTINGS, nproc=1), EAGER)]
-    programs = {EAGER: writing(RANK, "import time; time.sleep(60)")}
+    programs = {EAGER: writing(RANK, "import time; time.sleep(600)")}
     (result,) = execute(single, starting(programs), options(), {}, finished=lambda _r: None)
     assert result["status"] == OK and result["ranks"] == [RANK]
 

@@ -79,11 +79,13 @@ def test_a_time_that_is_none_is_refused(
 def test_a_reader_that_has_gone_is_no_error(line: str, tmp_path: Path) -> None:
     """As with ``| head``: nothing on standard error, whether rich prints or we."""
     words = [sys.executable, "-m", "megatron_cg.cli.main", *line.format(tmp_path).split()]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    said = process.stderr.read().decode()
-    assert (process.wait(), said) == (NO_READER, "")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr.decode()) == (NO_READER, "")
 
 
 def started(words: str, shell: str, **env: str) -> tuple[int, str]:

@@ -50,7 +50,7 @@ def test_what_it_runs_ends_with_it(tmp_path: Path, ending: signal.Signals) -> No
     written = tmp_path / "pid"
     worker = (
         "import os, time; from pathlib import Path; "
-        f"Path({str(written)!r}).write_text(str(os.getpid())); time.sleep(60)"
+        f"Path({str(written)!r}).write_text(str(os.getpid())); time.sleep(600)"
     )
     body = COMMAND.format(worker=worker, folder=str(tmp_path))
     command = subprocess.Popen([sys.executable, "-c", body])
@@ -61,7 +61,7 @@ def test_what_it_runs_ends_with_it(tmp_path: Path, ending: signal.Signals) -> No
         worker_pid = int(written.read_text())
         assert alive(worker_pid)
         command.send_signal(ending)
-        assert command.wait(30) == 128 + ending
+        assert command.wait(300) == 128 + ending
         assert not alive(worker_pid)
     finally:
         command.kill()

@@ -100,6 +100,7 @@ def gather_and_count(directory: Path) -> None:
                     dist.all_gather_into_tensor(output, mine, group=group, async_op=True)
                 waiting.callback(gathered.wait)
         sums += torch.stack(outputs).sum()
+    dist.barrier()  # The default group's worker has run then, and so has its name.
     torch.save((worker_threads(), sums), directory / f"{dist.get_rank()}.pt")
 
 

@@ -25,7 +25,7 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
 )
-_SECONDS = 60.0
+_SECONDS = 300.0
 
 
 def find_chromium() -> str | None:
@@ -154,7 +154,7 @@ def open_tab(chromium: str, profile: Path) -> Iterator[Tab]:
         yield tab
         tab.session = ""
         tab.call("Browser.close")
-        process.wait(20)
+        process.wait(_SECONDS)
     finally:
         process.kill()
         process.wait()

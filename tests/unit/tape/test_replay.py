@@ -171,10 +171,9 @@ def test_memory_that_was_freed_and_allocated_again_elsewhere_is_an_error() -> No
     (graph,) = capture((module,))
     storage = module.weight.untyped_storage()
     address = storage.data_ptr()
-    storage.resize_(0)
-    others = [torch.empty(8) for _ in range(64)]
-    storage.resize_(32)
-    assert storage.data_ptr() != address and others
+    # New memory is allocated before the old is freed, so it cannot lie where the old lies.
+    storage.resize_(64)
+    assert storage.data_ptr() != address
     with pytest.raises(FreedStorageError, match="allocated again at another address"):
         graph(torch.ones(4, 8))
 

@@ -24,6 +24,7 @@ from megatron_cg.fsdp.fast.unshard import _fetched
 from megatron_cg.fsdp.fast.views import BucketViews
 from megatron_cg.fsdp.fast.weights import _GroupGradients, _Row, install_main_gradients
 from megatron_cg.idle_pool import _Chunk
+from tests.unit.identity import Same
 
 CELLS = (
     "_param_list_for_submodule_unshard",
@@ -38,9 +39,9 @@ def state(fsdp: Any) -> list[Any]:
     owners = [fsdp, store, *(g.model_weight_buffer for g in store.parameter_groups)]
     functions = list(hook_functions(fsdp))
     return [
-        *({name: id(value) for name, value in vars(owner).items()} for owner in owners),
-        *(id(find_cell(functions, name).cell_contents) for name in CELLS),
-        *((name, id(p)) for name, p in fsdp.module.named_parameters()),
+        *({name: Same(value) for name, value in vars(owner).items()} for owner in owners),
+        *(Same(find_cell(functions, name).cell_contents) for name in CELLS),
+        *((name, Same(p)) for name, p in fsdp.module.named_parameters()),
     ]
 
 
@@ -83,8 +84,8 @@ def without(name: str) -> Any:
 
 
 def test_exchanged_parameters_are_megatrons_own(fsdp: Any) -> None:
-    def slots() -> list[int]:
-        return [id(p) for m in fsdp.module.modules() for p in m._parameters.values()]
+    def slots() -> list[Same]:
+        return [Same(p) for m in fsdp.module.modules() for p in m._parameters.values()]
 
     exchanges = ("_replace_param_with_raw_if_needed", "_replace_param_with_distributed_if_needed")
     megatrons: list[Any] = []
