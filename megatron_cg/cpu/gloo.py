@@ -7,6 +7,11 @@ finished in one ``std::string``, without a lock (ProcessGroupGloo.cpp, ``runLoop
 one of them prefetched, finish at the same moment, that memory is freed twice: now and then a
 process ended in "malloc(): unaligned tcache chunk detected" or SIGSEGV. One worker has nobody to
 share the note with.
+
+All groups of a process share one gloo device per interface. A device has a thread that wakes up
+every 10 ms (gloo, transport/tcp/loop.cc: ``epoll_wait``), and torch makes a device per group. A
+model under Megatron-FSDP has some 40 groups, and a process that trains several keeps them all, so
+that these threads took more CPU time than the training.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from megatron_cg.undo import set_attribute
@@ -38,7 +44,10 @@ RELIES_ON = (_GROUP, _OPTIONS)
 
 @contextmanager
 def one_worker_a_group() -> Iterator[None]:
-    """Give each gloo group that is made in the block one worker thread. May be nested."""
+    """Give each gloo group that is made in the block one worker thread and the process's device.
+
+    May be nested. A group that is given options keeps the devices in them.
+    """
     group = _GROUP.find()
     undo = set_attribute(group, "__init__", _with_one_worker(group.__init__))
     try:
@@ -64,10 +73,20 @@ def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
 
 def _default_options(timeout: timedelta | None) -> Any:
     """What torch itself makes a group with that is given no options (torch 2.11, init.cpp)."""
-    group, options = _GROUP.find(), _OPTIONS.find()()
+    options = _OPTIONS.find()()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    devices = [group.create_device(interface=name) for name in names]
-    options._devices = devices or [group.create_default_device()]
+    options._devices = [_device(name) for name in names or [""]]
     if timeout is not None:
         options._timeout = timeout
     return options
+
+
+@cache
+def _device(interface: str) -> Any:
+    """The device of this process on that interface; of no name, the one that torch chooses."""
+    group = _GROUP.find()
+    return group.create_device(interface=interface) if interface else group.create_default_device()
+
+
+# Its thread does not survive a fork.
+os.register_at_fork(after_in_child=_device.cache_clear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import FileStore
 
+from megatron_cg.cpu import gloo
 from megatron_cg.cpu.gloo import one_worker_a_group
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.cpu.standins import cpu_standins
@@ -65,6 +67,39 @@ def test_a_group_that_is_given_options_or_a_bare_time_limit_has_one_worker_too(
     assert [options._threads for options in found] == [1, 1, 1]
     assert found[1]._timeout == timedelta(seconds=9)
     assert found[2]._timeout == ProcessGroupGloo._Options()._timeout
+
+
+@pytest.mark.parametrize("interface", ["lo", ""])
+def test_all_groups_of_a_process_share_one_device(
+    store: str, interface: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each device has a thread that wakes up a hundred times a second, as long as it lives."""
+    made = []
+    for name in ("create_device", "create_default_device"):
+        create = getattr(ProcessGroupGloo, name)
+
+        def counted(create: Any = create, **named: str) -> Any:
+            made.append(named)
+            return create(**named)
+
+        monkeypatch.setattr(ProcessGroupGloo, name, counted)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    gloo._device.cache_clear()
+    with one_worker_a_group():
+        group_of_one(store)
+        for _ in range(3):
+            dist.new_group([0])
+    assert made == [{"interface": "lo"} if interface else {}]
+
+
+def test_a_forked_process_makes_its_own_device() -> None:
+    """The thread of its parent's device is not among its own."""
+    gloo._device("lo")
+    child = os.fork()
+    if child == 0:
+        os._exit(gloo._device.cache_info().currsize)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gloo._device.cache_info().currsize >= 1
 
 
 def test_groups_are_as_torch_makes_them_after_the_block_also_after_an_exception(store: str) -> None:
