@@ -205,7 +205,11 @@ class Agreement:
             return self._finish(pending, timeout)
 
     def begin_capture(self) -> None:
-        """Open the next capture; a new agreement has opened its first. Not a vote."""
+        """Open the next capture; a new agreement has opened its first. Not a vote.
+
+        All ranks are at this place: what was left for that is undone.
+        """
+        self.together()
         self._captures += 1
         self._next = Kind.CAPTURE_START
 
@@ -264,7 +268,8 @@ class Agreement:
         Raises AgreementError when a rank does not, and within :data:`LEAVING` when one does not
         come: it is waiting for a collective in its replay then.
         """
-        if dist.get_world_size() == 1:
+        # Without groups there is no rank that could wait for this one.
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         verdict = Verdict(graphs=digest([name]))
         decision = self.agree(Kind.MISMATCH, verdict, timeout=LEAVING)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from megatron_cg.capture import Unit
+from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.guard import Guard
 from megatron_cg.verify import Kept, verify
@@ -25,7 +26,7 @@ class GuardedGraph:
         unit: the layer.
         microbatch: the number of this graph within the layer.
         watch: what is done about a mismatch.
-        collectives: whether the graph holds any.
+        eager_passes: what comes before an eager pass of the unit.
         kept: see :func:`megatron_cg.verify.verify`.
     """
 
@@ -37,12 +38,13 @@ class GuardedGraph:
         microbatch: int,
         watch: Watch,
         *,
-        collectives: bool,
+        eager_passes: EagerPasses,
         kept: Kept,
     ) -> None:
+        self.eager_passes = eager_passes
         self._graph, self._guard = graph, guard
         self._unit, self._microbatch = unit, microbatch
-        self._watch, self._kept, self._collectives = watch, kept, collectives
+        self._watch, self._kept = watch, kept
         self._replays = 0
         self._awaited = 0
         """The replay whose backward may run; 0 where none may."""
@@ -60,16 +62,10 @@ class GuardedGraph:
         counters.guard_ns += time.perf_counter_ns() - began
         if mismatch is None and self._watch.verifies:
             counters.verified += 1
+            self._watch.issue_held()
             mismatch = verify(self._unit, self._graph, args, kwargs, self._kept)
         if mismatch is not None:
-            self._watch.mismatched(
-                mismatch,
-                self._unit.name,
-                self._microbatch,
-                collectives=self._collectives,
-                fresh=self._replays == 0,
-            )
-            counters.eager += 1
+            self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=self._replays == 0)
             return self._unit.run(self._unit.layer, args, kwargs)
         self._replays += 1
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))

@@ -12,6 +12,7 @@ from torch import nn
 from megatron_cg.accumulators import forget_accumulators
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture import Unit, buffers_kept
+from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.model import training_states
 from megatron_cg.fsdp.transform import CaptureTimeHooks, UnitHooks
@@ -52,6 +53,8 @@ class GuardedCapture:
         self._fsdp, self._units, self._backend = fsdp, tuple(units), backend
         self._watch, self._static_inputs = watch, static_inputs
         self._guards = tuple(UnitGuard(unit) for unit in self._units)
+        self.eager_passes: tuple[EagerPasses, ...] = ()
+        """Of each unit, once its graphs are captured."""
 
     def run(
         self,
@@ -97,6 +100,10 @@ class GuardedCapture:
             if refused is None:
                 raise
             raise refused from error
+        self.eager_passes = tuple(
+            EagerPasses(unit.name, self._watch, collectives=guard.collectives)
+            for unit, guard in zip(self._units, self._guards, strict=True)
+        )
         made: list[GuardedGraph | None] = [None] * len(graphs)
         for index, numbers in enumerate(numbers_of):
             names = self._units[index].inputs
@@ -164,7 +171,7 @@ class GuardedCapture:
             unit,
             microbatch,
             self._watch,
-            collectives=self._guards[index].collectives,
+            eager_passes=self.eager_passes[index],
             kept=lambda: self._kept(unit),
         )
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from megatron_cg.capture import Unit
+from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.guard import Mismatch
 from megatron_cg.guard.inputs import described
 from megatron_cg.part import is_running_part
@@ -53,21 +54,31 @@ def attach_replay(
         unit: a ``GraphableMegatronModule`` whose ``cuda_graphs`` are set.
         before_replay: (fn, arguments) run before each replay; see
             :attr:`megatron_cg.fsdp.transform.UnitHooks.before_replay`.
-        watch: where mismatches go, and eager passes are counted.
+        watch: of the unit's session.
     """
     target: Any = unit.layer
     eager = target.forward
+    passes: EagerPasses = target.cuda_graphs[0].eager_passes
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_running_part():  # of a layer whose part is its whole forward
             return eager(*args, **kwargs)
-        if target.training and target.cuda_graphs:
-            mismatch = _no_tensor(args, kwargs) if unit.direct else None
-            if mismatch is None:
-                return target._te_cuda_graph_replay(*args, **kwargs)
-            watch.mismatched(mismatch, unit.name, 0, collectives=unit.collectives, fresh=True)
-        watch.counters.eager += 1
-        return eager(*args, **kwargs)
+        if not target.training:
+            passes.for_no_replay("it is in evaluation mode")
+            return eager(*args, **kwargs)
+        if not target.cuda_graphs:
+            passes.for_no_replay("its graphs were taken away")
+            return eager(*args, **kwargs)
+        mismatch = _no_tensor(args, kwargs) if unit.direct else None
+        if mismatch is not None:
+            passes.for_mismatch(mismatch)
+            return eager(*args, **kwargs)
+        passes.replay_follows()
+        try:
+            return target._te_cuda_graph_replay(*args, **kwargs)
+        except Exception:
+            watch.issue_held()
+            raise
 
     with ExitStack() as undo:
         undo.callback(set_attribute(target, "forward", forward))

@@ -1,4 +1,11 @@
-"""One model's graphs, from before capture until they are released."""
+"""One model's graphs, from before capture until they are released.
+
+Note [Graphs that one rank deletes]
+    A rank may delete its graphs by itself, between two steps. All ranks find that out a step later
+    and give up theirs (``boundary.py``); until then it runs eagerly what the others replay. Where a
+    graph held collectives that needs a vote, so what is left on the layer votes, until all ranks
+    have agreed on what follows (Note [Undone by all ranks together] in ``agreement.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +36,7 @@ from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.replay import attach_replay
 from megatron_cg.reporting.capture import CaptureReport
 from megatron_cg.static_inputs import StaticInputs
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import run_before, set_attribute
 from megatron_cg.verdict import Verdict, digest
 from megatron_cg.watch import ReplayPolicy, Watch
 
@@ -158,6 +166,7 @@ class Session:
                     together=agreement.undo_together if agreement is not None else None,
                 )
                 self._undo.callback(self.fast_path.close)
+                self.watch.issue_held = self.fast_path.late.issue
         except BaseException as error:
             self._undo.close()
             self.phase = Phase.EAGER
@@ -240,6 +249,16 @@ class Session:
                     release.callback(graph.reset)
             # Last in, first out: the wait comes first, and what it raises keeps no graph alive.
             release.callback(self._backend.synchronize)
+        self._vote_when_eager()
+
+    def _vote_when_eager(self) -> None:
+        """See Note [Graphs that one rank deletes]."""
+        if self._agreement is None or self._capture is None:
+            return
+        for unit, passes in zip(self._units, self._capture.eager_passes, strict=True):
+            if passes.collectives:
+                vote = partial(passes.for_no_replay, "its graphs were deleted")
+                self._agreement.undo_together(run_before(unit.layer, "forward", vote))
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:

@@ -50,6 +50,8 @@ class Watch:
         self.wants_recapture = False
         self.captured_again = False
         """Whether a mismatch led to this capture: one more is asked for only once it has helped."""
+        self.issue_held: Callable[[], None] = _nothing
+        """Issues the gathers that are held for after a launch; to be called before eager passes."""
         self._policy = policy
         self._all_leave = all_leave
         self._reported: set[tuple[str, tuple[str, str]]] = set()
@@ -87,8 +89,8 @@ class Watch:
         text = self._report(mismatch, layer, microbatch)
         if self._policy.on_mismatch == "error":
             raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
-        if collectives and self._all_leave is not None:
-            self._leave_together(f"{layer}/{microbatch}/{mismatch.key}", text)
+        if collectives:
+            self.leave_together(f"{layer}/{microbatch}/{mismatch.key}", text)
         if self._policy.on_mismatch == "recapture" and not (fresh and self.captured_again):
             self.wants_recapture = True
 
@@ -99,14 +101,19 @@ class Watch:
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )
 
-    def _leave_together(self, name: str, text: str) -> None:
-        assert self._all_leave is not None
+    def leave_together(self, name: str, text: str) -> None:
+        """Return when all ranks do what ``name`` says with a graph that holds collectives.
+
+        Raises ReplayMismatchError, which begins with ``text``, where they do not.
+        """
+        if self._all_leave is None:
+            return
         try:
             self._all_leave(name)
         except RuntimeError as error:
             raise ReplayMismatchError(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "
-                f"replay them, and not all ranks found this mismatch ({error}). Leave the layer "
+                f"replay them, and not all ranks found the same ({error}). Leave the layer "
                 "out with --cg-layers, or train with --cuda-graph-impl none."
             ) from error
 
@@ -117,3 +124,7 @@ class Watch:
             self._reported.add((layer, mismatch.key))
             logger.warning("megatron_cg: no replay of %s Reported once.", text)
         return text
+
+
+def _nothing() -> None:
+    return None

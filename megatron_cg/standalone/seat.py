@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.capture import Unit
+from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.replay import ManualHook
 from megatron_cg.standalone.call import CallForm
 from megatron_cg.standalone.flight import Flight
@@ -67,18 +68,28 @@ class Seat:
     ) -> Callable[[], None]:
         """See ``attach`` of :class:`megatron_cg.capture.Unit`."""
         target: Any = unit.layer
+        passes: EagerPasses = target.cuda_graphs[0].eager_passes
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if target.training and target.cuda_graphs:
-                inputs, by_name, mismatch = self._form.split(args, kwargs)
-                mismatch = mismatch or self._flight.broken(self._index)
-                if mismatch is None:
-                    for hook, arguments in before_replay:
-                        hook(*arguments)
-                    return self._replay(target.cuda_graphs[0], inputs, by_name, watch)
-                watch.mismatched(mismatch, unit.name, 0, collectives=unit.collectives, fresh=True)
-            watch.counters.eager += 1
-            return self._eager(*args, **kwargs)
+            if not target.training:
+                passes.for_no_replay("it is in evaluation mode")
+                return self._eager(*args, **kwargs)
+            if not target.cuda_graphs:
+                passes.for_no_replay("its graphs were taken away")
+                return self._eager(*args, **kwargs)
+            inputs, by_name, mismatch = self._form.split(args, kwargs)
+            mismatch = mismatch or self._flight.broken(self._index)
+            if mismatch is not None:
+                passes.for_mismatch(mismatch)
+                return self._eager(*args, **kwargs)
+            passes.replay_follows()
+            try:
+                for hook, arguments in before_replay:
+                    hook(*arguments)
+                return self._replay(target.cuda_graphs[0], inputs, by_name, watch)
+            except Exception:
+                watch.issue_held()
+                raise
 
         return set_attribute(target, "forward", forward)
 

@@ -41,6 +41,8 @@ class FastPath:
         self.parts: list[str] = []
         self.left_out: dict[str, str] = {}
         self.hand_off: GradientHandOff | None = None
+        self.late = LatePrefetch()
+        """Holds gathers; to be told before a graphed unit runs eagerly."""
         self._hidden: HiddenWeights | None = None
         self._undo = ExitStack()
 
@@ -125,12 +127,10 @@ def install(
                 _OF_GRAPHS,
                 lambda: install_hidden_graphs(path._hides(fsdp, graphed), replays, late.launched),
             )
+        if _OF_GRAPHS in path.parts:
+            path.late = late
         path._add("GEMM heuristics", lambda: install_heuristics(fsdp.module))
-        launches = _OF_GRAPHS in path.parts
-        path._add(
-            "unshard",
-            lambda: install_unshard(fsdp, path._unit_is_done, late if launches else None),
-        )
+        path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done, path.late))
         path._add("main gradients", lambda: install_main_gradients(fsdp, room))
         path._add("main weights", lambda: install_main_weights(fsdp))
         path._add("zero gradients", lambda: install_zero(fsdp, model))

@@ -1,0 +1,71 @@
+"""What comes before a pass in which one unit runs eagerly instead of being replayed.
+
+Note [Before anything runs eagerly]
+    Two things come first, on every way into eager: what the fast path holds for after a launch is
+    issued (Note [Launch first] in ``fsdp/fast/late.py``), and where the unit's graphs hold
+    collectives all ranks vote (Note [A graph with collectives] in ``watch.py``).
+
+Note [Turns]
+    A mismatch is voted on in each pass. Evaluation, or graphs that are gone, need no vote in each:
+    ranks vote when a unit turns from replays to eager passes and when it turns back. A rank that
+    turns alone finds nobody at its vote, whichever way it turns.
+"""
+
+from __future__ import annotations
+
+from megatron_cg.guard.mismatch import Mismatch
+from megatron_cg.watch import Watch
+
+
+class EagerPasses:
+    """The eager passes of one unit.
+
+    Args:
+        name: the unit's.
+        watch: what is done about a mismatch.
+        collectives: whether the unit's graphs hold any, as found when they were captured.
+    """
+
+    def __init__(self, name: str, watch: Watch, *, collectives: bool) -> None:
+        self.collectives = collectives
+        self._name, self._watch = name, watch
+        self._replays = True
+
+    def for_mismatch(self, mismatch: Mismatch, microbatch: int = 0, *, fresh: bool = True) -> None:
+        """Return where this pass is to run eagerly for ``mismatch``.
+
+        Args:
+            mismatch: what forbids the replay.
+            microbatch: the graph's number within the unit.
+            fresh: whether another capture would not help.
+
+        Raises:
+            ReplayMismatchError: see :meth:`megatron_cg.watch.Watch.mismatched`.
+        """
+        self._watch.issue_held()
+        self._watch.mismatched(
+            mismatch, self._name, microbatch, collectives=self.collectives, fresh=fresh
+        )
+        self._watch.counters.eager += 1
+
+    def for_no_replay(self, why: str) -> None:
+        """Return where passes are to run eagerly until :meth:`replay_follows`; ``why`` in words.
+
+        Raises ReplayMismatchError where the graphs hold collectives and other ranks replay.
+        """
+        self._watch.issue_held()
+        self._turn(f"eager passes, since {why}", "eager", replays=False)
+        self._watch.counters.eager += 1
+
+    def replay_follows(self) -> None:
+        """Return where the unit is to be replayed. Raises as :meth:`for_no_replay`."""
+        if not self._replays:
+            self._turn("replays", "replayed", replays=True)
+
+    def _turn(self, words: str, name: str, *, replays: bool) -> None:
+        if self._replays is replays:
+            return
+        if self.collectives:
+            text = f"{self._name} turns to {words}, on this rank."
+            self._watch.leave_together(f"{self._name}/{name}", text)
+        self._replays = replays
