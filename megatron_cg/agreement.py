@@ -110,7 +110,7 @@ class Agreement:
     Every rank must come to the same votes in the same order: gloo pairs exchanges by the order in
     which each rank issued them, whatever is still under way. Votes of one capture are two:
     :meth:`ready` before it and :meth:`confirm` at its end; a rank that fails between them calls
-    :meth:`report_failure`. :meth:`begin_capture` opens the next capture.
+    :meth:`report_failure`. A capture that is given up is one place for :meth:`together`. :meth:`begin_capture` opens the next capture.
 
     Args:
         timeout: how long a vote waits for a rank that does not come.
@@ -213,6 +213,11 @@ class Agreement:
         self._captures += 1
         self._next = Kind.CAPTURE_START
 
+    @property
+    def awaits_start(self) -> bool:
+        """Whether the vote on this capture's start is still to come."""
+        return self._next is Kind.CAPTURE_START
+
     def ready(self, verdict: Verdict | None = None, timeout: timedelta | None = None) -> None:
         """Say that this rank can begin to capture; returns when all ranks can.
 
@@ -290,6 +295,8 @@ class Agreement:
     def _vote_on_capture(self, kind: Kind, verdict: Verdict, timeout: timedelta | None) -> None:
         decision = self.agree(kind, verdict, serial=self._captures, timeout=timeout)
         self._next = None
+        if decision.level is Level.GIVE_UP or not decision.sizes_agree:
+            self.together()
         if decision.asked:
             raise CaptureError(
                 f"capture failed on {ranks_text(decision.asked)}, whose own log has the reason. "

@@ -1,5 +1,14 @@
 """One model's graphs, from before capture until they are released.
 
+Note [Where ranks vote on a capture]
+    Twice: before the first hook runs, and when nothing is left that can fail on one rank: the
+    graphs are whole, what capture changed is put back, the fast path is installed. What is put back
+    may issue all-gathers, on a rank that failed as on the others. So a rank that failed before the
+    first vote votes at once, where the others wait for it, and one that failed later once it has
+    put all back. Without leave to go on (``joins``) a rank that failed among the hooks ends, and
+    its launcher ends the others; after the hooks the others come to the vote in any case, so it
+    votes and all end with the cause.
+
 Note [Graphs that one rank deletes]
     A rank may delete its graphs by itself, between two steps. All ranks find that out a step later
     and give up theirs (``boundary.py``); until then it runs eagerly what the others replay. Where a
@@ -11,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -19,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.agreement import Agreement
+from megatron_cg.agreement import Agreement, AgreementError
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.lending import ReplayFunction
 from megatron_cg.capture import Unit, capturing
@@ -134,7 +143,7 @@ class Session:
         self._wait_for_earlier_work()
         votes = self._agreement.time if self._agreement is not None else None
         report = CaptureReport(self._fsdp, self._units, self._backend, votes)
-        self.phase = Phase.CAPTURING
+        self.phase, whole = Phase.CAPTURING, False
         keep_no_more(self._fsdp)  # All ranks capture, or none, so they are at one place.
         try:
             self._capture = GuardedCapture(
@@ -144,33 +153,22 @@ class Session:
                 self._hooks = hooks
                 for unit in self._units:
                     lasting.callback(set_attribute(unit.layer, "cuda_graphs", []))
-                with self._failure_shared():
+                with self._failed_start_shared():
                     yield
-                    self._check_whole()
-                    for unit, unit_hooks in zip(self._units, hooks, strict=True):
-                        attach = unit.attach or attach_replay
-                        lasting.callback(attach(unit, unit_hooks.before_replay, self.watch))
-                    if self._agreement is not None:
-                        self._agreement.confirm()
-                self._undo = lasting.pop_all()
-            if self._wants_fast_path:
-                # Only now are FSDP's hooks, which it is found by, in their places again.
-                agreement = self._agreement
-                self.fast_path = install_fast_path(
-                    self._fsdp,
-                    self._backend.room(),
-                    self._optimizers,
-                    self._graphed(),
-                    self._replay_functions(),
-                    model=self._model,
-                    together=agreement.undo_together if agreement is not None else None,
-                )
-                self._undo.callback(self.fast_path.close)
-                self.watch.issue_held = self.fast_path.late.issue
+                self._check_whole()
+                for unit, unit_hooks in zip(self._units, hooks, strict=True):
+                    attach = unit.attach or attach_replay
+                    lasting.callback(attach(unit, unit_hooks.before_replay, self.watch))
+                self._undo, whole = lasting.pop_all(), True
+            # Only now are FSDP's hooks, which the fast path is found by, in their places again.
+            self._install_fast_path()
+            if self._agreement is not None:
+                self._agreement.confirm()
         except BaseException as error:
             self._undo.close()
             self.phase = Phase.EAGER
             report.failed(error)
+            self._share_failure(error, whole=whole)
             raise
         _SESSIONS.append(self)
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
@@ -215,17 +213,43 @@ class Session:
 
         return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
 
+    def _install_fast_path(self) -> None:
+        if not self._wants_fast_path:
+            return
+        agreement = self._agreement
+        self.fast_path = install_fast_path(
+            self._fsdp,
+            self._backend.room(),
+            self._optimizers,
+            self._graphed(),
+            self._replay_functions(),
+            model=self._model,
+            together=agreement.undo_together if agreement is not None else None,
+        )
+        self._undo.callback(self.fast_path.close)
+        self.watch.issue_held = self.fast_path.late.issue
+
     @contextmanager
-    def _failure_shared(self) -> Iterator[None]:
-        """Vote on a failure where the others vote: what is undone after may issue all-gathers."""
+    def _failed_start_shared(self) -> Iterator[None]:
+        """See Note [Where ranks vote on a capture]."""
         try:
             yield
-        except OutOfStepError:
-            raise
         except Exception:
-            if self._joins and self._agreement is not None:
+            if self._joins and self._agreement is not None and self._agreement.awaits_start:
                 self._agreement.report_failure()
             raise
+
+    def _share_failure(self, error: BaseException, *, whole: bool) -> None:
+        """See Note [Where ranks vote on a capture]."""
+        if self._agreement is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, OutOfStepError | AgreementError):
+            return
+        if self._joins:
+            self._agreement.report_failure()
+        elif whole:
+            with suppress(CaptureError):
+                self._agreement.report_failure()
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Let :meth:`close` run ``undo`` too, before what was changed earlier is undone."""

@@ -24,6 +24,7 @@ STAGES = (
     "invalid",
     "capture-backward",
     "publish",
+    "install",
 )
 
 

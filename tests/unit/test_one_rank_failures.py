@@ -41,6 +41,8 @@ STAGES = (
     "capture forward",
     "capture backward",
     "publishing",
+    "installing the fast path",
+    "the fast path's last part",
 )
 
 
@@ -67,6 +69,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
 
     from megatron_cg import capture, session
     from megatron_cg.backends import tape
+    from megatron_cg.fsdp.fast import path
     from megatron_cg.megatron.helper import FsdpCudaGraphHelper
 
     forward = (TransformerLayer, "_te_cuda_graph_capture")
@@ -81,6 +84,8 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
         "capture forward": (*forward, LAYERS * WARMUPS + 2),
         "capture backward": (*backward, LAYERS * WARMUPS + 2),
         "publishing": (session, "attach_replay", 2),
+        "installing the fast path": (path, "install_kept", 1),
+        "the fast path's last part": (path, "install_zero", 1),
     }[stage]
 
 
@@ -196,6 +201,8 @@ def train_through_failures(root: Path) -> None:
                 helper.create_cudagraphs()
             results.append({"eager": expected, "after": step(trainer), **seen})
             results[-1]["said"] = messages.texts[:]
+            pipeline = trainer.model.module.all_gather_pipeline
+            results[-1]["kept"] = "release_bucket" in vars(pipeline)
             results[-1]["graphs"] = helper.graphs_created() or helper.session is not None
         helper = new_helper(trainer)
         with no_hang():
@@ -227,6 +234,8 @@ def test_all_ranks_go_on_eagerly_with_the_same_numbers(
     for rank in (failed, other):
         assert rank["said"][-1].endswith("Training goes on eagerly (--cg-on-failure eager).")
         assert rank["graphs"] is False
+        # What leaves out gathers is on no rank, whichever rank had it already.
+        assert rank["kept"] is False
         assert rank["after"] == rank["eager"]
 
 
@@ -271,3 +280,54 @@ def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None, tmp_pa
     # The other rank waited for this one until it was gone, or was ended with it.
     other = tmp_path / "0"
     assert not other.exists() or "went on" not in other.read_text()
+
+
+def capture_or_end(root: Path) -> None:
+    """In one process, without leave to go on: on rank 1 the fast path cannot be installed."""
+    from megatron_cg.errors import CaptureError
+
+    trainer = new_trainer()
+    trainer.step()
+    with megatron_with_tapes(), no_hang(), ExitStack() as faults:
+        helper = new_helper(trainer)
+        helper.on_failure = "error"
+        if dist.get_rank() == 1:
+            stage = call_that_fails("installing the fast path")
+            faults.enter_context(failing(*stage, RuntimeError("no fast path")))
+        try:
+            helper.create_cudagraphs()
+        except CaptureError as error:
+            (root / f"{dist.get_rank()}").write_text(str(error))
+
+
+def test_without_leave_to_go_on_all_ranks_end_with_the_cause(tmp_path: Path) -> None:
+    run_processes(partial(capture_or_end, tmp_path))
+    first, second = ((tmp_path / f"{rank}").read_text() for rank in range(2))
+    assert first.startswith("capture failed on rank 1, whose own log has the reason")
+    assert second.startswith("capture failed with RuntimeError: no fast path")
+
+
+def train_with_failing_installs(root: Path) -> None:
+    """The standalone API: on rank 1 the fast path cannot be installed."""
+    from tests.unit.standalone.networks import Run
+
+    numbers = []
+    for graphs in (False, True):
+        run = Run()
+        with ExitStack() as faults, no_hang():
+            if graphs:
+                faults.enter_context(run.with_graphs(on_failure="eager"))
+                if dist.get_rank() == 1:
+                    stage = call_that_fails("the fast path's last part")
+                    faults.enter_context(failing(*stage, RuntimeError("no fast path")))
+            numbers.append([run.step().tolist() for _ in range(3)])
+            assert run.graphs is None or run.graphs.session is None
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(numbers))
+
+
+def test_the_standalone_api_goes_on_eagerly_too(tmp_path: Path) -> None:
+    pytest.importorskip("megatron_fsdp")
+    run_processes(partial(train_with_failing_installs, tmp_path))
+    for rank in range(2):
+        eager, after = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert after == eager

@@ -56,13 +56,15 @@ def on_call(number: int, error: BaseException, *, after: bool = False) -> Callab
 
 
 def fail_at(place: str) -> None:
-    """Raise in one stage of capture: sample inputs, warmup or capture of layer 1, publishing.
+    """Raise in one stage of capture: sample inputs, warmup or capture of layer 1, publishing,
+    installing the last part but the optimizer's of the FSDP fast path.
 
     ``place`` is the stage, and after another @ the one rank that fails.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_cg import session
+    from megatron_cg.fsdp.fast import path
 
     stage, _, only = place.partition("@")
     note_state_around_capture()
@@ -90,6 +92,8 @@ def fail_at(place: str) -> None:
         wrap(helper_class(), "create_cudagraphs", with_broken_unshard(error))
     elif stage == "publish":
         wrap(session, "attach_replay", on_call(2, error))
+    elif stage == "install":
+        wrap(path, "install_zero", on_call(1, error))
     else:
         raise ValueError(stage)
 
