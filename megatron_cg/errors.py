@@ -63,6 +63,32 @@ class CaptureError(MegatronCGError):
     """Capture failed; model, hooks, RNG, FP8 state and flags are as before it began."""
 
 
+class HostSyncError(CaptureError):
+    """What is captured waits for the device on the host, which no CUDA graph can hold.
+
+    ``where`` says which operation it is, in which module, file and line, and in which capture.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        super().__init__(
+            f"{where} waits for the device and reads its memory on the host; a CUDA graph has no "
+            "host in it. Leave this module out of --cuda-graph-modules, or keep the value in a "
+            "tensor."
+        )
+
+    @property
+    def violation(self) -> Violation:
+        """The same as a broken rule, where a plan finds it before there is a run."""
+        return Violation(
+            "host-read",
+            self.where,
+            "it waits for the device and reads its memory on the host, and a CUDA graph has no "
+            "host in it",
+            "leave this module out of --cuda-graph-modules, or keep the value in a tensor",
+        )
+
+
 class EarlierWorkError(CaptureError):
     """The GPU failed before capture began; nothing more can run in this process."""
 

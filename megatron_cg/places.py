@@ -16,8 +16,11 @@ Frames = Iterable[tuple[FrameType, int]]
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = Path(__file__).parent
-_NOT_THE_MODEL = (_TORCH, str(_HERE / "backends"), str(_HERE / "cpu"))
-"""Folders of what is called by a model and is not the model."""
+_NOT_THE_MODEL = (
+    _TORCH,
+    *(str(_HERE / name) for name in ("backends", "cpu", "host_reads.py", "plan")),
+)
+"""Files of what is called by a model and is not the model."""
 
 
 @dataclass(frozen=True)

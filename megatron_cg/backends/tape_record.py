@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,21 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.tape_memory import Pool, Slot
-from megatron_cg.errors import CaptureError
-from megatron_cg.places import place_of
+from megatron_cg.host_reads import HostReads
 
 #: ATen factories that leave their result unset: nothing to do again, the memory is just there.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-#: Tagged by torch as data dependent, though they are so only for some of their arguments.
-_SOMETIMES = frozenset(
-    {"index", "index_put", "index_put_", "_index_put_impl_", "repeat_interleave"}
-)
-#: Methods that read memory on the host without an ATen operation that could be seen.
-_HOST_READS = ("tolist", "numpy", "__array__")
-
-
-class HostSyncError(CaptureError):
-    """The callable reads the device's memory on the host, which no CUDA graph can hold."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +94,11 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
     runs no kernel. Raises HostSyncError inside the block where the host reads a tensor.
     """
     tape = Tape(pool, label)
-    recorder = _Recorder(tape, module)
+    reads = HostReads(module, label)
+    recorder = _Recorder(tape, reads)
     _recording.append(tape)
     try:
-        with ExitStack() as stack:
-            for name in _HOST_READS:
-                stack.enter_context(_refused_read(name, recorder))
-            stack.enter_context(recorder)
+        with reads.refused(), recorder:
             yield tape
     finally:
         _recording.pop()
@@ -123,10 +108,10 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
 class _Recorder(TorchDispatchMode):
     """Sees every ATen call below autograd, runs it and writes it on the tape."""
 
-    def __init__(self, tape: Tape, module: torch.nn.Module) -> None:
+    def __init__(self, tape: Tape, reads: HostReads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
-        self._module = module
+        self._reads = reads
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -137,8 +122,7 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _reads_on_host(func, args, kwargs):
-            raise self.host_sync(str(func))
+        self._reads.check(func, args, kwargs)
         given = _leaves([args, *kwargs.values()])
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         if func is torch.ops.aten.lift_fresh.default:
@@ -193,17 +177,6 @@ class _Recorder(TorchDispatchMode):
             window.copy_(before)
         self._before.clear()
 
-    def host_sync(self, what: str) -> HostSyncError:
-        """Return the error for a read on the host by ``what``, with the module that asked."""
-        place = place_of(traceback.walk_stack(sys._getframe(1)), self._module)
-        owner = place.owner if place is not None else type(self._module).__name__
-        at = f" at {place.source}" if place is not None and place.source else ""
-        return HostSyncError(
-            f"{what} in {owner} (captured as {self._tape.label}){at} waits "
-            "for the device and reads its memory on the host; a CUDA graph has no host in it. "
-            "Leave this module out of --cuda-graph-modules, or keep the value in a tensor."
-        )
-
 
 def _leaves(value: Any) -> list[Any]:
     """What is in the lists and tuples of an ATen call, all that such a call nests.
@@ -224,41 +197,6 @@ def _mapped(
         return [one(inner) for inner in value] if isinstance(value, list | tuple) else change(value)
 
     return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}
-
-
-@contextmanager
-def _refused_read(name: str, recorder: _Recorder) -> Iterator[None]:
-    original = getattr(torch.Tensor, name)
-
-    def refuse(_tensor: torch.Tensor, *_args: object, **_kwargs: object) -> None:
-        raise recorder.host_sync(f"Tensor.{name}")
-
-    own = name in vars(torch.Tensor)
-    setattr(torch.Tensor, name, refuse)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(torch.Tensor, name, original)
-        else:
-            delattr(torch.Tensor, name)
-
-
-def _reads_on_host(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Return whether a CUDA kernel for this call would make the host wait for its data."""
-    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    name = func._schema.name.partition("::")[2]
-    if name not in _SOMETIMES:
-        return any(tag in func.tags for tag in tags)
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
-    masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    if name == "index":
-        return masks
-    # Torch turns a masked put of one value into masked_fill, which needs no count.
-    return masks and args[2].numel() != 1
 
 
 def _written(

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cg.backends.tape_record import is_recording, recorded_action
 from megatron_cg.cpu.gloo import one_worker_a_group
+from megatron_cg.host_reads import host_waits
 from megatron_cg.undo import set_attribute
 
 #: Functions of ``torch`` that take ``device=`` and make a tensor.
@@ -90,7 +91,8 @@ class StandInStream:
         return StandInEvent() if event is None else event
 
     def synchronize(self) -> None:
-        """Do nothing: no work is pending."""
+        """Return at once: no work is pending. Raises HostSyncError in a capture."""
+        host_waits("Stream.synchronize")
 
     def query(self) -> bool:
         """Return True: no work is pending."""
@@ -116,7 +118,8 @@ class StandInEvent:
         """Do nothing: the event has already happened."""
 
     def synchronize(self) -> None:
-        """Do nothing: the event has already happened."""
+        """Return at once: the event has happened. Raises HostSyncError in a capture."""
+        host_waits("Event.synchronize")
 
     def query(self) -> bool:
         """Return True: the event has happened."""
@@ -228,7 +231,7 @@ def _cuda_names() -> dict[str, object]:
         "stream": _stream_context,
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
-        "synchronize": lambda *_a, **_k: None,
+        "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),
         "empty_cache": lambda: None,
         "current_device": lambda: 0,
         "set_device": lambda *_a: None,

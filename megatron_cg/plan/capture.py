@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import cuda_graphs
 
+from megatron_cg.host_reads import HostReads
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
 from megatron_cg.part import run_part
 from megatron_cg.plan.pool import Pool, round_up
@@ -110,6 +111,10 @@ def _quiet(layers: Iterable[torch.nn.Module]) -> Any:
     return undo.close
 
 
+def _reads(sample: Sample, way: str) -> HostReads:
+    return HostReads(sample.layer, f"{way} of layer {sample.index}", "meta")
+
+
 class _Capture:
     """What TE holds while it captures."""
 
@@ -123,7 +128,7 @@ class _Capture:
     def forward(self, number: int) -> None:
         sample, layer = self._samples[number], self.layers[number]
         before, kernels = self._pool.mark(), self._trace.launches
-        with tracing(self._trace):
+        with tracing(self._trace, _reads(sample, "forward")):
             result = run_part(sample.layer, sample.args, sample.kwargs)
         outputs = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         del result
@@ -149,7 +154,7 @@ class _Capture:
         # Megatron asks there too whether it is being captured, to leave recomputation alone.
         cuda_graphs._set_capture_start()
         try:
-            with tracing(self._trace):
+            with tracing(self._trace, _reads(sample, "backward")):
                 torch.autograd.backward(outputs, gradients)
         finally:
             cuda_graphs._set_capture_end()

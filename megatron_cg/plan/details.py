@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.errors import MegatronCGError
+from megatron_cg.errors import HostSyncError, MegatronCGError
 from megatron_cg.plan.buffers import describe_buffers
 from megatron_cg.plan.capture import (
     TORCH_GEMM_WORKSPACE,
@@ -63,6 +63,8 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
         try:
             samples, options = helper.samples(masks=masks_given(args))
             captured = simulate(samples, model, options)
+        except HostSyncError:
+            raise
         except MegatronCGError as error:
             notes.append(str(error))
             return found

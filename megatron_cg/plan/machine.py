@@ -29,6 +29,7 @@ from megatron_cg.cpu.standins import (
     replaced,
 )
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.host_reads import host_waits
 
 _META = torch.device("meta")
 HOPPER = (9, 0)
@@ -81,7 +82,7 @@ def _cuda_names() -> dict[str, Any]:
         "stream": lambda _stream: nullcontext(),
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
-        "synchronize": lambda *_a, **_k: None,
+        "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),
         "empty_cache": lambda: None,
         "current_device": lambda: 0,
         "set_device": lambda *_a: None,

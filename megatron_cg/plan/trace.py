@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron_cg.host_reads import HostReads
 
 _FACTORIES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 """Operations that take memory and launch nothing."""
@@ -61,6 +63,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory: Memory = memory
+        self.reads: HostReads | None = None
         self.launches = 0
         """Kernels that the operations so far would have launched."""
         self.torch_gemms = 0
@@ -75,6 +78,8 @@ class Trace(TorchDispatchMode):
     ) -> Any:
         """Run one operation and note what it made. Copies to the host give zeros."""
         kwargs = kwargs or {}
+        if self.reads is not None:
+            self.reads.check(func, args, kwargs)
         name = func.overloadpacket.__name__
         if name == "_to_copy" and torch.device(kwargs.get("device") or "meta").type == "cpu":
             source = args[0]
@@ -150,13 +155,19 @@ _active: list[Trace] = []
 
 
 @contextmanager
-def tracing(trace: Trace) -> Iterator[None]:
-    """Follow operations by ``trace`` and let :func:`launched` reach it."""
+def tracing(trace: Trace, reads: HostReads | None = None) -> Iterator[None]:
+    """Follow operations by ``trace`` and let :func:`launched` reach it.
+
+    Raises HostSyncError in the block where the host would read the device's memory, if ``reads``
+    are given.
+    """
     _active.append(trace)
+    trace.reads = reads
     try:
-        with trace:
+        with trace, reads.refused() if reads is not None else nullcontext():
             yield
     finally:
+        trace.reads = None
         _active.pop()
 
 

@@ -62,21 +62,27 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
         if settings.usage is None:
             plan["gpus"] = settings.args.world_size
         if settings.usage is None and not settings.broken and settings.megatron is None:
-            plan.update(_details(settings, plan["notes"]))
+            plan.update(_details(settings, plan["notes"], plan["violations"]))
         return plan
 
 
-def _details(settings: Any, notes: list[str]) -> dict[str, Any]:
+def _details(
+    settings: Any, notes: list[str], violations: list[dict[str, str]]
+) -> dict[str, Any]:
     """What can be said of a run that breaks no rule; a model that cannot be planned is noted.
 
-    Sizes that Megatron refuses only when it makes process groups are a rule that is broken.
+    Sizes that Megatron refuses only when it makes process groups are a rule that is broken, and so
+    is a host that waits for the device in what would be captured.
     """
-    from megatron_cg.errors import MegatronCGError
+    from megatron_cg.errors import HostSyncError, MegatronCGError
     from megatron_cg.plan.details import details
     from megatron_cg.plan.machine import SizesError
 
     try:
         return details(settings, notes)
+    except HostSyncError as error:
+        violations.append(asdict(error.violation))
+        return {}
     except SizesError as error:
         return {"megatron": str(error)}
     except MegatronCGError as error:

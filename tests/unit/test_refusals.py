@@ -15,9 +15,8 @@ from torch import nn
 
 from megatron_cg.backends import tape
 from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.backends.tape_record import HostSyncError
 from megatron_cg.capture import Unit
-from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.errors import CaptureError, HookError, HostSyncError
 from megatron_cg.places import place_of
 from megatron_cg.refusals import clear_frames, refusal
 

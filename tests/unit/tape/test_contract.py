@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.backends.tape_record import HostSyncError, is_recording, recorded_action
-from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.backends.tape_record import is_recording, recorded_action
+from megatron_cg.errors import CaptureError, HookError, HostSyncError
 from megatron_cg.schedule import Step, schedule
 
 KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
