@@ -2,8 +2,7 @@
 
 For models of the standalone megatron_fsdp package see :mod:`megatron_cg.standalone`.
 
-Relied on: megatron-core 0.19.2, ``unwrap_model`` of ``megatron.core.utils`` and
-``cuda_graphs.HAVE_TE_GRAPHS``.
+Relied on: megatron-core 0.19.2, ``cuda_graphs.HAVE_TE_GRAPHS``.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from typing import Any, Literal, Self
 
 from torch import nn
 
-from megatron_cg.arguments.configs import run_of
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.schema import Environment, GraphArguments
-from megatron_cg.arguments.validation import violations
+from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.counters import Counters
-from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.megatron.model_rules import check_model
 from megatron_cg.standalone.ending import graphs_close_in_time
 from megatron_cg.undo import set_attribute
 from megatron_cg.watch import ReplayPolicy
@@ -65,20 +61,14 @@ class GraphedLayers:
         on_mismatch: Literal["eager", "recapture", "error"] = "eager",
         verify_interval: int = 0,
     ) -> None:
-        fsdp: Any = find_megatron_fsdp(model)
-        if fsdp is None:
-            raise HookError(
-                f"{type(model).__name__} holds no MegatronFSDP: wrap the model in "
-                "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel first."
-            )
-        config: Any = model.config
         given = GraphArguments(
             cg_layers=tuple(layers),
             cg_on_failure=on_failure,
             cg_on_mismatch=on_mismatch,
             cg_verify_interval=verify_interval,
         )
-        _check(model, fsdp.ddp_config, optimizer, given, backend)
+        name = "transformer_engine" if backend is None else backend.name
+        check_model(model, optimizer, given, name)
         with ExitStack() as undo:
             self._helper = _make_helper(
                 undo, (model, optimizer, seq_length, micro_batch_size), given, backend
@@ -87,6 +77,7 @@ class GraphedLayers:
             undo.callback(self._helper.steps.close)
             undo.callback(self._delete)
             self._undo = undo.pop_all()
+        config: Any = model.config
         self._warmup_steps = int(config.cuda_graph_warmup_steps)
         self._steps = 0
 
@@ -155,22 +146,3 @@ def _make_helper(
     kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
     return kind([model], model.config, seq_length, micro_batch_size, [optimizer])
 
-
-def _check(
-    model: Any, ddp_config: Any, optimizer: Any, given: GraphArguments, backend: Backend | None
-) -> None:
-    """Raise ConfigurationError where the rules for Megatron's flags forbid it."""
-    from megatron.core.utils import unwrap_model
-
-    run = run_of(
-        unwrap_model(model), model.config, ddp_config, getattr(optimizer, "config", None)
-    )
-    if run.cuda_graph_impl == "none":
-        raise HookError(
-            "cuda_graph_impl of the model's config is none: build it with "
-            'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
-        )
-    name = "transformer_engine" if backend is None else backend.name
-    broken = violations(run, given, Environment.read(name))
-    if broken:
-        raise ConfigurationError(broken)

@@ -221,6 +221,11 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         log_report(session, "after capture")
         note_capture()
 
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Nothing under Megatron-FSDP, whose own hooks run around each replay; else Megatron's."""
+        if self._fsdp is None:
+            super().cuda_graph_set_manual_hooks()
+
     def capture_again(self) -> None:
         """Delete the graphs and capture anew; on all ranks, between two steps."""
         if self.session is not None:

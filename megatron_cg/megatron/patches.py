@@ -61,9 +61,9 @@ def enable() -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
     Adds our argument group and its rules to Megatron's parser, puts our capture helper in the
-    place of Megatron's, and lets graphs go before the process groups. A run that does not ask for
-    graphs under Megatron-FSDP is not affected. Call it before the arguments are parsed; a second
-    call changes nothing.
+    place of Megatron's, also where a loop of one's own makes it, and lets graphs go before the
+    process groups. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
+    before the arguments are parsed, and before a helper is made; a second call changes nothing.
 
     Raises UpstreamChangedError when a symbol that we replace is not there; nothing is changed
     then.
@@ -76,6 +76,7 @@ def enable() -> None:
         undo.callback(_extend_validation())
         undo.callback(_refuse_yaml_with_graphs())
         undo.callback(_allow_prebuilt_dataset_helpers())
+        undo.callback(_help_own_loops())
         undo.callback(close_before_process_groups())
         undo.callback(close_at_exit())
         _active = undo.pop_all()
@@ -178,27 +179,31 @@ def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
 def _replace_helper(settings: Any) -> Callable[[], None]:
     from megatron_cg.arguments.layers import LayerSelection
     from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.megatron.own_loops import settings_for_own_loops
     from megatron_cg.megatron.steps import follow_steps
     from megatron_cg.reporting.log import follow_log
     from megatron_cg.watch import ReplayPolicy
 
     live: list[FsdpCudaGraphHelper] = []
-    helper = type(
-        "FsdpCudaGraphHelper",
-        (FsdpCudaGraphHelper,),
-        {
-            "selection": LayerSelection.parse(settings.cg_layers),
-            "on_failure": settings.cg_on_failure,
-            "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
-            "fast_path": not settings.cg_no_fsdp_fast_path,
-            "live": live,
-        },
-    )
+    members = {
+        "selection": LayerSelection.parse(settings.cg_layers),
+        "on_failure": settings.cg_on_failure,
+        "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
+        "fast_path": not settings.cg_no_fsdp_fast_path,
+    }
+    helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
     with ExitStack() as undo:
+        undo.callback(settings_for_own_loops(members))
         undo.callback(_replace(_HELPER, lambda _old: helper))
         undo.callback(follow_steps(live))
         undo.callback(follow_log(live))
         return undo.pop_all().close
+
+
+def _help_own_loops() -> Callable[[], None]:
+    from megatron_cg.megatron.own_loops import help_own_loops
+
+    return help_own_loops()
 
 
 def _allow_prebuilt_dataset_helpers() -> Callable[[], None]:

@@ -1,0 +1,56 @@
+"""The rules for Megatron's flags, asked of a model that was built in Python.
+
+Relied on: megatron-core 0.19.2, ``get_attr_wrapped_model`` of ``megatron.core.utils``, by which
+Megatron's capture helper finds the decoder too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_cg.arguments.configs import run_of
+from megatron_cg.arguments.schema import Environment, GraphArguments
+from megatron_cg.arguments.validation import violations
+from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.fsdp.model import find_megatron_fsdp
+
+
+def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:
+    """Raise for a model that cannot be graphed, with every reason.
+
+    Args:
+        model: megatron-core's ``FullyShardedDataParallel`` around one model.
+        optimizer: whose ``config`` is read, if it has one.
+        given: this package's own settings.
+        backend: the name of what captures.
+
+    Raises:
+        ConfigurationError: a rule is broken.
+        HookError: there is no ``MegatronFSDP``, or the model's config asks for no graphs.
+    """
+    fsdp: Any = find_megatron_fsdp(model)
+    if fsdp is None:
+        raise HookError(
+            f"{type(model).__name__} holds no MegatronFSDP: wrap the model in "
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel first."
+        )
+    optimizer_config = getattr(optimizer, "config", None)
+    run = run_of(_with_decoder(model), model.config, fsdp.ddp_config, optimizer_config)
+    if run.cuda_graph_impl == "none":
+        raise HookError(
+            "cuda_graph_impl of the model's config is none: build it with "
+            'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
+        )
+    broken = violations(run, given, Environment.read(backend))
+    if broken:
+        raise ConfigurationError(broken)
+
+
+def _with_decoder(model: Any) -> Any:
+    """The module inside all wrappers that has the decoder, or None."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    try:
+        return get_attr_wrapped_model(model, "decoder", allow_none=False, return_model_obj=True)
+    except RuntimeError:
+        return None

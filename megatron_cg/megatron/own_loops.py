@@ -1,0 +1,124 @@
+"""Megatron's capture helper in a training loop that is not Megatron's own.
+
+Such a loop makes ``megatron.core.transformer.cuda_graphs.TECudaGraphHelper`` itself and has no
+``train_step`` to follow. While the package is enabled, one that is made for a model under
+Megatron-FSDP becomes ours, wherever its name was imported before.
+
+Note [A step of such a loop]
+    ends as the optimizer's ``step`` returns. What ranks decided is then done at once: all of them
+    are there, and between two steps nothing is under way.
+
+Relied on: megatron-core 0.19.2, ``TECudaGraphHelper.__init__`` and its parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+from megatron_cg.arguments.schema import GraphArguments
+from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+from megatron_cg.megatron.model_rules import check_model
+from megatron_cg.undo import run_after, set_attribute
+from megatron_cg.versions import Symbol
+
+_HELPER = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.cuda_graphs:TECudaGraphHelper",
+    "the capture helper of a loop of one's own",
+)
+_INIT = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.__init__",
+    "what it is made with",
+    parameters=("model", "optimizers"),
+)
+RELIES_ON = (_HELPER, _INIT)
+
+
+class LoopHelper(FsdpCudaGraphHelper):
+    """Our helper, told of training steps by the optimizer; see Note [A step of such a loop]."""
+
+    steps: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steps_done = 0
+        # A weak reference: the optimizer does not keep graphs alive.
+        this = weakref.ref(self)
+        for optimizer in self.optimizers[-1:]:
+            self.undo.callback(run_after(optimizer, "step", lambda: _step_done(this())))
+        self.steps.before_step()
+
+    def create_cudagraphs(self) -> None:
+        """Capture as Megatron does; between two steps, of which the next one begins then."""
+        self.steps.after_step()
+        super().create_cudagraphs()
+        if self.session is not None:
+            self.session.watch.begin_step()
+
+    def step_done(self) -> None:
+        """End the step, vote, do what was decided, and begin the next one."""
+        self.steps.after_step()
+        self._steps_done += 1
+        self.steps.vote(self._steps_done)
+        self.steps.before_step()
+
+    def close(self) -> None:
+        """Follow no step any more, and vote no more."""
+        self.steps.close()
+        self.undo.close()
+
+
+def _step_done(helper: LoopHelper | None) -> None:
+    if helper is not None:
+        helper.step_done()
+
+
+def help_own_loops() -> Callable[[], None]:
+    """Let ``TECudaGraphHelper`` of a model under Megatron-FSDP be ours; returns the undo.
+
+    Making one raises ConfigurationError or HookError as ``model_rules.check_model``. Raises
+    UpstreamChangedError when the helper is not there or takes other arguments.
+    """
+    kind, old = _HELPER.find(), _INIT.find()
+    signature = inspect.signature(old)
+    helpers: weakref.WeakSet[LoopHelper] = weakref.WeakSet()
+
+    @wraps(old)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is not kind:
+            old(self, *args, **kwargs)
+            return
+        given = signature.bind(self, *args, **kwargs).arguments
+        model = given["model"][0]
+        if find_megatron_fsdp(model) is None:
+            old(self, *args, **kwargs)
+            return
+        optimizers = given.get("optimizers") or [None]
+        check_model(model, optimizers[-1], GraphArguments(), LoopHelper.make_backend().name)
+        self.__class__ = LoopHelper
+        LoopHelper.__init__(self, *args, **kwargs)
+        helpers.add(self)
+
+    undo = set_attribute(kind, "__init__", init)
+
+    def stop() -> None:
+        undo()
+        for helper in list(helpers):
+            helper.close()
+
+    return stop
+
+
+def settings_for_own_loops(settings: Mapping[str, Any]) -> Callable[[], None]:
+    """Give the flags' settings to helpers made from here on; returns the undo."""
+    with ExitStack() as undo:
+        for name, value in settings.items():
+            undo.callback(set_attribute(LoopHelper, name, value))
+        return undo.pop_all().close

@@ -1,0 +1,78 @@
+"""Training loops on megatron-core's classes alone: what is trained, and where each result goes.
+
+The form of NVIDIA/Megatron-LM#4232's alignment test: a small MoE ``GPTModel`` under
+``FullyShardedDataParallel``, random tokens, 20 steps, eagerly and with graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+STEPS, WARMUP, MICROBATCHES, BATCH = 20, 3, 2, 2
+PREPROCESS = ("attn", "moe_router", "moe_preprocess")
+SCOPES = (("attn",), PREPROCESS, ("moe_router",))
+EAGER, ENABLED, API = "eager", "enable", "api"
+DRIVERS = (ENABLED, API)
+"""Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``."""
+TYPES = ("bf16", "fp32")
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one start of processes trains: a model in one parallel layout."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of TransformerConfig; sizes of parallelism are among them."""
+    preset: str = ""
+    """The model's shape is that of the preset, made small; else of a small MoE model."""
+    scopes: tuple[tuple[str, ...], ...] = SCOPES
+    dtypes: tuple[str, ...] = TYPES
+    drivers: tuple[str, ...] = DRIVERS
+    needs: str = ""
+    """A module without which the group cannot run."""
+
+    def runs(self) -> list[Run]:
+        """Each type eagerly, and with every scope list and driver."""
+        return [
+            run
+            for dtype in self.dtypes
+            for run in (
+                Run(dtype),
+                *(Run(dtype, scopes, driver) for driver in self.drivers for scopes in self.scopes),
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    dtype: str
+    scopes: tuple[str, ...] = ()
+    driver: str = EAGER
+
+    @property
+    def name(self) -> str:
+        """Its own within a group."""
+        return "-".join((self.dtype, self.driver, *self.scopes))
+
+
+GROUPS = {
+    group.name: group
+    for group in (
+        Group("default"),
+        Group("tp2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        Group("ep2", {"expert_model_parallel_size": 2}),
+        Group("mtp", {"mtp_num_layers": 1}),
+        *(
+            Group(name, preset=name, scopes=(scopes,), dtypes=("bf16",), drivers=(API,), needs=need)
+            for name, scopes, need in (
+                ("qwen3-moe-tiny", PREPROCESS, ""),
+                ("deepseek-v3-tiny", PREPROCESS, ""),
+                ("mamba-hybrid-tiny", ("mamba", "attn"), "mamba_ssm"),
+            )
+        ),
+    )
+}

@@ -1,0 +1,367 @@
+"""Trains the runs of one group of ``loops.py``, one after the other, in processes that stay.
+
+On GPUs ``torchrun --nproc-per-node 2 -m tests.functional.own_loop GROUP DIRECTORY``; on the CPU the
+unit tests call :func:`train_all` in gloo's processes, with tapes as graphs. Each process writes
+``rank<N>.json``: of each run the losses and gradient norms to the last bit, the counts of graphs,
+and the error if there was one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import num_microbatches_calculator as microbatches
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+import megatron_cg
+from megatron_cg.align.presets import load_preset
+from megatron_cg.backends.tape import TapeBackend
+from tests.functional.loops import (
+    API,
+    BATCH,
+    EAGER,
+    GROUPS,
+    MICROBATCHES,
+    STEPS,
+    WARMUP,
+    Group,
+    Run,
+)
+
+GPU = torch.cuda.is_available()
+VOCABULARY, SEED = 256, 1234
+SEQUENCE = 128 if GPU else 16
+MOE: dict[str, Any] = {
+    "num_layers": 4 if GPU else 2,
+    "hidden_size": 256 if GPU else 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 512 if GPU else 32,
+    "num_moe_experts": 8 if GPU else 4,
+    "moe_ffn_hidden_size": 256 if GPU else 32,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+}
+_RENAMED = {"num-experts": "num_moe_experts"}
+_SMALL: dict[str, Any] = {"hidden-size": 32, "ffn-hidden-size": 32, "moe-ffn-hidden-size": 32}
+_SMALL |= {"num-attention-heads": 4, "num-query-groups": 2, "kv-channels": 8}
+_SMALL |= {"q-lora-rank": 16, "kv-lora-rank": 16, "qk-head-dim": 8, "qk-pos-emb-head-dim": 8}
+_SMALL |= {"v-head-dim": 8, "moe-shared-expert-intermediate-size": 32, "num-experts": 8}
+
+
+def preset_config(name: str) -> dict[str, Any]:
+    """Fields of the config that a preset's flags set; the sizes are smaller on the CPU."""
+    flags: dict[str, Any] = dict(load_preset(name).flags)
+    if not GPU:
+        flags |= {flag: size for flag, size in _SMALL.items() if flag in flags}
+    fields = set(MLATransformerConfig.__dataclass_fields__)
+    named = {_RENAMED.get(flag, flag.replace("-", "_")): value for flag, value in flags.items()}
+    found = {field: value for field, value in named.items() if field in fields}
+    if "moe_layer_freq" in found:
+        found["moe_layer_freq"] = _layers(found["moe_layer_freq"])
+    if "hybrid_layer_pattern" in named:
+        found["num_layers"] = len(named["hybrid_layer_pattern"])
+        found["is_hybrid_model"] = True
+    return found | {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+
+
+def _layers(frequency: Any) -> Any:
+    """A ``moe-layer-freq`` such as ``([0]*1+[1]*2)`` as Megatron's parser reads it."""
+    from megatron.training.arguments import moe_freq_type
+
+    return moe_freq_type(frequency)
+
+
+def make_config(group: Group, run: Run) -> TransformerConfig:
+    """Megatron's config of the model that a run trains."""
+    shape = preset_config(group.preset) if group.preset else dict(MOE)
+    kind = MLATransformerConfig if shape.get("multi_latent_attention") else TransformerConfig
+    dtype = torch.bfloat16 if run.dtype == "bf16" else torch.float32
+    expert = {}
+    if shape.get("num_moe_experts"):
+        expert = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": GPU}
+    graphs = run.driver != EAGER
+    shape |= {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "add_bias_linear": False,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "use_te_rng_tracker": GPU,
+        "deterministic_mode": True,
+        "cuda_graph_impl": "transformer_engine" if graphs else "none",
+        "cuda_graph_modules": list(run.scopes),
+        "cuda_graph_warmup_steps": WARMUP,
+        **expert,
+        **group.config,
+    }
+    config = kind(**shape)
+    config.finalize_model_grads_func = finalize_model_grads
+    return config
+
+
+def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
+    """The model without wrappers, from megatron-core's own specs."""
+    flags = load_preset(group.preset).flags if group.preset else {}
+    if "hybrid-layer-pattern" in flags:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        return HybridModel(
+            config,
+            hybrid_stack_spec,
+            VOCABULARY,
+            SEQUENCE,
+            hybrid_layer_pattern=str(flags["hybrid-layer-pattern"]),
+        )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=GPU)
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=GPU)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        mtp_block_spec=mtp,
+    )
+
+
+def build(group: Group, run: Run) -> tuple[Any, Any]:
+    """The model under Megatron-FSDP, and its optimizer."""
+    config = make_config(group, run)
+    model = make_model(group, config).to(config.params_dtype).cuda()
+    ddp = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        fsdp_double_buffer=True,
+        fsdp_db_use_persist_buf_on_alloc_fail=True,
+    )
+    wrapped = FullyShardedDataParallel(config, ddp, model)
+    adam = OptimizerConfig(
+        lr=1e-3,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+        clip_grad=float(GPU),  # Megatron's clipping knows CUDA tensors only
+    )
+    return wrapped, get_megatron_optimizer(adam, [wrapped])
+
+
+def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    """Losses of the tokens of the next microbatch, and how Megatron's schedule sums them."""
+    block = next(data)
+    places = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
+    # TE's attention is causal without a mask; megatron-core's own, on the CPU, is given one.
+    mask = None if GPU else torch.ones(BATCH, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    losses = model(block[:, :-1], places, mask, labels=block[:, 1:].contiguous()).float()
+    count = torch.tensor(losses.numel(), dtype=torch.int, device="cuda")
+    return losses, lambda out: (out.sum(), count, {"loss": out.detach().double().sum()})
+
+
+def train_step(model: Any, optimizer: Any, data: Iterator[torch.Tensor]) -> tuple[float, float]:
+    """One step; the sum of this rank's losses, and the norm of the whole gradient."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data,
+        model=[model],
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+    )
+    _, norm, _ = optimizer.step()
+    if not GPU:
+        norm = local_norm(optimizer)
+    return sum(float(item["loss"]) for item in losses), float(norm)
+
+
+def local_norm(optimizer: Any) -> float:
+    """The norm of this rank's shards of the gradient, where Megatron cannot compute the whole."""
+    total = torch.zeros((), dtype=torch.float64)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                grad = parameter.grad
+                shard = grad.to_local() if hasattr(grad, "to_local") else grad
+                total += shard.double().square().sum()
+    return float(total.sqrt())
+
+
+def tokens() -> Iterator[torch.Tensor]:
+    """Random tokens, the same for ranks that hold parts of one model's activations."""
+    generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
+    while True:
+        yield torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).cuda()
+
+
+Step = Callable[[], tuple[float, float]]
+
+
+def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[Any], Any]:
+    """Megatron's capture helper as a loop of one's own uses it, after ``enable()``."""
+    helper = TECudaGraphHelper(
+        model=[model],
+        config=model.config,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        optimizers=[optimizer],
+    )
+    done = []
+    for number in range(steps):
+        if number == WARMUP:
+            helper.create_cudagraphs()
+            helper.cuda_graph_set_manual_hooks()
+        done.append(step())
+    counters, _ = helper.counted()
+    helper.delete_cuda_graphs()
+    return done, counters
+
+
+def with_api(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[Any], Any]:
+    """The Python API, by the name that a user types."""
+    graphs = megatron_cg.GraphedLayers(
+        model,
+        optimizer,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        backend=None if GPU else TapeBackend(),
+    )
+    done = []
+    with graphs:
+        for _ in range(steps):
+            with graphs.step():
+                done.append(step())
+        return done, graphs.counters
+
+
+def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
+    """One run from nothing, which leaves nothing."""
+    torch.manual_seed(SEED)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=group.config.get("tensor_model_parallel_size", 1),
+        expert_model_parallel_size=group.config.get("expert_model_parallel_size", 1),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(SEED, te_rng_tracker=GPU, force_reset_rng=True)
+    world = parallel_state.get_data_parallel_world_size()
+    size = BATCH * MICROBATCHES * world
+    microbatches.init_num_microbatches_calculator(dist.get_rank(), None, size, BATCH, world)
+    model, optimizer = build(group, run)
+    data = tokens()
+
+    def step() -> tuple[float, float]:
+        return train_step(model, optimizer, data)
+
+    counts: dict[str, Any] = {}
+    if run.driver == EAGER:
+        done = [step() for _ in range(steps)]
+    else:
+        drive = with_api if run.driver == API else with_helper
+        with nullcontext() if run.driver == API else enabled():
+            done, counters = drive(model, optimizer, step, steps)
+        counts = counters.as_dict()
+    return {
+        "losses": [loss.hex() for loss, _ in done],
+        "norms": [norm.hex() for _, norm in done],
+        "graphs": counts,
+    }
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """``megatron_cg.enable()``, and tapes instead of CUDA graphs where there is no GPU."""
+    with nullcontext() if GPU else tapes():
+        megatron_cg.enable()
+        try:
+            yield
+        finally:
+            megatron_cg.disable()
+
+
+@contextmanager
+def tapes() -> Iterator[None]:
+    """Megatron's helper of a loop of one's own captures on tapes."""
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron_cg.cpu.standins import replaced
+    from megatron_cg.megatron.own_loops import LoopHelper
+
+    with (
+        replaced(LoopHelper, "make_backend", staticmethod(TapeBackend)),
+        replaced(cuda_graphs, "HAVE_TE_GRAPHS", True),
+        replaced(cuda_graphs, "make_graphed_callables", None),
+    ):
+        yield
+
+
+def clean_up() -> None:
+    """Let all go that a run leaves in Megatron's globals, and its memory."""
+    parallel_state.destroy_model_parallel()
+    microbatches.unset_num_microbatches_calculator()
+    destroy_moe_metrics_tracker()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def train_all(group: Group, runs: Sequence[Run], steps: int, directory: Path) -> None:
+    """Train each of ``runs`` in turn; what is done so far is always on disk."""
+    results: dict[str, Any] = {}
+    for run in runs:
+        start = time.perf_counter()
+        try:
+            results[run.name] = train(group, run, steps)
+        except Exception as error:
+            results[run.name] = {"error": "".join(traceback.format_exception(error))}
+        clean_up()
+        results[run.name]["seconds"] = round(time.perf_counter() - start, 2)
+        text = json.dumps(results, indent=1)
+        (directory / f"rank{dist.get_rank()}.json").write_text(text, encoding="utf-8")
+
+
+def main(name: str, directory: str) -> None:
+    """All runs of a group on GPUs, in a process of torchrun's."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("nccl")
+    train_all(GROUPS[name], GROUPS[name].runs(), STEPS, Path(directory))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,98 @@
+"""Loops on megatron-core's classes alone train the eager losses and norms with graphs too.
+
+Each group of ``loops.py`` is trained by one start of two processes, and each of its runs is a test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.align.command import environment
+from megatron_cg.align.run import torch_cudnn
+from tests.functional.conftest import skip_without
+from tests.functional.loops import EAGER, GROUPS, MICROBATCHES, STEPS, WARMUP, Group, Run
+
+GPUS, TIMEOUT = 2, 420.0
+ROOT = Path(__file__).resolve().parents[2]
+Results = dict[str, dict[str, Any]]
+
+CASES = [
+    pytest.param(group, run, id=f"{group.name}-{run.name}")
+    for group in GROUPS.values()
+    for run in group.runs()
+    if run.driver != EAGER
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Group], list[Results]]:
+    """What each rank trained in a group's runs, which are started when first asked for."""
+    known: dict[str, list[Results]] = {}
+
+    def results_of(group: Group) -> list[Results]:
+        if group.name not in known:
+            known[group.name] = trained(group, tmp_path_factory.mktemp(group.name))
+        return known[group.name]
+
+    return results_of
+
+
+def trained(group: Group, directory: Path) -> list[Results]:
+    """Start the group's processes and read what they wrote, also if they ended too early."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node", str(GPUS), "-m", "tests.functional.own_loop"]
+    env = environment(os.environ, root=ROOT, cudnn=torch_cudnn())
+    log = directory / "log.txt"
+    with log.open("w") as file:
+        try:
+            subprocess.run(
+                [*words, group.name, str(directory)],
+                cwd=ROOT,
+                env=env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            file.write(f"\nstopped after {TIMEOUT} s\n")
+    tail = log.read_text(errors="replace")[-3000:]
+    files = [directory / f"rank{rank}.json" for rank in range(GPUS)]
+    found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    for result in found:
+        for run in group.runs():
+            result.setdefault(run.name, {"error": f"the run has no result; the log ends:\n{tail}"})
+    return found
+
+
+@pytest.mark.parametrize(("group", "run"), CASES)
+def test_losses_and_gradient_norms_are_equal_to_eager(
+    group: Group, run: Run, results: Callable[[Group], list[Results]]
+) -> None:
+    skip_without(GPUS)
+    if group.needs and importlib.util.find_spec(group.needs) is None:
+        pytest.skip(f"needs {group.needs}")
+    for found in results(group):
+        check(found[Run(run.dtype).name], found[run.name], STEPS)
+
+
+def check(eager: dict[str, Any], graphs: dict[str, Any], steps: int) -> None:
+    """Both trained every step, to the same bits, and each graph was replayed in each pass."""
+    assert "error" not in eager, eager["error"]
+    assert "error" not in graphs, graphs["error"]
+    for name in ("losses", "norms"):
+        assert len(eager[name]) == steps and len(set(eager[name])) == steps
+        assert graphs[name] == eager[name]
+    counts = graphs["graphs"]
+    replays = counts["captured"] * (steps - WARMUP) * MICROBATCHES
+    assert counts["captured"] > 0 and counts["replayed"] == replays
+    assert counts["eager"] == 0 and counts["mismatched"] == 0
