@@ -70,9 +70,7 @@ ELSEWHERE: Mapping[str, str] = {
 """The rest, with the reason why neither of the two configs has it."""
 
 
-def run_of(
-    model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None
-) -> RunArguments:
+def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None) -> RunArguments:
     """The settings of a model under Megatron-FSDP, as the rules read them.
 
     Args:

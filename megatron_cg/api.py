@@ -145,4 +145,3 @@ def _make_helper(
     model, optimizer, seq_length, micro_batch_size = subject
     kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
     return kind([model], model.config, seq_length, micro_batch_size, [optimizer])
-

@@ -87,7 +87,7 @@ def preset_config(name: str) -> dict[str, Any]:
         found["moe_layer_freq"] = _layers(found["moe_layer_freq"])
     if "hybrid_layer_pattern" in named:
         found["num_layers"] = len(named["hybrid_layer_pattern"])
-        found["is_hybrid_model"] = True
+        found |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
     return found | {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 
 
@@ -274,10 +274,6 @@ def with_api(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[A
 def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
     """One run from nothing, which leaves nothing."""
     torch.manual_seed(SEED)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=group.config.get("tensor_model_parallel_size", 1),
-        expert_model_parallel_size=group.config.get("expert_model_parallel_size", 1),
-    )
     tensor_parallel.model_parallel_cuda_manual_seed(SEED, te_rng_tracker=GPU, force_reset_rng=True)
     world = parallel_state.get_data_parallel_world_size()
     size = BATCH * MICROBATCHES * world
@@ -332,7 +328,6 @@ def tapes() -> Iterator[None]:
 
 def clean_up() -> None:
     """Let all go that a run leaves in Megatron's globals, and its memory."""
-    parallel_state.destroy_model_parallel()
     microbatches.unset_num_microbatches_calculator()
     destroy_moe_metrics_tracker()
     gc.collect()
@@ -342,6 +337,11 @@ def clean_up() -> None:
 def train_all(group: Group, runs: Sequence[Run], steps: int, directory: Path) -> None:
     """Train each of ``runs`` in turn; what is done so far is always on disk."""
     results: dict[str, Any] = {}
+    sizes = ("tensor_model_parallel_size", "expert_model_parallel_size")
+    # Once for all runs: NCCL's communicators of a second time would lie beside those of the first.
+    parallel_state.initialize_model_parallel(
+        **{name: group.config[name] for name in sizes if name in group.config}
+    )
     for run in runs:
         start = time.perf_counter()
         try:
@@ -352,6 +352,7 @@ def train_all(group: Group, runs: Sequence[Run], steps: int, directory: Path) ->
         results[run.name]["seconds"] = round(time.perf_counter() - start, 2)
         text = json.dumps(results, indent=1)
         (directory / f"rank{dist.get_rank()}.json").write_text(text, encoding="utf-8")
+    parallel_state.destroy_model_parallel()
 
 
 def main(name: str, directory: str) -> None:

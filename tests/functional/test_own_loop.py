@@ -5,6 +5,7 @@ Each group of ``loops.py`` is trained by one start of two processes, and each of
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -35,24 +36,31 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Group], list[Results]]:
-    """What each rank trained in a group's runs, which are started when first asked for."""
-    known: dict[str, list[Results]] = {}
+    """What each rank trained in a group's runs, which are started when first asked for.
+
+    Once for all of pytest's processes, where there are several.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def results_of(group: Group) -> list[Results]:
-        if group.name not in known:
-            known[group.name] = trained(group, tmp_path_factory.mktemp(group.name))
-        return known[group.name]
+        directory = base / f"own-loop-{group.name}"
+        directory.mkdir(exist_ok=True)
+        with (directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (directory / "log.txt").exists():
+                start(group, directory)
+        return read(group, directory)
 
     return results_of
 
 
-def trained(group: Group, directory: Path) -> list[Results]:
-    """Start the group's processes and read what they wrote, also if they ended too early."""
+def start(group: Group, directory: Path) -> None:
+    """Train the group's runs in processes of their own, which may end too early."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += ["--nproc-per-node", str(GPUS), "-m", "tests.functional.own_loop"]
     env = environment(os.environ, root=ROOT, cudnn=torch_cudnn())
-    log = directory / "log.txt"
-    with log.open("w") as file:
+    with (directory / "log.txt").open("w") as file:
         try:
             subprocess.run(
                 [*words, group.name, str(directory)],
@@ -65,7 +73,11 @@ def trained(group: Group, directory: Path) -> list[Results]:
             )
         except subprocess.TimeoutExpired:
             file.write(f"\nstopped after {TIMEOUT} s\n")
-    tail = log.read_text(errors="replace")[-3000:]
+
+
+def read(group: Group, directory: Path) -> list[Results]:
+    """What each rank wrote; a run without a result has the end of the log as its error."""
+    tail = (directory / "log.txt").read_text(errors="replace")[-3000:]
     files = [directory / f"rank{rank}.json" for rank in range(GPUS)]
     found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     for result in found:

@@ -73,9 +73,7 @@ def test_values_come_from_all_three_configs() -> None:
 
 
 def test_a_hybrid_models_layers_are_those_of_its_pattern() -> None:
-    run = run_of(
-        model(hybrid_layer_pattern="MM*-/MM"), config(), DistributedDataParallelConfig()
-    )
+    run = run_of(model(hybrid_layer_pattern="MM*-/MM"), config(), DistributedDataParallelConfig())
     assert (run.hybrid_layer_pattern, run.num_layers) == ("MM*-/MM", 4)
 
 

@@ -16,14 +16,27 @@ import pytest
 
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.versions import installed_version
-from tests.functional.loops import API, EAGER, ENABLED, GROUPS, PREPROCESS, Run
+from tests.functional.loops import (
+    API,
+    DRIVERS,
+    EAGER,
+    ENABLED,
+    GROUPS,
+    PREPROCESS,
+    TYPES,
+    Run,
+)
 from tests.functional.test_own_loop import check
 
 STEPS, RANKS = 6, 2
 ROUTER = ("moe_router",)
 RUNS = {
     "default": (
-        *(Run(dtype, PREPROCESS, driver) for dtype in ("bf16", "fp32") for driver in (ENABLED, API)),
+        *(
+            Run(dtype, PREPROCESS, driver)
+            for dtype in ("bf16", "fp32")
+            for driver in (ENABLED, API)
+        ),
         Run("fp32", ("attn",), ENABLED),
         Run("fp32", ROUTER, API),
     ),
@@ -38,16 +51,16 @@ CASES = [(group, run) for group, runs in RUNS.items() for run in runs]
 def train(directory: Path) -> None:
     """All runs of this file, in one process of several."""
     import torch.distributed as dist
-    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models import backends
 
     from megatron_cg.cpu.standins import replaced
     from tests.functional.own_loop import train_all
 
-    attention = without_channels(gpt_layer_specs.DotProductAttention)
+    attention = without_channels(backends.DotProductAttention)
     exchange = with_lists(dist.all_to_all_single)
     with (
         replaced(dist, "all_to_all_single", exchange),
-        replaced(gpt_layer_specs, "DotProductAttention", attention),
+        replaced(backends, "DotProductAttention", attention),
     ):
         for name, runs in RUNS.items():
             eager = [Run(dtype) for dtype in dict.fromkeys(run.dtype for run in runs)]
