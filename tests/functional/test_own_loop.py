@@ -77,7 +77,7 @@ def start(group: Group, directory: Path) -> None:
 
 def read(group: Group, directory: Path) -> list[Results]:
     """What each rank wrote; a run without a result has the end of the log as its error."""
-    tail = (directory / "log.txt").read_text(errors="replace")[-3000:]
+    tail = (directory / "log.txt").read_text(errors="replace")[-8000:]
     files = [directory / f"rank{rank}.json" for rank in range(GPUS)]
     found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     for result in found:

@@ -32,11 +32,7 @@ STEPS, RANKS = 6, 2
 ROUTER = ("moe_router",)
 RUNS = {
     "default": (
-        *(
-            Run(dtype, PREPROCESS, driver)
-            for dtype in ("bf16", "fp32")
-            for driver in (ENABLED, API)
-        ),
+        *(Run(dtype, PREPROCESS, driver) for dtype in TYPES for driver in DRIVERS),
         Run("fp32", ("attn",), ENABLED),
         Run("fp32", ROUTER, API),
     ),
