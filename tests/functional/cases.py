@@ -30,6 +30,8 @@ class Case:
     """This package's flags, for the graph run."""
     env: tuple[tuple[str, str], ...] = ()
     """Environment variables of both runs."""
+    bf16: bool = True
+    """False: the model is in fp32."""
 
 
 def batch(size: int) -> tuple[str, ...]:
@@ -82,6 +84,9 @@ CASES = [
         ("attn",),
         (*batch(8), "--num-distributed-optimizer-instances", "2"),
     ),
+    Case("fp32", DENSE, ("attn", "mlp"), batch(8), bf16=False),
+    Case("fp32-moe", MOE, PREPROCESS, batch(8), bf16=False),
+    Case("residual-in-fp32", MOE, ROUTER, (*batch(8), "--fp32-residual-connection")),
     Case("fp8", MOE, ROUTER, (*batch(8), *FP8)),
     *(
         Case(

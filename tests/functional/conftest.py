@@ -149,6 +149,7 @@ def plan_of(case: Case, directory: Path, script: Path) -> Plan:
         model=tuple(load_preset(case.preset).arguments()),
         steps=case.steps,
         scopes=case.scopes,
+        bf16=case.bf16,
         graph_extra=case.graph_flags,
         extra=tuple(word.replace("{directory}", str(directory)) for word in case.flags),
     )
