@@ -86,7 +86,6 @@ CASES = [
     ),
     Case("fp32", DENSE, ("attn", "mlp"), batch(8), bf16=False),
     Case("fp32-moe", MOE, PREPROCESS, batch(8), bf16=False),
-    Case("residual-in-fp32", MOE, ROUTER, (*batch(8), "--fp32-residual-connection")),
     Case("fp8", MOE, ROUTER, (*batch(8), *FP8)),
     *(
         Case(
