@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.probe import KEY
-from megatron_cg.align.record import CAPTURED_AFTER
+from megatron_cg.align.schema import CAPTURED_AFTER
 from megatron_cg.errors import MegatronCGError
 
 

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cg.cpu.launch import run_processes
+from megatron_cg.files import write_text
 
 WAITING = ("_bucket_group_gradient_reduce", "all_gather_params", "wait_bucket_ready")
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "barrier")
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[name] = json.loads(file.read_text())
     if path is not None:
         machine = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        path.write_text(json.dumps({"shape": asdict(shape), **machine, **found}, indent=1))
+        write_text(path, json.dumps({"shape": asdict(shape), **machine, **found}, indent=1))
     Console().print(table_of(found["plain"], found["fast"]))
     return 0
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.align.compare import read_run
+from megatron_cg.align.schema import read_run
 from megatron_cg.align.record import Recorder, note
 from megatron_cg.align.run import example_script
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend

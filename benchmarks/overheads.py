@@ -32,6 +32,7 @@ from megatron_cg.align.tape import TAPE_NOTICE
 from megatron_cg.bench.machine import machine
 from megatron_cg.cli.numbers import positive, whole
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.files import write_text
 
 FAILED = 2
 
@@ -101,10 +102,9 @@ def _run(args: argparse.Namespace, extra: Sequence[str]) -> None:
     notice = f" ({TAPE_NOTICE})" if backend == TAPE else ""
     title = f"Overheads of {preset.name} on {request.nproc} x {_device(outcome)}{notice}"
     print_table(Console(), title, measurement)
-    args.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(measurement.as_json(), indent=1)
-    (args.out / "overheads.json").write_text(text + "\n", encoding="utf-8")
-    (args.out / "overheads.md").write_text(as_markdown(title, measurement), encoding="utf-8")
+    write_text(args.out / "overheads.json", text + "\n")
+    write_text(args.out / "overheads.md", as_markdown(title, measurement))
     print(f"written: {args.out / 'overheads.json'} and overheads.md")
 
 

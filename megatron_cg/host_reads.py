@@ -90,9 +90,7 @@ def host_waits(what: str) -> None:
         raise _refusing[-1].error(what)
 
 
-def _reads(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
+def _reads(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     name = func._schema.name.partition("::")[2]
     if name == "_to_copy" and kwargs.get("device") is not None:

@@ -83,9 +83,7 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "captur" in str(error)
 
 
-def _first(
-    errors: Sequence[BaseException], root: nn.Module
-) -> tuple[BaseException, Place | None]:
+def _first(errors: Sequence[BaseException], root: nn.Module) -> tuple[BaseException, Place | None]:
     """The earliest refusal in a module's code; else the earliest error in it; else in none."""
     earliest = errors[::-1]
     placed = [(error, _place(error, root)) for error in earliest]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +22,11 @@ _INSIDE = "<locals>"
 
 def installed_version(distribution: str) -> str | None:
     """The version of an installed distribution, or None."""
+    from importlib import metadata  # Slow to import, and not needed to print a command's help.
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -1,26 +1,24 @@
-"""Two records of the same training, compared bit for bit. Pure but for reading the files."""
+"""Two records of the same training, compared bit for bit. Pure."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
-from megatron_cg.align.record import CAPTURED_AFTER
-from megatron_cg.errors import MegatronCGError
+from megatron_cg.align.schema import CAPTURED_AFTER, RecordError, read_run
+from megatron_cg.align.setup import differences
+
+__all__ = ["Comparison", "RecordError", "Run", "Value", "compare", "read_run"]
 
 IDENTICAL, DIFFERENT, FAILED = "identical", "different", "failed"
-_NEEDED = ("rank", "steps", "parameters", "graphs", "finished", "error")
-"""What every record has had since the first."""
+NOT_COMPARABLE = "not comparable"
 Rank = Mapping[str, Any]
 Run = Mapping[int, Rank]
-
-
-class RecordError(MegatronCGError):
-    """A run left no record, or one that cannot be read."""
+Labels = tuple[str, str]
+_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class Value:
 class Comparison:
     """What was compared and the verdict.
 
-    ``status`` is ``identical``, ``different`` or ``failed``; ``reason`` says why it is not
-    ``identical`` and names the first differing step and tensor.
+    ``status`` is ``identical``, ``different``, ``failed`` or ``not comparable``; ``reason`` says
+    why it is not ``identical`` and names the first differing step and tensor.
     """
 
     status: str
@@ -64,48 +62,53 @@ class Comparison:
     """Captured, replayed and eager counts of the graph run, summed over ranks."""
 
 
-def read_run(directory: Path) -> dict[int, dict[str, Any]]:
-    """The record of each rank. Raises RecordError when there is none or one is broken."""
-    ranks: dict[int, dict[str, Any]] = {}
-    for path in sorted(directory.glob("rank*.json")):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            missing = [key for key in _NEEDED if key not in data]
-            if missing:
-                raise ValueError(f"it has no {', '.join(missing)}")
-            ranks[int(data["rank"])] = data
-        except (ValueError, TypeError) as error:
-            raise RecordError(f"{path} is not a record of this package: {error}.") from error
-    if not ranks:
-        raise RecordError(
-            f"{directory} holds no record (rank0.json, ...): training ended before it began, or "
-            "the run was not started with --cg-record or --cg-report."
-        )
-    return ranks
-
-
-def compare(eager: Run, graphed: Run) -> Comparison:
-    """The verdict on two runs.
+def compare(
+    eager: Run, graphed: Run, labels: Labels = ("the eager run", "the graph run")
+) -> Comparison:
+    """The verdict on two runs, which ``labels`` name in it.
 
     They are ``identical`` only if every loss, gradient norm and parameter shard of every rank has
     the same bits, training ran to its end and moved, all numbers are finite, and the second run
-    captured and replayed graphs: runs that are equal for a lesser reason show nothing.
+    captured and replayed graphs: runs that are equal for a lesser reason show nothing. Of runs of
+    different models, layouts, data or versions (``not comparable``) no number is compared.
     """
-    values = tuple(_values(eager, graphed))
     counts = _graph_counts(graphed)
+    missing = _missing_ranks(eager, graphed, labels)
+    unlike = [] if missing else differences(eager[0], graphed[0])
+    if unlike:
+        more = f"; and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
+        reason = f"{labels[0]} and {labels[1]} were not made alike: {'; '.join(unlike[:_SHOWN])}"
+        return Comparison(NOT_COMPARABLE, reason + more, graphs=counts)
+    values = tuple(_values(eager, graphed))
     shards, different = _shards(eager, graphed)
     facts = (values, shards, different, counts)
-    broken = _broken(eager, graphed, counts)
+    broken = missing or _broken(eager, graphed, counts, labels)
     if broken:
         return Comparison(FAILED, broken, *facts)
     first = next((value for value in values if not value.same), None)
     if first is not None:
-        reason = _describe(first, different) + _before_capture(first, graphed)
+        reason = _describe(first, different, labels) + _before_capture(first, eager, graphed)
         return Comparison(DIFFERENT, reason, *facts)
     if different:
         reason = f"every loss and gradient norm agrees, but {_count_shards(different, shards)}"
         return Comparison(DIFFERENT, reason, *facts)
     return Comparison(IDENTICAL, "", *facts)
+
+
+def missing_ranks(run: Run) -> str:
+    """That ranks of the run left no record, as a clause with the first of them; empty if none."""
+    size = next(iter(run.values()))["world_size"]
+    if len(run) == size:
+        return ""
+    absent = (rank for rank in range(size) if rank not in run)
+    first = list(islice(absent, _SHOWN))
+    more = ", ..." if len(run) + len(first) < size else ""
+    return f"records of {len(run)} of its {size} ranks, none of {', '.join(map(str, first))}{more}"
+
+
+def _missing_ranks(eager: Run, graphed: Run, labels: Labels) -> str:
+    pairs = zip(labels, map(missing_ranks, (eager, graphed)), strict=True)
+    return next((f"{label} has {missing}" for label, missing in pairs if missing), "")
 
 
 def _values(eager: Run, graphed: Run) -> Iterator[Value]:
@@ -147,24 +150,28 @@ def _graph_counts(run: Run) -> dict[str, int]:
     return total
 
 
-def _broken(eager: Run, graphed: Run, counts: Mapping[str, int]) -> str:
+def _broken(eager: Run, graphed: Run, counts: Mapping[str, int], labels: Labels) -> str:
     """Why equality of these two would show nothing; empty if it would."""
-    if set(eager) != set(graphed):
-        return f"the eager run has ranks {sorted(eager)}, the graph run {sorted(graphed)}"
-    for name, run in (("eager", eager), ("graph", graphed)):
-        reason = next(filter(None, (_broken_rank(name, r, run[r]) for r in sorted(run))), "")
+    for label, run in zip(labels, (eager, graphed), strict=True):
+        reason = next(filter(None, (_broken_rank(label, r, run[r]) for r in sorted(run))), "")
         if reason:
             return reason
+    for rank in sorted(eager):
+        for number in range(len(eager[rank]["steps"])):
+            for key, text in _numbers(eager[rank]["steps"], number).items():
+                if not math.isfinite(float.fromhex(text)):
+                    where = f"{labels[0]}, rank {rank}"
+                    return f"{where}: {key} is {text} at step {number + 1}, and NaN equals any NaN"
     if not counts.get("captured"):
-        return "the graph run captured no graph, so two eager runs would be compared"
+        return f"{labels[1]} captured no graph, so two eager runs would be compared"
     idle = [rank for rank in sorted(graphed) if not (graphed[rank]["graphs"] or {}).get("replayed")]
     if idle:
-        return f"the graph run replayed no graph on rank {idle[0]}, so all of it ran eagerly"
+        return f"{labels[1]} replayed no graph on rank {idle[0]}, so all of it ran eagerly"
     return ""
 
 
-def _broken_rank(name: str, rank: int, data: Rank) -> str:
-    where = f"the {name} run, rank {rank}"
+def _broken_rank(label: str, rank: int, data: Rank) -> str:
+    where = f"{label}, rank {rank}"
     if data["error"]:
         return f"{where}: {data['error']}"
     if not data["finished"] or not data["steps"]:
@@ -173,29 +180,25 @@ def _broken_rank(name: str, rank: int, data: Rank) -> str:
         return f"{where}: every step was skipped, so no parameter ever moved"
     if not data["parameters"]:
         return f"{where}: no parameter shard was recorded"
-    for number in range(len(data["steps"])):
-        for key, text in _numbers(data["steps"], number).items():
-            if name == "eager" and not math.isfinite(float.fromhex(text)):
-                return f"{where}: {key} is {text} at step {number + 1}, and NaN equals any NaN"
     return ""
 
 
-def _describe(first: Value, different: tuple[str, ...]) -> str:
+def _describe(first: Value, different: tuple[str, ...], labels: Labels) -> str:
     tensor = f"; first differing tensor at the end: {different[0]}" if different else ""
     eager, graphed = (
         "absent" if text is None else f"{float.fromhex(text)!r} ({text})"
         for text in (first.eager, first.graphed)
     )
     return (
-        f"first difference at step {first.step}, rank {first.rank}, {first.name}: eager {eager}, "
-        f"with graphs {graphed}{tensor}"
+        f"first difference at step {first.step}, rank {first.rank}, {first.name}: {eager} in "
+        f"{labels[0]}, {graphed} in {labels[1]}{tensor}"
     )
 
 
-def _before_capture(first: Value, graphed: Run) -> str:
+def _before_capture(first: Value, eager: Run, graphed: Run) -> str:
     """What to make of a difference between steps that were eager in both runs."""
     captured = graphed[first.rank].get(CAPTURED_AFTER)
-    if captured is None or first.step > captured:
+    if captured is None or first.step > captured or CAPTURED_AFTER in eager[first.rank]:
         return ""
     return (
         f". The graphs were captured after step {captured}, so both runs were still eager: the "

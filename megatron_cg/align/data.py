@@ -5,15 +5,15 @@ Relied on: megatron-core 0.19.2, ``megatron.core.datasets.indexed_dataset:Indexe
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+import shutil
 import sysconfig
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy
-import torch
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.versions import Symbol
@@ -29,6 +29,8 @@ RELIES_ON = (_BUILDER,)
 END_OF_DOCUMENT = 256
 """The token after each file; tokens 0 to 255 are its bytes."""
 BYTE_VOCABULARY = 257
+_FORM = "one uint16 a byte, 256 after each file, megatron-core's indexed format"
+"""What a cached token stream is, beside its text; another form has another name there."""
 DEFAULT_BYTES = 4 * 2**20
 """How much of Python's own sources the default text takes."""
 
@@ -87,39 +89,110 @@ def python_sources(limit: int = DEFAULT_BYTES) -> list[Path]:
     return chosen
 
 
+def cached(files: Sequence[Path], description: str, otherwise: Path) -> TokenStream:
+    """:func:`from_text`, made once for each content of the files and kept for later runs.
+
+    It is kept in ``megatron-cg/tokens`` of the user's cache folder, under a digest of the text;
+    runs that make it at once do not disturb each other. Where that folder cannot be written it is
+    made in ``otherwise``.
+    """
+    texts = _texts(files)
+    count = sum(len(text) + 1 for text in texts)
+    try:
+        return _stream(_kept(texts, count), description, count)
+    except OSError:
+        return from_text(files, otherwise, description)
+
+
+def cache_folder() -> Path:
+    """``megatron-cg`` in the user's cache folder, by the XDG Base Directory Specification 0.8.
+
+    Raises FileNotFoundError for a user without a home.
+    """
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # One that is not absolute is to be ignored.
+    chosen = chosen if chosen.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    if not chosen.is_absolute():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "~")
+    return chosen / "megatron-cg"
+
+
+def _kept(texts: Sequence[bytes], count: int) -> Path:
+    """The prefix of the token stream in the cache, where it is made unless it is there whole."""
+    found = hashlib.sha256(_FORM.encode())
+    for text in texts:
+        found.update(f"{len(text)} ".encode() + text)
+    folder = cache_folder() / "tokens" / found.hexdigest()[:32]
+    if not _is_whole(folder / "text", count):
+        part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+        try:
+            _write(texts, part)
+            _rename(part, folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder / "text"
+
+
 def from_text(files: Sequence[Path], directory: Path, description: str) -> TokenStream:
     """The files' bytes as one document each, written to ``directory/text.{bin,idx}``.
 
     Raises DataError for a file that cannot be read, and when all of them are empty.
     """
+    texts = _texts(files)
+    _write(texts, directory)
+    return _stream(directory / "text", description, sum(len(text) + 1 for text in texts))
+
+
+def _stream(prefix: Path, description: str, count: int) -> TokenStream:
+    return TokenStream(prefix.resolve(), f"{description}, {count:,} byte tokens", is_bytes=True)
+
+
+def _is_whole(prefix: Path, count: int) -> bool:
+    """Whether both files are there, and none was cut since."""
+    with suppress(OSError):
+        index = prefix.with_suffix(".idx").stat().st_size
+        return prefix.with_suffix(".bin").stat().st_size == 2 * count and index > 0
+    return False
+
+
+def _rename(part: Path, folder: Path) -> None:
+    """``part`` becomes ``folder``; where another run was faster, or it was damaged, one is kept."""
+    try:
+        part.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        for file in part.iterdir():
+            file.replace(folder / file.name)
+
+
+def _write(texts: Sequence[bytes], directory: Path) -> None:
+    """Write ``directory/text.{bin,idx}``, each text one document."""
+    import numpy
+    import torch
+
     builder_type = _BUILDER.find()
     directory.mkdir(parents=True, exist_ok=True)
     prefix = directory / "text"
     part = directory / f"text.{os.getpid()}.part"
     builder = builder_type(str(part), dtype=numpy.uint16)
     try:
-        count = _add_files(builder, files)
+        for text in texts:
+            builder.add_item(torch.tensor([*text, END_OF_DOCUMENT], dtype=torch.int32))
+            builder.end_document()
         builder.finalize(f"{prefix}.idx")
         os.replace(part, f"{prefix}.bin")
     finally:
         part.unlink(missing_ok=True)
-    return TokenStream(prefix.resolve(), f"{description}, {count:,} byte tokens", is_bytes=True)
 
 
-def _add_files(builder: Any, files: Sequence[Path]) -> int:
-    """Add each file as one document; returns how many tokens there are."""
-    count = 0
-    for path in files:
-        text = _read(path)
-        if text:
-            tokens = [*text, END_OF_DOCUMENT]
-            builder.add_item(torch.tensor(tokens, dtype=torch.int32))
-            builder.end_document()
-            count += len(tokens)
-    if not count:
+def _texts(files: Sequence[Path]) -> list[bytes]:
+    """The content of each file that is not empty."""
+    texts = [text for text in map(_read, files) if text]
+    if not texts:
         names = ", ".join(map(str, files)) or "no file"
         raise DataError(f"--text {names}: there is no text in it. Give a file that is not empty.")
-    return count
+    return texts
 
 
 def _read(path: Path) -> bytes:

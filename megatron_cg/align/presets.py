@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-import yaml
-
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.nearest import did_you_mean
 
 Flag = bool | int | float | str | list[int | float | str]
 _FIELDS = {"description": str, "scopes": list, "nproc": int, "flags": dict, "tape": dict}
@@ -80,13 +79,17 @@ def preset_names() -> list[str]:
 def load_preset(name: str) -> Preset:
     """The preset of that name. Raises PresetError, which lists what there is."""
     if name not in preset_names():
-        raise PresetError(f"there is no preset {name!r}; there are {', '.join(preset_names())}.")
+        names = preset_names()
+        hint = did_you_mean(name, names)
+        raise PresetError(f"there is no preset {name!r}{hint}; there are {', '.join(names)}.")
     file = resources.files("megatron_cg.arguments") / "presets" / f"{name}.yaml"
     return parse_preset(name, file.read_text(encoding="utf-8"))
 
 
 def parse_preset(name: str, text: str) -> Preset:
     """A preset from YAML. Raises PresetError, which names every field that is wrong."""
+    import yaml
+
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from megatron_cg.align.compare import FAILED, Comparison, RecordError, compare, read_run
+from megatron_cg.align.compare import (
+    FAILED,
+    Comparison,
+    RecordError,
+    compare,
+    missing_ranks,
+    read_run,
+)
 from megatron_cg.align.outcome import Outcome
+from megatron_cg.align.schema import CAPTURED_AFTER
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.versions import installed_version
 
 OVERDUE = "did not end within --timeout"
 """What a run's log and the comparison say of a run that had to be stopped."""
@@ -70,6 +82,7 @@ class Run:
     _timeout: float = field(default=0.0, init=False)
     _deadline: float = field(default=0.0, init=False)
     _log: IO[bytes] | None = field(default=None, init=False)
+    _temporary: str = field(default="", init=False)
 
     @property
     def record(self) -> Path:
@@ -82,12 +95,17 @@ class Run:
         return self.directory / "log.txt"
 
     def start(self, timeout: float) -> None:
-        """Start it in a session of its own, so that its workers can be ended with it."""
+        """Start it in a session of its own, so that its workers can be ended with it.
+
+        And with a folder of its own for temporary files, which goes with it: what has to be killed
+        cleans up nothing. Its name is short, since sockets lie there.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._log = self.log.open("wb")
+        self._temporary = tempfile.mkdtemp(prefix="megatron-cg-")
         self.process = subprocess.Popen(
             self.words,
-            env=self.env,
+            env={**_compiled(), **self.env, "TMPDIR": self._temporary},
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -111,7 +129,7 @@ class Run:
             return -1
 
     def stop(self) -> None:
-        """End the run and its workers, if it still runs, and close its log."""
+        """End the run and its workers, if it still runs; close its log, delete temporary files."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
             try:
@@ -121,10 +139,57 @@ class Run:
                 self.process.wait()
         if self._log is not None:
             self._log.close()
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def text(self) -> str:
         """The log so far."""
         return self.log.read_text(errors="replace")
+
+
+def _compiled() -> dict[str, str]:
+    """The variable by which torch finds what it compiled in earlier runs, whatever TMPDIR is.
+
+    The default of torch 2.11, ``torch/_inductor/runtime/cache_dir_utils.py``.
+    """
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):
+        return {}
+    return {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")}
+
+
+def check_start(options: Options, nproc: int) -> None:
+    """Refuse, before anything is made or started, runs that could not be compared in the end.
+
+    Raises LaunchError when an earlier run's records are in the way, or the eager record is of
+    another number of ranks or other versions, and RecordError when it cannot be read.
+    """
+    for name in options.names:
+        _check_free(options.directory / name / "record")
+    if options.eager_record is None:
+        return
+    run = read_run(options.eager_record)
+    found = run[min(run)]
+    wrong = missing_ranks(run)
+    if CAPTURED_AFTER in found or found["captures"]:
+        wrong = "graphs, so it is not of an eager run"
+    elif found["world_size"] != nproc:
+        wrong = f"{found['world_size']} ranks, and this run is to have {nproc}"
+    for package, version in found["versions"].items():
+        if package != "megatron-cg" and version != installed_version(package):
+            here = installed_version(package) or "not installed"
+            wrong = wrong or f"{package} {version}, which here is {here}"
+    if wrong:
+        raise LaunchError(
+            f"--eager-record {options.eager_record} has {wrong}: the runs could not be compared. "
+            "Leave it out to train both."
+        )
+
+
+def _check_free(record: Path) -> None:
+    if record.exists():
+        raise LaunchError(f"{record} holds an earlier run: give another --work-dir.")
 
 
 def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
@@ -134,14 +199,17 @@ def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
     RecordError when those of ``options.eager_record`` cannot be read.
     """
     for run in runs:
-        if run.record.exists():
-            raise LaunchError(f"{run.record} holds an earlier run: give another --work-dir.")
+        _check_free(run.record)
     earlier = read_run(options.eager_record) if options.eager_record else None
     commands = {run.name: run.words for run in runs}
     failed = _run_all(runs, options)
     if failed is not None:
         reason = f"the {failed.name} run {failed.overdue or _end(failed)}"
         return Outcome(Comparison(FAILED, reason), commands, _tail(failed.text()))
+    for run in runs:
+        if not run.record.exists():
+            reason = f"the {run.name} run left no record: it ended before training began"
+            return Outcome(Comparison(FAILED, reason), commands, _tail(run.text()))
     try:
         eager = earlier or read_run(runs[0].record)
         graphed = read_run(runs[-1].record)

@@ -31,8 +31,11 @@ import torch
 
 from megatron_cg import __version__
 from megatron_cg.agreement import AgreementTime
+from megatron_cg.align.schema import CAPTURED_AFTER, FORMAT
+from megatron_cg.align.setup import Setup, of_megatron
 from megatron_cg.align.shards import parameter_digests
 from megatron_cg.counters import Counters
+from megatron_cg.files import write_text
 from megatron_cg.reporting.events import listening
 from megatron_cg.reporting.machine import machine, variables
 from megatron_cg.reporting.memory import memory
@@ -52,7 +55,6 @@ _TRAIN, _EVALUATE, _STEP = (
     )
 )
 RELIES_ON = (_LOOP, _TRAIN, _EVALUATE, _STEP)
-CAPTURED_AFTER = "captured_after_step"
 _active: list[Recorder] = []
 
 
@@ -146,7 +148,9 @@ class Recorder:
         self._votes: list[AgreementTime] = []
         self._written = False
         self.data: dict[str, Any] = {
-            "format": 1,
+            "format": FORMAT,
+            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+            "setup": {},
             "versions": {name: installed_version(name) for name in _PACKAGES}
             | {"megatron-cg": __version__},
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -168,6 +172,10 @@ class Recorder:
         self.data[key] = value
         if self._written:
             self.write()
+
+    def describe(self, setup: Setup) -> None:
+        """Record what is trained; without it nothing tells this run from one of another model."""
+        self.data["setup"] = setup
 
     def follow(self, counters: Counters, votes: AgreementTime | None) -> None:
         """Count these in every row of counters from now on; sessions may share their votes."""
@@ -215,6 +223,7 @@ class Recorder:
         @wraps(train)
         def recorded_train(*args: Any, **kwargs: Any) -> Any:
             model = inspect.signature(train).bind(*args, **kwargs).arguments["model"]
+            self.describe(of_megatron())
             try:
                 result = train(*args, **kwargs)
             except SystemExit:
@@ -286,11 +295,8 @@ class Recorder:
     def write(self) -> None:
         """Write ``rank<N>.json``; a reader never sees half a file."""
         rank = int(os.environ.get("RANK", "0"))
-        self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / f"rank{rank}.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"rank": rank, **self.data}, indent=1), encoding="utf-8")
-        os.replace(part, path)
+        text = json.dumps({"rank": rank, **self.data}, indent=1)
+        write_text(self.directory / f"rank{rank}.json", text)
         self._written = True
 
 

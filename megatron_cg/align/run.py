@@ -9,7 +9,13 @@ from pathlib import Path
 from megatron_cg.align import command
 from megatron_cg.align.data import TokenStream
 from megatron_cg.align.outcome import Outcome
-from megatron_cg.align.processes import LaunchError, Options, Run, run_and_compare
+from megatron_cg.align.processes import (
+    LaunchError,
+    Options,
+    Run,
+    check_start,
+    run_and_compare,
+)
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -22,14 +28,21 @@ def example_script() -> Path:
     return script
 
 
+def check_gpus(plan: command.Plan, options: Options) -> None:
+    """Raise LaunchError, before anything is made, for runs that cannot be made or compared here."""
+    if not plan.script.is_file():
+        raise LaunchError(f"--script {plan.script}: there is no such file.")
+    _device_shares(plan.nproc, 1)
+    check_start(options, plan.nproc)
+
+
 def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Outcome:
     """Train eagerly, train with graphs, compare.
 
     Raises LaunchError before anything is started: too few GPUs, no such script, or an earlier
     run's records in the way.
     """
-    if not plan.script.is_file():
-        raise LaunchError(f"--script {plan.script}: there is no such file.")
+    check_gpus(plan, options)
     names = options.names
     shares = _device_shares(plan.nproc, len(names) if options.parallel else 1)
     runs = [

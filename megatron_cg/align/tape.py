@@ -12,7 +12,13 @@ from megatron_cg.align import command
 from megatron_cg.align.data import TokenStream
 from megatron_cg.align.outcome import Outcome
 from megatron_cg.align.presets import Preset, TapeShape
-from megatron_cg.align.processes import LaunchError, Options, Run, run_and_compare
+from megatron_cg.align.processes import (
+    LaunchError,
+    Options,
+    Run,
+    check_start,
+    run_and_compare,
+)
 
 TAPE_NOTICE = "CPU tape: a recording of ATen operations stands in for the CUDA graph"
 
@@ -39,6 +45,18 @@ def describe(shape: TapeShape) -> str:
     )
 
 
+def check_tape(
+    preset: Preset, options: Options, *, steps: int, warmup_steps: int, nproc: int
+) -> None:
+    """Raise LaunchError, before anything is made, for runs that cannot be made or compared."""
+    tape_shape(preset)
+    if options.mutation is not None:
+        raise LaunchError("--mutate is for a script that reads it, and the tape runs no script.")
+    if warmup_steps >= steps:
+        raise LaunchError(f"--steps {steps} leaves no step after --warmup-steps {warmup_steps}.")
+    check_start(options, nproc)
+
+
 def align_on_tape(
     preset: Preset,
     data: TokenStream,
@@ -54,11 +72,8 @@ def align_on_tape(
 
     Raises LaunchError for what only the GPU path has, and for a preset without a tape's shape.
     """
+    check_tape(preset, options, steps=steps, warmup_steps=warmup_steps, nproc=nproc)
     shape = tape_shape(preset)
-    if options.mutation is not None:
-        raise LaunchError("--mutate is for a script that reads it, and the tape runs no script.")
-    if warmup_steps >= steps:
-        raise LaunchError(f"--steps {steps} leaves no step after --warmup-steps {warmup_steps}.")
     plan = {
         "shape": asdict(shape) | {"scopes": list(shape.scopes if scopes is None else scopes)},
         "steps": steps,

@@ -42,6 +42,7 @@ from megatron_cg.bench.store import (
 )
 from megatron_cg.bench.windows import Windows
 from megatron_cg.cli.bench import INCOMPLETE, TAPE, TRANSFORMER_ENGINE
+from megatron_cg.files import write_text
 
 TAPE_SHAPES = ("qwen3-moe-tiny",)
 REPORT = "bench.md"
@@ -60,6 +61,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         try:
             results = _execute(args, backend, runs)
         except (KeyboardInterrupt, SystemExit):
+            if not kept(args.out):
+                raise
             again = f"megatron-cg bench --report --out {shlex.quote(str(args.out))}"
             print(f"stopped; what was measured until then is shown by: {again}", file=sys.stderr)
             raise
@@ -194,7 +197,7 @@ def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> Non
     changes = compare(earlier, everything) if earlier else []
     lines = trends(everything)
     write_all(everything, out)
-    (out / REPORT).write_text(as_markdown(everything, lines, changes), encoding="utf-8")
+    write_text(out / REPORT, as_markdown(everything, lines, changes))
     text = as_markdown(list(made) or everything, lines, changes)
     if sys.stdout.isatty():
         Console().print(Markdown(text))

@@ -21,6 +21,7 @@ from megatron_cg.bench.phases import find_phases
 from megatron_cg.bench.sampling import sampling
 from megatron_cg.bench.watching import PhaseRanges, PhaseTimes, watching
 from megatron_cg.bench.windows import TRACED, Windows
+from megatron_cg.files import write_text
 from megatron_cg.versions import installed_version
 
 FORMAT = 1
@@ -111,11 +112,7 @@ class Measurement:
 
     def write(self) -> None:
         """Write ``rank<N>.json``; a reader never sees half a file."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"rank{self._rank}.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(self.data, indent=1), encoding="utf-8")
-        os.replace(part, path)
+        write_text(self._directory / f"rank{self._rank}.json", json.dumps(self.data, indent=1))
 
     def _enter(self, kind: str) -> None:
         self._kind = kind

@@ -12,6 +12,7 @@ from megatron_cg.bench.scaling import Trend
 from megatron_cg.bench.schedule import of_all_rounds, slug
 from megatron_cg.bench.store import Result
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.files import whole_file
 
 _SHARED = ("forward", "backward", "gradient finish", "optimizer step", "zero gradients", "log")
 """Phases of the main thread that follow one another."""
@@ -162,8 +163,8 @@ def _plot_trends(pyplot: Any, trends: Sequence[Trend], path: Path) -> Path:
 
 
 def _save(pyplot: Any, figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=110, format=path.suffix[1:])
     pyplot.close(figure)
     return path

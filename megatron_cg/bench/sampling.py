@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from megatron_cg.files import write_text
+
 INTERVAL = 0.005
 """Seconds between two samples of the thread; py-spy takes 200 a second too."""
 _READY = "Sampling process"
@@ -144,9 +146,8 @@ class ThreadSampler:
         self._ended.set()
         self._thread.join()
         took = time.perf_counter() - self._began
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = [f"{stack} {count}\n" for stack, count in sorted(self._stacks.items())]
-        self._path.write_text("".join(lines), encoding="utf-8")
+        write_text(self._path, "".join(lines))
         return {
             "sampler": "thread",
             "native": False,

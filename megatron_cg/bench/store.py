@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.bench.schedule import of_all_rounds, round_of, slug
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.files import write_text
 
 SCHEMA = {"name": "megatron_cg.bench", "version": 3}
 _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
@@ -29,7 +29,6 @@ class ResultError(MegatronCGError):
 def keep(result: Result, directory: Path) -> Path:
     """Write one run's result to a file of its own in ``directory/runs``."""
     folder = directory / "runs"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{slug(result['key'])}.{result['invocation']}.json"
     _write(path, {"schema": SCHEMA, "runs": [result]})
     return path
@@ -86,13 +85,10 @@ def read(path: Path) -> list[Result]:
 
 def write_all(results: list[Result], directory: Path) -> Path:
     """Write ``directory/bench.json``."""
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE
     _write(path, {"schema": SCHEMA, "runs": results})
     return path
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, json.dumps(data, indent=1) + "\n")

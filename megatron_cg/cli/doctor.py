@@ -12,8 +12,6 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from megatron_cg.errors import MegatronCGError
 
 
@@ -34,6 +32,8 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         raise MegatronCGError(
             f"nothing is looked at for {' '.join(extra)}: leave out what follows --"
         )
+    from rich.console import Console
+
     from megatron_cg.doctor.checks import can_run, examine
     from megatron_cg.doctor.report import as_json, print_report
     from megatron_cg.doctor.system import this_system

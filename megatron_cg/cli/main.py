@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import io
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_cg import __version__
-from megatron_cg.cli.signals import ended_in_order
+from megatron_cg.cli.signals import ended_in_order, interrupts
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.nearest import did_you_mean
 
 COMMANDS = {
     "align": "megatron_cg.cli.align",
@@ -29,20 +31,81 @@ TAKING_FLAGS = ("align", "bench", "plan")
 """The commands to which Megatron's flags are given, after a bare ``--``."""
 
 USAGE_ERROR = 2
+DEFECT = 70
+"""As sysexits.h has it: an error that no command foresaw; 1 is a verdict of the command's."""
 INTERRUPTED = 130
 """As a shell has it of what SIGINT ended."""
-NO_READER = 1
-"""What rich ends a command with whose reader has gone, as with ``| head``."""
+NO_READER = 141
+"""As a shell has it of what SIGPIPE ended: the reader has gone, as with ``| head``."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the closest of the words there are."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), names)
+            text = f"there is no {str(value)!r}{hint}; there are {', '.join(names)}"
+            raise argparse.ArgumentError(action, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: its own, or 2 for what cannot be done as asked."""
-    _make_printable()
+    """Run one command; returns the exit code: its own, or one of the above."""
     words = list(sys.argv[1:] if argv is None else argv)
+    name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
+    try:
+        with interrupts() as interrupted, ended_in_order():
+            try:
+                return _run(words)
+            except Exception:
+                # Libraries turn an interrupt while they are imported into errors of their own.
+                if interrupted.is_set():
+                    raise KeyboardInterrupt from None
+                raise
+    except BaseException as error:
+        # rich ends a command whose reader has gone with SystemExit.
+        if BrokenPipeError in (type(error), type(error.__context__)):
+            # What is left is for nobody, also when Python flushes on its way out.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return NO_READER
+        if isinstance(error, SystemExit):
+            raise
+        text, code = _told(error)
+        print(f"{name}: {text}", file=sys.stderr)
+        return code
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    """What is said of an error that ends a command, and the exit code."""
+    if isinstance(error, MegatronCGError):
+        return str(error), USAGE_ERROR
+    if isinstance(error, OSError):
+        # A folder that cannot be written, a file that is not there, a disk that is full.
+        return f"{error.filename or 'output'}: {error.strerror or error}", USAGE_ERROR
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    traceback.print_exception(error)
+    return "this is a defect of megatron-cg: please report it with the lines above", DEFECT
+
+
+def _run(words: Sequence[str]) -> int:
+    _make_printable()
     # What follows a bare "--" is for Megatron, whatever it looks like.
     cut = words.index("--") if "--" in words else len(words)
     words, extra = words[:cut], words[cut + 1 :]
-    parser = argparse.ArgumentParser(
+    args = _parsed(words)
+    # Megatron warns, as it is imported, of each optional package that is not there.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+    # And torch warns where there is nvcc and no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    code = int(args.run(args, extra))
+    sys.stdout.flush()
+    return code
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
         prog="megatron-cg", description="Partial CUDA graphs under Megatron-FSDP, bit for bit."
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -56,34 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.set_defaults(run=module.run)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        hint = " (Megatron's own come after a bare --)" if args.command in TAKING_FLAGS else ""
+        flags = [*commands.choices[args.command]._option_string_actions]
+        hints = (did_you_mean(word.partition("=")[0], flags) for word in unknown if word[0] == "-")
+        hint = next(filter(None, hints), "")
+        if args.command in TAKING_FLAGS:
+            hint += " (Megatron's own come after a bare --)"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    # Megatron warns, as it is imported, of each optional package that is not there.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
-    # And torch warns where there is nvcc and no GPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    try:
-        with ended_in_order():
-            code = int(args.run(args, extra))
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # What is left is for nobody, also when Python flushes on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_READER
-    except MegatronCGError as error:
-        print(f"megatron-cg {args.command}: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:
-            raise
-        # A folder that cannot be written, a file that is not there: no verdict of the command's.
-        where = error.filename or "output"
-        print(f"megatron-cg {args.command}: {where}: {error.strerror}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        print(f"megatron-cg {args.command}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return args
 
 
 def _make_printable() -> None:

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from megatron_cg.align.presets import preset_names
 from megatron_cg.cli.numbers import positive
 from megatron_cg.cli.scopes import add_scopes
@@ -55,6 +53,8 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(plan, indent=1))
     else:
+        from rich.console import Console
+
         from megatron_cg.plan.tables import print_plan
 
         console = Console(width=None if sys.stdout.isatty() else WIDTH, emoji=False)

@@ -33,13 +33,13 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         raise PlotsError(f"report starts no training and takes no {' '.join(extra)}: leave it out.")
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotsError("the figures need matplotlib: pip install 'megatron-cg[report]'.")
+    from megatron_cg.files import write_text
     from megatron_cg.report.page import page, write_pngs
     from megatron_cg.report.story import read_story
 
     story = read_story(args.directory, args.against)
     out = args.out or args.directory / "report.html"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(story), encoding="utf-8")
+    write_text(out, page(story))
     print(f"written: {out}")
     if args.png:
         for path in write_pngs(story, out.parent):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from threading import Event
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -30,3 +31,25 @@ def ended_in_order() -> Iterator[None]:
         for ending in chosen:
             undo.callback(signal.signal, ending, signal.signal(ending, end))
         yield
+
+
+@contextmanager
+def interrupts() -> Iterator[Event]:
+    """Yield an event that is set once SIGINT came, which raises KeyboardInterrupt as ever.
+
+    Where SIGINT is ignored, as for what a script starts in the background, it stays so.
+    """
+    came = Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.set()
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,7 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 
 from megatron_cg.agreement import Agreement
-from megatron_cg.align.record import CAPTURED_AFTER, Recorder, recording
+from megatron_cg.align.record import Recorder, recording
+from megatron_cg.align.schema import CAPTURED_AFTER
+from megatron_cg.align.setup import of_tape
 from megatron_cg.backends.base import Backend
 from megatron_cg.cpu.data import Batches
 from megatron_cg.cpu.model import build, transformer_layers
@@ -163,6 +165,7 @@ def train(plan: TrainingPlan, directory: Path) -> None:
     from megatron_cg.cpu.voting import VotingTrainer
 
     recorder = Recorder(directory)
+    recorder.describe(of_tape(plan))
     try:
         trainer = VotingTrainer(plan)
         with recording(recorder), closing(trainer):

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_cg.align.command import BASE_FLAGS, GRAPH_FLAGS
 from megatron_cg.align.presets import load_preset, preset_names
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.nearest import did_you_mean
 
 _SCRIPT = ".py"
 _MODULES = "--cuda-graph-modules"
@@ -71,9 +72,10 @@ def read_request(
     """
     if target is not None and not target.endswith(_SCRIPT):
         if target not in preset_names():
+            hint = did_you_mean(target, preset_names())
             raise RequestError(
-                f"there is no preset {target!r}, and a script's name ends with {_SCRIPT}. Presets: "
-                f"{', '.join(preset_names())}."
+                f"there is no preset {target!r}{hint}, and a script's name ends with {_SCRIPT}. "
+                f"Presets: {', '.join(preset_names())}."
             )
         preset = load_preset(target)
         modules = preset.scopes if scopes is None else tuple(scopes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import io
 import math
 import os
@@ -25,6 +24,7 @@ from megatron_cg.arguments import Environment, GraphArguments, RunArguments, not
 from megatron_cg.arguments.megatron import add_arguments, read
 from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.errors import Violation
+from megatron_cg.nearest import did_you_mean
 from megatron_cg.plan.likeness.packages import TE_VERSION
 
 _TE = "transformer-engine"
@@ -108,7 +108,7 @@ def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def _scope_text(word: str) -> str:
-    hint = _did_you_mean(word, SCOPES, cutoff=0.6)
+    hint = did_you_mean(word, SCOPES, cutoff=0.6)
     return f"--cuda-graph-modules has no {word}{hint}: {', '.join(SCOPES)}"
 
 
@@ -125,14 +125,9 @@ def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
         parser = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
     known = [option for action in parser._actions for option in action.option_strings]
     return [
-        word + (_did_you_mean(word.split("=")[0], known, cutoff) if word.startswith("-") else "")
+        word + (did_you_mean(word.split("=")[0], known, cutoff) if word.startswith("-") else "")
         for word in unknown
     ]
-
-
-def _did_you_mean(word: str, known: Sequence[str], cutoff: float) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _environment_of_the_run(given: Mapping[str, str]) -> tuple[Environment, list[str]]:

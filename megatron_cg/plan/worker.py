@@ -66,9 +66,7 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
         return plan
 
 
-def _details(
-    settings: Any, notes: list[str], violations: list[dict[str, str]]
-) -> dict[str, Any]:
+def _details(settings: Any, notes: list[str], violations: list[dict[str, str]]) -> dict[str, Any]:
     """What can be said of a run that breaks no rule; a model that cannot be planned is noted.
 
     Sizes that Megatron refuses only when it makes process groups are a rule that is broken, and so

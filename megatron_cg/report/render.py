@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from megatron_cg.files import whole_file
 from megatron_cg.report.plots import Draw, Look
 from megatron_cg.report.theme import LIGHT, STYLED, Palette, as_styled
 
@@ -65,10 +66,10 @@ def _one_svg(draw: Draw, width: float, prefix: str, kind: str, alternative: str)
 
 def write_png(draw: Draw, path: Path) -> None:
     """The wide figure as a PNG file with a white background."""
-    with mpl.rc_context(_style(LIGHT)):
+    with mpl.rc_context(_style(LIGHT)), whole_file(path) as part:
         figure = Figure(layout="constrained")
         draw(figure, Look(LIGHT, WIDE))
-        figure.savefig(path, format="png", dpi=_DPI, metadata={"Software": None})
+        figure.savefig(part, format="png", dpi=_DPI, metadata={"Software": None})
 
 
 def _style(palette: Palette, **more: Any) -> Any:

@@ -56,6 +56,8 @@ def _quantity(story: Story, name: str) -> Quantity:
     other = story.reference_rank
     if story.reference is None or other is None:
         return Quantity(name, run)
+    if not story.is_comparable:
+        return Quantity(name, run, _curve(other, name))
     widest: dict[int, float] = {}
     unequal, compared = [], 0
     for rank in sorted(set(story.run) & set(story.reference)):

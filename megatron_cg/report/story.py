@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.align.compare import Comparison, RecordError, Run, compare, read_run
-from megatron_cg.align.record import CAPTURED_AFTER
+from megatron_cg.align.compare import NOT_COMPARABLE, Comparison, RecordError, Run, compare
+from megatron_cg.align.schema import CAPTURED_AFTER, read_run, record_files
 
 EAGER, GRAPHS = "eager", "graphs"
 
@@ -39,10 +40,18 @@ class Story:
         first = () if self.reference is None else ((self.reference_name, self.reference),)
         return (*first, (self.name, self.run))
 
-    @property
+    @cached_property
     def comparison(self) -> Comparison | None:
         """Both runs' numbers bit for bit, by the rules of ``megatron-cg align``."""
-        return None if self.reference is None else compare(self.reference, self.run)
+        if self.reference is None:
+            return None
+        labels = f"the run {self.reference_name}", f"the run {self.name}"
+        return compare(self.reference, self.run, labels)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether there are two runs that were made alike."""
+        return self.comparison is not None and self.comparison.status != NOT_COMPARABLE
 
     @property
     def captures(self) -> list[Mapping[str, Any]]:
@@ -72,8 +81,6 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
 
     Raises RecordError where there is no record, or two runs are compared with a third.
     """
-    if not directory.is_dir():
-        raise RecordError(f"there is no folder {directory}: name one that a run has written.")
     pair = all(_records(directory / name) for name in (EAGER, GRAPHS))
     if pair and against is not None:
         raise RecordError(
@@ -86,16 +93,29 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
     run = _read(directory)
     if against is None:
         return Story(_title(directory), run, name=_title(directory))
+    other = _read(against)
     names = _title(directory), _title(against)
     if names[0] == names[1]:
         names = str(directory), str(against)
-    return Story(" against ".join(names), run, names[0], _read(against), names[1])
+    title = " against ".join(names)
+    made = [(run, f"{names[0]} ({_kind(run)})"), (other, f"{names[1]} ({_kind(other)})")]
+    if _kind(run) == EAGER and _kind(other) == GRAPHS:
+        # An eager run is what one with graphs is compared with, in whatever order they are named.
+        made.reverse()
+    (run, name), (other, other_name) = made
+    return Story(title, run, name, other, other_name)
+
+
+def _kind(run: Run) -> str:
+    """Whether some rank of the run captured graphs."""
+    ranks = run.values()
+    return GRAPHS if any(CAPTURED_AFTER in rank or rank["graphs"] for rank in ranks) else EAGER
 
 
 def _records(directory: Path) -> Path | None:
     """Where the records of one run are, if there are any."""
-    places = (directory, directory / "record")
-    return next((place for place in places if any(place.glob("rank*.json"))), None)
+    there = (place for place in (directory, directory / "record") if place.is_dir())
+    return next((place for place in there if record_files(place)), None)
 
 
 def _read(directory: Path) -> dict[int, dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_cg.align.compare import DIFFERENT, IDENTICAL, Run
+from megatron_cg.align.compare import DIFFERENT, IDENTICAL, NOT_COMPARABLE, Run, missing_ranks
 from megatron_cg.report.series import Quantity, counted_steps, median_time
 from megatron_cg.report.story import Story
 
@@ -65,7 +65,8 @@ def verdict(story: Story) -> Verdict:
             f"{len(values) - equal} of {len(values)} numbers differ, the first at step "
             f"{first.step} on rank {first.rank} ({first.name}). {_sentence(comparison.reason)}",
         )
-    return Verdict("bad", "Not comparable", _sentence(comparison.reason))
+    kind: Kind = "note" if comparison.status == NOT_COMPARABLE else "bad"
+    return Verdict(kind, "Not comparable", _sentence(comparison.reason))
 
 
 def _outcome(story: Story) -> Verdict:
@@ -73,6 +74,10 @@ def _outcome(story: Story) -> Verdict:
     broken = [f"rank {rank}: {data['error']}" for rank, data in story.run.items() if data["error"]]
     if broken:
         return Verdict("bad", "The run failed", _sentence(f"After {steps}. {'; '.join(broken)}"))
+    missing = missing_ranks(story.run)
+    if missing:
+        text = _sentence(f"{steps}. The run has {missing}")
+        return Verdict("note", "Not all ranks are here", text)
     if not _ended(story.run):
         text = f"{steps} recorded so far: the run goes on, or was killed."
         return Verdict("note", "Not ended", text)
@@ -86,7 +91,8 @@ def _ended(run: Run) -> bool:
 def difference(quantity: Quantity) -> str:
     """How two runs differ in one quantity; exact zero is said as such."""
     if quantity.difference is None:
-        return "There is no run to compare with."
+        alone = quantity.reference is None
+        return "There is no run to compare with." if alone else "The runs were not made alike."
     if not quantity.compared:
         return "The runs have no step in common."
     if not quantity.unequal:

@@ -22,7 +22,8 @@ import torch
 
 import megatron_cg
 from megatron_cg.align.compare import Comparison, Run, compare, read_run
-from megatron_cg.align.record import CAPTURED_AFTER, Recorder
+from megatron_cg.align.record import Recorder
+from megatron_cg.align.schema import CAPTURED_AFTER
 from megatron_cg.align.shards import parameter_digests
 from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.session import close_all_sessions

@@ -105,9 +105,7 @@ def as_cuda_ends_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "recording", ending)
 
 
-def failing_capture(
-    way: str, read: Callable[[torch.Tensor], None], *scopes: str
-) -> CaptureError:
+def failing_capture(way: str, read: Callable[[torch.Tensor], None], *scopes: str) -> CaptureError:
     """What a capture ends with whose second layer reads in its attention."""
     from megatron_cg.cpu.model import transformer_layers
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_cg.align import invocation as command
 from megatron_cg.align.compare import DIFFERENT, FAILED, IDENTICAL, Comparison, Value
 from megatron_cg.align.outcome import Outcome
-from megatron_cg.cli import align as command
 from megatron_cg.cli.main import main
 
 SAME = Value(0, 1, "lm loss", (1.0).hex(), (1.0).hex())
@@ -43,6 +43,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> dict[str, Any]:
         asked.update(preset=preset, data=data, options=options, **rest)
         return outcome
 
+    monkeypatch.setattr(command, "check_gpus", lambda *_: None)
     monkeypatch.setattr(command, "align_on_gpus", on_gpus)
     monkeypatch.setattr(command, "align_on_tape", on_tape)
     return asked

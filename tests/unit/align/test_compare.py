@@ -15,41 +15,26 @@ from megatron_cg.align.compare import (
     DIFFERENT,
     FAILED,
     IDENTICAL,
+    NOT_COMPARABLE,
     RecordError,
     compare,
+    missing_ranks,
     read_run,
 )
 from megatron_cg.align.record import exact
-
-Record = dict[str, Any]
-
-
-def make_rank(graphs: dict[str, int] | None = None, steps: int = 3) -> Record:
-    return {
-        "error": None,
-        "finished": True,
-        "graphs": graphs,
-        "steps": [
-            {
-                "losses": {"lm loss": exact(5.0 - step / 3)},
-                "grad_norm": exact(1.0 + step / 7),
-                "skipped": False,
-            }
-            for step in range(steps)
-        ],
-        "parameters": {"main:w": "aa", "model:w": "bb"},
-    }
+from megatron_cg.align.schema import FORMAT
+from tests.unit.align.records import Record, make_rank
 
 
 @pytest.fixture
 def eager() -> dict[int, Record]:
-    return {0: make_rank(), 1: make_rank()}
+    return {rank: make_rank(rank=rank, world_size=2) for rank in range(2)}
 
 
 @pytest.fixture
 def graphed() -> dict[int, Record]:
     counts = {"captured": 2, "replayed": 18, "eager": 0}
-    return {0: make_rank(counts), 1: make_rank(dict(counts))}
+    return {rank: make_rank(dict(counts), rank=rank, world_size=2) for rank in range(2)}
 
 
 def test_equal_runs_are_identical(eager: dict[int, Record], graphed: dict[int, Record]) -> None:
@@ -88,11 +73,11 @@ def make_nan(run: dict[int, Record]) -> None:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (change_loss, "step 2, rank 1, lm loss: eager 4.66666"),
-        (change_norm, "step 3, rank 0, gradient norm: eager 1.28571"),
-        (drop_step, "step 3, rank 0, lm loss: eager 4.33333"),
-        (rename_loss, "step 1, rank 0, lm loss: eager 5.0 (0x1.4"),
-        (make_nan, "with graphs nan (nan)"),
+        (change_loss, "step 2, rank 1, lm loss: 4.66666"),
+        (change_norm, "step 3, rank 0, gradient norm: 1.28571"),
+        (drop_step, "step 3, rank 0, lm loss: 4.33333"),
+        (rename_loss, "step 1, rank 0, lm loss: 5.0 (0x1.4"),
+        (make_nan, "in the eager run, nan (nan) in the graph run"),
     ],
 )
 def test_one_bit_is_found_and_the_first_is_named(
@@ -171,7 +156,7 @@ def all_nan(rank: Record) -> None:
     [
         (no_replay, "the graph run replayed no graph on rank 1"),
         (no_capture, "the graph run captured no graph"),
-        (lost_rank, "the eager run has ranks [0, 1], the graph run [0]"),
+        (lost_rank, "the graph run has records of 1 of its 2 ranks, none of 1"),
         (error, "the graph run, rank 1: CaptureError: forced"),
         (both(all_skipped), "the eager run, rank 0: every step was skipped"),
         (both(all_nan), "lm loss is nan at step 2, and NaN equals any NaN"),
@@ -207,8 +192,8 @@ def test_no_record_and_a_broken_one_are_errors(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("{")
     with pytest.raises(RecordError, match=r"rank0\.json is not a record"):
         read_run(tmp_path)
-    (tmp_path / "rank0.json").write_text('{"rank": 0, "steps": []}')
-    with pytest.raises(RecordError, match="it has no parameters, graphs, finished, error"):
+    (tmp_path / "rank0.json").write_text(json.dumps({"format": FORMAT, "rank": 0, "steps": []}))
+    with pytest.raises(RecordError, match="it has no world_size, versions, device, setup"):
         read_run(tmp_path)
 
 
@@ -222,3 +207,81 @@ def test_a_difference_before_capture_is_not_blamed_on_graphs(
     result = compare(eager, graphed)
     assert result.status == DIFFERENT
     assert ("both runs were still eager" in result.reason) is blamed
+
+
+def changed(group: str, name: str, value: Any) -> Callable[[Record], None]:
+    return lambda rank: rank["setup"][group].update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (changed("model", "hidden_size", 64), "model: hidden_size 32 and 64"),
+        (changed("model", "num_experts", 4), "model: num_experts none and 4"),
+        (changed("data", "data_path", ["8 bytes"]), "data: data_path ['9 bytes'] and ['8 bytes']"),
+        (lambda rank: rank["versions"].update(torch="1.0"), "versions: torch 0.0 and 1.0"),
+        (lambda rank: rank.update(device="a GPU"), "machine: device cpu and a GPU"),
+    ],
+)
+def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_compared(
+    change: Callable[[Record], None],
+    where: str,
+    eager: dict[int, Record],
+    graphed: dict[int, Record],
+) -> None:
+    """And are not taken for a training that is not deterministic."""
+    for rank in graphed.values():
+        rank["captured_after_step"] = 2
+        rank["steps"][0]["grad_norm"] = exact(9.0)
+        change(rank)
+    result = compare(eager, graphed)
+    assert result.status == NOT_COMPARABLE and not result.values
+    assert result.reason == f"the eager run and the graph run were not made alike: {where}"
+
+
+def test_another_number_of_ranks_is_not_comparable(eager: dict[int, Record]) -> None:
+    alone = {0: make_rank({"captured": 1, "replayed": 1})}
+    result = compare(eager, alone)
+    assert result.status == NOT_COMPARABLE and "ranks: world_size 2 and 1" in result.reason
+
+
+def test_another_version_of_this_package_changes_no_number_of_an_eager_run(
+    eager: dict[int, Record], graphed: dict[int, Record]
+) -> None:
+    for rank in eager.values():
+        rank["versions"]["megatron-cg"] = "0.0.1"
+    assert compare(eager, graphed).status == IDENTICAL
+
+
+def test_a_rank_that_both_runs_lack_is_missed(
+    eager: dict[int, Record], graphed: dict[int, Record]
+) -> None:
+    del eager[1], graphed[1]
+    result = compare(eager, graphed)
+    assert result.status == FAILED
+    assert result.reason == "the eager run has records of 1 of its 2 ranks, none of 1"
+
+
+def test_of_many_missing_ranks_the_first_are_named() -> None:
+    run = {0: make_rank(world_size=2**40), 2: make_rank(rank=2, world_size=2**40)}
+    assert missing_ranks(run).endswith("none of 1, 3, 4, 5, 6, 7, ...")
+
+
+def test_labels_say_which_run_is_which(
+    eager: dict[int, Record], graphed: dict[int, Record]
+) -> None:
+    change_norm(graphed)
+    reason = compare(eager, graphed, ("b (eager)", "a (graphs)")).reason
+    assert "1.28571428571428" in reason and " in b (eager), 1.2857142857142" in reason
+    assert " in a (graphs)" in reason
+
+
+def test_a_difference_to_a_run_that_had_graphs_by_then_is_no_matter_of_determinism(
+    eager: dict[int, Record], graphed: dict[int, Record]
+) -> None:
+    for rank in (*eager.values(), *graphed.values()):
+        rank["captured_after_step"] = 2
+    change_norm(graphed)
+    for rank in graphed.values():
+        rank["steps"][0]["grad_norm"] = exact(9.0)
+    assert "still eager" not in compare(eager, graphed).reason

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,15 +21,13 @@ from megatron_cg.align.processes import (
     named_error,
     run_and_compare,
 )
+from megatron_cg.align.record import exact
+from tests.unit.align.records import make_rank
 
 RECORD = """
 import json, pathlib, sys
 directory = pathlib.Path(sys.argv[1]); directory.mkdir(parents=True)
-step = dict(losses={"lm loss": dict(hex=LOSS)}, grad_norm=None, skipped=False)
-graphs = dict(captured=1, replayed=1)
-record = dict(rank=0, error=None, finished=True, steps=[step], graphs=graphs)
-record["parameters"] = dict(w="a")
-(directory / "rank0.json").write_text(json.dumps(record))
+(directory / "rank0.json").write_text(RECORD)
 """
 
 
@@ -55,8 +55,11 @@ def make_runs(directory: Path, eager: str, graphs: str) -> list[Run]:
     return made
 
 
-def recording(loss: float) -> str:
-    return RECORD.replace("LOSS", repr(loss.hex()))
+def recording(loss: float, **fields: Any) -> str:
+    """A script that leaves a record of one step with that loss."""
+    step = {"losses": {"lm loss": exact(loss)}, "grad_norm": None, "skipped": False}
+    record = make_rank({"captured": 1, "replayed": 1}) | {"steps": [step | {"milliseconds": 1.0}]}
+    return RECORD.replace("RECORD", repr(json.dumps(record | fields)))
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -80,7 +83,7 @@ def test_an_earlier_eager_record_is_used_again(tmp_path: Path) -> None:
 
 def test_nothing_is_run_for_an_earlier_record_that_is_not_there(tmp_path: Path) -> None:
     (run,) = make_runs(tmp_path, "", recording(1.0))[1:]
-    with pytest.raises(RecordError, match="nowhere holds no record"):
+    with pytest.raises(RecordError, match=r"there is no folder .*nowhere"):
         run_and_compare([run], Options(tmp_path, 600, eager_record=tmp_path / "nowhere"))
     assert run.process is None
 
@@ -121,7 +124,7 @@ def test_the_second_is_not_started_after_the_first_failed(tmp_path: Path) -> Non
 def test_a_run_without_a_record_has_failed(tmp_path: Path) -> None:
     runs = make_runs(tmp_path, recording(1.0), "print('nothing to see')")
     outcome = run_and_compare(runs, Options(tmp_path, timeout=600))
-    assert "holds no record" in failed(outcome)
+    assert failed(outcome) == "the graphs run left no record: it ended before training began"
     assert outcome.log_tail == "nothing to see"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.align.record import exact
+from megatron_cg.align.schema import FORMAT
 from megatron_cg.counters import Counters
 from megatron_cg.reporting.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED
 
@@ -19,13 +20,20 @@ MISMATCH = (
 
 
 def make_record(
-    *, steps: int = 40, graphs: bool = True, layers: int = 24, off: int | None = None
+    *,
+    steps: int = 40,
+    graphs: bool = True,
+    layers: int = 24,
+    off: int | None = None,
+    world_size: int = 1,
 ) -> dict[str, Any]:
     """One rank's record; from step ``off`` on its losses are not those of the others."""
     captured = 5
     record: dict[str, Any] = {
         "rank": 0,
-        "format": 1,
+        "format": FORMAT,
+        "world_size": world_size,
+        "setup": {"model": {"num_layers": layers}},
         "versions": {"torch": "0.0", "megatron-cg": "0.0"},
         "device": "a made-up GPU",
         "machine": {"gpu": "a made-up GPU", "gpus": 2, "gpu_bytes": 2**37, "driver": "0.0"},
@@ -146,5 +154,6 @@ def write(directory: Path, *records: dict[str, Any]) -> Path:
     """One file a record, by their order's rank."""
     directory.mkdir(parents=True, exist_ok=True)
     for rank, record in enumerate(records):
-        (directory / f"rank{rank}.json").write_text(json.dumps(record | {"rank": rank}))
+        whole = record | {"rank": rank, "world_size": len(records)}
+        (directory / f"rank{rank}.json").write_text(json.dumps(whole))
     return directory

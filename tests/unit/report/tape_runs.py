@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_cg.align.record import CAPTURED_AFTER, Recorder, recording
+from megatron_cg.align.record import Recorder, recording
+from megatron_cg.align.schema import CAPTURED_AFTER
 from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 from megatron_cg.cpu.voting import VotingTrainer
 

@@ -41,8 +41,8 @@ def test_equal_bits_are_no_difference_and_one_bit_is() -> None:
 
 
 def test_a_difference_on_another_rank_is_seen_and_nan_is_the_widest() -> None:
-    eager = {rank: make_record(graphs=False, steps=6) for rank in (0, 1)}
-    graphs = {rank: make_record(steps=6) for rank in (0, 1)}
+    eager = {rank: make_record(graphs=False, steps=6, world_size=2) for rank in (0, 1)}
+    graphs = {rank: make_record(steps=6, world_size=2) for rank in (0, 1)}
     graphs[1]["steps"][3]["grad_norm"] = exact(math.nan)
     found = quantities(Story("pair", graphs, reference=eager))[-1]
     assert found.unequal == ((4, 1),) and found.compared == 12
@@ -118,7 +118,11 @@ def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path, tmp_pat
     assert one.reference is None and one.name == "graphs"
     assert read_story(made_up / "graphs" / "record").name == "graphs"
     against = read_story(made_up / "graphs", made_up / "eager")
-    assert against.reference_name == "eager" and against.title == "graphs against eager"
+    assert against.title == "graphs against eager"
+    swapped = read_story(made_up / "eager", made_up / "graphs")
+    for story in (against, swapped):
+        assert (story.name, story.reference_name) == ("graphs (graphs)", "eager (eager)")
+        assert story.reference == both.reference
     flat = write(tmp_path / "run", make_record(steps=3, graphs=False))
     assert read_story(flat).title == "run"
 

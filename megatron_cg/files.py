@@ -1,0 +1,48 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_OPEN_FILES = ("/dev/std", "/dev/fd/", "/proc/")
+"""Names of files that a process has open: a shell still writes there, so they are not replaced."""
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a file beside ``path`` to write to; after the block it takes the place of ``path``.
+
+    Where the block raises, what was at ``path`` stays as it was: a full disk or an interrupted
+    command never leaves half a file. Links are followed, folders above are made, and what is no
+    regular file, such as ``/dev/stdout`` or a named pipe, is written to directly.
+
+    Raises OSError, always with the name of ``path`` or of a folder above it.
+    """
+    part = None
+    try:
+        if str(path).startswith(_OPEN_FILES) or (path.exists() and not path.is_file()):
+            yield path
+            return
+        target = path.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Hidden, and with an ending of its own, so that nobody takes it for the file.
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            yield part
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        # The system names no file where a quota or a limit of file sizes is reached.
+        if error.filename is None or error.filename == str(part):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` in UTF-8 to ``path``, whole or not at all; see :func:`whole_file`."""
+    with whole_file(path) as part:
+        part.write_text(text, encoding="utf-8")
