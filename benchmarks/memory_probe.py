@@ -36,9 +36,9 @@ from typing import Any
 
 import torch
 
-from megatron_cg.align.schema import read_run
 from megatron_cg.align.record import Recorder, note
 from megatron_cg.align.run import example_script
+from megatron_cg.align.schema import read_run
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.memory_report import report
 from megatron_cg.plan.check import KEY as GRAPH_MEMORY

@@ -179,7 +179,7 @@ def check_start(options: Options, nproc: int) -> None:
     for package, version in found["versions"].items():
         if package != "megatron-cg" and version != installed_version(package):
             here = installed_version(package) or "not installed"
-            wrong = wrong or f"{package} {version}, which here is {here}"
+            wrong = wrong or f"{package} {version or 'none'}, which here is {here}"
     if wrong:
         raise LaunchError(
             f"--eager-record {options.eager_record} has {wrong}: the runs could not be compared. "

@@ -126,10 +126,9 @@ _flag = _kind(bool, "true or false")
 _is_list, _is_dict = _kind(list, "a list"), _kind(dict, "an object")
 _exact = _fields({"hex": _hex})
 _votes = _fields(dict.fromkeys(("votes", "issuing_ms", "waiting_ms", "exchanging_ms"), _number))
-_memory = _fields(
-    {"allocated_bytes": _whole},
-    {"reserved_bytes": _whole, "exact": _whole},
-)
+_peaks = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes"), _whole)
+_point = _fields({"allocated_bytes": _whole}, {"reserved_bytes": _whole, "exact": _whole, **_peaks})
+_memory = _fields({"allocated_bytes": _whole, "reserved_bytes": _whole}, _peaks)
 _STEP = _fields(
     {
         "losses": _table(_exact),
@@ -144,7 +143,7 @@ _CAPTURE = _fields(
     {
         "after_step": _whole,
         "seconds": _table(_number),
-        "memory": _table(_or_none(_memory)),
+        "memory": _table(_or_none(_point)),
         "layers": _whole,
         "graphs": _whole,
         "coverage": _list(_LAYER),
@@ -156,7 +155,7 @@ _INTERVAL = _fields(
         "step": _whole,
         "counters": _table(_number),
         "agreement": _table(_number),
-        "memory": _or_none(_fields(dict.fromkeys(("allocated_bytes", "reserved_bytes"), _whole))),
+        "memory": _or_none(_memory),
     }
 )
 _RECORD = _fields(
@@ -181,8 +180,7 @@ _RECORD = _fields(
     {
         CAPTURED_AFTER: _whole,
         "agreement": _votes,
-        "peak_allocated_bytes": _whole,
-        "peak_reserved_bytes": _whole,
+        **_peaks,
     },
 )
 

@@ -32,6 +32,13 @@ def pytest_configure() -> None:
     multiprocessing.set_forkserver_preload(imported)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from, or left in, the cache of whoever runs these tests."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setattr("megatron_cg.align.data.cache_folder", lambda: folder)
+
+
 def let_models_go() -> None:
     """Free what tests leave of Megatron-FSDP's models, and with them their groups' threads.
 

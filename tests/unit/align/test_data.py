@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy
 import pytest
 
+from megatron_cg.align import data
 from megatron_cg.align.data import (
     END_OF_DOCUMENT,
     DataError,
+    cached,
     existing,
     from_text,
     python_sources,
@@ -73,3 +75,111 @@ def test_the_default_text_is_pythons_library_and_ends_at_the_limit() -> None:
     assert files == sorted(files) and all(path.suffix == ".py" for path in files)
     sizes = [path.stat().st_size for path in files]
     assert sum(sizes[:-1]) < 100_000 <= sum(sizes)
+
+
+REAL_CACHE_FOLDER = data.cache_folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, as a user names one."""
+    monkeypatch.setattr(data, "cache_folder", REAL_CACHE_FOLDER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megatron-cg" / "tokens"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("some text")
+    return tmp_path / "file"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where token streams were written."""
+    places: list[Path] = []
+    write = data._write
+    monkeypatch.setattr(data, "_write", lambda texts, at: [places.append(at), write(texts, at)])
+    return places
+
+
+def tokens(prefix: Path) -> list[int]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    return [int(token) for token in IndexedDataset(str(prefix))[0]]
+
+
+def test_a_text_is_tokenized_once_and_another_for_itself(
+    cache: Path, file: Path, made: list[Path], tmp_path: Path
+) -> None:
+    first, again = (cached([file], "a text", tmp_path / "work") for _ in range(2))
+    assert first == again and len(made) == 1 and first.prefix.parent.parent == cache
+    assert tokens(first.prefix) == [*b"some text", END_OF_DOCUMENT]
+    file.write_text("some tex.")  # As long as before, and maybe in the same second.
+    other = cached([file], "a text", tmp_path / "work")
+    assert len(made) == 2 and tokens(other.prefix) == [*b"some tex.", END_OF_DOCUMENT]
+    assert tokens(first.prefix) == [*b"some text", END_OF_DOCUMENT]
+    assert sorted(cache.iterdir()) == sorted({first.prefix.parent, other.prefix.parent})
+    assert not (tmp_path / "work").exists()
+
+
+def test_where_files_end_makes_another_text(cache: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    found = set()
+    for texts in (("ab", "c"), ("a", "bc")):
+        one.write_text(texts[0])
+        two.write_text(texts[1])
+        found.add(cached([one, two], "texts", tmp_path).prefix)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_cached_text_that_was_cut_is_made_again(
+    suffix: str, cache: Path, file: Path, tmp_path: Path
+) -> None:
+    stream = cached([file], "a text", tmp_path)
+    stream.prefix.with_suffix(suffix).write_bytes(b"")
+    assert cached([file], "a text", tmp_path) == stream
+    assert tokens(stream.prefix) == [*b"some text", END_OF_DOCUMENT]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_two_runs_that_make_one_text_at_once_do_not_disturb_each_other(
+    cache: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, others = data._write, []
+
+    def slow(texts: list[bytes], directory: Path) -> None:
+        if not others:
+            # All that another process does falls between the check and the writing of this one.
+            others.append(None)
+            monkeypatch.setattr("os.getpid", lambda: -1)
+            others.append(cached([file], "a text", tmp_path))
+            monkeypatch.undo()
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            assert tokens(others[1].prefix) == [*b"some text", END_OF_DOCUMENT]
+        write(texts, directory)
+
+    monkeypatch.setattr(data, "_write", slow)
+    monkeypatch.setattr(data, "cache_folder", REAL_CACHE_FOLDER)
+    assert cached([file], "a text", tmp_path) == others[1]
+    assert tokens(others[1].prefix) == [*b"some text", END_OF_DOCUMENT]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_without_a_cache_the_text_goes_to_the_run(
+    cache: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    stream = cached([file], "a text", tmp_path / "work")
+    assert stream.prefix == tmp_path / "work" / "text"
+    assert tokens(stream.prefix) == [*b"some text", END_OF_DOCUMENT]
+
+
+def test_a_relative_cache_folder_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for chosen in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", chosen)
+        assert REAL_CACHE_FOLDER() == tmp_path / ".cache" / "megatron-cg"

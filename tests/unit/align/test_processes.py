@@ -167,6 +167,29 @@ def test_the_signal_that_stops_torchrun_is_not_taken_for_the_cause(
     assert OVERDUE in outcome.log_tail
 
 
+def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it lose what torch compiled in earlier runs, which is kept there."""
+    code = (
+        "import os, pathlib, signal, sys, tempfile\n"
+        "place = pathlib.Path(tempfile.mkdtemp())\n"
+        "(place / 'left').touch()\n"
+        "seen = pathlib.Path(sys.argv[1]).parent / 'seen'\n"
+        "seen.write_text(f\"{place} {os.environ['TORCHINDUCTOR_CACHE_DIR']}\")\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr("getpass.getuser", lambda: "a/user")
+    runs = make_runs(tmp_path, code, recording(1.0))
+    failed(run_and_compare(runs, Options(tmp_path, timeout=60)))
+    place, compiled = (tmp_path / "eager" / "seen").read_text().split()
+    assert place.startswith(str(temporary)) and not list(temporary.iterdir())
+    assert compiled == f"{temporary}/torchinductor_a_user"
+
+
 def is_running(pid: str) -> bool:
     """Whether it exists and is more than a zombie (proc(5): the state follows the name)."""
     try:

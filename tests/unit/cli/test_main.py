@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 
 from megatron_cg.align.presets import preset_names
 from megatron_cg.arguments.schema import SCOPES
-from megatron_cg.cli.main import COMMANDS, NO_READER, TAKING_FLAGS, USAGE_ERROR, main
+from megatron_cg.cli.main import COMMANDS, DEFECT, NO_READER, TAKING_FLAGS, USAGE_ERROR, main
+from tests.unit.report.made_up import make_record, write
 
 HINT = "Megatron's own come after a bare --"
 
@@ -114,6 +117,114 @@ def test_an_interrupted_command_says_so_in_one_line(
     monkeypatch.setattr("megatron_cg.cli.plan.run", interrupted)
     assert main(["plan", "llama-tiny"]) == 130
     assert capsys.readouterr().err == "megatron-cg plan: interrupted\n"
+
+
+@pytest.mark.parametrize("name", ["importing", "running", "turned into another error"])
+def test_an_interrupt_is_one_line_wherever_it_comes(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            # As numpy's own import does.
+            if name.startswith("turned"):
+                raise ImportError("the C-extensions failed") from None
+            raise
+        return 0
+
+    place = "importlib.import_module" if name == "importing" else "megatron_cg.cli.plan.run"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, interrupted)
+            assert main(["plan", "llama-tiny"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "megatron-cg plan: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OSError(errno.EFBIG, "File too large"), USAGE_ERROR, "output: File too large"),
+        (OSError(errno.EDQUOT, "Quota", "a.json"), USAGE_ERROR, "a.json: Quota"),
+        (OSError("no number at all"), USAGE_ERROR, "output: no number at all"),
+        (ValueError("not foreseen"), DEFECT, "this is a defect of megatron-cg"),
+        (RecursionError("too deep"), DEFECT, "this is a defect of megatron-cg"),
+    ],
+)
+def test_no_error_has_the_exit_code_of_a_difference(
+    error: Exception,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def failing(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("megatron_cg.cli.align.run", failing)
+    assert main(["align"]) == code and code != 1
+    *before, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"megatron-cg align: {said}")
+    assert bool(before) == (code == DEFECT)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path: Path) -> None:
+    """The real command under a limit on file sizes, of which the system names no file."""
+    write(tmp_path, make_record(steps=3, layers=2))
+    (tmp_path / "report.html").write_text("good")
+    command = f"ulimit -f 1; exec {sys.executable} -m megatron_cg.cli.main report {tmp_path}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    (said,) = done.stderr.splitlines()
+    assert done.returncode == USAGE_ERROR
+    assert said == f"megatron-cg report: {tmp_path}/report.html: File too large"
+    assert (tmp_path / "report.html").read_text() == "good"
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "report.html"}
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("algin", "align"),
+        ("align --prest llama", "--preset"),
+        ("plan llama-tiny --scopes atn", "attn"),
+        ("align --backend tap", "tape"),
+        ("align --preset lama", "llama"),
+        ("plan qwen-moe", "qwen3-moe"),
+        ("bench --out {} --shapes deepseek", "deepseek-v3"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_nearest(
+    line: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(line.format(tmp_path).split())
+    except SystemExit as error:
+        code = error.code
+    assert code == USAGE_ERROR
+    assert f"(did you mean {hint}?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["align", "--help"]])
+def test_help_loads_neither_torch_nor_megatron(words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from megatron_cg.cli.main import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        "slow = {'torch', 'megatron', 'numpy', 'matplotlib', 'yaml', 'rich'}\n"
+        "sys.exit(' '.join(slow & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") or done.stderr == "\n"
+    assert done.stdout
+
+
+def test_the_package_loads_neither_torch_nor_megatron() -> None:
+    code = "import sys, megatron_cg; sys.exit(len({'torch', 'megatron'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_commands_that_take_flags_are_commands() -> None:
