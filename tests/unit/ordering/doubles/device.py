@@ -1,0 +1,29 @@
+"""A device that orders nothing by itself: all doubles put in together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.unit.ordering.doubles.collectives import Collectives, modelled_collectives
+from tests.unit.ordering.doubles.notes import Notes
+from tests.unit.ordering.doubles.operations import Operations, modelled_operations
+from tests.unit.ordering.doubles.streams import Streams, modelled_streams
+
+
+@contextmanager
+def modelled_device() -> Iterator[Notes]:
+    """Write down what runs in the block, in ``cpu_standins``, whenever the trace is on.
+
+    Everything runs at once and in the order of the host, so no number changes.
+    """
+    notes = Notes()
+    streams = Streams(notes)
+    collectives = Collectives(streams)
+    operations = Operations(notes, streams, collectives)
+    with (
+        modelled_streams(streams),
+        modelled_collectives(collectives),
+        modelled_operations(operations),
+    ):
+        yield notes

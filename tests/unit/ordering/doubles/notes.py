@@ -1,0 +1,80 @@
+"""Where a trace is written, and the numbers of storages in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import torch
+
+from tests.unit.ordering.trace import Entry, Release, Span, Trace
+
+
+class Notes:
+    """A trace that is being written."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self.on = False
+        self._numbers = count()
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        """By the address of torch's object, which is another storage's once it is gone."""
+
+    def add(self, entry: Entry) -> None:
+        """Write it down, if the trace is on."""
+        if self.on:
+            self.trace.entries.append(entry)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """The trace is on in the block."""
+        before, self.on = self.on, True
+        try:
+            yield
+        finally:
+            self.on = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The trace is off in the block."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage has a number."""
+        return storage._cdata in self._known
+
+    def number_of(self, storage: torch.UntypedStorage) -> int:
+        """The storage's number, for as long as it lives; its end is written down."""
+        key = storage._cdata
+        found = self._known.get(key)
+        if found is not None:
+            return found[0]
+        number = next(self._numbers)
+
+        def gone(_reference: object) -> None:
+            self._known.pop(key, None)
+            self.add(Release(number))
+
+        self._known[key] = number, weakref.ref(storage, gone)
+        return number
+
+    def span_of(self, tensor: torch.Tensor) -> Span | None:
+        """The bytes from the first to the last one that ``tensor`` uses, or None where none."""
+        if tensor.device.type != "cpu" or tensor.numel() == 0:
+            return None
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        number = self.number_of(tensor.untyped_storage())
+        return Span(number, start, start + (reach + 1) * tensor.itemsize)
+
+    def name(self, tensor: torch.Tensor, text: str) -> None:
+        """Say what the storage of ``tensor`` is; what was said first holds."""
+        if tensor.device.type == "cpu":
+            number = self.number_of(tensor.untyped_storage())
+            self.trace.storages.setdefault(number, text)

@@ -1,0 +1,72 @@
+"""Places in the code that order something: found in the sources, and met at run time."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+import megatron_cg
+from tests.unit.ordering.trace import Site
+
+ORDERING = frozenset(
+    {"wait_stream", "wait_event", "record_event", "record", "wait", "synchronize", "record_stream"}
+)
+"""Methods of streams, events, tensors and works that order something."""
+_NOT_CALLERS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent / "doubles"),
+    str(Path(megatron_cg.__file__).parent / "cpu" / "standins.py"),
+    "<",
+)
+
+
+def caller() -> Site | None:
+    """The innermost call that stands neither in torch nor in the doubles of CUDA's names."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not _is_passed_over(code.co_filename):
+            return _site(code, frame.f_lasti)
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _is_passed_over(file: str) -> bool:
+    return file.startswith(_NOT_CALLERS) or file.endswith("/contextlib.py")
+
+
+@cache
+def _site(code: CodeType, instruction: int) -> Site:
+    line, _, column, _ = list(code.co_positions())[instruction // 2]
+    return Site(short(code.co_filename), line or 0, column or 0)
+
+
+@cache
+def short(file: str) -> str:
+    """A file's name, from its top-level package on."""
+    path = Path(file).resolve()
+    top = path.parent
+    while (top.parent / "__init__.py").exists() or top.parent.name in ("megatron", "tests"):
+        top = top.parent
+    return str(path.relative_to(top.parent))
+
+
+def ordering_calls(file: Path) -> Iterator[tuple[Site, str]]:
+    """Calls of :data:`ORDERING` in a source file, with their text.
+
+    All methods of these names are found, also of what is no stream.
+    """
+    for node in ast.walk(ast.parse(file.read_text())):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ORDERING
+        ):
+            yield Site(short(str(file)), node.lineno, node.col_offset), ast.unparse(node)
