@@ -370,8 +370,6 @@ def cpu_standins() -> Iterator[None]:
         _factories(stack)
         for name, value in _cuda_names().items():
             stack.enter_context(replaced(torch.cuda, name, value))
-        # What torch.cuda.current_stream asks, and megatron_cg/fsdp/fast/streams.py.
-        stack.enter_context(replaced(torch._C, "_cuda_getCurrentRawStream", lambda _index: 0))
         _meshes(stack)
         _generators(stack)
         _transformer_engine(stack)

@@ -4,35 +4,65 @@ Note [A buffer that is still read]
     With double buffers a unit's gradients go where those of the unit before last were reduced
     from. Megatron-FSDP frees that buffer on the stream of the reductions alone, so a copy on the
     stream of the backward pass is not ordered after the reduction that still reads it; a host that
-    runs far enough ahead would overwrite what is being sent. So the copy waits, on the device, for
-    the reductions that were freed for it. They were issued two units ago, and are over mostly.
+    runs far enough ahead would overwrite what is being sent. So each copy waits, on the device, for
+    the last reduction whose buffer was freed, whoever freed it: this copy's own call, one for
+    another gradient of the same bucket, or a reduction. Reductions run in order on one stream, so
+    the last one stands for all. It was issued two units ago, and is over mostly.
     (NVIDIA/Megatron-LM#5222 is about another way to the same overwriting.)
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``GradReducePipeline.grad_reduce_queue``
-(event, function, bucket) and ``_enforce_double_buffer_limit``.
+(event, function, bucket), ``wait_for_previous_grad_reduce``, which takes reductions from the front
+of the queue and frees their buffers, and ``_enforce_double_buffer_limit``, which calls it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.undo import set_attribute
 
+_FREES = "wait_for_previous_grad_reduce"
 RELIES_ON = in_both(
     "param_and_grad_buffer:GradReducePipeline",
     "what reduces gradients",
-    attributes=("grad_reduce_queue", "_enforce_double_buffer_limit"),
+    attributes=("grad_reduce_queue", "_enforce_double_buffer_limit", _FREES),
 )
 
 
-def make_room(pipeline: Any, bucket: int) -> None:
-    """Let Megatron-FSDP free a buffer for ``bucket``; see Note [A buffer that is still read].
+class FreedBuffers:
+    """Which reduction a copy has to come after; see Note [A buffer that is still read].
 
     Args:
         pipeline: the ``GradReducePipeline``; its queue holds an event for each reduction.
-        bucket: a bucket's number.
     """
-    before = list(pipeline.grad_reduce_queue)
-    pipeline._enforce_double_buffer_limit([bucket])
-    for event, _free, _bucket in before[: len(before) - len(pipeline.grad_reduce_queue)]:
-        event.wait()
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._last: Any = None
+        """The event of the last reduction whose buffer was freed."""
+
+    def install(self) -> Callable[[], None]:
+        """Notice each reduction whose buffer is freed; returns the undo."""
+        original = getattr(self._pipeline, _FREES)
+
+        def wait_for_previous_grad_reduce(*args: Any, **kwargs: Any) -> None:
+            queue = self._pipeline.grad_reduce_queue
+            before = list(queue)
+            original(*args, **kwargs)
+            freed = len(before) - len(queue)
+            if freed:
+                self._last, _, _ = before[freed - 1]
+
+        return set_attribute(self._pipeline, _FREES, wait_for_previous_grad_reduce)
+
+    def make_room(self, bucket: int) -> None:
+        """Let Megatron-FSDP free a buffer for ``bucket``, which the current stream may write then.
+
+        Args:
+            bucket: a bucket's number.
+        """
+        self._pipeline._enforce_double_buffer_limit([bucket])
+        if self._last is not None:
+            self._last.wait()

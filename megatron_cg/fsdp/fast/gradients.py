@@ -68,7 +68,7 @@ from torch import nn
 from megatron_cg.cells import set_cell
 from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.buckets import Bucket, Together
-from megatron_cg.fsdp.fast.buffers import make_room
+from megatron_cg.fsdp.fast.buffers import FreedBuffers
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions, hooks_of_gradient
 from megatron_cg.fsdp.fast.streams import current_stream, wait_for
 from megatron_cg.fsdp.fast.views import BucketViews, in_one_piece
@@ -132,6 +132,7 @@ class GradientHandOff:
 
     def __init__(self, fsdp: Any, original: Callable[[list[nn.Parameter]], None]) -> None:
         self._fsdp, self._original = fsdp, original
+        self.freed = FreedBuffers(fsdp.grad_reduce_pipeline)
         self._buckets: list[Bucket] = []
         self._of_parameter: dict[int, Bucket] = {}
         self._unit_of_module: dict[nn.Module, list[Bucket]] = {}
@@ -247,12 +248,12 @@ class GradientHandOff:
         self._begin(bucket)
         if parameter not in self._fsdp._params_require_handle_grad:
             # See Note [A second gradient in one pass].
-            self._original([parameter])
+            self._leave(parameter, bucket)
             return
         stream = current_stream()
         gradient = parameter.grad
         if gradient is None or self._is_special(parameter) or bucket.waits_on_another(stream):
-            self._original([parameter])
+            self._leave(parameter, bucket)
             bucket.handed_over += 1
         else:
             bucket.waiting.append(parameter)
@@ -260,6 +261,11 @@ class GradientHandOff:
             bucket.stream = stream
         if bucket.waiting and (bucket.complete_with(0) or bucket.waiting_bytes > WAITING_BYTES):
             self._hand_over_waiting(bucket)
+
+    def _leave(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        """Let Megatron-FSDP copy a gradient into ``bucket``."""
+        self.freed.make_room(bucket.number)
+        self._original([parameter])
 
     def unit_is_done(self, unit: nn.Module) -> None:
         """Hand over what still waits of ``unit``; see Note [How long a gradient may wait]."""
@@ -345,7 +351,7 @@ class GradientHandOff:
         self.copies += 1
 
     def _fetched(self, bucket: Bucket) -> Any:
-        make_room(self._fsdp.grad_reduce_pipeline, bucket.number)
+        self.freed.make_room(bucket.number)
         dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
         sharded = bucket.gradients.is_data_distributed
         return bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)
@@ -382,5 +388,6 @@ def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:
     hand_off = GradientHandOff(fsdp, cell.cell_contents)
     with ExitStack() as undo:
         undo.callback(set_cell(cell, hand_off))
+        undo.callback(hand_off.freed.install())
         undo.callback(run_before(fsdp, "forward", hand_off.refuse_what_is_left))
         return hand_off, undo.pop_all().close

@@ -8,11 +8,13 @@ import torch
 
 
 def current_stream() -> int:
-    """The raw handle of the device's current stream.
+    """The raw handle of the device's current stream; 0 without a GPU.
 
     ``torch.cuda.current_stream`` makes an object at each call, twenty times as dear.
     """
-    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    if torch.cuda.is_initialized():
+        return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return 0
 
 
 def wait_for(stream: int, tensors: Iterable[torch.Tensor]) -> None:

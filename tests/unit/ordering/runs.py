@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,67 +14,132 @@ from tests.unit.ordering.doubles.device import modelled_device
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.trace import Trace
 
-LAYERS = 4
-"""Twice as many units as there are double buffers."""
+LAYERS = 3
+"""More units than double buffers."""
+STEPS = 2
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, and how; steps of ``microbatches`` passes."""
+    """What is trained, and how.
 
-    graphs: bool = False
-    fast: bool = True
-    shape: dict[str, Any] = field(default_factory=dict)
+    ``graphs`` are scopes as in Megatron's ``cuda_graph_modules``, None is no graphs; ``only`` are
+    the layers that get them. ``fast`` is the fast path, with graphs or without. ``changed`` is
+    called with the trainer and what is traced, before the first step that is traced.
+    """
+
+    graphs: tuple[str, ...] | None = None
+    fast: bool = False
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    fsdp: Mapping[str, Any] = field(default_factory=dict)
+    only: tuple[int, ...] | None = None
     microbatches: int = 2
     evaluates: bool = False
+    backend: Callable[[], Any] = TapeBackend
+    before: Callable[[Any], object] | None = None
+    """Called with the trainer before its first step."""
+    around: Callable[[Any, Notes], Any] | None = None
+    """A context that the traced steps run in."""
 
 
 def traced(run: Run) -> Trace:
-    """Train a few steps, and return the trace of the last ones.
+    """Train a few steps, and return the trace of the last ones, on this rank.
 
-    With graphs these are the steps after the capture, which itself is not traced.
+    Steps before the fast path is put in or graphs are captured, and the capture itself, are not
+    traced. All work of theirs is over when the trace begins.
     """
     from megatron.core import parallel_state
 
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
+    from megatron_cg.fsdp.fast import install
 
     with ExitStack() as stack:
         stack.callback(parallel_state.destroy_model_parallel)
         notes = stack.enter_context(modelled_device())
-        shape = CpuModelConfig(**{
-            "layers": LAYERS, "hidden_size": 16, "ffn_hidden_size": 16, "sequence_length": 4,
-            **run.shape,
-        })  # fmt: skip
-        trainer: Any = Trainer(TrainingPlan(shape, graphs=run.graphs, microbatches=run.microbatches))
+        small = {"hidden_size": 16, "ffn_hidden_size": 16, "sequence_length": 4}
+        modules = {} if run.graphs is None else {"graph_modules": run.graphs}
+        shape = CpuModelConfig(
+            **{"layers": LAYERS, **small, **modules, **run.shape}, fsdp_options=run.fsdp
+        )
+        graphs = run.graphs is not None
+        trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=run.microbatches))
+        if run.before is not None:
+            run.before(trainer)
         trainer.step()
-        if run.graphs:
+        if graphs:
             trainer.step()
-            session = trainer.capture(TapeBackend(), fast_path=run.fast)
+            session = trainer.capture(run.backend(), only=run.only, fast_path=run.fast)
             stack.callback(session.close)
+        elif run.fast:
+            stack.callback(install(trainer.model.module).close)
+        # What is learned from a pass is known from here on.
+        trainer.step()
         name_memory(notes, trainer)
+        if run.around is not None:
+            stack.enter_context(run.around(trainer, notes))
         with notes.tracing():
-            trainer.step()
-            if run.evaluates:
-                _evaluate(trainer)
-            trainer.step()
-            trainer.step()
+            for _ in range(STEPS):
+                trainer.step()
+                if run.evaluates:
+                    evaluate(trainer)
         name_memory(notes, trainer)
         return notes.trace
 
 
-def _evaluate(trainer: Any) -> None:
+def evaluate(trainer: Any) -> None:
+    """One forward pass without gradients."""
     trainer.model.eval()
     with torch.no_grad():
         trainer._forward()
     trainer.model.train()
 
 
+@contextmanager
+def on_another_stream(name: str, trainer: Any, notes: Notes) -> Iterator[None]:
+    """Let the gradients of weights called ``name`` be computed and hooked on another stream.
+
+    Autograd runs a node on the stream of its forward pass, here that of a branch of its own. The
+    branch begins with the backward pass, for whose stream it waits, and its end is waited for
+    when the pass is over (torch 2.11, ``engine.cpp``: leaf streams).
+    """
+    from megatron_cg.fsdp.fast.gradients import GradientHandOff
+    from megatron_cg.undo import run_after, run_before, set_attribute
+
+    names = {id(p): n for n, p in trainer.model.module.raw_param.items()}
+    side: Any = torch.cuda.Stream()
+    own = GradientHandOff.__call__
+
+    def begins() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+
+    def ends() -> None:
+        torch.cuda.current_stream().wait_stream(side)
+
+    def called(hand_off: Any, parameters: list[Any]) -> None:
+        if not names[id(parameters[0])].endswith(name):
+            own(hand_off, parameters)
+            return
+        (parameter,) = parameters
+        with notes.paused():
+            parameter.grad = parameter.grad.clone()
+        with torch.cuda.stream(side):
+            parameter.grad.mul_(1)
+            own(hand_off, parameters)
+
+    with ExitStack() as undo:
+        undo.callback(set_attribute(GradientHandOff, "__call__", called))
+        undo.callback(run_before(trainer, "_forward", ends))
+        undo.callback(run_after(trainer, "_forward", begins))
+        undo.callback(run_before(trainer.model.module, "finish_grad_sync", ends))
+        yield
+
+
 def name_memory(notes: Notes, trainer: Any) -> None:
     """Say which storages are Megatron-FSDP's buffers."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
 
-    for name, tensor in upstream.get_global_memory_buffer().buffer.items():
+    for (name, _dtype), tensor in upstream.get_global_memory_buffer().buffer.items():
         notes.name(tensor, f"Megatron-FSDP's buffer {name}")
     for number, group in enumerate(trainer.model.module.param_and_grad_buffer.parameter_groups):
         for kind in ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer"):
@@ -81,6 +147,6 @@ def name_memory(notes: Notes, trainer: Any) -> None:
             if buffer is None:
                 continue
             if buffer.data is not None:
-                notes.name(buffer.data, f"the {kind} of bucket {number} (unit {group.fsdp_unit_id})")
+                notes.name(buffer.data, f"the {kind} of bucket {number}")
             for key, bucket in getattr(buffer.temporary_bucket_allocator, "buckets", {}).items():
                 notes.name(bucket.data, f"the unsharded {kind} of bucket {key}")

@@ -17,7 +17,7 @@ from megatron_cg.cells import set_cell
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fsdp.fast import install
-from megatron_cg.fsdp.fast.buffers import make_room
+from megatron_cg.fsdp.fast.buffers import FreedBuffers
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
 from megatron_cg.fsdp.fast.known import KnownParameters
 from megatron_cg.fsdp.fast.unshard import _fetched
@@ -380,16 +380,28 @@ def test_float8_weights_are_left_to_megatron_fsdp(
     path.close()
 
 
-def test_a_copy_waits_for_the_reductions_whose_buffer_it_is_given() -> None:
+def test_a_copy_waits_for_the_last_reduction_that_anybody_freed_a_buffer_of() -> None:
     waited: list[str] = []
     entries = [
         (SimpleNamespace(wait=lambda name=name: waited.append(name)), None, number)
         for number, name in enumerate(("oldest", "older", "newest"))
     ]
     pipeline = SimpleNamespace(grad_reduce_queue=entries)
-    pipeline._enforce_double_buffer_limit = lambda _buckets: entries.__delitem__(slice(2))
-    make_room(pipeline, 7)
-    assert waited == ["oldest", "older"]
-    pipeline._enforce_double_buffer_limit = lambda _buckets: None
-    make_room(pipeline, 7)
-    assert waited == ["oldest", "older"]
+    own = pipeline.wait_for_previous_grad_reduce = lambda n: entries.__delitem__(slice(n))
+    keep = [0, 2, 0, 0]
+    pipeline._enforce_double_buffer_limit = lambda _buckets: (
+        pipeline.wait_for_previous_grad_reduce(keep.pop(0))
+    )
+    freed = FreedBuffers(pipeline)
+    undo = freed.install()
+    freed.make_room(7)
+    assert waited == []
+    freed.make_room(7)
+    assert waited == ["older"]
+    freed.make_room(7)  # Of the same bucket, on another stream for one.
+    assert waited == ["older"] * 2
+    pipeline.wait_for_previous_grad_reduce(1)
+    freed.make_room(7)
+    assert waited == ["older"] * 2 + ["newest"]
+    undo()
+    assert pipeline.wait_for_previous_grad_reduce is own

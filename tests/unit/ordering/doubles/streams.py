@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -9,7 +10,9 @@ from typing import Any, Self
 
 import torch
 
+import megatron_cg.fsdp.fast  # noqa: F401 - all modules that ask for the stream
 from megatron_cg.cpu.standins import StandInEvent, StandInStream, replaced
+from megatron_cg.fsdp.fast import streams as fast_streams
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.sites import caller
 from tests.unit.ordering.trace import Await, AwaitStream, HostAwaits, Keep, Record
@@ -31,6 +34,10 @@ class Streams:
         self._all.append(stream)
         self.notes.trace.streams[stream.cuda_stream] = name
         return stream
+
+    def handle(self) -> int:
+        """As the fast path's ``current_stream``."""
+        return self.current.cuda_stream
 
     def made(self, *_args: object, **_kwargs: object) -> Stream:
         """As ``torch.cuda.Stream``."""
@@ -132,10 +139,9 @@ def modelled_streams(streams: Streams) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(replaced(torch.cuda, name, value))
-        stack.enter_context(
-            replaced(
-                torch._C, "_cuda_getCurrentRawStream", lambda _index: streams.current.cuda_stream
-            )
-        )
         stack.enter_context(replaced(torch.Tensor, "record_stream", record_stream))
+        asks = fast_streams.current_stream  # For a raw handle; without a GPU there is none.
+        for module in [*sys.modules.values()]:
+            if vars(module).get("current_stream") is asks:
+                stack.enter_context(replaced(module, "current_stream", streams.handle))
         yield
