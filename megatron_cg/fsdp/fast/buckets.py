@@ -30,6 +30,8 @@ class Bucket:
     """Megatron-FSDP's own set for the backward pass that ``waiting`` belongs to."""
     stream: int = 0
     """On which what waits was computed."""
+    copied_on: int | None = None
+    """The stream of the last copy into it in this backward pass; all others come before it."""
 
     def complete_with(self, more: int) -> bool:
         """Whether all gradients have come, ``more`` among them that are not counted yet."""
@@ -41,7 +43,7 @@ class Bucket:
 
     def begin(self, backward: object) -> None:
         """A new backward pass begins."""
-        self.backward, self.handed_over = backward, 0
+        self.backward, self.handed_over, self.copied_on = backward, 0, None
         self.waiting, self.waiting_bytes = [], 0
 
 

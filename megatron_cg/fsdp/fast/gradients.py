@@ -45,6 +45,8 @@ Note [One stream a copy]
     several streams (a shared expert may have its own) are not copied together: the first ones to
     wait decide, and one from elsewhere takes Megatron-FSDP's way at once, on its own stream. If it
     was the last to come, the copy of those that waited is ordered after their stream.
+    The reduction waits for the stream of the last gradient only, so each copy into a bucket waits
+    for the one before, where that was on another stream. (Megatron-FSDP itself does not.)
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
 ``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
@@ -264,8 +266,15 @@ class GradientHandOff:
 
     def _leave(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         """Let Megatron-FSDP copy a gradient into ``bucket``."""
-        self.freed.make_room(bucket.number)
+        self._make_room(bucket)
         self._original([parameter])
+
+    def _make_room(self, bucket: Bucket) -> None:
+        """Before each copy into ``bucket``; see Note [One stream a copy]."""
+        self.freed.make_room(bucket.number)
+        if bucket.copied_on is not None:
+            wait_for(bucket.copied_on, ())
+        bucket.copied_on = current_stream()
 
     def unit_is_done(self, unit: nn.Module) -> None:
         """Hand over what still waits of ``unit``; see Note [How long a gradient may wait]."""
@@ -351,7 +360,7 @@ class GradientHandOff:
         self.copies += 1
 
     def _fetched(self, bucket: Bucket) -> Any:
-        self.freed.make_room(bucket.number)
+        self._make_room(bucket)
         dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
         sharded = bucket.gradients.is_data_distributed
         return bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from tests.unit.fsdp.fast.test_path import Lending, with_penalty
-from tests.unit.ordering.runs import Run, on_another_stream
+from tests.unit.ordering.runs import Run, on_another_stream, traced, traced_grouped_gemms
+from tests.unit.ordering.trace import Trace
 
 _DENSE = ("attn", "mlp")
-_EXPERTS: dict[str, Any] = {"experts": 16, "topk": 2}
+_EXPERTS: dict[str, Any] = {"experts": 8, "topk": 2}
 _UNPOOLED = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
 _SHORT = {"suggested_communication_unit_size": 1000}
 """Parameters; fewer than a layer has, so that reductions are waited for early."""
@@ -23,59 +25,74 @@ def _sharded(strategy: str) -> dict[str, Any]:
 
 
 def _hooked(trainer: Any) -> None:
-    """A weight with a hook of the user's, whose gradient is left to Megatron-FSDP."""
+    """Give weights a hook of the user's: their gradients are left to Megatron-FSDP."""
     for name, parameter in trainer.model.module.raw_param.items():
         if name.endswith("mlp.linear_fc2.weight"):
             parameter.register_post_accumulate_grad_hook(lambda _: None)
 
 
-UPSTREAM = {
+POOLED = {
     "double buffers": Run(evaluates=True),
+    "double buffers, graphs": Run(graphs=_DENSE),
+    "double buffers, experts, graphs": Run(graphs=("attn", "moe_router"), shape=_EXPERTS),
+}
+"""Megatron-FSDP's own bookkeeping with double buffers, of which a finding is known."""
+SEVERAL_STREAMS = {
+    "no double buffers, a gradient from another stream": Run(
+        fsdp=_UNPOOLED, around=partial(on_another_stream, "mlp.linear_fc1.weight")
+    ),
+}
+"""Megatron-FSDP's own bookkeeping of gradients of several streams, of which another is known."""
+UPSTREAM = {
     "no double buffers": Run(fsdp=_UNPOOLED, evaluates=True),
-    "experts": Run(shape=_EXPERTS, fsdp=_UNPOOLED),
+    "no double buffers, experts": Run(shape=_EXPERTS, fsdp=_UNPOOLED),
+    "no double buffers, short queue": Run(fsdp={**_UNPOOLED, **_SHORT}),
     "ZeRO-2": Run(fsdp=_sharded("optim_grads"), evaluates=True),
     "ZeRO-1": Run(fsdp=_sharded("optim"), evaluates=True),
+    "ZeRO-1, nothing overlaps": Run(fsdp={**_sharded("optim"), **_APART}),
+    "ZeRO-2, graphs": Run(graphs=_DENSE, fsdp=_sharded("optim_grads")),
     "no shards": Run(fsdp=_sharded("no_shard")),
-    "short queue": Run(fsdp={**_UNPOOLED, **_SHORT}),
-    "nothing overlaps": Run(fsdp={**_sharded("optim"), **_APART}),
-    "nothing overlaps, no shards": Run(fsdp={**_sharded("no_shard"), **_APART}),
 }
-"""Megatron-FSDP as it is."""
-GRAPHS = {
-    "graphs": Run(graphs=_DENSE),
-    "graphs of experts' routers": Run(graphs=("attn", "moe_router"), shape=_EXPERTS),
-    "graphs, ZeRO-2": Run(graphs=_DENSE, fsdp=_sharded("optim_grads")),
-    "graphs, ZeRO-1": Run(graphs=_DENSE, fsdp=_sharded("optim")),
-}
-"""Graphs, and Megatron-FSDP's own bookkeeping."""
+"""Megatron-FSDP's own bookkeeping."""
 FAST = {
-    "fast": Run(graphs=_DENSE, fast=True),
-    "fast, evaluation": Run(graphs=_DENSE, fast=True, evaluates=True),
-    "fast, one microbatch": Run(graphs=_DENSE, fast=True, microbatches=1),
-    "fast, three microbatches": Run(graphs=("attn",), fast=True, microbatches=3),
-    "fast, whole layers": Run(graphs=(), fast=True),
-    "fast, experts": Run(
-        graphs=("attn", "moe_router"), fast=True, shape=_EXPERTS, evaluates=True
-    ),
-    "fast, first layer only": Run(graphs=_DENSE, fast=True, only=(0,)),
-    "fast, last layers only": Run(graphs=_DENSE, fast=True, only=(1, 2)),
-    "fast, lent memory": Run(graphs=_DENSE, fast=True, backend=Lending),
-    "fast, penalty": Run(graphs=("attn",), fast=True, before=lambda run: with_penalty(run.model)),
-    "fast, gradients in fp32": Run(
+    "dense": Run(graphs=_DENSE, fast=True, evaluates=True),
+    "one microbatch": Run(graphs=_DENSE, fast=True, microbatches=1),
+    "attention, three microbatches": Run(graphs=("attn",), fast=True, microbatches=3),
+    "experts": Run(graphs=("attn", "moe_router"), fast=True, shape=_EXPERTS, evaluates=True),
+    "first layer only": Run(graphs=_DENSE, fast=True, only=(0,), evaluates=True),
+    "last layers only": Run(graphs=_DENSE, fast=True, only=(1, 2)),
+    "lent memory": Run(graphs=_DENSE, fast=True, backend=Lending),
+    "penalty": Run(graphs=("attn",), fast=True, before=lambda run: with_penalty(run.model)),
+    "gradients in fp32": Run(
         graphs=_DENSE, fast=True, fsdp={"megatron_fsdp_main_grads_dtype": torch.float32}
     ),
-    "fast, short queue": Run(graphs=_DENSE, fast=True, fsdp=_SHORT),
-    "fast, ZeRO-2": Run(graphs=_DENSE, fast=True, fsdp=_sharded("optim_grads")),
-    "fast, ZeRO-1": Run(graphs=_DENSE, fast=True, fsdp=_sharded("optim")),
-    "fast, no shards": Run(graphs=_DENSE, fast=True, fsdp=_sharded("no_shard")),
-    "fast, no graphs": Run(fast=True, evaluates=True),
-    "fast, no double buffers": Run(fast=True, fsdp=_UNPOOLED),
-    "fast own, a hook of one's own": Run(fast=True, before=_hooked),
-    "fast own, a last gradient from another stream": Run(
-        fast=True, around=partial(on_another_stream, "input_layernorm.weight")
-    ),
-    "fast own, a first gradient from another stream": Run(
+    "short queue": Run(graphs=_DENSE, fast=True, fsdp=_SHORT),
+    "ZeRO-2": Run(graphs=_DENSE, fast=True, fsdp=_sharded("optim_grads")),
+    "ZeRO-1": Run(graphs=_DENSE, fast=True, fsdp=_sharded("optim")),
+    "no shards": Run(graphs=_DENSE, fast=True, fsdp=_sharded("no_shard")),
+    "no graphs": Run(fast=True, evaluates=True),
+    "no double buffers": Run(fast=True, fsdp=_UNPOOLED),
+    "a hook of the user's": Run(fast=True, before=_hooked),
+    "the first gradient from another stream": Run(
         fast=True, around=partial(on_another_stream, "mlp.linear_fc2.weight")
     ),
+    "a gradient from another stream": Run(
+        fast=True, around=partial(on_another_stream, "mlp.linear_fc1.weight")
+    ),
+    "the last gradient from another stream": Run(
+        fast=True, around=partial(on_another_stream, "input_layernorm.weight")
+    ),
 }
-"""The fast path."""
+"""The fast path, on double buffers where nothing else is said."""
+GROUPED = ("once", "used beside")
+"""Grouped GEMMs on the fast path, as ``tests/unit/fsdp/fast/test_hidden.py`` calls them."""
+
+
+def configurations() -> dict[str, Callable[[], Trace]]:
+    """What traces each configuration, by its name."""
+    of_graphs = {f"fast path, {name}": run for name, run in FAST.items()}
+    runs = {**POOLED, **SEVERAL_STREAMS, **UPSTREAM, **of_graphs}
+    return {
+        **{name: partial(traced, run) for name, run in runs.items()},
+        **{f"fast path, grouped GEMMs {way}": partial(traced_grouped_gemms, way) for way in GROUPED},
+    }

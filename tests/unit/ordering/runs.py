@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_cg.backends.tape import TapeBackend
@@ -87,6 +89,23 @@ def traced(run: Run) -> Trace:
         return notes.trace
 
 
+def traced_grouped_gemms(way: str) -> Trace:
+    """The trace of experts whose weights autograd does not see; ``way`` as in ``test_hidden``."""
+    from megatron_cg.fsdp import fast
+    from tests.unit.fsdp.fast import test_hidden
+
+    with modelled_device() as notes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "install", partial(_traced_from_here, fast.install, notes))
+        test_hidden.fit(way, fast=True)
+        return notes.trace
+
+
+def _traced_from_here(install: Callable[[Any], Any], notes: Notes, model: Any) -> Any:
+    path = install(model)
+    notes.on = True
+    return path
+
+
 def evaluate(trainer: Any) -> None:
     """One forward pass without gradients."""
     trainer.model.eval()
@@ -103,35 +122,39 @@ def on_another_stream(name: str, trainer: Any, notes: Notes) -> Iterator[None]:
     branch begins with the backward pass, for whose stream it waits, and its end is waited for
     when the pass is over (torch 2.11, ``engine.cpp``: leaf streams).
     """
-    from megatron_cg.fsdp.fast.gradients import GradientHandOff
-    from megatron_cg.undo import run_after, run_before, set_attribute
+    from megatron_cg.cells import set_cell
+    from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
+    from megatron_cg.undo import run_after, run_before
 
     names = {id(p): n for n, p in trainer.model.module.raw_param.items()}
+    main: Any = torch.cuda.current_stream()
     side: Any = torch.cuda.Stream()
-    own = GradientHandOff.__call__
+    fsdp = trainer.model.module
+    hook = find_cell(hook_functions(fsdp), "_process_post_backward_gradients")
+    own = hook.cell_contents
 
     def begins() -> None:
-        side.wait_stream(torch.cuda.current_stream())
+        side.wait_stream(main)
 
     def ends() -> None:
-        torch.cuda.current_stream().wait_stream(side)
+        main.wait_stream(side)
 
-    def called(hand_off: Any, parameters: list[Any]) -> None:
-        if not names[id(parameters[0])].endswith(name):
-            own(hand_off, parameters)
+    def called(parameters: list[Any]) -> None:
+        parameter, *more = parameters
+        if more or not names[id(parameter)].endswith(name):
+            own(parameters)
             return
-        (parameter,) = parameters
         with notes.paused():
             parameter.grad = parameter.grad.clone()
         with torch.cuda.stream(side):
             parameter.grad.mul_(1)
-            own(hand_off, parameters)
+            own(parameters)
 
     with ExitStack() as undo:
-        undo.callback(set_attribute(GradientHandOff, "__call__", called))
+        undo.callback(set_cell(hook, called))
         undo.callback(run_before(trainer, "_forward", ends))
         undo.callback(run_after(trainer, "_forward", begins))
-        undo.callback(run_before(trainer.model.module, "finish_grad_sync", ends))
+        undo.callback(run_before(fsdp, "finish_grad_sync", ends))
         yield
 
 

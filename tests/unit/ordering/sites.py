@@ -58,15 +58,14 @@ def short(file: str) -> str:
     return str(path.relative_to(top.parent))
 
 
-def ordering_calls(file: Path) -> Iterator[tuple[Site, str]]:
-    """Calls of :data:`ORDERING` in a source file, with their text.
+def ordering_places(file: Path) -> Iterator[tuple[Site, str]]:
+    """Where a source file names one of :data:`ORDERING`, with the text of the call.
 
-    All methods of these names are found, also of what is no stream.
+    All methods of these names are found, also of what is no stream, and names that are passed on.
     """
-    for node in ast.walk(ast.parse(file.read_text())):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ORDERING
-        ):
-            yield Site(short(str(file)), node.lineno, node.col_offset), ast.unparse(node)
+    tree = ast.parse(file.read_text())
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ORDERING:
+            found = calls.get(id(node), node)
+            yield Site(short(str(file)), found.lineno, found.col_offset), ast.unparse(found)
