@@ -63,30 +63,34 @@ class CaptureError(MegatronCGError):
     """Capture failed; model, hooks, RNG, FP8 state and flags are as before it began."""
 
 
+_READ = (
+    "waits for the device and reads its memory on the host; a CUDA graph has no host in it",
+    "leave this module out of --cuda-graph-modules, or keep the value in a tensor",
+)
+_UPLOAD = (
+    "copies it to the device and waits for that, which CUDA refuses during a capture",
+    "make the tensor before capture, as a buffer, or on the device by a kernel, as torch.full and "
+    "torch.arange with device= do; or leave this module out of --cuda-graph-modules",
+)
+
+
 class HostSyncError(CaptureError):
     """What is captured waits for the device on the host, which no CUDA graph can hold.
 
-    ``where`` says which operation it is, in which module, file and line, and in which capture.
+    Args:
+        where: which operation it is, in which module, file and line, and in which capture.
+        upload: whether it copies from the host to the device, and not the other way.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, *, upload: bool = False) -> None:
         self.where = where
-        super().__init__(
-            f"{where} waits for the device and reads its memory on the host; a CUDA graph has no "
-            "host in it. Leave this module out of --cuda-graph-modules, or keep the value in a "
-            "tensor."
-        )
+        self._why, self._instead = _UPLOAD if upload else _READ
+        super().__init__(f"{where} {self._why}. {self._instead[0].upper()}{self._instead[1:]}.")
 
     @property
     def violation(self) -> Violation:
         """The same as a broken rule, where a plan finds it before there is a run."""
-        return Violation(
-            "host-read",
-            self.where,
-            "it waits for the device and reads its memory on the host, and a CUDA graph has no "
-            "host in it",
-            "leave this module out of --cuda-graph-modules, or keep the value in a tensor",
-        )
+        return Violation("host-read", self.where, f"it {self._why}", self._instead)
 
 
 class EarlierWorkError(CaptureError):

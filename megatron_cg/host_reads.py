@@ -42,16 +42,21 @@ class HostReads:
         self._root, self._label, self._device = root, label, device
 
     @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Let methods of tensors that read, and :func:`host_waits`, raise HostSyncError."""
+    def waits_refused(self) -> Iterator[None]:
+        """Let :func:`host_waits` raise HostSyncError."""
         _refusing.append(self)
         try:
-            with ExitStack() as undo:
-                for name in _METHODS:
-                    undo.callback(set_attribute(torch.Tensor, name, self._method(name)))
-                yield
+            yield
         finally:
             _refusing.pop()
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Let methods of tensors that read, and :func:`host_waits`, raise HostSyncError."""
+        with self.waits_refused(), ExitStack() as undo:
+            for name in _METHODS:
+                undo.callback(set_attribute(torch.Tensor, name, self._method(name)))
+            yield
 
     def check(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -63,10 +68,17 @@ class HostReads:
 
     def error(self, what: str) -> HostSyncError:
         """The error for a read or a wait by ``what``, with the place that asked for it."""
+        return HostSyncError(f"{what} in {self._place()}")
+
+    def upload_error(self, what: str) -> HostSyncError:
+        """The same for a tensor of the host that ``what`` gives to the device."""
+        return HostSyncError(f"{what} on a tensor of the host in {self._place()}", upload=True)
+
+    def _place(self) -> str:
         place = place_of(traceback.walk_stack(sys._getframe(1)), self._root)
         owner = place.owner if place is not None else type(self._root).__name__
         at = f" at {place.source}" if place is not None and place.source else ""
-        return HostSyncError(f"{what} in {owner} (captured as {self._label}){at}")
+        return f"{owner} (captured as {self._label}){at}"
 
     def _is_on_device(self, value: Any) -> bool:
         if self._device is None:

@@ -29,9 +29,8 @@ Note [Side by side]
     Ordinary memory is asked for piece by piece: large requests fit nowhere (docs/memory.md).
 
 Relied on: torch 2.11, ``torch.cuda.memory_snapshot()`` (see ``memory_pools.py``),
-``torch.cuda.memory_reserved``, ``torch.multiprocessing.reductions.StorageWeakRef`` and
-``torch._C``'s ``_cuda_beginAllocateCurrentThreadToPool``, ``_cuda_endAllocateToPool`` and
-``_cuda_releasePool``, as ``torch.cuda.use_mem_pool`` calls them.
+``torch.cuda.memory_reserved`` and ``torch._C``'s ``_cuda_beginAllocateCurrentThreadToPool``,
+``_cuda_endAllocateToPool`` and ``_cuda_releasePool``, as ``torch.cuda.use_mem_pool`` calls them.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_cg.memory_pools import pools
+from megatron_cg.storage_reference import StorageReference
 from megatron_cg.versions import Symbol
 
 _BEGIN, _END, _RELEASE = (
@@ -148,7 +147,7 @@ class IdlePool:
         free = max(uses, key=lambda use: use.reserved - use.allocated, default=None)
         self._stream = torch.cuda.ExternalStream(free.stream) if free is not None else None
         self._plans: dict[Hashable, _Plan] = {}
-        self._given: dict[Hashable, list[StorageWeakRef]] = {}
+        self._given: dict[Hashable, list[StorageReference]] = {}
         self._grew = False
         self.lent_bytes = 0
         """By the plans made so far."""
@@ -182,7 +181,7 @@ class IdlePool:
         if plan.lent:
             with self._allocating():
                 inside = self._new_all(plan.lent)
-        self._given[caller] = held + [StorageWeakRef(t.untyped_storage()) for t in inside]
+        self._given[caller] = held + [StorageReference(t.untyped_storage()) for t in inside]
         found: list[torch.Tensor] = [*like]
         for chunk, memory in zip(plan.lent, inside, strict=True):
             for place, piece in zip(chunk.places, chunk.cut(memory), strict=True):

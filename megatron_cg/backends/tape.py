@@ -8,7 +8,7 @@ therefore fires in warmup and capture here as it does there.
 
 What it shows of a graph: no Python of the module runs at a replay, arguments are addresses and
 not Python tensors, memory is poisoned as soon as other graphs of the pool might use it, and a
-read on the host is refused. What it cannot show: kernels, streams, speed.
+copy between host and device is refused. What it cannot show: kernels, streams, speed.
 """
 
 from __future__ import annotations

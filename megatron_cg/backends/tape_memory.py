@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_cg.backends.tape_host import Host
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.storage_reference import StorageReference
 
 #: Every byte of poisoned memory: NaN in each of torch's floating dtypes, -1 in the signed ones.
 POISON = 0xFF
@@ -43,7 +44,7 @@ class Slot:
 class _Outside:
     """Memory that somebody else owns: known by a weak reference and the address it had."""
 
-    reference: StorageWeakRef
+    reference: StorageReference
     address: int
     nbytes: int
     first_use: str
@@ -56,6 +57,8 @@ class Pool:
         self._own: dict[int, torch.UntypedStorage] = {}
         self._outside: dict[int, _Outside] = {}
         self._lent: set[int] = set()
+        self.host = Host()
+        """What lies on the host of all that the capture has made."""
 
     def owns(self, key: int) -> bool:
         """Return whether the storage was made by a tape of this pool."""
@@ -75,7 +78,7 @@ class Pool:
         if key not in self._own and key not in self._outside:
             # The weak reference keeps the key from being given to another storage.
             self._outside[key] = _Outside(
-                StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), used_by
+                StorageReference(storage), storage.data_ptr(), storage.nbytes(), used_by
             )
         offset = int(tensor.storage_offset())
         return Slot(key, tensor.dtype, offset, tuple(tensor.size()), tensor.stride())
@@ -93,8 +96,7 @@ class Pool:
 
     def _outside_storage(self, key: int) -> torch.UntypedStorage:
         outside = self._outside[key]
-        # Returns None once the last owner has let go.
-        storage = torch.UntypedStorage._new_with_weak_ptr(outside.reference.cdata)
+        storage = outside.reference.storage()
         if storage is None or (storage.nbytes() == 0 and outside.nbytes > 0):
             problem = "was freed since"
         elif storage.data_ptr() != outside.address:

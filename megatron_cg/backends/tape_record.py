@@ -91,14 +91,19 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
     """Record what runs in the block on a new tape over ``pool``.
 
     Memory outside the pool that the block writes is put back at the end: a CUDA graph's capture
-    runs no kernel. Raises HostSyncError inside the block where the host reads a tensor.
+    runs no kernel. Raises HostSyncError inside the block where the host reads a tensor of the
+    device, or gives one of its own to it; see ``tape_host.py``.
     """
     tape = Tape(pool, label)
     reads = HostReads(module, label)
     recorder = _Recorder(tape, reads)
     _recording.append(tape)
     try:
-        with reads.refused(), recorder:
+        with (
+            reads.waits_refused(),
+            pool.host.watched(reads.error, reads.upload_error),
+            recorder,
+        ):
             yield tape
     finally:
         _recording.pop()
@@ -112,6 +117,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
         self._reads = reads
+        self._host = tape.pool.host
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -122,14 +128,15 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        self._reads.check(func, args, kwargs)
         given = _leaves([args, *kwargs.values()])
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
-        if func is torch.ops.aten.lift_fresh.default:
-            # A constant made by torch.tensor(...): its value is baked in, and nobody else owns it.
-            self._tape.pool.adopt(args[0])
         collective = func.namespace == "c10d"
         writes = tensors if collective else _written(func, args, kwargs)
+        if self._is_of_host(func, tensors, writes):
+            result = func(*args, **kwargs)
+            self._host.add(_leaves(result))
+            return result
+        self._reads.check(func, args, kwargs)
         # Slots first: the call may resize or set what it is given.
         slots = _mapped(self._slot_for(func), args, kwargs)
         self._save_outside(writes)
@@ -144,10 +151,33 @@ class _Recorder(TorchDispatchMode):
             self._tape.entries.append(_Operation(func, *slots, results))
         return result
 
+    def _is_of_host(
+        self,
+        func: torch._ops.OpOverload,
+        tensors: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> bool:
+        """Whether a call is the host's own work, which no graph holds.
+
+        Raises HostSyncError where it would copy between the host and the device.
+        """
+        # torch.tensor(...) ends in it: what it is given was made of the host's data.
+        if func is torch.ops.aten.lift_fresh.default or (self._host.makes and not tensors):
+            return True
+        here = sum(map(self._host.has, tensors))
+        if 0 < here < len(tensors) and not self._host.can_be_read_by(func, tensors, writes):
+            reads = any(map(self._host.has, writes))
+            raise (self._reads.error if reads else self._reads.upload_error)(str(func))
+        return 0 < here == len(tensors)
+
     def _slot_for(self, func: torch._ops.OpOverload) -> Callable[[Any], Any]:
         def slot_for(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
+            if self._host.has(value):
+                # A constant: the kernel has its value as it is now, and nobody else owns it.
+                value = value.clone()
+                self._tape.pool.adopt(value)
             slot = self._tape.pool.slot(value, f"{func} of {self._tape.label}")
             self._tape.used.add(slot.key)
             return slot

@@ -22,6 +22,7 @@ STAGES = (
     "capture-forward",
     "capture-forward-end",
     "invalid",
+    "upload",
     "capture-backward",
     "publish",
     "install",

@@ -20,6 +20,11 @@ from tests.functional.tampering.places import (
 )
 
 LAYERS = 3  # of the tiny presets that the functional tests train
+COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "invalid": lambda x: x.sum().item(),
+    "upload": lambda x: torch.tensor([1.0], device=x.device),
+}
+"""Copies between GPU and host, one in each direction."""
 
 
 def note_state_around_capture() -> None:
@@ -83,8 +88,8 @@ def fail_at(place: str) -> None:
         wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(2, error))
     elif stage == "capture-forward-end":
         wrap(torch.cuda.CUDAGraph, "capture_end", on_call(2, error, after=True))
-    elif stage == "invalid":
-        wrap(TransformerLayer, "_te_cuda_graph_capture", reading_on_the_host)
+    elif stage in COPIES:
+        wrap(TransformerLayer, "_te_cuda_graph_capture", copying(COPIES[stage]))
     elif stage == "capture-backward":
         wrap(torch.cuda.CUDAGraph, "capture_begin", on_call(LAYERS + 2, error))
     elif stage == "hook":
@@ -112,15 +117,18 @@ def with_broken_unshard(error: BaseException) -> Callable[[Any], Any]:
     return make
 
 
-def reading_on_the_host(old: Any) -> Any:
-    """A forward that reads a tensor on the host: how a capture most often ends for users."""
+def copying(copy: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    """A forward that copies between host and GPU: how a capture most often ends for users."""
 
-    def wrapped(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.cuda.is_current_stream_capturing():
-            print(hidden_states.sum().item())
-        return old(self, hidden_states, *args, **kwargs)
+    def make(old: Any) -> Any:
+        def wrapped(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                print(copy(hidden_states))
+            return old(self, hidden_states, *args, **kwargs)
 
-    return wrapped
+        return wrapped
+
+    return make
 
 
 def host_read(place: str) -> None:

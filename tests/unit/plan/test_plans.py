@@ -74,7 +74,7 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
-    return dict(zip(REQUESTS, make_plans(list(REQUESTS.values())), strict=True))
+    return dict(zip(REQUESTS, make_plans(list(REQUESTS.values()), timeout=3600.0), strict=True))
 
 
 def shown(plan: Plan) -> str:
