@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -75,7 +75,15 @@ class GuardedGraph:
 
     def __getattr__(self, name: str) -> Any:
         # backward_dw, where the backend's callable has it: Megatron asks with hasattr.
+        if name == "_graph":  # of an object that has no state yet, as a copy in the making
+            raise AttributeError(name)
         return getattr(self._graph, name)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(
+            f"the graph of {self._unit.name} cannot be copied or pickled: it reads and writes "
+            "addresses. Copy the layer instead, whose copy has no graph."
+        )
 
     def reset(self) -> None:
         """Release the graph."""

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.copies import look_before
+
 
 class StaticInputs:
     """Finds, by looking at whole training steps, which keyword inputs of layers never change."""
@@ -38,8 +40,7 @@ class StaticInputs:
             def look(_module: Any, _args: Any, kwargs: Any, index: int = index) -> None:
                 self._look(index, kwargs)
 
-            handle = layer.register_forward_pre_hook(look, with_kwargs=True)
-            stack.callback(handle.remove)
+            stack.callback(look_before(layer, look))
         self._steps += 1
         return stack.close
 

@@ -7,22 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_ABSENT = object()
+from megatron_cg.copies import ABSENT, leave_out
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute in ``owner``'s own dictionary; the returned function puts back the old one.
 
     An attribute that was only inherited is deleted again, so that nothing of ours stays behind.
+    A copy of a module that is made in between has the old one; see ``copies.py``.
     """
-    old = vars(owner).get(name, _ABSENT)
+    old = vars(owner).get(name, ABSENT)
     setattr(owner, name, value)
+    copied_again = leave_out(owner, name, old)
 
     def undo() -> None:
-        if old is not _ABSENT:
+        if old is not ABSENT:
             setattr(owner, name, old)
         elif name in vars(owner):
             delattr(owner, name)
+        copied_again()
 
     return undo
 

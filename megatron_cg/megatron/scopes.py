@@ -24,9 +24,11 @@ class LayerConfig:
         vars(self)["cuda_graph_modules"] = list(modules)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_config":  # asked by copy, before there is anything to look at
-            raise AttributeError(name)
         return getattr(vars(self)["_config"], name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is one of the model's config."""
+        return vars(self)["_config"].__reduce_ex__(protocol)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(vars(self)["_config"], name, value)

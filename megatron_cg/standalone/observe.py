@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.copies import look_before
 from megatron_cg.standalone.call import CallForm
 from megatron_cg.static_inputs import StaticInputs
 
@@ -50,8 +51,7 @@ class Observer:
                 def look(owner: Any, args: Any, kwargs: Any, name: str = name) -> None:
                     self._look(name, owner, args, kwargs)
 
-                handle = module.register_forward_pre_hook(look, with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.callback(look_before(module, look))
             if self._static is not None:
                 stack.callback(self._static.observe_step())
             stack.callback(self._end_step)

@@ -1,0 +1,103 @@
+"""A module that is copied or pickled while it is graphed: the copy is as without graphs.
+
+What we hang on a module refers to that one module: a replay put in the place of ``forward`` would
+run the original's graph for the copy, and graphs and their memory cannot be copied at all. So all
+of it is noted here, and left out of what copies are made of.
+
+Note [Where a copy comes from]
+    ``copy.copy``, ``copy.deepcopy`` and ``pickle`` make an object from its state, which they get
+    by looking ``__reduce_ex__`` up on the object itself, so that one in its own dictionary comes
+    first (CPython 3.12, ``copy.py`` and ``_pickle.c``). A class with ``__deepcopy__`` or
+    ``__copy__`` of its own is not asked for that; no module of Megatron or Transformer Engine has
+    one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+ABSENT = object()
+"""In the place of an attribute that an object's own dictionary does not have."""
+_REDUCE = "__reduce_ex__"
+_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+
+class _Reduce:
+    """What copies of one module are made of; in its dictionary as long as anything is left out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.before: dict[str, list[Any]] = {}
+        """By attribute: what was there before each change of ours; the first is the module's."""
+        self.hooks: set[int] = set()
+        """Ids of our hooks."""
+
+    def __call__(self, protocol: Any) -> Any:
+        reduced: Any = type(self._module).__reduce_ex__(self._module, protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        state = {name: value for name, value in reduced[2].items() if name != _REDUCE}
+        for name, values in self.before.items():
+            if values[0] is ABSENT:
+                state.pop(name, None)
+            else:
+                state[name] = values[0]
+        for name in _HOOKS:
+            kept = [(key, hook) for key, hook in state[name].items() if key not in self.hooks]
+            state[name] = type(state[name])(kept)
+        return (*reduced[:2], state, *reduced[3:])
+
+
+def leave_out(owner: Any, name: str, before: Any) -> Callable[[], None]:
+    """Copy ``owner`` with ``before`` as its attribute ``name``, until the returned undo is called.
+
+    Args:
+        owner: a module; on anything else nothing is done.
+        name: an attribute that was changed.
+        before: its value until then in the module's own dictionary, or :data:`ABSENT`.
+    """
+    if not isinstance(owner, nn.Module):
+        return lambda: None
+    values = _reduce_of(owner).before.setdefault(name, [])
+    values.append(before)
+
+    def undo() -> None:
+        reduce = _reduce_of(owner)
+        values.pop()
+        if not values:
+            reduce.before.pop(name, None)
+        _drop(owner, reduce)
+
+    return undo
+
+
+def look_before(module: nn.Module, hook: Callable[..., None]) -> Callable[[], None]:
+    """Register a forward pre-hook that gets keyword arguments and stays out of copies.
+
+    Returns what takes it off.
+    """
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    _reduce_of(module).hooks.add(handle.id)
+
+    def undo() -> None:
+        handle.remove()
+        reduce = _reduce_of(module)
+        reduce.hooks.discard(handle.id)
+        _drop(module, reduce)
+
+    return undo
+
+
+def _reduce_of(module: nn.Module) -> _Reduce:
+    found = vars(module).get(_REDUCE)
+    if not isinstance(found, _Reduce):
+        found = vars(module)[_REDUCE] = _Reduce(module)
+    return found
+
+
+def _drop(module: nn.Module, reduce: _Reduce) -> None:
+    if not reduce.before and not reduce.hooks:
+        vars(module).pop(_REDUCE, None)
