@@ -226,6 +226,13 @@ LIFE = {
         (*batch(8), *SAVED, "--save-interval", "100", "--exit-signal-handler"),
         env=(("MEGATRON_CG_SCENARIO", "signal@7"),),
     ),
+    "average": Case(
+        "average",
+        DENSE,
+        ("attn", "mlp"),
+        batch(8),
+        env=(("MEGATRON_CG_SCENARIO", "average@3"),),
+    ),
     "destroy": Case(
         "destroy",
         DENSE,

@@ -13,7 +13,7 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.functional.tampering import captures, environment, life, replay
+from tests.functional.tampering import captures, copies, environment, life, replay
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 VARIABLES = ("MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO")
@@ -40,6 +40,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "collect": lambda _: environment.collect_garbage_in_capture(),
     "busy": lambda _: environment.keep_another_stream_busy(),
     "fault": replay.fault,
+    "average": lambda step: copies.average_from(int(step)),
     "earlier-error": lambda _: environment.fail_earlier(),
 }
 

@@ -81,6 +81,17 @@ def test_scaled_gradients_and_overflows(align: Align) -> None:
         assert norms[3]["value"] > 4 * norms[4]["value"]
 
 
+def test_an_average_of_the_weights_is_that_of_an_eager_run(align: Align) -> None:
+    """Copied from the eager steps on and through all replays; the copies are plain, and train."""
+    outcome = align(LIFE["average"], script=SCRIPT)
+    assert_identical(outcome, 12)
+    assert outcome.eager is not None and outcome.graphed is not None
+    for rank, record in outcome.graphed.items():
+        assert len(record["average"]) == 10
+        assert all(made["ours"] == [] and made["graphs"] == 0 for made in record["average"])
+        assert record["average"] == outcome.eager[rank]["average"]
+
+
 def test_a_signal_ends_the_run_in_good_order(align: Align, log: Log, tmp_path: Path) -> None:
     case = LIFE["signal"]
     assert_identical(align(case, script=SCRIPT), 7)
