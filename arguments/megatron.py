@@ -30,6 +30,7 @@ _DERIVED = {
     "hybrid_layer_pattern",
     "custom_layers",
     "moe_layer_freq",
+    "moe_router_load_balancing_type",
     "recompute_granularity",
     "recompute_modules",
     "cpu_offloading",
@@ -115,6 +116,9 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         **_recompute_settings(namespace),
         fsdp_double_buffer=_any(
             namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
+        ),
+        moe_router_load_balancing_type=tuple(
+            _scope_names(_get(namespace, "moe_router_load_balancing_type"))
         ),
         cpu_offloading=_get(namespace, "cpu_offloading_num_layers") > 0,
     )

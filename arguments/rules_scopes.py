@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.layout import available_scopes
 from megatron_cg.arguments.rule import Refusal, Rule
+from megatron_cg.arguments.rules_layers import whole_moe_layers
 from megatron_cg.arguments.schema import WHOLE_LAYER, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import Violation
 
@@ -36,7 +37,11 @@ def _preprocess_synchronizes(run: RunArguments) -> bool:
         and run.is_moe
         and not _drops_and_pads(run)
         and run.moe_token_dispatcher_type == "alltoall"
-        and (run.moe_expert_capacity_factor is not None or run.moe_router_padding_for_fp8)
+        and (
+            run.moe_expert_capacity_factor is not None
+            or run.moe_router_padding_for_fp8
+            or run.moe_router_padding_for_quantization
+        )
     )
 
 
@@ -91,17 +96,8 @@ def whole_moe_layer(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
     """A whole MoE layer can be captured only if its experts get fixed numbers of tokens."""
-    available = available_scopes(run)
-    if not run.is_whole_layer or not run.is_moe or _drops_and_pads(run) or available is None:
-        return
-    selection, _ = read_tokens(graph.cg_layers)
-    count = len(available)
-    moe = [
-        index
-        for index, has in enumerate(available)
-        if "moe" in has and selection.scopes(index, count, ()) == (WHOLE_LAYER,)
-    ]
-    if moe:
+    moe = whole_moe_layers(run, graph)
+    if moe and not _drops_and_pads(run):
         yield Violation(
             "whole-moe-layer",
             f"an empty --cuda-graph-modules captures whole layers, {len(moe)} of them MoE layers "
@@ -154,7 +150,7 @@ RULES: tuple[Rule, ...] = (
         "preprocess-synchronizes",
         _preprocess_synchronizes,
         "--cuda-graph-modules moe_preprocess with --moe-token-dispatcher-type alltoall and a "
-        "capacity factor or router padding for FP8",
+        "capacity factor or router padding for FP8 or FP4",
         "the dispatcher then copies token counts to the CPU and waits for them within preprocess, "
         "which a capture does not allow",
         "drop moe_preprocess from --cuda-graph-modules, or make the experts drop and pad: "

@@ -126,8 +126,21 @@ class RunArguments:
     moe_pad_expert_input_to_capacity: bool = _setting(False, "every expert gets that many tokens")
     moe_token_dispatcher_type: str = _setting("allgather", "how tokens reach their experts")
     moe_router_padding_for_fp8: bool = _setting(False, "tokens of an expert padded for FP8")
+    moe_router_padding_for_quantization: bool = _setting(False, "the same for FP8 and FP4")
+    moe_router_load_balancing_type: tuple[str, ...] = _setting(
+        ("aux_loss",), "how the router spreads tokens over experts"
+    )
+    moe_enable_routing_replay: bool = _setting(False, "routers record experts and use them again")
+    moe_flex_dispatcher_backend: str = _setting("deepep", "what the dispatcher flex is made of")
+    moe_hybridep_pad_uneven_dispatch_inputs: bool = _setting(
+        False, "ranks pad to the largest number of tokens"
+    )
+    moe_ncclep_static_shape: bool = _setting(False, "NCCL EP's buffers are used whole")
     moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
     moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
+
+    qk_clip: bool = _setting(False, "the optimizer clips weights by the largest logits")
+    log_max_attention_logit: bool = _setting(False, "the log has the largest logits")
 
     recompute_granularity: str | None = _setting(None, "None, selective or full")
     recompute_modules: tuple[str, ...] = _setting(("core_attn",), "what selective recomputes")

@@ -1,4 +1,4 @@
-"""Where in a model code runs: module, file, line and statement, from the frames of a call."""
+"""Where in a model some code stands: module, file, line and statement, from a call's frames."""
 
 from __future__ import annotations
 

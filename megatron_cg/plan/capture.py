@@ -23,14 +23,16 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import cuda_graphs
+from torch.distributions import Distribution
 
-from megatron_cg.host_reads import HostReads
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
+from megatron_cg.host_reads import HostReads
 from megatron_cg.part import run_part
 from megatron_cg.plan.pool import Pool, round_up
 from megatron_cg.plan.samples import Sample
 from megatron_cg.plan.trace import Trace, tracing
 from megatron_cg.schedule import schedule
+from megatron_cg.undo import set_attribute
 
 TORCH_GEMM_WORKSPACE = 32 << 20
 """torch 2.11, ``CUDABlas.cpp``: 32 MiB a stream on compute capability 9, taken at the first product
@@ -83,6 +85,8 @@ def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) ->
         len(samples), len(samples), options.get("_order"), options.get("_num_layers_per_chunk")
     )
     with ExitStack() as stack, torch.device("meta"):
+        # Checked once, when a layer makes it in warmup (jitter on a router's input, for one).
+        stack.callback(set_attribute(Distribution, "_validate_args", False))
         stack.callback(_quiet(sample.layer for sample in samples))
         for step in passes:
             if step.forward:

@@ -256,6 +256,13 @@ LIFE = {
 """What the tests of a run's life train; a scenario is what ``tampered.py`` does in both runs."""
 EXPANDABLE_ALONE = Case("expandable", DENSE, ("attn", "mlp"), batch(8), env=(EXPANDABLE,))
 """Refused, for want of NCCL_GRAPH_REGISTER=0."""
+SINKHORN = Case(
+    "sinkhorn",
+    MOE,
+    ROUTER,
+    (*batch(8), "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0"),
+)
+"""Refused, since its router waits for the host; without graphs Megatron trains it."""
 
 
 def resumed(case: Case, step: int) -> Case:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_cg.align.compare import Comparison
 from megatron_cg.align.outcome import Outcome
-from tests.functional.cases import DROPOUT, FP8, Case, batch
+from tests.functional.cases import DROPOUT, FP8, SINKHORN, Case, batch
 from tests.functional.tampering import captures
 
 SCRIPT = Path(__file__).with_name("tampered.py")
@@ -110,6 +110,17 @@ def test_a_host_read_that_no_rule_knows_is_named_by_module_and_line(
     assert f"CaptureError: CUDA cannot capture the {place} pass of layer 1, {where}" in reason
     assert f"{source.name}:{number} in " in reason and f"`{statement}`" in reason
     assert "Type --cuda-graph-" in reason
+
+
+def test_a_router_that_waits_for_the_host_is_refused_before_a_model_is_built(
+    align: Align, log: Callable[..., str]
+) -> None:
+    outcome = align(SINKHORN)
+    assert outcome.comparison.status == "failed"
+    assert "CUDA graphs cannot be used as configured, 1 reason" in log(SINKHORN)
+    assert "[sinkhorn-router] --moe-router-load-balancing-type sinkhorn" in log(SINKHORN)
+    built = "number of parameters on (tensor, pipeline)"
+    assert built not in log(SINKHORN) and built in log(SINKHORN, "eager")
 
 
 def test_the_host_read_that_ended_a_capture_is_logged_where_training_goes_on(

@@ -59,12 +59,23 @@ def test_a_case_is_accepted(
     assert (config.cuda_graph_impl == "transformer_engine") is graphs
 
 
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [(cases.EXPANDABLE_ALONE, "expandable-segments"), (cases.SINKHORN, "sinkhorn-router")],
+    ids=lambda item: getattr(item, "name", item),
+)
 def test_what_is_to_be_refused_is_refused_for_that_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigurationError) as error:
-        validated(cases.EXPANDABLE_ALONE, tmp_path, monkeypatch, graphs=True)
-    assert [violation.rule for violation in error.value.violations] == ["expandable-segments"]
+        validated(case, tmp_path, monkeypatch, graphs=True)
+    assert [violation.rule for violation in error.value.violations] == [rule]
+
+
+def test_what_is_refused_only_with_graphs_trains_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated(cases.SINKHORN, tmp_path, monkeypatch, graphs=False)
 
 
 def test_names_of_cases_are_their_own() -> None:

@@ -41,9 +41,9 @@ def really_read(tensor: torch.Tensor) -> None:
 
 def of_torch(name: str, raised: str) -> Callable[[], None]:
     """A function that raises while capturing, in a file of torch's, as its C++ has no frame."""
-    source = f"def {name}():\n    if is_current_stream_capturing():\n        raise {raised}\n"
+    source = f"def {name}():\n    if cuda.is_current_stream_capturing():\n        raise {raised}\n"
     made: dict[str, Any] = {
-        "is_current_stream_capturing": lambda: torch.cuda.is_current_stream_capturing(),  # noqa: PLW0108 - replaced by a test
+        "cuda": torch.cuda,
         "AcceleratorError": torch.AcceleratorError,
         "UNSUPPORTED": UNSUPPORTED,
     }

@@ -155,6 +155,13 @@ SCOPES = (
 
 SCOPES_BEYOND_MEGATRON = (
     Case(
+        "preprocess-synchronizes",
+        _modules("moe_router", "moe_preprocess", moe_router_padding_for_quantization=True),
+        "router padding for FP8 or FP4",
+        "waits for them",
+        "drop moe_preprocess",
+    ),
+    Case(
         "scope-selects-nothing",
         _modules("attn", "mamba"),
         "--cuda-graph-modules mamba",
@@ -199,6 +206,76 @@ SCOPES_BEYOND_MEGATRON = (
         "last index is 3",
         "--cg-layers moe_router:2-",
         layers=("moe_router:2-9",),
+    ),
+)
+
+LAYERS = (
+    Case(
+        "sinkhorn-router",
+        {"moe_router_load_balancing_type": ("sinkhorn",)},
+        "load-balancing-type sinkhorn",
+        "the CPU waits for that value",
+        "--moe-router-load-balancing-type aux_loss",
+    ),
+    Case(
+        "routing-replay",
+        {"moe_enable_routing_replay": True},
+        "--moe-enable-routing-replay",
+        "Python code, which a replay does not run",
+        "drop --moe-enable-routing-replay",
+    ),
+    Case(
+        "dispatcher-reads-counts",
+        _modules("attn", "moe", moe_token_dispatcher_type="allgather", **_DROP_AND_PAD),
+        "dispatcher-type allgather in",
+        "with drop-and-pad too",
+        "--moe-token-dispatcher-type alltoall",
+    ),
+    Case(
+        "dispatcher-reads-counts",
+        _modules(moe_token_dispatcher_type="allgather", **_DROP_AND_PAD),
+        "dispatcher-type allgather in",
+        "with drop-and-pad too",
+        "--cuda-graph-modules attn moe_router",
+    ),
+    Case(
+        "dispatcher-reads-counts",
+        _modules(
+            "moe",
+            moe_token_dispatcher_type="flex",
+            moe_flex_dispatcher_backend="ncclep",
+            **_DROP_AND_PAD,
+        ),
+        "--moe-flex-dispatcher-backend ncclep",
+        "with drop-and-pad too",
+        "--moe-token-dispatcher-type alltoall",
+    ),
+    Case(
+        "hybridep-uneven-inputs",
+        _modules(
+            "moe_router",
+            "moe_preprocess",
+            moe_token_dispatcher_type="flex",
+            moe_flex_dispatcher_backend="hybridep",
+            moe_hybridep_pad_uneven_dispatch_inputs=True,
+        ),
+        "--moe-hybridep-pad-uneven-dispatch-inputs",
+        "read on the CPU before each dispatch",
+        "drop --moe-hybridep-pad-uneven-dispatch-inputs",
+    ),
+    Case(
+        "largest-attention-logits",
+        {"qk_clip": True},
+        "--qk-clip",
+        "nothing would be clipped or logged",
+        "drop --qk-clip",
+    ),
+    Case(
+        "largest-attention-logits",
+        {"log_max_attention_logit": True},
+        "--log-max-attention-logit",
+        "nothing would be clipped or logged",
+        "scopes other than attn",
     ),
 )
 
@@ -410,4 +487,4 @@ ENVIRONMENT = (
 MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)
 """The cases that ``TransformerConfig`` of megatron-core must refuse too."""
 
-ALL = (*FSDP, *SCOPES, *SCOPES_BEYOND_MEGATRON, *RECOMPUTE, *NUMERICS, *ENVIRONMENT)
+ALL = (*FSDP, *SCOPES, *SCOPES_BEYOND_MEGATRON, *LAYERS, *RECOMPUTE, *NUMERICS, *ENVIRONMENT)

@@ -94,6 +94,16 @@ def test_the_good_arguments_are_the_good_run() -> None:
         ("--hybrid-override-pattern M*", "hybrid_layer_pattern", "M*"),
         ("--moe-layer-freq 2", "moe_layer_freq", 2),
         ("--moe-layer-freq [0]+[1]*2", "moe_layer_freq", (0, 1, 1)),
+        (
+            "--moe-router-load-balancing-type sinkhorn",
+            "moe_router_load_balancing_type",
+            ("sinkhorn",),
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss global_aux_loss",
+            "moe_router_load_balancing_type",
+            ("aux_loss", "global_aux_loss"),
+        ),
         ("--spec some.module some_function", "custom_layers", True),
         ("--heterogeneous-layers-config-path c.json", "custom_layers", True),
         ("--recompute-activations", "recompute_granularity", "selective"),

@@ -1,0 +1,133 @@
+"""Options of layers that a graph cannot hold: the host waits for the device in them, or what they
+do in Python at every step is done no more. Megatron-core 0.19.2 takes all of them.
+
+Which options there are, and that the others can be captured, is swept by
+``tests/unit/plan/test_sweep.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cg.arguments.layers import read_tokens
+from megatron_cg.arguments.layout import available_scopes
+from megatron_cg.arguments.rule import Refusal, Rule
+from megatron_cg.arguments.schema import WHOLE_LAYER, Environment, GraphArguments, RunArguments
+from megatron_cg.errors import Violation
+
+_ROUTER_SCOPES = ("moe_router", "moe_preprocess", "moe")
+_WITHOUT_MOE = "or leave the MoE layers out: type --cuda-graph-modules attn"
+
+
+def whole_moe_layers(run: RunArguments, graph: GraphArguments) -> list[int]:
+    """Indices of the MoE layers that are captured whole; empty where layers are not known."""
+    available = available_scopes(run)
+    if not run.is_whole_layer or not run.is_moe or available is None:
+        return []
+    selection, _ = read_tokens(graph.cg_layers)
+    count = len(available)
+    return [
+        index
+        for index, has in enumerate(available)
+        if "moe" in has and selection.scopes(index, count, ()) == (WHOLE_LAYER,)
+    ]
+
+
+def _captures_experts(run: RunArguments, graph: GraphArguments) -> bool:
+    return run.is_moe and ("moe" in run.cuda_graph_modules or bool(whole_moe_layers(run, graph)))
+
+
+def _captures_router(run: RunArguments, graph: GraphArguments) -> bool:
+    named = any(scope in _ROUTER_SCOPES for scope in run.cuda_graph_modules)
+    return run.is_moe and (named or bool(whole_moe_layers(run, graph)))
+
+
+def _captures_attention(run: RunArguments) -> bool:
+    return run.is_whole_layer or "attn" in run.cuda_graph_modules
+
+
+def sinkhorn(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """The one router whose number of rounds depends on values on the GPU."""
+    if "sinkhorn" in run.moe_router_load_balancing_type and _captures_router(run, graph):
+        yield Violation(
+            "sinkhorn-router",
+            "--moe-router-load-balancing-type sinkhorn with a captured MoE router",
+            "its iteration ends when a value on the GPU is small enough, so the CPU waits for that "
+            "value in every round, which a capture does not allow",
+            f"type --moe-router-load-balancing-type aux_loss, {_WITHOUT_MOE}",
+        )
+
+
+def routing_replay(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """Routers that record which experts they chose do so in Python."""
+    if run.moe_enable_routing_replay and _captures_router(run, graph):
+        yield Violation(
+            "routing-replay",
+            "--moe-enable-routing-replay with a captured MoE router",
+            "experts are recorded and given back by Python code, which a replay does not run",
+            f"drop --moe-enable-routing-replay, {_WITHOUT_MOE}",
+        )
+
+
+def counts_read(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """Dispatchers that read how many tokens each expert got, also where that is fixed."""
+    dispatcher = run.moe_token_dispatcher_type
+    backend = run.moe_flex_dispatcher_backend
+    reads = dispatcher == "allgather" or (
+        dispatcher == "flex" and backend == "ncclep" and not run.moe_ncclep_static_shape
+    )
+    if reads and _captures_experts(run, graph):
+        found = f"--moe-token-dispatcher-type {dispatcher}"
+        if dispatcher == "flex":
+            found += " --moe-flex-dispatcher-backend ncclep"
+        yield Violation(
+            "dispatcher-reads-counts",
+            f"{found} in MoE layers that are captured with their experts",
+            "this dispatcher copies the number of each expert's tokens to the CPU and waits for "
+            "it, with drop-and-pad too, which a capture does not allow",
+            "type --moe-token-dispatcher-type alltoall, or --cuda-graph-modules attn moe_router",
+        )
+
+
+def uneven_inputs(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """HybridEP pads to a number of tokens that all ranks agree on, and the host reads."""
+    pads = (
+        run.moe_token_dispatcher_type == "flex"
+        and run.moe_flex_dispatcher_backend == "hybridep"
+        and run.moe_hybridep_pad_uneven_dispatch_inputs
+    )
+    preprocess = run.is_moe and "moe_preprocess" in run.cuda_graph_modules
+    if pads and (preprocess or _captures_experts(run, graph)):
+        yield Violation(
+            "hybridep-uneven-inputs",
+            "--moe-hybridep-pad-uneven-dispatch-inputs in a captured dispatcher",
+            "the largest number of tokens of all ranks is then read on the CPU before each "
+            "dispatch, which a capture does not allow",
+            "drop --moe-hybridep-pad-uneven-dispatch-inputs, or type --cuda-graph-modules attn "
+            "moe_router",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    sinkhorn,
+    routing_replay,
+    counts_read,
+    uneven_inputs,
+    Refusal(
+        "largest-attention-logits",
+        lambda run: (run.qk_clip or run.log_max_attention_logit) and _captures_attention(run),
+        "--qk-clip or --log-max-attention-logit with captured attention",
+        "Python code of the attention hands the largest logits of a step over to the optimizer "
+        "and the log, and a replay does not run it: nothing would be clipped or logged",
+        "drop --qk-clip and --log-max-attention-logit, or type --cuda-graph-modules with scopes "
+        "other than attn, such as mlp or moe_router",
+    ),
+)

@@ -1,0 +1,61 @@
+"""Captures tiny layers on the meta device, one for each set of flags, and says how each ended.
+
+``python -m tests.unit.plan.sweep_worker CASES.json ENDS.json``, in a process of its own as plans
+are made in one. Our rules are told and not obeyed: what they refuse is traced all the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import sys
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.plan.likeness.packages import install
+
+
+def main(cases: str, ends: str) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    with ExitStack() as stack:
+        stack.callback(install())
+        importlib.import_module("megatron_cg.plan.details")
+        gc.freeze()
+        found = [end_of(words) for words in json.loads(Path(cases).read_text(encoding="utf-8"))]
+        Path(ends).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def end_of(words: list[str]) -> dict[str, Any]:
+    """``rules`` that are broken, and one more key that says how the trace ended."""
+    from megatron_cg.plan.machine import simulated_gpus
+    from megatron_cg.plan.settings import read_settings
+
+    with simulated_gpus({"RANK": "0", "WORLD_SIZE": "1"}):
+        settings = read_settings(words, 2, {}, own_flags=False)
+        rules = sorted({one.rule for one in settings.broken})
+        refused = settings.usage or settings.megatron
+        return {"rules": rules, **({"refused": refused} if refused else traced(settings))}
+
+
+def traced(settings: Any) -> dict[str, Any]:
+    """How a capture of the layers on the meta device ends."""
+    from megatron_cg.errors import HostSyncError
+    from megatron_cg.plan.details import details
+
+    notes: list[str] = []
+    try:
+        found = details(settings, notes)
+    except HostSyncError as error:
+        return {"host read": error.where}
+    except (Exception, SystemExit) as error:
+        return {"not built": f"{type(error).__name__}: {error}"}
+    return {"captured": found["graphs"]["captured"]} if "graphs" in found else {"not built": notes}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
