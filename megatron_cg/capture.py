@@ -16,7 +16,7 @@ Note [Order of entering]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_cg.fsdp.recognise import fsdp_package_of
 from megatron_cg.fsdp.tag import tag_backward_wrappers
 from megatron_cg.fsdp.transform import UnitHooks, transform
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
-from megatron_cg.part import run_part
+from megatron_cg.part import part_in_backward, run_part
 
 
 def _leave_out_unit(_module: nn.Module | None) -> str:
@@ -52,6 +52,8 @@ class Unit:
     """Names of the positional inputs, for messages."""
     run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_part
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
+    in_backward: Callable[[], AbstractContextManager[None]] = part_in_backward
+    """Makes a context for the backward pass of that."""
     attach: Callable[..., Callable[[], None]] | None = None
     """Puts the replay in the place of that, with arguments and undo of
     :func:`megatron_cg.replay.attach_replay`, which None is."""
@@ -98,7 +100,7 @@ def capturing(
         always.enter_context(raw_parameters(fsdp))
         parameters = _unique(p for unit in units for p in unit.layer.parameters())
         always.callback(gather_alone(fsdp, parameters))
-        always.enter_context(_gradients_kept(parameters))
+        always.enter_context(gradients_kept(parameters))
         always.enter_context(buffers_kept(modules))
         always.callback(_quiet_parameters(parameters))
         always.callback(_quiet_modules(units, modules))
@@ -122,6 +124,7 @@ def _quiet_modules(units: Sequence[Unit], modules: Sequence[nn.Module]) -> Calla
 
 
 def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Take off the parameters' hooks; returns what puts them back."""
     snapshot = ParameterHookSnapshot(parameters)
     snapshot.clear()
     return snapshot.restore
@@ -136,7 +139,17 @@ def _restore_all(snapshots: Sequence[HookSnapshot]) -> Callable[[], None]:
 
 
 @contextmanager
-def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """No parameter has a gradient or a hook; what a backward pass leaves on them is taken back."""
+    with gradients_kept(parameters), ExitStack() as stack:
+        stack.callback(_quiet_parameters(parameters))
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+
+
+@contextmanager
+def gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Gradients of made-up inputs never stay on a parameter."""
     saved = [(parameter, parameter.grad) for parameter in parameters]
     try:

@@ -22,6 +22,8 @@ class Counters:
     """Captures in the place of an earlier one, which a mismatch led to."""
     verified: int = 0
     """Replays that were compared with an eager pass."""
+    gradients_verified: int = 0
+    """Those whose gradients were compared as well."""
     inputs_in_place: int = 0
     """Inputs that lay in the graph's own memory already, over all replays."""
     inputs_copied: int = 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_flatten
 
+from megatron_cg.backends.lending import ReplayFunction
 from megatron_cg.capture import Unit
 from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.guard import Guard
+from megatron_cg.guard import Guard, Mismatch
 from megatron_cg.verify import Kept, verify
 from megatron_cg.watch import Watch
 
@@ -27,6 +29,7 @@ class GuardedGraph:
         microbatch: the number of this graph within the layer.
         watch: what is done about a mismatch.
         eager_passes: what comes before an eager pass of the unit.
+        replay: how autograd sees the graph's replays.
         kept: see :func:`megatron_cg.verify.verify`.
     """
 
@@ -39,12 +42,14 @@ class GuardedGraph:
         watch: Watch,
         *,
         eager_passes: EagerPasses,
+        replay: ReplayFunction,
         kept: Kept,
     ) -> None:
         self.eager_passes = eager_passes
         self._graph, self._guard = graph, guard
         self._unit, self._microbatch = unit, microbatch
         self._watch, self._kept = watch, kept
+        self._replay = replay
         self._replays = 0
         self._awaited = 0
         """The replay whose backward may run; 0 where none may."""
@@ -63,7 +68,7 @@ class GuardedGraph:
         if mismatch is None and self._watch.verifies:
             counters.verified += 1
             self._watch.issue_held()
-            mismatch = verify(self._unit, self._graph, args, kwargs, self._kept)
+            mismatch = self._verify(args, kwargs)
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=self._replays == 0)
             return self._unit.run(self._unit.layer, args, kwargs)
@@ -88,6 +93,17 @@ class GuardedGraph:
     def reset(self) -> None:
         """Release the graph."""
         self._graph.reset()
+
+    def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
+        gradients = self._guard.broken_in_backward() is None
+        self._watch.counters.gradients_verified += gradients
+        # With the function as the backend made it, and not with what the fast path puts there.
+        undo = self._replay.replace(self._replay.function)
+        try:
+            return verify(self._unit, self._graph, args, kwargs, self._kept, gradients=gradients)
+        finally:
+            undo()
 
     def _guard_backward(self, outputs: Any) -> None:
         """Look at addresses once more before the backward replay; FSDP has unsharded by then.

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_cg.accumulators import forget_accumulators
 from megatron_cg.backends.base import Backend
-from megatron_cg.capture import Unit, buffers_kept
+from megatron_cg.capture import Unit, buffers_kept, without_gradients
 from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.model import training_states
@@ -172,6 +172,7 @@ class GuardedCapture:
             microbatch,
             self._watch,
             eager_passes=self.eager_passes[index],
+            replay=self._backend.replay_function(graph),
             kept=lambda: self._kept(unit),
         )
 
@@ -183,7 +184,9 @@ class GuardedCapture:
             stack.enter_context(training_states(modules))
             stack.enter_context(buffers_kept(modules))
             stack.enter_context(metrics_kept())
+            stack.enter_context(without_gradients(list(unit.layer.parameters())))
             stack.enter_context(self._backend.preserved([unit.layer]))
+            stack.enter_context(self._backend.without_updates())
             yield
 
 

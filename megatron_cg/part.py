@@ -8,7 +8,8 @@ it a MoE layer knows where to stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -45,6 +46,19 @@ def run_part(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     _flag("_set_capture_start")()
     try:
         return target._te_cuda_graph_capture(*args, **inputs)
+    finally:
+        _flag("_set_capture_end")()
+
+
+@contextmanager
+def part_in_backward() -> Iterator[None]:
+    """The backward pass of a part: Megatron asks there too whether it is being captured.
+
+    It leaves its own recomputation alone then (megatron-core 0.19.2).
+    """
+    _flag("_set_capture_start")()
+    try:
+        yield
     finally:
         _flag("_set_capture_end")()
 

@@ -1,16 +1,25 @@
-"""A replay beside an eager pass on the same inputs, compared bit for bit.
+"""A replay beside an eager pass on the same inputs, forward and backward, compared bit for bit.
 
 Note [Outside of training]
     Both passes run on detached inputs, and everything that they change is put back: random
-    generators, FP8 scales, buffers, MoE metrics, FSDP's states. The replay that training uses is
-    a third pass. So a run that verifies trains the very numbers of one that does not. The eager
-    pass has autograd on, as in training: without it some kernels round differently (seen with the
-    attention of TE 2.20.2 behind query and key norms).
+    generators, FP8 scales, buffers, MoE metrics, FSDP's states, gradients of parameters. The replay
+    that training uses is a further pass. So a run that verifies trains the very numbers of one that
+    does not. The eager pass has autograd on, as in training: without it some kernels round
+    differently (seen with the attention of TE 2.20.2 behind query and key norms).
+
+Note [A backward pass in the forward pass]
+    Gradients are compared before training's own forward replay, while the unit is unsharded and
+    nothing waits for its graph's memory: its backward was captured before those of the units
+    before it, so it writes nowhere where these keep what their own backward passes will read.
+    Incoming gradients are made up, since the loss is not there yet. Hooks of parameters are off, so
+    nothing is reduced or sharded, and weights that the fast path hides from autograd are shown. A
+    unit whose weights lie elsewhere in the backward pass than now would read others' memory: its
+    gradients are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +30,10 @@ from megatron_cg.capture import Unit
 from megatron_cg.guard.mismatch import Mismatch
 
 Kept = Callable[[], AbstractContextManager[None]]
+_Named = list[tuple[str, torch.Tensor | None]]
+_STEPS, _SCALE = 251, 128
+"""Made-up gradients are eighths and smaller parts of 1, which every floating dtype of training has:
+multiples of 1/128 from -125/128 to 125/128."""
 
 
 def verify(
@@ -29,55 +42,113 @@ def verify(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     kept: Kept,
+    *,
+    gradients: bool = True,
 ) -> Mismatch | None:
-    """The first output in which a replay differs from an eager pass, or None.
+    """The first output or gradient in which a replay differs from an eager pass, or None.
 
-    Waits for the GPU, once an output.
+    Waits for the GPU, once an output and once a gradient.
 
     Args:
         unit: whose part is run eagerly.
-        graph: its graph.
+        graph: its graph, whose weights autograd sees.
         args: what it is called with; never written to.
         kwargs: the same by keyword.
-        kept: makes a context that puts back what a pass changes.
+        kept: makes a context that puts back what a pass changes, and in which no parameter has a
+            gradient or a hook.
+        gradients: whether gradients are compared as well, of inputs and of weights.
     """
+
+    def eager(*inputs: Any, **keywords: Any) -> Any:
+        return unit.run(unit.layer, inputs, keywords)
+
+    passes = [_Pass(unit, run, args, kwargs) for run in (eager, graph)]
     with kept():
-        eager = _copies(unit.run(unit.layer, *_detached(args, kwargs)))
-    with torch.no_grad(), kept():
-        inputs, keywords = _detached(args, kwargs)
-        return _first_difference(eager, _copies(graph(*inputs, **keywords)))
+        expected = passes[0].outputs()
+        needs = passes[0].differentiable()
+        if gradients and any(needs):
+            expected += passes[0].gradients(needs)
+    with kept():
+        found = passes[1].outputs()
+        if gradients and any(needs) and len(found) == len(needs):
+            found += passes[1].gradients(needs)
+        # In here: gradients of inputs lie in the graph's own memory.
+        return _first_difference(expected, found)
 
 
-def _detached(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    def detach(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.detach().requires_grad_(value.requires_grad)
+class _Pass:
+    """One forward and, if asked for, backward pass on detached inputs."""
 
-    return tree_map(detach, list(args)), tree_map(detach, dict(kwargs))
+    def __init__(
+        self,
+        unit: Unit,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._unit, self._run = unit, run
+        self._args, self._kwargs = (
+            tree_map(_detached, list(args)),
+            tree_map(_detached, dict(kwargs)),
+        )
+        self._made: list[Any] = []
+
+    def outputs(self) -> _Named:
+        """Copies of the outputs, which outlive the backward pass."""
+        self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
+        return [
+            (f"output {index}", None if tensor is None else tensor.detach().clone())
+            for index, tensor in enumerate(self._made)
+        ]
+
+    def differentiable(self) -> list[bool]:
+        """Which outputs a backward pass begins at."""
+        return [tensor is not None and tensor.requires_grad for tensor in self._made]
+
+    def gradients(self, needs: Sequence[bool]) -> _Named:
+        """Gradients of inputs and of parameters, from made-up ones of the outputs ``needs``."""
+        chosen = [tensor for tensor, need in zip(self._made, needs, strict=True) if need]
+        self._made = []
+        with self._unit.in_backward():
+            torch.autograd.backward(chosen, [_made_up(tensor) for tensor in chosen])
+        return [(f"the gradient of {name}", tensor.grad) for name, tensor in self._leaves()]
+
+    def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
+        by_place = [(f"input {index}", value) for index, value in enumerate(self._args)]
+        for name, value in (*by_place, *self._kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                yield name, value
+        for name, parameter in self._unit.layer.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
 
 
-def _copies(outputs: Any) -> list[torch.Tensor | None]:
-    """Copies without autograd, which outlive what ``kept`` puts back and the next replay."""
-    flat, _ = tree_flatten(outputs)
-    return [None if tensor is None else tensor.detach().clone() for tensor in flat]
+def _detached(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
 
 
-def _first_difference(
-    eager: Sequence[torch.Tensor | None], replayed: Sequence[torch.Tensor | None]
-) -> Mismatch | None:
+def _made_up(output: torch.Tensor) -> torch.Tensor:
+    """A gradient of an output with many values, the same in every pass; draws no number."""
+    steps = torch.arange(output.numel(), device=output.device, dtype=torch.int64) % _STEPS
+    values = (steps - _STEPS // 2).to(torch.float32) / _SCALE
+    return values.to(output.dtype).view(output.shape)
+
+
+def _first_difference(eager: _Named, replayed: _Named) -> Mismatch | None:
     if len(eager) != len(replayed):
         return _mismatch("the number of outputs", str(len(eager)), str(len(replayed)))
-    for index, (one, two) in enumerate(zip(eager, replayed, strict=True)):
+    for (name, one), (_, two) in zip(eager, replayed, strict=True):
         if one is None or two is None:
             if one is not two:
-                return _mismatch(f"output {index}", _kind(one), _kind(two))
+                return _mismatch(name, _kind(one), _kind(two))
         elif one.shape != two.shape or one.dtype != two.dtype:
-            return _mismatch(f"output {index}", _kind(one), _kind(two))
+            return _mismatch(name, _kind(one), _kind(two))
         elif not torch.equal(_bytes(one), _bytes(two)):
             different = int((_bytes(one) != _bytes(two)).sum())
             text = f"different in {different} of {one.nbytes} bytes"
-            return _mismatch(f"output {index}", _kind(one), text)
+            return _mismatch(name, _kind(one), text)
     return None
 
 

@@ -66,5 +66,8 @@ class Backend(Protocol):
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
         """Objects in ``modules`` whose memory a graph of theirs reads or writes."""
 
+    def without_updates(self) -> AbstractContextManager[None]:
+        """No pass in the block does what a pass does for the whole model, such as FP8's scales."""
+
     def preserved(self, callables: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Put back whatever capture leaves changed, also after an exception."""

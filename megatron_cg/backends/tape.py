@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -116,6 +116,10 @@ class TapeBackend:
 
     def synchronize(self) -> None:
         """Nothing to wait for: a replay is over when its call returns."""
+
+    def without_updates(self) -> AbstractContextManager[None]:
+        """Nothing to leave out: the tape has no FP8."""
+        return nullcontext()
 
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:

@@ -28,7 +28,7 @@ from megatron_cg.backends.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.guard.parts import Entry
 from megatron_cg.idle_pool import IdlePool, Room
-from megatron_cg.undo import garbage_collection_kept
+from megatron_cg.undo import garbage_collection_kept, set_attribute
 from megatron_cg.versions import Symbol
 
 _PACKAGE = "transformer-engine"
@@ -51,6 +51,9 @@ _FP8_ENABLED = Symbol(_PACKAGE, f"{_FP8}.is_fp8_enabled", "whether quantization 
 _FP8_RECIPE = Symbol(_PACKAGE, f"{_FP8}.get_fp8_recipe", "the recipe in use")
 _AUTOCAST = Symbol(_PACKAGE, f"{_FP8}.get_autocast_state", "a snapshot of what autocast sets")
 _SET_AUTOCAST = Symbol(_PACKAGE, f"{_FP8}.set_autocast_state", "what puts such a snapshot back")
+_FP8_STATE = Symbol(
+    _PACKAGE, _FP8, "FP8 state of all modules", attributes=("reduce_and_update_fp8_tensors",)
+)
 _MODULE = Symbol(
     _PACKAGE,
     "transformer_engine.pytorch.module.base:TransformerEngineBaseModule",
@@ -70,6 +73,7 @@ RELIES_ON = (
     _FP8_RECIPE,
     _AUTOCAST,
     _SET_AUTOCAST,
+    _FP8_STATE,
     _MODULE,
     *_POOL,
 )
@@ -154,6 +158,21 @@ class TransformerEngineBackend:
     def synchronize(self) -> None:
         """Wait for the GPU."""
         torch.cuda.synchronize()
+
+    @contextmanager
+    def without_updates(self) -> Iterator[None]:
+        """See :class:`megatron_cg.backends.base.Backend`.
+
+        The backward pass of the first module under an autocast reduces the amax of all modules over
+        all ranks and updates their scales (TE 2.20.2, ``reduce_and_update_fp8_tensors``); graphs
+        do so in Python, too (``graph.py``, ``Graphed.backward``).
+        """
+        nothing = staticmethod(lambda *_args, **_kwargs: None)
+        undo = set_attribute(_FP8_STATE.find(), "reduce_and_update_fp8_tensors", nothing)
+        try:
+            yield
+        finally:
+            undo()
 
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -43,6 +43,7 @@ class Seat:
             tuple(self._module.modules()),
             inputs=self._form.names,
             run=self._run,
+            in_backward=nullcontext,
             attach=self._attach,
         )
 

@@ -119,8 +119,7 @@ def test_a_router_that_waits_for_the_host_is_refused_before_a_model_is_built(
     assert outcome.comparison.status == "failed"
     assert "CUDA graphs cannot be used as configured, 1 reason" in log(SINKHORN)
     assert "[sinkhorn-router] --moe-router-load-balancing-type sinkhorn" in log(SINKHORN)
-    built = "number of parameters on (tensor, pipeline)"
-    assert built not in log(SINKHORN) and built in log(SINKHORN, "eager")
+    assert "number of parameters on (tensor" not in log(SINKHORN)
 
 
 def test_the_host_read_that_ended_a_capture_is_logged_where_training_goes_on(

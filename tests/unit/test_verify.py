@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +13,17 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.verify import _first_difference
 from megatron_cg.watch import ReplayPolicy
 
-STEPS = 6
+STEPS, LAYERS = 6, 2
 
 
 def run(
-    policy: ReplayPolicy | None, *, experts: int = 0, corrupt: bool = False
+    policy: ReplayPolicy | None,
+    *,
+    experts: int = 0,
+    corrupt: Callable[[Any], None] | None = None,
+    fast_path: bool = True,
+    microbatches: int = 1,
+    **fsdp_options: Any,
 ) -> tuple[list[Any], Any, Any]:
     """Losses and norms, counters, and MoE metrics of a training run."""
     from megatron.core import parallel_state
@@ -30,18 +38,24 @@ def run(
     from megatron_cg.cpu.train import Trainer
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
-    model = CpuModelConfig(layers=2, graph_modules=scopes, experts=experts, dropout=0.2)
+    model = CpuModelConfig(
+        layers=LAYERS,
+        graph_modules=scopes,
+        experts=experts,
+        dropout=0.2,
+        fsdp_options=fsdp_options,
+    )
     destroy_moe_metrics_tracker()
-    trainer: Any = Trainer(TrainingPlan(model=model, graphs=policy is not None))
+    plan = TrainingPlan(model=model, graphs=policy is not None, microbatches=microbatches)
+    trainer: Any = Trainer(plan)
     session = None
     try:
         numbers = [trainer.step() for _ in range(2)]
         if policy is not None:
-            session = trainer.capture(TapeBackend(), policy=policy)
+            session = trainer.capture(TapeBackend(), policy=policy, fast_path=fast_path)
         get_moe_metrics_tracker().clear()
-        if corrupt:
-            graph = transformer_layers(trainer.model)[1].cuda_graphs[0]
-            graph._graph = one_bit_wrong(graph._graph)
+        if corrupt is not None:
+            corrupt(transformer_layers(trainer.model)[1].cuda_graphs[0].graph._recorded)
         numbers += [trainer.step() for _ in range(STEPS)]
         metrics = {k: v.values.tolist() for k, v in get_moe_metrics_tracker().metrics.items()}
         return numbers, session.counters if session else None, metrics
@@ -52,39 +66,85 @@ def run(
         parallel_state.destroy_model_parallel()
 
 
-def one_bit_wrong(graph: Any) -> Any:
-    class Wrong:
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            (output,) = graph(*args, **kwargs)
-            with torch.no_grad():
-                output.view(-1).view(torch.int16)[7] ^= 1
-            return (output,)
+def wrong_output(recorded: Any) -> None:
+    """One bit of the first output is wrong after each replay of the forward pass."""
+    recorded.forward.entries.append(partial(flip, recorded.outputs[0]))
 
-        def reset(self) -> None:
-            graph.reset()
 
-    return Wrong()
+def wrong_input_gradient(recorded: Any) -> None:
+    """One bit of the gradient of the hidden states, after each replay of the backward pass."""
+    recorded.backward.entries.append(partial(flip, recorded.grad_inputs[0]))
+
+
+def wrong_weight_gradient(recorded: Any) -> None:
+    """One bit of the gradient of the last weight."""
+    assert len(recorded.grad_inputs) > recorded.user_args
+    recorded.backward.entries.append(partial(flip, recorded.grad_inputs[-1]))
+
+
+def flip(tensor: torch.Tensor) -> None:
+    tensor.detach().view(-1).view(torch.int16)[7] ^= 1
+
+
+def all_of(counters: Any, steps: int) -> None:
+    counters.expect(verified=steps, gradients_verified=steps, mismatched=0)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_verification_finds_nothing_and_changes_nothing(experts: int, one_rank: None) -> None:
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_verification_finds_nothing_and_changes_nothing(
+    experts: int, fast_path: bool, one_rank: None
+) -> None:
     eager, _, eager_metrics = run(None, experts=experts)
-    numbers, counters, metrics = run(ReplayPolicy("error", 2), experts=experts)
+    policy = ReplayPolicy("error", 2)
+    numbers, counters, metrics = run(policy, experts=experts, fast_path=fast_path)
     assert numbers == eager and metrics == eager_metrics
     assert bool(metrics) == bool(experts)
-    counters.expect(verified=2 * STEPS // 2, mismatched=0, replayed=2 * STEPS)
+    all_of(counters, LAYERS * STEPS // 2)
+    counters.expect(replayed=LAYERS * STEPS)
 
 
-def test_one_wrong_bit_is_found_and_the_part_run_eagerly(one_rank: None) -> None:
-    eager, _, _ = run(None)
-    numbers, counters, _ = run(ReplayPolicy("eager", 1), corrupt=True)
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
+def test_gradients_are_verified_under_every_strategy(
+    strategy: str, experts: int, one_rank: None
+) -> None:
+    options: dict[str, Any] = {"microbatches": 2, "data_parallel_sharding_strategy": strategy}
+    eager, _, _ = run(None, experts=experts, **options)
+    numbers, counters, _ = run(ReplayPolicy("error", 1), experts=experts, **options)
     assert numbers == eager
-    counters.expect(mismatched=STEPS, replayed=STEPS, eager=STEPS)
+    all_of(counters, 2 * LAYERS * STEPS)
+
+
+@pytest.mark.parametrize("corrupt", [wrong_output, wrong_input_gradient, wrong_weight_gradient])
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_one_wrong_bit_is_found_and_the_part_run_eagerly(
+    corrupt: Callable[[Any], None], fast_path: bool, one_rank: None
+) -> None:
+    eager, _, _ = run(None)
+    policy = ReplayPolicy("eager", 1)
+    numbers, counters, _ = run(policy, corrupt=corrupt, fast_path=fast_path)
+    assert numbers == eager
+    counters.expect(mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "words"),
+    [
+        (wrong_input_gradient, r"layer 1.*the gradient of input 0.*different in 1 of"),
+        (wrong_weight_gradient, r"layer 1.*the gradient of \S+weight, .*different in 1 of"),
+    ],
+)
+def test_a_wrong_gradient_is_named(
+    corrupt: Callable[[Any], None], words: str, one_rank: None
+) -> None:
+    with pytest.raises(ReplayMismatchError, match=words):
+        run(ReplayPolicy("error", 3), corrupt=corrupt)
 
 
 def test_one_wrong_bit_ends_the_run_where_that_was_asked_for(one_rank: None) -> None:
     with pytest.raises(ReplayMismatchError, match=r"layer 1.*output 0.*different in 1 of"):
-        run(ReplayPolicy("error", 3), corrupt=True)
+        run(ReplayPolicy("error", 3), corrupt=wrong_output)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +157,14 @@ def test_one_wrong_bit_ends_the_run_where_that_was_asked_for(one_rank: None) -> 
     ],
 )
 def test_outputs_are_compared_by_their_bits(one: Any, two: Any, words: str) -> None:
-    found = _first_difference(one, two)
+    found = _first_difference(named(one), named(two))
     assert found is not None and words in found.text("layer 0", 0)
 
 
 def test_nan_is_nan() -> None:
     nan = torch.full((3,), float("nan"), dtype=torch.bfloat16)
-    assert _first_difference([nan, None], [nan.clone(), None]) is None
+    assert _first_difference(named([nan, None]), named([nan.clone(), None])) is None
+
+
+def named(tensors: list[Any]) -> list[Any]:
+    return [("an output", tensor) for tensor in tensors]
