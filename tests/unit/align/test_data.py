@@ -106,7 +106,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def tokens(prefix: Path) -> list[int]:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    return [int(token) for token in IndexedDataset(str(prefix))[0]]
+    dataset = IndexedDataset(str(prefix))  # Kept as long as its memory is read.
+    return [int(token) for token in dataset[0]]
 
 
 def test_a_text_is_tokenized_once_and_another_for_itself(

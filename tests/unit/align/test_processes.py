@@ -182,6 +182,7 @@ def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr("getpass.getuser", lambda: "a/user")
     runs = make_runs(tmp_path, code, recording(1.0))
     failed(run_and_compare(runs, Options(tmp_path, timeout=60)))
