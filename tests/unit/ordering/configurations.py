@@ -13,10 +13,11 @@ from tests.unit.ordering.runs import Run, on_another_stream, traced, traced_grou
 from tests.unit.ordering.trace import Trace
 
 _DENSE = ("attn", "mlp")
-_EXPERTS: dict[str, Any] = {"experts": 8, "topk": 2}
+_EXPERTS: dict[str, Any] = {"experts": 4, "topk": 2}
 _UNPOOLED = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
 _SHORT = {"suggested_communication_unit_size": 1000}
 """Parameters; fewer than a layer has, so that reductions are waited for early."""
+_SUMS_IN_FP32 = {"megatron_fsdp_main_grads_dtype": torch.float32}
 _APART = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
@@ -33,7 +34,6 @@ def _hooked(trainer: Any) -> None:
 
 POOLED = {
     "double buffers": Run(evaluates=True),
-    "double buffers, graphs": Run(graphs=_DENSE),
     "double buffers, experts, graphs": Run(graphs=("attn", "moe_router"), shape=_EXPERTS),
 }
 """Megatron-FSDP's own bookkeeping with double buffers, of which a finding is known."""
@@ -45,33 +45,27 @@ SEVERAL_STREAMS = {
 """Megatron-FSDP's own bookkeeping of gradients of several streams, of which another is known."""
 UPSTREAM = {
     "no double buffers": Run(fsdp=_UNPOOLED, evaluates=True),
-    "no double buffers, experts": Run(shape=_EXPERTS, fsdp=_UNPOOLED),
-    "no double buffers, short queue": Run(fsdp={**_UNPOOLED, **_SHORT}),
+    "no double buffers, short queue, experts": Run(fsdp={**_UNPOOLED, **_SHORT}, shape=_EXPERTS),
     "ZeRO-2": Run(fsdp=_sharded("optim_grads"), evaluates=True),
+    "ZeRO-2, graphs": Run(graphs=_DENSE, fsdp=_sharded("optim_grads")),
     "ZeRO-1": Run(fsdp=_sharded("optim"), evaluates=True),
     "ZeRO-1, nothing overlaps": Run(fsdp={**_sharded("optim"), **_APART}),
-    "ZeRO-2, graphs": Run(graphs=_DENSE, fsdp=_sharded("optim_grads")),
     "no shards": Run(fsdp=_sharded("no_shard")),
 }
 """Megatron-FSDP's own bookkeeping."""
 FAST = {
     "dense": Run(graphs=_DENSE, fast=True, evaluates=True),
-    "one microbatch": Run(graphs=_DENSE, fast=True, microbatches=1),
     "attention, three microbatches": Run(graphs=("attn",), fast=True, microbatches=3),
     "experts": Run(graphs=("attn", "moe_router"), fast=True, shape=_EXPERTS, evaluates=True),
-    "first layer only": Run(graphs=_DENSE, fast=True, only=(0,), evaluates=True),
-    "last layers only": Run(graphs=_DENSE, fast=True, only=(1, 2)),
+    "first and last layer": Run(graphs=_DENSE, fast=True, only=(0, 2), evaluates=True),
     "lent memory": Run(graphs=_DENSE, fast=True, backend=Lending),
     "penalty": Run(graphs=("attn",), fast=True, before=lambda run: with_penalty(run.model)),
-    "gradients in fp32": Run(
-        graphs=_DENSE, fast=True, fsdp={"megatron_fsdp_main_grads_dtype": torch.float32}
-    ),
-    "short queue": Run(graphs=_DENSE, fast=True, fsdp=_SHORT),
+    "short queue, one microbatch": Run(graphs=_DENSE, fast=True, fsdp=_SHORT, microbatches=1),
     "ZeRO-2": Run(graphs=_DENSE, fast=True, fsdp=_sharded("optim_grads")),
     "ZeRO-1": Run(graphs=_DENSE, fast=True, fsdp=_sharded("optim")),
     "no shards": Run(graphs=_DENSE, fast=True, fsdp=_sharded("no_shard")),
-    "no graphs": Run(fast=True, evaluates=True),
-    "no double buffers": Run(fast=True, fsdp=_UNPOOLED),
+    "no graphs, gradients in fp32": Run(fast=True, evaluates=True, fsdp=_SUMS_IN_FP32),
+    "no double buffers": Run(fast=True, fsdp=_UNPOOLED, evaluates=True),
     "a hook of the user's": Run(fast=True, before=_hooked),
     "the first gradient from another stream": Run(
         fast=True, around=partial(on_another_stream, "mlp.linear_fc2.weight")
@@ -94,5 +88,7 @@ def configurations() -> dict[str, Callable[[], Trace]]:
     runs = {**POOLED, **SEVERAL_STREAMS, **UPSTREAM, **of_graphs}
     return {
         **{name: partial(traced, run) for name, run in runs.items()},
-        **{f"fast path, grouped GEMMs {way}": partial(traced_grouped_gemms, way) for way in GROUPED},
+        **{
+            f"fast path, grouped GEMMs {way}": partial(traced_grouped_gemms, way) for way in GROUPED
+        },
     }

@@ -70,13 +70,10 @@ def traced(run: Run) -> Trace:
             run.before(trainer)
         trainer.step()
         if graphs:
-            trainer.step()
             session = trainer.capture(run.backend(), only=run.only, fast_path=run.fast)
             stack.callback(session.close)
         elif run.fast:
             stack.callback(install(trainer.model.module).close)
-        # What is learned from a pass is known from here on.
-        trainer.step()
         name_memory(notes, trainer)
         if run.around is not None:
             stack.enter_context(run.around(trainer, notes))

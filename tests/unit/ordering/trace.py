@@ -108,17 +108,7 @@ class Keep:
     site: Site | None = None
 
 
-Entry = (
-    Launch
-    | Record
-    | Await
-    | AwaitStream
-    | HostAwaits
-    | HostReads
-    | Allocate
-    | Release
-    | Keep
-)
+Entry = Launch | Record | Await | AwaitStream | HostAwaits | HostReads | Allocate | Release | Keep
 
 
 @dataclass

@@ -1,0 +1,83 @@
+"""Places that order something, and why no run of these tests shows that they are needed.
+
+By file and text of the call, so that a new call is not excused by an old one's line.
+"""
+
+from __future__ import annotations
+
+_OWN = {
+    "megatron_cg/agreement.py": {
+        ("pending.work.wait()", "pending.work.wait(timeout)"): (
+            "the host waits for a vote, in a gloo group on CPU tensors"
+        )
+    },
+    "megatron_cg/align/processes.py": {
+        (
+            "self.process.wait(max(0.0, self._deadline - time.monotonic()))",
+            "self.process.wait(_STOP_SECONDS)",
+            "self.process.wait()",
+            "run.wait()",
+        ): "the host waits for a process",
+        ("run.record", "runs[0].record", "runs[-1].record"): "where a run's record is",
+    },
+    "megatron_cg/align/shards.py": {
+        ("torch.cuda.synchronize()",): "at the end of a run, before shards are copied to the host"
+    },
+    "megatron_cg/backends/tape.py": {("run.record()",): "it records tapes"},
+    "megatron_cg/backends/tape_record.py": {("value.wait()",): "of the tape; no GPU has it"},
+    "megatron_cg/backends/transformer_engine.py": {
+        ("torch.cuda.synchronize()",): "graphs are not destroyed while they run; no step follows"
+    },
+    "megatron_cg/session.py": {
+        ("self._backend.synchronize()", "self._backend.synchronize"): (
+            "graphs are not destroyed while they run; no step follows"
+        )
+    },
+    "megatron_cg/megatron/teardown.py": {
+        ("stream.record_event()",): "at the end, whether the device comes to rest; nothing follows"
+    },
+    "megatron_cg/bench/device.py": {("torch.cuda.synchronize()",): "around what is timed"},
+    "megatron_cg/bench/execute.py": {("process.wait()",): "the host waits for a process"},
+    "megatron_cg/bench/sampling.py": {
+        (
+            "self._process.wait()",
+            "self._process.wait(_WRITTEN_AFTER)",
+            "self._ended.wait(self._interval)",
+        ): "the host waits for a process or a thread"
+    },
+}
+_BUFFERS = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
+_OUTER = "shards or reductions of outer groups, which take four ranks"
+_UPSTREAM = {
+    _BUFFERS: {
+        ("torch.cuda.synchronize()",): (
+            "as a model is built, or as a buffer of NCCL's user memory is made"
+        ),
+        ("reduce_scatter_view_out_event.wait()",): (
+            "of reductions that are not asynchronous, which nobody asks for"
+        ),
+        (
+            "self.outer_fsdp_group_grad_reduce_stream.wait_stream(reduce_scatter_stream)",
+            "self.outer_fsdp_group_grad_reduce_stream.record_event()",
+            "self.outer_fsdp_group_param_gather_stream.wait_stream(torch.cuda.current_stream())",
+            "all_gather_stream.wait_stream(self.outer_fsdp_group_param_gather_stream)",
+        ): _OUTER,
+    }
+}
+
+
+def _by_place(reasons: dict[str, dict[tuple[str, ...], str]]) -> dict[tuple[str, str], str]:
+    return {
+        (file, text): why
+        for file, calls in reasons.items()
+        for texts, why in calls.items()
+        for text in texts
+    }
+
+
+OWN, UPSTREAM = _by_place(_OWN), _by_place(_UPSTREAM)
+"""Reasons by file and text of the call: of this package, and of Megatron-FSDP."""
+#: ``op.wait()`` stands three times in Megatron-FSDP; one of them is seen.
+UPSTREAM_PARTLY = {
+    (_BUFFERS, "op.wait()"): "gathers that nobody asks for, and reductions that do not overlap"
+}
