@@ -9,15 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.base import Backend
+from megatron_cg.call_arguments import (
+    BackendName,
+    OnFailure,
+    OnMismatch,
+    at_least,
+    backend_of,
+    check_policy,
+    refuse,
+    several,
+)
 from megatron_cg.counters import Counters
 from megatron_cg.megatron.model_rules import check_model
+from megatron_cg.reminder import remind_of_steps
 from megatron_cg.standalone.ending import graphs_close_in_time
 from megatron_cg.undo import set_attribute
 from megatron_cg.watch import ReplayPolicy
@@ -38,12 +49,14 @@ class GraphedLayers:
         micro_batch_size: sequences of a microbatch. Megatron's number of microbatches has to be
             set (``init_num_microbatches_calculator``).
         layers: as ``--cg-layers``, such as ``("attn:0-23", "moe_router:4-")``.
-        backend: what captures; Transformer Engine if None.
+        backend: what captures, itself or by name (``"transformer_engine"`` or ``"te"``,
+            ``"tape"``); Transformer Engine if None.
         on_failure: as ``--cg-on-failure``.
         on_mismatch: as ``--cg-on-mismatch``.
         verify_interval: as ``--cg-verify-interval``.
 
     Raises:
+        ArgumentError: with every argument that is wrong.
         ConfigurationError: with every reason why this model cannot be graphed.
         HookError: ``model`` holds no ``MegatronFSDP``.
     """
@@ -55,31 +68,40 @@ class GraphedLayers:
         *,
         seq_length: int,
         micro_batch_size: int,
-        layers: Sequence[str] = (),
-        backend: Backend | None = None,
-        on_failure: Literal["error", "eager"] = "error",
-        on_mismatch: Literal["eager", "recapture", "error"] = "eager",
+        layers: str | Sequence[str] = (),
+        backend: Backend | BackendName | None = None,
+        on_failure: OnFailure = "error",
+        on_mismatch: OnMismatch = "eager",
         verify_interval: int = 0,
     ) -> None:
+        refuse(
+            [
+                *at_least("seq_length", seq_length, 1),
+                *at_least("micro_batch_size", micro_batch_size, 1),
+                *check_policy(on_failure, on_mismatch, verify_interval, backend),
+            ]
+        )
         given = GraphArguments(
-            cg_layers=tuple(layers),
+            cg_layers=several(layers),
             cg_on_failure=on_failure,
             cg_on_mismatch=on_mismatch,
             cg_verify_interval=verify_interval,
         )
-        name = "transformer_engine" if backend is None else backend.name
-        check_model(model, optimizer, given, name)
+        captures = backend_of(backend)
+        check_model(model, optimizer, given, captures.name)
+        config: Any = model.config
+        self._warmup_steps = int(config.cuda_graph_warmup_steps)
+        self._steps = 0
         with ExitStack() as undo:
             self._helper = _make_helper(
-                undo, (model, optimizer, seq_length, micro_batch_size), given, backend
+                undo, (model, optimizer, seq_length, micro_batch_size), given, captures
             )
+            self._stepped = remind_of_steps(model, self._warmup_steps)
+            undo.callback(self._stepped)
             undo.callback(graphs_close_in_time())
             undo.callback(self._helper.steps.close)
             undo.callback(self._delete)
             self._undo = undo.pop_all()
-        config: Any = model.config
-        self._warmup_steps = int(config.cuda_graph_warmup_steps)
-        self._steps = 0
 
     @property
     def counters(self) -> Counters:
@@ -99,6 +121,7 @@ class GraphedLayers:
         Raises:
             CaptureError, AgreementError, ReplayMismatchError: as a run of Megatron's does.
         """
+        self._stepped()
         if self._steps == self._warmup_steps and not self._helper.capture_finished():
             self._helper.create_cudagraphs()
         routine = self._helper.steps
@@ -126,7 +149,7 @@ class GraphedLayers:
 
 
 def _make_helper(
-    undo: ExitStack, subject: tuple[Any, ...], given: GraphArguments, backend: Backend | None
+    undo: ExitStack, subject: tuple[Any, ...], given: GraphArguments, backend: Backend
 ) -> Any:
     """Megatron's capture helper, ours, for one model."""
     from megatron.core.transformer import cuda_graphs
@@ -137,10 +160,10 @@ def _make_helper(
         "selection": LayerSelection.parse(given.cg_layers),
         "on_failure": given.cg_on_failure,
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
+        "make_backend": staticmethod(lambda: backend),
     }
-    if backend is not None:
-        members["make_backend"] = staticmethod(lambda: backend)
-        # Asked by Megatron's own helper, which knows of no other backend than TE.
+    if backend.name != "transformer_engine":
+        # Asked by Megatron's own helper, which knows of no other backend.
         undo.callback(set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True))
     model, optimizer, seq_length, micro_batch_size = subject
     kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)

@@ -39,6 +39,10 @@ class ConfigurationError(MegatronCGError):
         )
 
 
+class ArgumentError(ConfigurationError, ValueError):
+    """Arguments of a call of the Python API are wrong; ``violations`` holds every one."""
+
+
 class UpstreamChangedError(MegatronCGError):
     """A symbol of Megatron, Megatron-FSDP or TE that we rely on is missing or different."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -13,13 +13,30 @@ from torch import nn
 from megatron_cg.agreement import Agreement
 from megatron_cg.backends.base import Backend
 from megatron_cg.boundary import Boundary
+from megatron_cg.call_arguments import (
+    BackendName,
+    OnFailure,
+    OnMismatch,
+    at_least,
+    backend_of,
+    check_policy,
+    refuse,
+    several,
+)
 from megatron_cg.counters import Counters
-from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, MegatronCGError
+from megatron_cg.errors import (
+    CaptureError,
+    EarlierWorkError,
+    HookError,
+    MegatronCGError,
+    Violation,
+)
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.guard.inputs import STATIC_INPUT
 from megatron_cg.hook_order import OutOfStepError
 from megatron_cg.leaving import leave_without_waiting
 from megatron_cg.refusals import clear_frames
+from megatron_cg.reminder import remind_of_steps
 from megatron_cg.session import Session
 from megatron_cg.standalone.ending import graphs_close_in_time
 from megatron_cg.standalone.flight import Flight
@@ -31,15 +48,22 @@ from megatron_cg.watch import ReplayPolicy
 
 logger = logging.getLogger(__name__)
 
+_NO_UNITS = Violation(
+    "argument",
+    "units names nothing",
+    "no unit would be captured",
+    'units=["layers.*"], with names as in model.module.named_modules()',
+)
+
 
 def graph_units(
     model: nn.Module,
-    units: Iterable[UnitName],
+    units: UnitName | Iterable[UnitName],
     *,
     warmup_steps: int = 3,
-    backend: Backend | None = None,
-    on_failure: Literal["error", "eager"] = "error",
-    on_mismatch: Literal["eager", "recapture", "error"] = "eager",
+    backend: Backend | BackendName | None = None,
+    on_failure: OnFailure = "error",
+    on_mismatch: OnMismatch = "eager",
     verify_interval: int = 0,
 ) -> GraphedUnits:
     """Let ``units`` of a model under ``fully_shard_model`` replay CUDA graphs while it trains.
@@ -59,25 +83,35 @@ def graph_units(
         model: what ``fully_shard_model`` returned, made with ``fsdp_double_buffer=True`` and
             ``fsdp_db_use_persist_buf_on_alloc_fail=True``, or any module around it.
         units: FSDP units: names as in ``named_modules()`` of the model that was sharded, with
-            ``*`` for one part between dots; modules; or classes.
+            ``*`` for one part between dots; modules; or classes. One may be given alone.
         warmup_steps: eager steps before capture, at least 1. From 3 on, keyword inputs that are
             one tensor in all steps, such as a mask or a rotary table, are read in place.
-        backend: what captures; Transformer Engine if None.
+        backend: what captures, itself or by name (``"transformer_engine"`` or ``"te"``,
+            ``"tape"``); Transformer Engine if None.
         on_failure: what a failed capture does: raise, or log it and go on without graphs.
         on_mismatch: what follows when a graph must not be replayed; as ``--cg-on-mismatch``.
         verify_interval: every so many steps compare replays with eager passes, bit for bit; 0 is
             never.
 
     Raises:
+        ArgumentError: with every argument that is wrong.
         HookError: there is no ``MegatronFSDP`` in ``model``.
         ConfigurationError: with every reason why a unit cannot be captured.
         UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
     """
+    wanted = several(units)
+    refuse(
+        [
+            *([] if wanted else [_NO_UNITS]),
+            *at_least("warmup_steps", warmup_steps, 1),
+            *check_policy(on_failure, on_mismatch, verify_interval, backend),
+        ]
+    )
     return GraphedUnits(
         model,
-        units,
+        wanted,
         warmup_steps=warmup_steps,
-        backend=backend or _transformer_engine(),
+        backend=backend_of(backend),
         on_failure=on_failure,
         policy=ReplayPolicy(on_mismatch, verify_interval),
     )
@@ -93,7 +127,7 @@ class GraphedUnits:
         *,
         warmup_steps: int,
         backend: Backend,
-        on_failure: Literal["error", "eager"],
+        on_failure: OnFailure,
         policy: ReplayPolicy,
     ) -> None:
         fsdp = find_megatron_fsdp(model)
@@ -103,8 +137,6 @@ class GraphedUnits:
                 "megatron_fsdp.fully_shard_model(model, ...)."
             )
         self._units = find_units(fsdp, units, backend.name)
-        if warmup_steps < 1:
-            raise ValueError(f"warmup_steps is {warmup_steps}: what is captured must be seen once")
         self._model, self._backend = model, backend
         self._warmup_steps, self._on_failure, self._policy = warmup_steps, on_failure, policy
         self._observer = Observer(self._units)
@@ -119,6 +151,8 @@ class GraphedUnits:
             self._boundary = Boundary(self._agreement, self._verdict, self._again, self._give_up)
             undo.callback(self._boundary.close)
             undo.callback(self._release)
+            self._stepped = remind_of_steps(model, warmup_steps)
+            undo.callback(self._stepped)
             self._undo = undo.pop_all()
 
     @property
@@ -143,6 +177,7 @@ class GraphedUnits:
             AgreementError: ranks no longer do the same; this one has to end.
             ReplayMismatchError: as :class:`megatron_cg.watch.Watch`.
         """
+        self._stepped()
         self._boundary.before_step()
         if self._is_due():
             self._capture_or_go_on()
@@ -255,12 +290,6 @@ def _autocast(seen: list[Seen]) -> Any:
     if dtype is None:
         return nullcontext()
     return torch.autocast(seen[0].args[0].device.type, dtype=dtype, cache_enabled=False)
-
-
-def _transformer_engine() -> Backend:
-    from megatron_cg.backends.transformer_engine import TransformerEngineBackend
-
-    return TransformerEngineBackend()
 
 
 def _as_capture_error(error: Exception) -> MegatronCGError:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_cg
 from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.session import open_sessions
@@ -81,3 +82,29 @@ def test_a_model_that_cannot_be_graphed_is_refused_for_every_reason(model: Any) 
         GraphedLayers(model, None, **sizes, backend=TapeBackend())
     with pytest.raises(HookError, match="Linear holds no MegatronFSDP"):
         GraphedLayers(torch.nn.Linear(1, 1), None, **sizes, backend=TapeBackend())
+
+
+def test_a_loop_that_enters_no_step_is_told_once(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core import num_microbatches_calculator as calculator
+
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
+
+    calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
+    trainer = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
+    trainer.model.config.cuda_graph_warmup_steps = 1
+    sizes: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2}
+    try:
+        with megatron_cg.GraphedLayers(
+            trainer.model, trainer._optimizer, **sizes, backend="tape"
+        ) as graphs:
+            for _ in range(4):
+                trainer.step()
+            with graphs.step():
+                trainer.step()
+        told = [r for r in caplog.records if "outside of step()" in r.message]
+        assert len(told) == 1
+    finally:
+        calculator.unset_num_microbatches_calculator()

@@ -62,6 +62,31 @@ def test_units_by_class_module_and_name_are_the_same(one_rank: None) -> None:
             graphs.counters.expect(captured=3, replayed=3)
 
 
+def test_one_pattern_alone_and_a_backend_by_name(one_rank: None) -> None:
+    run = Run()
+    with run.with_graphs("layers.*", backend="tape") as graphs:
+        run.step()
+        run.step()
+        graphs.counters.expect(captured=3, replayed=3)
+
+
+def test_a_loop_that_enters_no_step_is_told_once(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    with run.with_graphs(warmup_steps=1):
+        for _ in range(4):
+            run.loss().backward()
+    told = [r for r in caplog.records if "outside of step()" in r.message]
+    assert len(told) == 1
+    caplog.clear()
+    with run.with_graphs(warmup_steps=1):
+        for _ in range(3):
+            run.step()
+            run.loss().backward()
+    assert not [r for r in caplog.records if "outside of step()" in r.message]
+
+
 def test_units_that_are_not_named_stay_eager(runs: Any) -> None:
     eager, graphed = runs({"units": ["layers.1"]})
     train_both(eager, graphed, 3)

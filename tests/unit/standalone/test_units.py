@@ -73,5 +73,5 @@ def test_a_model_without_fsdp_is_refused(one_rank: None) -> None:
 
 
 def test_capture_needs_a_step_to_look_at(one_rank: None) -> None:
-    with pytest.raises(ValueError, match="warmup_steps is 0"):
+    with pytest.raises(ValueError, match="warmup_steps=0"):
         Run().with_graphs(warmup_steps=0)

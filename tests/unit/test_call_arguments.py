@@ -1,0 +1,116 @@
+"""Arguments of the Python API that are wrong are named, all at once, with what was meant."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg import GraphedLayers, graph_units
+from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.call_arguments import backend_of, several
+from megatron_cg.errors import ArgumentError, ConfigurationError
+from megatron_cg.reminder import remind_of_steps
+
+MODEL = nn.Linear(1, 1)
+"""Not looked at: arguments come first."""
+GOOD: dict[str, Any] = {"backend": "tape"}
+WRONG = [
+    ({"on_mismatch": "recaptur"}, "on_mismatch='recaptur'", "did you mean 'recapture'?"),
+    ({"on_mismatch": "never"}, "on_mismatch='never'", "it is one of 'eager', 'recapture', 'error'"),
+    ({"on_failure": "eagr"}, "on_failure='eagr'", "did you mean 'eager'?"),
+    ({"verify_interval": -1}, "verify_interval=-1", "a whole number from 0 on"),
+    ({"verify_interval": 1.5}, "verify_interval=1.5", "a whole number from 0 on"),
+    ({"verify_interval": True}, "verify_interval=True", "a whole number from 0 on"),
+    ({"backend": "tapes"}, "backend='tapes'", "did you mean 'tape'?"),
+    ({"backend": 3}, "backend=3", "an object with the method capture"),
+]
+
+
+def layers(**given: Any) -> Any:
+    return GraphedLayers(MODEL, None, **{"seq_length": 8, "micro_batch_size": 1, **GOOD, **given})
+
+
+def units(**given: Any) -> Any:
+    return graph_units(MODEL, **{"units": ["layers.*"], **GOOD, **given})
+
+
+@pytest.mark.parametrize("make", [layers, units])
+@pytest.mark.parametrize(("given", "found", "reason"), WRONG, ids=[found for _, found, _ in WRONG])
+def test_a_wrong_argument_is_named(make: Any, given: Any, found: str, reason: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        make(**given)
+    (violation,) = error.value.violations
+    assert violation.found == found and reason in violation.reason
+    assert isinstance(error.value, ValueError) and isinstance(error.value, ConfigurationError)
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "found"),
+    [
+        (layers, {"seq_length": 0}, "seq_length=0"),
+        (layers, {"micro_batch_size": "2"}, "micro_batch_size='2'"),
+        (units, {"warmup_steps": 0}, "warmup_steps=0"),
+        (units, {"units": []}, "units names nothing"),
+    ],
+)
+def test_what_one_of_the_two_has_is_checked_too(make: Any, given: Any, found: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        make(**given)
+    assert [violation.found for violation in error.value.violations] == [found]
+
+
+def test_all_mistakes_come_at_once() -> None:
+    with pytest.raises(ArgumentError, match="3 reasons") as error:
+        units(units=[], on_failure="eagr", on_mismatch="recaptur")
+    assert str(error.value).count("did you mean") == 2
+
+
+@pytest.mark.parametrize("name", ["tape", "te", "transformer_engine"])
+def test_a_backend_can_be_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_cg.backends import transformer_engine
+
+    monkeypatch.setattr(transformer_engine, "TransformerEngineBackend", lambda: "TE's")
+    made: Any = backend_of(name)  # type: ignore[arg-type]
+    assert isinstance(made, TapeBackend) if name == "tape" else made == "TE's"
+    backend: Any = TapeBackend()
+    assert backend_of(backend) is backend and backend_of(None) == "TE's"
+
+
+def test_one_of_several_may_be_given_alone() -> None:
+    assert several("layers.*") == ("layers.*",) and several(["a", "b"]) == ("a", "b")
+    assert several(nn.Linear) == (nn.Linear,) and several(MODEL) == (MODEL,)
+    blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    assert several(blocks) == tuple(blocks)
+
+
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in log.records if record.levelno == logging.WARNING]
+
+
+def test_a_loop_without_steps_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1, 1)
+    remind_of_steps(model, 2)
+    for _ in range(2):
+        model(torch.ones(1))
+        with torch.no_grad():
+            model(torch.ones(1))
+        model.eval()(torch.ones(1))
+        model.train()
+    assert warnings(caplog) == []
+    for _ in range(3):
+        model(torch.ones(1))
+    (message,) = warnings(caplog)
+    assert "3 training passes ran outside of step()" in message
+    assert not model._forward_pre_hooks
+
+
+def test_a_loop_with_steps_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1, 1)
+    call_off = remind_of_steps(model, 0)
+    call_off()
+    model(torch.ones(1))
+    assert warnings(caplog) == [] and not model._forward_pre_hooks
