@@ -20,8 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from megatron_cg.api import GraphedLayers
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg import GraphedLayers
 from megatron_cg.cpu.launch import run_processes
 
 GPU = torch.cuda.is_available()
@@ -73,8 +72,8 @@ def train() -> None:
     shape: Any = {"seq_length": SEQUENCE, "micro_batch_size": BATCH}
     text = torch.randint(256, (world, STEPS * MICROBATCHES, BATCH, SEQUENCE + 1))[rank].cuda()
     data, graphs = iter(text), None
-    if "--eager" not in sys.argv:  # the backend None is Transformer Engine
-        graphs = GraphedLayers(model, optimizer, **shape, backend=None if GPU else TapeBackend())
+    if "--eager" not in sys.argv:
+        graphs = GraphedLayers(model, optimizer, **shape, backend="te" if GPU else "tape")
     with graphs or nullcontext():
         for step in range(STEPS):
             with graphs.step() if graphs else nullcontext():

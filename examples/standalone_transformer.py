@@ -102,8 +102,8 @@ def train(args: argparse.Namespace, device: str, *, graphed: bool) -> list[torch
     """The mean losses of all steps, then this rank's part of every parameter."""
     from contextlib import nullcontext
 
+    from megatron_cg import graph_units
     from megatron_cg.backends.tape import TapeBackend
-    from megatron_cg.standalone import graph_units
 
     model, optimizer = build(args, device)
     losses = []

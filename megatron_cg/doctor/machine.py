@@ -159,7 +159,7 @@ def _kind(what: str, capability: tuple[int, ...], architectures: list[str]) -> F
     if capability < _LEAST_CAPABILITY:
         return error(
             what,
-            "graphs are captured in bfloat16, which GPUs before Ampere (8.0) do not compute",
+            "models train in bfloat16, which GPUs before Ampere (8.0) do not compute",
             _NO_GPU,
         )
     if architectures and not _has_kernels(capability, architectures):

@@ -261,7 +261,7 @@ def with_api(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[A
         optimizer,
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
-        backend=None if GPU else TapeBackend(),
+        backend="te" if GPU else "tape",
     )
     done = []
     with graphs:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
-from importlib import import_module
+import re
+from inspect import signature
 from pathlib import Path
+
+import megatron_cg
 
 PAGE = Path(__file__).resolve().parents[3] / "examples" / "megatron_bridge.md"
 
@@ -13,21 +16,22 @@ def test_what_it_takes_from_this_package_is_there() -> None:
     text = PAGE.read_text()
     assert "**Not run by us.**" in text
     tree = ast.parse(text.partition("```python\n")[2].partition("```")[0])
-    ours = [
-        (node.module, alias.name)
+    ours = {
+        node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron_cg")
-        for alias in node.names
-    ]
-    assert len(ours) == 3
-    for module, name in ours:
-        assert hasattr(import_module(str(module)), name)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "megatron_cg"
+    }
+    assert ours == {"enable"} and "`megatron_cg.GraphedLayers`" in text
+    assert ours <= set(megatron_cg.__all__)
 
 
-def test_the_loop_that_it_follows_is_ours_too() -> None:
-    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
-    from megatron_cg.megatron.steps import StepRoutine
+def test_the_helper_that_it_makes_is_the_one_that_becomes_ours() -> None:
+    """Of the names that the page says Megatron-Bridge's loop makes it with."""
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-    assert "live" in vars(FsdpCudaGraphHelper)
-    for name in ("before_step", "after_step", "vote", "close"):
-        assert callable(getattr(StepRoutine, name)) and f".{name}(" in PAGE.read_text()
+    parameters = set(signature(TECudaGraphHelper).parameters)
+    (call,) = re.findall(r"`TECudaGraphHelper\((.*?)\)`", PAGE.read_text())
+    named = {word.partition("=")[0] for word in call.split(", ")}
+    assert named <= parameters and {"model", "optimizers"} <= named

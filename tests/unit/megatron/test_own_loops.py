@@ -1,0 +1,152 @@
+"""``enable()`` in a training loop of one's own: Megatron's helper is ours, and told of steps.
+
+Whole trainings by this way are in ``tests/unit/tape/test_own_loop.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+import megatron_cg
+from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.errors import ConfigurationError
+from megatron_cg.session import open_sessions
+from megatron_cg.watch import ReplayPolicy
+
+LENGTH, BATCH, LAYERS = 16, 2, 2
+
+
+class OneMask(TapeBackend):
+    """The tape, with the one mask for the whole batch that the CPU model passes."""
+
+    def capture(self, callables: Any, sample_args: Any, **options: Any) -> Any:
+        for kwargs in options["sample_kwargs"]:
+            if "attention_mask" in kwargs:
+                kwargs["attention_mask"] = kwargs["attention_mask"][:1].clone()
+        return super().capture(callables, sample_args, **options)
+
+
+@pytest.fixture
+def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
+    from megatron_cg.megatron.own_loops import LoopHelper
+
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
+    monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
+    monkeypatch.setattr(LoopHelper, "make_backend", OneMask)
+    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
+    model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), sequence_length=LENGTH)
+    megatron_cg.enable()
+    yield Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
+    megatron_cg.disable()
+    calculator.destroy_num_microbatches_calculator()
+
+
+def helper_for(trainer: Any) -> Any:
+    return TECudaGraphHelper(
+        model=[trainer.model],
+        config=trainer.model.config,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+        optimizers=[trainer._optimizer],
+    )
+
+
+def test_steps_are_followed_by_the_optimizer(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    trainer.step()
+    helper.create_cudagraphs()
+    helper.cuda_graph_set_manual_hooks()
+    session = helper.session
+    for _ in range(3):
+        trainer.step()
+    session.counters.expect(captured=LAYERS, replayed=3 * LAYERS, eager=0, mismatched=0)
+    # Four steps, and the two votes of the capture.
+    assert helper.counted()[1].votes == 4 + 2
+    helper.delete_cuda_graphs()
+    trainer.step()
+    session.counters.expect(replayed=3 * LAYERS)
+
+
+def test_a_wish_to_capture_again_is_done_between_two_steps(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.megatron.own_loops import LoopHelper
+
+    monkeypatch.setattr(LoopHelper, "policy", ReplayPolicy("recapture"))
+    helper = helper_for(trainer)
+    trainer.step()
+    helper.create_cudagraphs()
+    first = helper.session
+    first.watch.wants_recapture = True
+    trainer.step()
+    assert helper.session is first
+    trainer.step()
+    assert helper.session is not first
+    trainer.step()
+    helper.session.counters.expect(captured=LAYERS, replayed=LAYERS, recaptured=1, eager=0)
+    helper.delete_cuda_graphs()
+
+
+def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> None:
+    trainer.model.config.gradient_accumulation_fusion = True
+    step = trainer._optimizer.step
+    with pytest.raises(ConfigurationError, match="gradient accumulation fusion"):
+        helper_for(trainer)
+    assert trainer._optimizer.step == step
+
+
+def test_disable_leaves_nothing_on_the_optimizer_or_the_class(trainer: Any) -> None:
+    init = vars(TECudaGraphHelper)["__init__"]
+    step = trainer._optimizer.step
+    helper = helper_for(trainer)
+    helper.create_cudagraphs()
+    assert trainer._optimizer.step != step and open_sessions() == 1
+    megatron_cg.disable()
+    assert trainer._optimizer.step == step and open_sessions() == 0
+    assert vars(TECudaGraphHelper)["__init__"] is init.__wrapped__
+    trainer.step()
+
+
+def test_a_helper_that_nobody_holds_goes(trainer: Any) -> None:
+    helper = weakref.ref(helper_for(trainer))
+    gc.collect()
+    assert helper() is None
+    trainer.step()
+
+
+def test_flags_of_the_command_line_hold_here_too() -> None:
+    from megatron_cg.megatron.own_loops import LoopHelper, settings_for_own_loops
+
+    undo = settings_for_own_loops({"on_failure": "eager"})
+    assert LoopHelper.on_failure == "eager"
+    undo()
+    assert LoopHelper.on_failure == "error" and "on_failure" not in vars(LoopHelper)
+
+
+def test_a_model_without_fsdp_keeps_megatrons_helper(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TECudaGraphHelper, "_discover_layers", lambda self: None)
+    plain = trainer.model.module.module
+    helper = TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
+    assert type(helper) is TECudaGraphHelper
+
+
+def test_a_class_that_is_made_of_megatrons_is_left_alone(trainer: Any) -> None:
+    class Other(TECudaGraphHelper):  # type: ignore[misc]
+        pass
+
+    made = Other([trainer.model], trainer.model.config, LENGTH, BATCH)
+    assert type(made) is Other and SimpleNamespace(**vars(made)).micro_batch_size == BATCH
