@@ -77,7 +77,8 @@ def test_a_backend_can_be_named(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     made: Any = backend_of(name)  # type: ignore[arg-type]
     assert isinstance(made, TapeBackend) if name == "tape" else made == "TE's"
     backend: Any = TapeBackend()
-    assert backend_of(backend) is backend and backend_of(None) == "TE's"
+    default: Any = backend_of(None)
+    assert backend_of(backend) is backend and default == "TE's"
 
 
 def test_one_of_several_may_be_given_alone() -> None:
