@@ -45,7 +45,7 @@ from megatron_cg.plan.check import KEY as GRAPH_MEMORY
 from megatron_cg.plan.check import check
 from megatron_cg.plan.measure import measured_capture
 from megatron_cg.session import Session
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import lookup
 
 KEY = "memory"
@@ -81,7 +81,7 @@ def probing() -> Iterator[None]:
             (Recorder, "add_step", probe.of_a_step),
             (Recorder, "finish", probe.of_the_end),
         ):
-            undo.callback(set_attribute(owner, name, wrap(getattr(owner, name))))
+            undo.callback(put_over(owner, name, wrap(getattr(owner, name))))
         yield
 
 

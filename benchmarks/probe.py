@@ -19,7 +19,7 @@ from megatron_cg.align.record import Recorder
 from megatron_cg.boundary import Boundary
 from megatron_cg.graphed import GuardedGraph
 from megatron_cg.guard.inputs import Inputs
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.verdict import name_of
 from megatron_cg.watch import Watch
 
@@ -46,7 +46,7 @@ def probing() -> Iterator[None]:
             (GuardedGraph, "_guard_backward", probe.of_work_around_a_replay),
             (Recorder, "finish", probe.of_the_end),
         ):
-            undo.callback(set_attribute(owner, name, wrap(getattr(owner, name))))
+            undo.callback(put_over(owner, name, wrap(getattr(owner, name))))
         yield
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 # It keeps Transformer Engine from being imported with Megatron, so Megatron comes later.
 from megatron_cg.align import tape_worker
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 
 
 def main(text: str, directory: str) -> None:
     """Train as the plan says, each process under a probe of its own."""
     from megatron_cg.cpu import launch
 
-    undo = set_attribute(launch, "run_plans", _run_measured)
+    undo = put_over(launch, "run_plans", _run_measured)
     try:
         tape_worker.main(text, directory)
     finally:

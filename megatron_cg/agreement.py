@@ -110,7 +110,8 @@ class Agreement:
     Every rank must come to the same votes in the same order: gloo pairs exchanges by the order in
     which each rank issued them, whatever is still under way. Votes of one capture are two:
     :meth:`ready` before it and :meth:`confirm` at its end; a rank that fails between them calls
-    :meth:`report_failure`. A capture that is given up is one place for :meth:`together`. :meth:`begin_capture` opens the next capture.
+    :meth:`report_failure`. A capture that is given up is one place for :meth:`together`.
+    :meth:`begin_capture` opens the next capture.
 
     Args:
         timeout: how long a vote waits for a rank that does not come.

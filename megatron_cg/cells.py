@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import CellType
 from typing import Any
+
+from megatron_cg.undo import Undo, change, described, passing
+
+
+class _Cell:
+    def __init__(self, cell: CellType) -> None:
+        self._cell = cell
+        self.name = "a closure variable of Megatron-FSDP's or Transformer Engine's functions"
+        self.key = (id(cell), "")
+
+    def get(self) -> Any:
+        return self._cell.cell_contents
+
+    def put(self, value: Any) -> None:
+        self._cell.cell_contents = value
 
 
 def cells_of(function: Any) -> dict[str, CellType]:
@@ -13,12 +27,21 @@ def cells_of(function: Any) -> dict[str, CellType]:
     return dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
 
 
-def set_cell(cell: CellType, value: Any) -> Callable[[], None]:
+def set_cell(cell: CellType, value: Any) -> Undo:
     """Let functions that share a closure variable see ``value``; returns the undo."""
-    old = cell.cell_contents
-    cell.cell_contents = value
+    return change(_Cell(cell), value)
+
+
+def put_over_cell(cell: CellType, function: Any) -> Undo:
+    """Let functions that share a closure variable call ``function`` instead of what is in it.
+
+    Returns the undo; see Note [Only what is still ours] in ``megatron_cg/undo.py``.
+    """
+    over, pass_on = passing(function, cell.cell_contents)
+    restore = change(_Cell(cell), over, label=described(function))
 
     def undo() -> None:
-        cell.cell_contents = old
+        pass_on()
+        restore()
 
     return undo

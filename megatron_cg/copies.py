@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-ABSENT = object()
+ABSENT: Any = object()
 """In the place of an attribute that an object's own dictionary does not have."""
 _REDUCE = "__reduce_ex__"
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")

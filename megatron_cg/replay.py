@@ -26,7 +26,7 @@ from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.guard import Mismatch
 from megatron_cg.guard.inputs import described
 from megatron_cg.part import is_running_part
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over, set_attribute
 from megatron_cg.versions import Symbol
 from megatron_cg.watch import Watch
 
@@ -81,8 +81,8 @@ def attach_replay(
             raise
 
     with ExitStack() as undo:
-        undo.callback(set_attribute(target, "forward", forward))
-        undo.callback(set_attribute(target, "_should_call_te_cudagraph", _never))
+        undo.callback(put_over(target, "forward", forward))
+        undo.callback(put_over(target, "_should_call_te_cudagraph", _never))
         undo.callback(set_attribute(target, "cuda_graph_manual_hooks", list(before_replay)))
         return undo.pop_all().close
 

@@ -152,7 +152,7 @@ class Session:
             with capturing(self._units, self._fsdp, self._backend) as (hooks, lasting):
                 self._hooks = hooks
                 for unit in self._units:
-                    lasting.callback(set_attribute(unit.layer, "cuda_graphs", []))
+                    lasting.callback(set_attribute(unit.layer, "cuda_graphs", [], shared=True))
                 with self._failed_start_shared():
                     yield
                 self._check_whole()

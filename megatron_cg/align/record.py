@@ -39,7 +39,7 @@ from megatron_cg.files import write_text
 from megatron_cg.reporting.events import listening
 from megatron_cg.reporting.machine import machine, variables
 from megatron_cg.reporting.memory import memory
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import Symbol, changed, installed_version
 
 _PACKAGE = "megatron-core"
@@ -115,9 +115,9 @@ def install_recorder(directory: str | Path, **options: Any) -> Callable[[], None
     module = _LOOP.find()
     train, evaluate, step = _TRAIN.find(), _EVALUATE.find(), _STEP.find()
     with ExitStack() as stack:
-        stack.callback(set_attribute(module, "train_step", recorder.wrap_step(step)))
-        stack.callback(set_attribute(module, "train", recorder.wrap_train(train)))
-        stack.callback(set_attribute(module, "evaluate", recorder.wrap_evaluate(evaluate)))
+        stack.callback(put_over(module, "train_step", recorder.wrap_step(step)))
+        stack.callback(put_over(module, "train", recorder.wrap_train(train)))
+        stack.callback(put_over(module, "evaluate", recorder.wrap_evaluate(evaluate)))
         stack.enter_context(recording(recorder))
         return stack.pop_all().close
 

@@ -24,7 +24,7 @@ import torch
 
 from megatron_cg.bench.device import memory, reset_peaks, synchronize
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import lookup
 
 _MEGATRON = "megatron-core"
@@ -106,7 +106,7 @@ class CaptureMeter:
                 (whole, "__call__", self._of_a_full_iteration),
                 (torch.cuda.graph, "__enter__", self._of_one_graph),
             ):
-                undo.callback(set_attribute(owner, name, wrap(getattr(owner, name))))
+                undo.callback(put_over(owner, name, wrap(getattr(owner, name))))
             undo.callback(self._watch_warmup())
             yield
 
@@ -118,7 +118,7 @@ class CaptureMeter:
         except UpstreamChangedError:
             # Then warmup is not told apart, and the figure is left out.
             return lambda: None
-        return set_attribute(module, name, self._of_warmup(old))
+        return put_over(module, name, self._of_warmup(old))
 
     def _warmup_seconds(self) -> float | None:
         if self._first_graph is None:

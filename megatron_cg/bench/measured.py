@@ -18,7 +18,7 @@ from megatron_cg.align.run import example_script
 from megatron_cg.bench.captures import CaptureMeter
 from megatron_cg.bench.measurement import Measurement
 from megatron_cg.bench.windows import Windows, given
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import lookup
 
 _MODULE = "megatron.training.training"
@@ -37,7 +37,7 @@ def measuring(windows: Windows, directory: Path) -> Iterator[None]:
         meter.note = measurement.captured
         # Only now, so that our step is around whatever else has been put around Megatron's.
         with ExitStack() as undo:
-            undo.callback(set_attribute(module, "train_step", _step(module, measurement)))
+            undo.callback(put_over(module, "train_step", _step(module, measurement)))
             undo.enter_context(meter.installed())
             try:
                 result = train(*args, **kwargs)
@@ -48,7 +48,7 @@ def measuring(windows: Windows, directory: Path) -> Iterator[None]:
             meter.release()
             return result
 
-    undo = set_attribute(module, "train", measured_train)
+    undo = put_over(module, "train", measured_train)
     try:
         yield
     finally:

@@ -15,14 +15,14 @@ from typing import Any
 
 # It keeps Transformer Engine from being imported with Megatron, so Megatron comes later.
 from megatron_cg.align import tape_worker
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 
 
 def main(text: str, directory: str) -> None:
     """Train as the plan says, each process measured by itself."""
     from megatron_cg.cpu import launch
 
-    undo = set_attribute(launch, "run_plans", _run_measured)
+    undo = put_over(launch, "run_plans", _run_measured)
     try:
         tape_worker.main(text, directory)
     finally:
@@ -67,8 +67,8 @@ def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
         return start
 
     with ExitStack() as undo:
-        undo.callback(set_attribute(VotingTrainer, "step", measured_step(VotingTrainer.step)))
-        undo.callback(set_attribute(VotingTrainer, "start", measured_start(VotingTrainer.start)))
+        undo.callback(put_over(VotingTrainer, "step", measured_step(VotingTrainer.step)))
+        undo.callback(put_over(VotingTrainer, "start", measured_start(VotingTrainer.start)))
         for plan, record in jobs:
             train(plan, record)
         measurement.close()

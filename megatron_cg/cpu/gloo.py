@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import Symbol
 
 _MODULE = "torch.distributed.distributed_c10d"
@@ -49,7 +49,7 @@ def one_worker_a_group() -> Iterator[None]:
     May be nested. A group that is given options keeps the devices in them.
     """
     group = _GROUP.find()
-    undo = set_attribute(group, "__init__", _with_one_worker(group.__init__))
+    undo = put_over(group, "__init__", _with_one_worker(group.__init__))
     try:
         yield
     finally:

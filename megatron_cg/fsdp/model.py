@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_cg.fsdp.recognise import fsdp_package_of
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import changed
 
 _NEEDED = (
@@ -119,7 +119,7 @@ def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], 
     def alone(params: Any, prefetch: bool = False, **options: Any) -> None:
         gather(params, prefetch=False, **options)
 
-    return set_attribute(pipeline, "all_gather_params", alone)
+    return put_over(pipeline, "all_gather_params", alone)
 
 
 @contextmanager

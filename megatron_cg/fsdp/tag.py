@@ -16,6 +16,7 @@ from megatron_cg.fsdp.recognise import (
     wrapped_handler,
 )
 from megatron_cg.hooks.record import module_hooks
+from megatron_cg.undo import set_attribute
 
 _SENTINEL = {
     FsdpRole.WRAPS_POST_BACKWARD: BACKWARD_HANDLER,
@@ -38,6 +39,5 @@ def tag_backward_wrappers(modules: Iterable[nn.Module]) -> Callable[[], None]:
                 found.append((record.fn, name, wrapped_handler(record, role)))
     undo = ExitStack()
     for fn, name, handler in found:
-        setattr(fn, name, handler)
-        undo.callback(delattr, fn, name)
+        undo.callback(set_attribute(fn, name, handler))
     return undo.close

@@ -44,7 +44,7 @@ from megatron_cg.megatron.steps import StepRoutine
 from megatron_cg.memory_report import log_report
 from megatron_cg.refusals import clear_frames
 from megatron_cg.session import Session
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import Symbol, changed
 from megatron_cg.watch import ReplayPolicy
 
@@ -206,7 +206,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
             with session.capturing(), ExitStack() as stack:
-                stack.callback(set_attribute(cuda_graphs, "make_graphed_callables", capture))
+                stack.callback(put_over(cuda_graphs, "make_graphed_callables", capture))
                 stack.callback(cuda_graphs._set_capture_end)
                 super().create_cudagraphs()
                 layers = len(self.flattened_callables)

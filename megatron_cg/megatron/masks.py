@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.static_inputs import StaticInputs
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import Symbol
 
 MASK = "attention_mask"
@@ -96,9 +96,9 @@ def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> C
 def _without_mask(layer: Any) -> Callable[[], None]:
     with ExitStack() as undo:
         samples = partial(_samples, layer, layer.get_layer_static_inputs)
-        undo.callback(set_attribute(layer, "get_layer_static_inputs", samples))
+        undo.callback(put_over(layer, "get_layer_static_inputs", samples))
         replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
-        undo.callback(set_attribute(layer, "_get_te_cuda_graph_replay_args", replay))
+        undo.callback(put_over(layer, "_get_te_cuda_graph_replay_args", replay))
         return undo.pop_all().close
 
 

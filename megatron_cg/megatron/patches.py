@@ -23,7 +23,7 @@ from megatron_cg.megatron.teardown import (
     close_for_the_end,
 )
 from megatron_cg.session import close_all_sessions
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over, set_attribute
 from megatron_cg.versions import Symbol
 
 _PARSER = Symbol(
@@ -107,7 +107,9 @@ def _replace(symbol: Symbol, make: Callable[[Any], Any]) -> Callable[[], None]:
     """
     module_name, _, name = symbol.path.partition(":")
     old = symbol.find()
-    return set_attribute(sys.modules[module_name], name, make(old))
+    new = make(old)
+    put_in = set_attribute if isinstance(new, type) else put_over
+    return put_in(sys.modules[module_name], name, new)
 
 
 def _extend_parser() -> Callable[[], None]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_cg.agreement import Agreement
 from megatron_cg.boundary import Boundary
 from megatron_cg.static_inputs import StaticInputs
-from megatron_cg.undo import run_after, set_attribute
+from megatron_cg.undo import put_over, run_after
 from megatron_cg.verdict import Decision, Level, Verdict
 from megatron_cg.versions import Symbol
 
@@ -102,15 +102,34 @@ def _vote(routines: Sequence[StepRoutine], step: int | None) -> None:
         routine.vote(step)
 
 
-def _once(action: Callable[[], None]) -> Callable[[], None]:
-    """``action`` on the first call, and nothing on the others."""
-    left = [action]
+class _Votes:
+    """The vote of the step that is trained, as its optimizer's step returns or after it."""
 
-    def first_time() -> None:
-        if left:
-            left.pop()()
+    def __init__(self) -> None:
+        self._due: Callable[[], None] | None = None
+        self._followed: list[Any] = []
+        self.undo = ExitStack()
 
-    return first_time
+    def is_due(self, vote: Callable[[], None]) -> Callable[[], None]:
+        """A step begins, in which ``vote`` is to be called once; returns what ends it."""
+        self._due = vote
+        return self.forget
+
+    def follow(self, optimizer: Any) -> None:
+        """Vote as its steps return, from now on; once for each optimizer."""
+        if not any(optimizer is known for known in self._followed):
+            self._followed.append(optimizer)
+            self.undo.callback(run_after(optimizer, "step", self.vote))
+
+    def vote(self) -> None:
+        """Vote, unless this step has."""
+        due, self._due = self._due, None
+        if due is not None:
+            due()
+
+    def forget(self) -> None:
+        """The step has ended, by an exception or not."""
+        self._due = None
 
 
 def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
@@ -121,26 +140,32 @@ def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
     old, module = _STEP.find(), _LOOP.find()
 
     place = list(inspect.signature(old).parameters).index(_OPTIMIZER)
+    votes = _Votes()
 
     @wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         routines = [helper.steps for helper in helpers if helper.steps is not None]
         optimizer = args[place] if len(args) > place else kwargs[_OPTIMIZER]
-        vote = _once(partial(_vote, routines, kwargs.get(_ITERATION)))
+        votes.follow(optimizer)
         with ExitStack() as undo:
             for routine in routines:
                 undo.callback(routine.after_step)
             for routine in routines:
                 routine.before_step()
-            undo.callback(run_after(optimizer, "step", vote))
-            result = old(*args, **kwargs)
-        vote()
+            ended = votes.is_due(partial(_vote, routines, kwargs.get(_ITERATION)))
+            try:
+                result = old(*args, **kwargs)
+            except BaseException:
+                ended()
+                raise
+        votes.vote()
         return result
 
-    undo = set_attribute(module, "train_step", train_step)
+    undo = put_over(module, "train_step", train_step)
 
     def stop() -> None:
         undo()
+        votes.undo.close()
         for helper in helpers:
             if helper.steps is not None:
                 helper.steps.close()

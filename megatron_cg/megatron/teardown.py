@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from megatron_cg import session
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import Symbol
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def close_before_process_groups() -> Callable[[], None]:
 
     with ExitStack() as undo:
         for place in _PLACES:
-            undo.callback(set_attribute(place.find(), _NAME, destroy_process_group))
+            undo.callback(put_over(place.find(), _NAME, destroy_process_group))
         return undo.pop_all().close
 
 

@@ -29,7 +29,7 @@ from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.reporting.coverage import coverage
 from megatron_cg.reporting.memory import memory
 from megatron_cg.reporting.progress import CaptureBar, capture_bar, is_first_rank
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class CaptureReport:
         self._highest = 0
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter(), self._voted()
-        self._undo = set_attribute(backend, "capture", self._watched(backend.capture))
+        self._undo = put_over(backend, "capture", self._watched(backend.capture))
 
     def finished(self, counters: Counters) -> None:
         """All graphs are whole and replay from now on; ``counters`` are those of their session."""

@@ -18,7 +18,7 @@ from megatron_cg.agreement import AgreementTime
 from megatron_cg.align.record import note_step
 from megatron_cg.counters import Counters
 from megatron_cg.reporting.phases import StepPhases
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import Symbol
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def follow_log(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
         log.after(int(given["iteration"]))
         return result
 
-    return set_attribute(module, "training_log", training_log)
+    return put_over(module, "training_log", training_log)
 
 
 class _Log:

@@ -13,7 +13,7 @@ from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.replay import ManualHook
 from megatron_cg.standalone.call import CallForm
 from megatron_cg.standalone.flight import Flight
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.watch import Watch
 
 
@@ -54,7 +54,7 @@ class Seat:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(self._module, args, kwargs)
 
-        undo = set_attribute(self._module, "forward", forward)
+        undo = put_over(self._module, "forward", forward)
         try:
             yield
         finally:
@@ -92,7 +92,7 @@ class Seat:
                 watch.issue_held()
                 raise
 
-        return set_attribute(target, "forward", forward)
+        return put_over(target, "forward", forward)
 
     def _replay(
         self, graph: Any, inputs: Sequence[Any], by_name: Mapping[str, Any], watch: Watch

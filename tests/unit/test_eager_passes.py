@@ -56,7 +56,8 @@ OF_GRAPHS = (graphs_taken_away, graphs_deleted)
 @contextmanager
 def found_wrong() -> Iterator[None]:
     """Every replay of one unit differs from its eager pass, though it is the same."""
-    real = graphed.verify
+    module: Any = graphed
+    real = module.verify
 
     def verify(unit: Any, *arguments: Any) -> Mismatch | None:
         return real(unit, *arguments) or (WRONG if unit.name == UNIT else None)
@@ -79,6 +80,7 @@ def with_collectives() -> Any:
 
     with patch.object(Block, "forward", forward):
         run = Run()
+    layer: Any
     for layer in run.network.layers:
         layer.forward = partial(forward, layer)
         layer.dropout.p = 0.0

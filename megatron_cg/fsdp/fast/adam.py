@@ -34,7 +34,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from megatron_cg.fsdp.fast.launches import Launch, are_plain, launched_by, without_empty
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import Symbol
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
         symbol.find()
     with ExitStack() as undo:
         for adam in simple.values():
-            undo.callback(set_attribute(adam, "step", LocalStep(adam)))
+            undo.callback(put_over(adam, "step", LocalStep(adam)))
         return undo.pop_all().close
 
 
@@ -117,11 +117,6 @@ class LocalStep:
         self._compared_with: Any = None
         self.steps = 0
         """Steps that were not TE's own."""
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        """A bound method has one, and torch's schedulers, as they are made, wrap a step's."""
-        return lambda _adam, *args, **kwargs: self(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step; with arguments, or with hooks of torch's, it is TE's own."""

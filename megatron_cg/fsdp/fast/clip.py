@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 from megatron_cg.fsdp.fast.launches import Launch, are_plain, launched_by
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 from megatron_cg.versions import Symbol
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
         raise StepsAsideError(next(filter(None, whys), "there is no optimizer"))
     with ExitStack() as undo:
         for optimizer in mine:
-            undo.callback(set_attribute(optimizer, _CLIP, LocalClip(optimizer)))
+            undo.callback(put_over(optimizer, _CLIP, LocalClip(optimizer)))
         return undo.pop_all().close
 
 

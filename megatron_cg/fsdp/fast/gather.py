@@ -45,7 +45,7 @@ from torch import nn
 
 from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import run_before, set_attribute
+from megatron_cg.undo import put_over, run_before
 
 Key = tuple[int, bool]
 """A bucket's number, and whether its transposed weights are meant."""
@@ -105,7 +105,7 @@ def install_gathers(fsdp: Any, late: LatePrefetch) -> Callable[[], None]:
         undo.callback(late.drop)
         undo.callback(run_before(fsdp, "forward", gathers.begin_pass))
         for name in ("all_gather_params", "async_bucket_gather"):
-            undo.callback(set_attribute(pipeline, name, getattr(gathers, name)))
+            undo.callback(put_over(pipeline, name, getattr(gathers, name)))
         return undo.pop_all().close
 
 

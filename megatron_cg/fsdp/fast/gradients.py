@@ -67,7 +67,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.cells import set_cell
+from megatron_cg.cells import put_over_cell
 from megatron_cg.errors import FastPathError
 from megatron_cg.fsdp.fast.buckets import Bucket, Together
 from megatron_cg.fsdp.fast.buffers import FreedBuffers
@@ -396,7 +396,7 @@ def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:
     cell = find_cell(hook_functions(fsdp), _PROCESS)
     hand_off = GradientHandOff(fsdp, cell.cell_contents)
     with ExitStack() as undo:
-        undo.callback(set_cell(cell, hand_off))
+        undo.callback(put_over_cell(cell, hand_off))
         undo.callback(hand_off.freed.install())
         undo.callback(run_before(fsdp, "forward", hand_off.refuse_what_is_left))
         return hand_off, undo.pop_all().close

@@ -35,7 +35,9 @@ def install_hidden_graphs(
     with ExitStack() as undo:
         undo.callback(hidden.close)
         for replay in replays:
-            undo.callback(replay.replace(_StandIn(hidden, replay, launched)))
+            stand_in = _StandIn(hidden, replay, launched)
+            undo.callback(replay.replace(stand_in))
+            undo.callback(stand_in.end)
         return undo.pop_all().close
 
 
@@ -47,9 +49,16 @@ class _StandIn:
     ) -> None:
         self._hidden, self._replay, self._launched = hidden, replay, launched
         self._lending = _Lending(replay)
+        self._ended = False
+
+    def end(self) -> None:
+        """Hide nothing any more, also where somebody keeps this."""
+        self._ended = True
 
     def apply(self, *args: Any) -> Any:
         """What the function's own ``apply`` does."""
+        if self._ended:
+            return self._replay.function.apply(*args)
         first = self._replay.first_weight
         tail = args[first:]
         weights = None

@@ -37,9 +37,10 @@ import torch
 
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over, set_attribute
 
 _RELEASE, _RECYCLE = "release_bucket", "recycle_unused_buckets"
+_KEPT = "_megatron_cg_kept"
 RELIES_ON = (
     *in_both(
         f"param_and_grad_buffer:AllGatherPipeline.{_RELEASE}",
@@ -91,8 +92,9 @@ def install_kept(fsdp: Any) -> Callable[[], None]:
     kept = _Kept(fsdp)
     pipeline = fsdp.all_gather_pipeline
     with ExitStack() as undo:
-        undo.callback(set_attribute(pipeline, _RELEASE, kept.release_bucket))
-        undo.callback(set_attribute(pipeline, _RECYCLE, kept.recycle_unused_buckets))
+        undo.callback(set_attribute(pipeline, _KEPT, kept))
+        undo.callback(put_over(pipeline, _RELEASE, kept.release_bucket))
+        undo.callback(put_over(pipeline, _RECYCLE, kept.recycle_unused_buckets))
         undo.callback(kept.free)
         kept.undo = undo.pop_all().close
     return kept.undo
@@ -100,8 +102,7 @@ def install_kept(fsdp: Any) -> Callable[[], None]:
 
 def keep_no_more(fsdp: Any) -> None:
     """Undo :func:`install_kept` before a capture, whoever has its undo; on all ranks."""
-    release = vars(fsdp.all_gather_pipeline).get(_RELEASE)
-    kept = getattr(release, "__self__", None)
+    kept = vars(fsdp.all_gather_pipeline).get(_KEPT)
     if isinstance(kept, _Kept):
         kept.undo()
 

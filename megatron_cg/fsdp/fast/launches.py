@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 
 _APPLIER = "multi_tensor_applier"
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -49,7 +49,7 @@ def launched_by(call: Callable[[], Any], module: str) -> tuple[Any, list[Launch]
     """What ``call`` returns, and what it hands to kernels by the applier of that ``module``."""
     found: list[Launch] = []
     owner = sys.modules[module]
-    undo = set_attribute(owner, _APPLIER, _noting(getattr(owner, _APPLIER), found))
+    undo = put_over(owner, _APPLIER, _noting(getattr(owner, _APPLIER), found))
     try:
         return call(), found
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 
 Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
 """A module's own table of parameters, a name in it, and what belongs there."""
@@ -44,9 +44,9 @@ def install_swap(fsdp: Any) -> Callable[[], None]:
     if was_distributed:
         getattr(fsdp, _DISTRIBUTED)()
     with ExitStack() as undo:
-        undo.callback(set_attribute(fsdp, _RAW, _exchange(fsdp, raw, is_distributed=False)))
+        undo.callback(put_over(fsdp, _RAW, _exchange(fsdp, raw, is_distributed=False)))
         undo.callback(
-            set_attribute(fsdp, _DISTRIBUTED, _exchange(fsdp, distributed, is_distributed=True))
+            put_over(fsdp, _DISTRIBUTED, _exchange(fsdp, distributed, is_distributed=True))
         )
         return undo.pop_all().close
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.cells import set_cell
+from megatron_cg.cells import put_over_cell, set_cell
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
 from megatron_cg.fsdp.fast.gather import install_gathers
 from megatron_cg.fsdp.fast.known import STATE, KnownModules, KnownParameters, ParameterLists
@@ -25,7 +25,7 @@ from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.recognise import FsdpRole, classify, is_root_handler
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.hooks.record import module_hooks
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
 _ROOT, _HANDLER = "root_module", "custom_backward_handler"
@@ -81,15 +81,15 @@ def install_unshard(
         undo.callback(install_gathers(fsdp, late))
         undo.callback(set_cell(root, KnownModules(root.cell_contents)))
         undo.callback(_show_known_modules(fsdp))
-        undo.callback(set_cell(listed, lists))
+        undo.callback(put_over_cell(listed, lists))
         undo.callback(
-            set_cell(release, _released(release.cell_contents, whole, after_backward, late))
+            put_over_cell(release, _released(release.cell_contents, whole, after_backward, late))
         )
-        undo.callback(set_attribute(fsdp, gather, _gathered(getattr(fsdp, gather))))
+        undo.callback(put_over(fsdp, gather, _gathered(getattr(fsdp, gather))))
         for group in fsdp.param_and_grad_buffer.parameter_groups:
             buffer = group.model_weight_buffer
             if buffer is not None and not any(map(is_float8(fsdp), group.params)):
-                undo.callback(set_attribute(buffer, "fetch_bucket", _fetched(buffer)))
+                undo.callback(put_over(buffer, "fetch_bucket", _fetched(buffer)))
         return undo.pop_all().close
 
 
@@ -104,7 +104,7 @@ def _show_known_modules(fsdp: Any) -> Callable[[], None]:
                 if classify(record) is FsdpRole.WRAPS_PRE_BACKWARD:
                     cell = find_cell([record.fn], _HANDLER)
                     if not is_root_handler(cell.cell_contents):
-                        undo.callback(set_cell(cell, _shown(module, cell.cell_contents)))
+                        undo.callback(put_over_cell(cell, _shown(module, cell.cell_contents)))
         return undo.pop_all().close
 
 

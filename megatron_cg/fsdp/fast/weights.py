@@ -40,7 +40,7 @@ from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.fast.unshard import is_float8
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.idle_pool import Room
-from megatron_cg.undo import run_before, set_attribute
+from megatron_cg.undo import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def install_main_gradients(fsdp: Any, room: Room | None) -> Callable[[], None]:
             table.come_home()
 
     with ExitStack() as undo:
-        undo.callback(set_attribute(store, _ATTACH, table))
+        undo.callback(put_over(store, _ATTACH, table))
         undo.callback(run_before(fsdp, "forward", come_home))
         return undo.pop_all().close
 
@@ -166,7 +166,7 @@ class _GradientTable:
         with ExitStack() as undo:
             undo.callback(set_attribute(self._store, "use_decoupled_grad", True))
             for _, parameter in self._named():
-                undo.callback(set_attribute(parameter, "decoupled_grad", None))
+                undo.callback(set_attribute(parameter, "decoupled_grad", None, shared=True))
             self._original()
             return self._read(cast=True)
 
@@ -279,7 +279,7 @@ def install_main_weights(fsdp: Any) -> Callable[[], None]:
     for group in store.parameter_groups:
         if group.main_weight_buffer is not None and group.model_weight_buffer is None:
             raise StepsAsideError("parameters are not sharded, and no buffer holds model weights")
-    return set_attribute(store, _INSTALL, _WeightTable(store))
+    return put_over(store, _INSTALL, _WeightTable(store))
 
 
 class _WeightTable:

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 
 _ZERO, _KEEPS = "zero_grad", "megatron_fsdp_cuda_graph_mode"
 _ZERO_ALL, _RAW = "zero_grad_buffer", "raw_param"
@@ -105,9 +105,9 @@ def install_zero(fsdp: Any, model: nn.Module | None = None) -> Callable[[], None
         store.zero_grad()
 
     with ExitStack() as undo:
-        undo.callback(set_attribute(store, _ZERO, zero_grad))
+        undo.callback(put_over(store, _ZERO, zero_grad))
         for owner in _owners(fsdp, model):
-            undo.callback(set_attribute(owner, _ZERO_ALL, zero_grad_buffer))
+            undo.callback(put_over(owner, _ZERO_ALL, zero_grad_buffer))
         return undo.pop_all().close
 
 

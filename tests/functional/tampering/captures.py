@@ -95,10 +95,10 @@ def fail_at(place: str) -> None:
     elif stage == "hook":
         # Megatron-FSDP's all-gather, which only hooks call; the third one since capture began.
         wrap(helper_class(), "create_cudagraphs", with_broken_unshard(error))
-    elif stage == "publish":
-        wrap(session, "attach_replay", on_call(2, error))
-    elif stage == "install":
-        wrap(path, "install_zero", on_call(1, error))
+    elif stage in ("publish", "install"):
+        places = {"publish": (session, "attach_replay", 2), "install": (path, "install_zero", 1)}
+        owner, name, number = places[stage]
+        wrap(owner, name, on_call(number, error))
     else:
         raise ValueError(stage)
 

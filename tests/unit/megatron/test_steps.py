@@ -113,3 +113,29 @@ def test_a_failure_after_the_vote_adds_none(loop: Loop) -> None:
     with pytest.raises(ValueError, match="failed"):
         loop.step()
     assert loop.events == ["before", "optimizer", ("vote", None), "after"]
+
+
+def test_an_optimizers_step_is_wrapped_once_for_all_steps(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop.step()
+    ours = loop.optimizer.step
+    loop.step()
+    assert loop.optimizer.step is ours
+    beneath = loop.optimizer.step
+
+    def theirs() -> str:
+        loop.events.append("theirs")
+        return beneath()
+
+    loop.optimizer.step = theirs  # type: ignore[method-assign]
+    loop.events.clear()
+    loop.step(iteration=3)
+    assert loop.events == ["before", "theirs", "optimizer", ("vote", 3), "end", "after"]
+    loop.undo()
+    assert loop.optimizer.step is theirs
+    loop.events.clear()
+    loop.optimizer.step()
+    assert loop.events == ["theirs", "optimizer"]
+    assert "Optimizer.step is left as it is" in caplog.text
+    del loop.optimizer.step

@@ -152,7 +152,7 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
         still_held=lambda: 2,
         lend_no_more=lambda: ended.append(True),
     )
-    store = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
+    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
     held: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -162,7 +162,7 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
 
     fsdp = SimpleNamespace(param_and_grad_buffer=store, forward=forward, training=training)
     undo = install_main_gradients(fsdp, room)
-    table: Any = store.update_main_grads
+    table: Any = store.update_main_grads.__wrapped__
     group, rows = a_group(data, [[2, 2], [2], [0]])
     gradients: list[Any] = [row.gradient for row in rows[:2]]
     table.use([group])
@@ -198,9 +198,9 @@ def test_buckets_of_one_kind_are_cast_together_and_others_read_in_place(decouple
         return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
 
     room = SimpleNamespace(empty=empty, lends=lambda: True)
-    store = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=decoupled)
+    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=decoupled)
     install_main_gradients(SimpleNamespace(param_and_grad_buffer=store, forward=None), room)
-    table: Any = store.update_main_grads
+    table: Any = store.update_main_grads.__wrapped__
     datas = [torch.arange(6.0).bfloat16(), torch.arange(4.0), torch.arange(2.0).bfloat16()]
     made = [
         a_group(data, shapes, attribute, cast=not decoupled)
