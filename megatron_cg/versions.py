@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.fingerprints import of_function
 
 _INSIDE = "<locals>"
 
@@ -64,6 +65,26 @@ class Symbol:
     """Names that its signature has, in this order; others may stand between them."""
     attributes: tuple[str, ...] = ()
     """Names that a class declares, or that its methods set, on instances or on modules."""
+    fingerprints: tuple[str, ...] = ()
+    """Of a function that we do something else instead of: its code in the releases that this was
+    written for (``python -m tools.fingerprints`` prints those of what is installed). Another one is
+    no error: what replaces the function is left out then."""
+
+    def unknown_body(self) -> str | None:
+        """Why what we do instead of this function may not be what it does; None where it is.
+
+        Raises UpstreamChangedError as :meth:`find`.
+        """
+        if not self.fingerprints:
+            return None
+        found = of_function(self.find())
+        if found in self.fingerprints:
+            return None
+        version = installed_version(self.distribution) or "not installed"
+        return (
+            f"{self.path} of {self.distribution} {version} has another body than the releases that "
+            f"this was written for (fingerprint {found or 'unknown, as its source is not there'})"
+        )
 
     def find(self) -> Any:
         """The object, of a function inside another its code.

@@ -45,7 +45,8 @@ def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
     """Find each symbol that a run with ``backend`` needs, of packages that are installed.
 
     Returns one dictionary a symbol: ``module`` (ours), ``package``, ``symbol``, and ``error``,
-    None where the symbol is as expected. A module that cannot be imported has one with its own
+    None where the symbol is as expected, and ``unknown``, a text where it is a function whose body
+    is another than what we replace. A module that cannot be imported has one with its own
     name as the symbol. A symbol of a package that is not installed has ``skipped`` set.
     """
     found: list[dict[str, Any]] = []
@@ -66,6 +67,7 @@ def _look_up(module: str, symbol: Symbol) -> dict[str, Any]:
     if symbol.distribution != "megatron-core" and installed_version(symbol.distribution) is None:
         return _entry(module, symbol.distribution, symbol.path, skipped=True)
     try:
+        unknown = symbol.unknown_body() if symbol.fingerprints else None
         symbol.find()
     except UpstreamChangedError as error:
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
@@ -73,11 +75,17 @@ def _look_up(module: str, symbol: Symbol) -> dict[str, Any]:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return _entry(module, symbol.distribution, symbol.path, error=text)
-    return _entry(module, symbol.distribution, symbol.path)
+    return _entry(module, symbol.distribution, symbol.path, unknown=unknown)
 
 
 def _entry(
-    module: str, package: str, symbol: str, *, error: str | None = None, skipped: bool = False
+    module: str,
+    package: str,
+    symbol: str,
+    *,
+    error: str | None = None,
+    skipped: bool = False,
+    unknown: str | None = None,
 ) -> dict[str, Any]:
     return {
         "module": module,
@@ -85,4 +93,5 @@ def _entry(
         "symbol": symbol,
         "error": error,
         "skipped": skipped,
+        "unknown": unknown,
     }

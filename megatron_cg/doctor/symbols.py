@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron_cg.doctor import ask
-from megatron_cg.doctor.finding import Finding, error, note, ok
+from megatron_cg.doctor.finding import Finding, error, note, ok, warning
 from megatron_cg.doctor.system import System
 
 _INSTALL = "pip install 'megatron-core==0.19.2' 'transformer-engine[pytorch]==2.20.2'"
@@ -45,6 +45,14 @@ def relied_on(system: System) -> Iterator[Finding]:
     if len(broken) > _SHOWN:
         names = " ".join(row["symbol"] for row in broken[_SHOWN:])
         yield error(f"{len(broken) - _SHOWN} more symbols: {names}", _NO_CAPTURE, _INSTALL)
+    for row in rows:
+        if row.get("unknown") is not None:
+            yield warning(
+                row["unknown"],
+                f"{row['module']} does something else instead of it in the released versions; that "
+                "part of the FSDP fast path stays off, and the rest works",
+                _INSTALL,
+            )
     skipped = Counter(row["package"] for row in rows if row["skipped"])
     for package, count in skipped.items():
         yield note(

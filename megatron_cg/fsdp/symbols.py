@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+from typing import Any
+
 from megatron_cg.versions import Symbol
 
 _PLACES = (
@@ -11,10 +15,34 @@ _PLACES = (
 
 
 def in_both(
-    path: str, expected: str, *, parameters: tuple[str, ...] = (), attributes: tuple[str, ...] = ()
+    path: str,
+    expected: str,
+    *,
+    parameters: tuple[str, ...] = (),
+    attributes: tuple[str, ...] = (),
+    fingerprints: tuple[str, ...] = (),
 ) -> tuple[Symbol, ...]:
     """The symbol ``<package of Megatron-FSDP>.<path>`` of each; see :class:`Symbol`."""
     return tuple(
-        Symbol(distribution, f"{package}.{path}", expected, parameters, attributes)
+        Symbol(distribution, f"{package}.{path}", expected, parameters, attributes, fingerprints)
         for distribution, package in _PLACES
     )
+
+
+def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
+    """Why what replaces functions among ``symbols`` may not be right for this ``MegatronFSDP``.
+
+    Functions of modules that are not loaded, and of the other package of Megatron-FSDP, are not
+    asked about.
+    """
+    own = type(fsdp).__module__
+    found = []
+    for symbol in symbols:
+        module = symbol.path.partition(":")[0]
+        other = any(
+            module.startswith(f"{place}.") and not own.startswith(f"{place}.")
+            for _, place in _PLACES
+        )
+        if module in sys.modules and not other:
+            found.append(symbol.unknown_body())
+    return [why for why in found if why is not None]

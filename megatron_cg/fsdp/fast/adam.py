@@ -62,7 +62,21 @@ _AT_MOST = Symbol(
     f"{_MODULE}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL",
     "how many tensors one call takes",
 )
-RELIES_ON = (_ADAM, _APPLIER, _CHUNK, _AT_MOST)
+REPLACES = (
+    Symbol(
+        "transformer-engine",
+        f"{_ADAM.path}.step",
+        "its step",
+        fingerprints=("80a579d335ac25c3",),
+    ),
+    Symbol(
+        "transformer-engine",
+        "transformer_engine.pytorch.optimizers.multi_tensor_apply:MultiTensorApply.__call__",
+        "what runs its kernel",
+        fingerprints=("ac91ff4a196ee3fc",),
+    ),
+)
+RELIES_ON = (*REPLACES, _ADAM, _APPLIER, _CHUNK, _AT_MOST)
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 

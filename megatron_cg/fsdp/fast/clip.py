@@ -61,8 +61,14 @@ _OF_FSDP = "__fsdp_param__"
 _PRECISION = ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
 
 
-def _megatron(path: str, expected: str, *parameters: str, attributes: Sequence[str] = ()) -> Symbol:
-    return Symbol("megatron-core", path, expected, parameters, tuple(attributes))
+def _megatron(
+    path: str,
+    expected: str,
+    *parameters: str,
+    attributes: Sequence[str] = (),
+    fingerprints: tuple[str, ...] = (),
+) -> Symbol:
+    return Symbol("megatron-core", path, expected, parameters, tuple(attributes), fingerprints)
 
 
 _CALLED = (
@@ -83,7 +89,26 @@ _OPTIMIZER = _megatron(
         "grad_norms_by_group",
     ),
 )
-_FUNCTION = _megatron(f"{_OPTIMIZER.path}.{_CLIP}", "what clips gradients", "self", "clip_grad")
+_FUNCTION = _megatron(
+    f"{_OPTIMIZER.path}.{_CLIP}",
+    "what clips gradients",
+    "self",
+    "clip_grad",
+    fingerprints=("5b555005885178d7",),
+)
+_IN_IT = tuple(
+    _megatron(f"{_OPTIMIZER.path}.{name}", "a part of it", fingerprints=(fingerprint,))
+    for name, fingerprint in zip(
+        _CALLED,
+        (
+            "85f50b4bbe342e75",
+            "cea6e5b8e038f583",
+            "9313eb31f4623e55",
+            "ec8c4b5ded202ff1",
+        ),
+        strict=True,
+    )
+)
 _CONFIG = _megatron(
     "megatron.core.optimizer.optimizer_config:OptimizerConfig",
     "the optimizer's options",
@@ -105,25 +130,32 @@ _NOT_OF_GTP = _megatron(
     "param",
 )
 _NORM = _megatron(
-    f"{_KERNELS}:get_grad_norm_fp32", "the norm", "grads_for_norm", "grad_stats_parallel_group"
+    f"{_KERNELS}:get_grad_norm_fp32",
+    "the norm",
+    "grads_for_norm",
+    "grad_stats_parallel_group",
+    fingerprints=("b0a60a12290590e0",),
 )
 _SCALE = _megatron(
-    f"{_KERNELS}:clip_grad_by_total_norm_fp32", "the scaling", "parameters", "max_norm"
+    f"{_KERNELS}:clip_grad_by_total_norm_fp32",
+    "the scaling",
+    "parameters",
+    "max_norm",
+    fingerprints=("5649d79e2c3dcbe6",),
 )
 _APPLIER = _megatron(f"{_KERNELS}:multi_tensor_applier", "what runs its kernels")
 _NORM_KERNEL = _megatron(f"{_KERNELS}:l2_norm_impl", "the norm's kernel")
 _SCALE_KERNEL = _megatron(f"{_KERNELS}:multi_tensor_scale_tensor_impl", "the scaling's kernel")
+REPLACES = (_FUNCTION, *_IN_IT, _NORM, _SCALE)
 RELIES_ON = (
+    *REPLACES,
     _OPTIMIZER,
-    _FUNCTION,
     _CONFIG,
     _GROUPS,
     _GROUP,
     _NOT_SHARED,
     _NOT_OF_TP,
     _NOT_OF_GTP,
-    _NORM,
-    _SCALE,
     _APPLIER,
     _NORM_KERNEL,
     _SCALE_KERNEL,

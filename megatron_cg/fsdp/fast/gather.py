@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.fsdp.fast.late import LatePrefetch
+from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
 from megatron_cg.fsdp.symbols import in_both
 from megatron_cg.undo import put_over, run_before
 
@@ -51,7 +52,29 @@ Key = tuple[int, bool]
 """A bucket's number, and whether its transposed weights are meant."""
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
 
+REPLACES = (
+    *in_both(
+        "param_and_grad_buffer:AllGatherPipeline.all_gather_params",
+        "what gathers the buckets of parameters",
+        parameters=(
+            "self",
+            "params",
+            "prefetch",
+            "prefetch_order",
+            _ASYNC,
+            _OUTER,
+        ),
+        fingerprints=("65e4250c4171bbcb",),
+    ),
+    *in_both(
+        "param_and_grad_buffer:AllGatherPipeline.async_bucket_gather",
+        "what gathers one bucket",
+        parameters=("self", "bucket_id", "bwd"),
+        fingerprints=("06e64a21ea1903bf",),
+    ),
+)
 RELIES_ON = (
+    *REPLACES,
     *in_both(
         "param_and_grad_buffer:AllGatherPipeline",
         "what gathers weights",
@@ -68,23 +91,6 @@ RELIES_ON = (
         ),
     ),
     *in_both(
-        "param_and_grad_buffer:AllGatherPipeline.all_gather_params",
-        "what gathers the buckets of parameters",
-        parameters=(
-            "self",
-            "params",
-            "prefetch",
-            "prefetch_order",
-            _ASYNC,
-            _OUTER,
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:AllGatherPipeline.async_bucket_gather",
-        "what gathers one bucket",
-        parameters=("self", "bucket_id", "bwd"),
-    ),
-    *in_both(
         "param_and_grad_buffer:BucketStatus",
         "how far a bucket is",
         attributes=("EMPTY", "PRESERVED", "COMMUNICATING", "READY_TO_USE"),
@@ -98,7 +104,11 @@ def install_gathers(fsdp: Any, late: LatePrefetch) -> Callable[[], None]:
     Args:
         fsdp: the ``MegatronFSDP``.
         late: holds gathers for the next unit until the graph of this one is launched.
+
+    Raises StepsAsideError where weights are not sharded.
     """
+    if fsdp.data_parallel_sharding_strategy == "no_shard":
+        raise StepsAsideError("the sharding strategy is no_shard, in which nothing is gathered")
     pipeline = fsdp.all_gather_pipeline
     gathers = Gathers(pipeline, late, lambda: bool(fsdp.training))
     with ExitStack() as undo:

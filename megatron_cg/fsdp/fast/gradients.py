@@ -85,11 +85,13 @@ _TWICE = (
     "recompute, and the FSDP fast path cannot do with them what Megatron-FSDP does. "
     "Type --cg-no-fsdp-fast-path."
 )
+REPLACES = in_both(
+    f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
+    "what takes gradients",
+    fingerprints=("31aa215fff7f8197",),
+)
 RELIES_ON = (
-    *in_both(
-        f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
-        "what takes gradients",
-    ),
+    *REPLACES,
     *in_both(
         "megatron_fsdp:MegatronFSDP",
         "the wrapped model",

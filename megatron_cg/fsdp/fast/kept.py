@@ -41,16 +41,26 @@ from megatron_cg.undo import put_over, set_attribute
 
 _RELEASE, _RECYCLE = "release_bucket", "recycle_unused_buckets"
 _KEPT = "_megatron_cg_kept"
-RELIES_ON = (
+REPLACES = (
     *in_both(
         f"param_and_grad_buffer:AllGatherPipeline.{_RELEASE}",
         "what frees a bucket of weights",
         parameters=("self", "bucket_id", "bwd", "lazy"),
+        fingerprints=("222977e833880906",),
     ),
+    *in_both(
+        f"param_and_grad_buffer:AllGatherPipeline.{_RECYCLE}",
+        "what frees buckets before a gather",
+        fingerprints=("415ebdf448a75f2d",),
+    ),
+)
+"""Left out for what is kept."""
+RELIES_ON = (
+    *REPLACES,
     *in_both(
         "param_and_grad_buffer:AllGatherPipeline",
         "what gathers weights",
-        attributes=(_RECYCLE, "bucket_can_be_released"),
+        attributes=("bucket_can_be_released",),
     ),
     *in_both(
         "param_and_grad_buffer:ParamAndGradBuffer",

@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.lending import ReplayFunction
+from megatron_cg.fsdp.fast import adam, clip, gather, gradients, kept, swap, unshard, weights, zero
 from megatron_cg.fsdp.fast.adam import install_adam
 from megatron_cg.fsdp.fast.clip import install_clip
+from megatron_cg.fsdp.fast.gather import install_gathers
 from megatron_cg.fsdp.fast.gradients import GradientHandOff, install_gradients
 from megatron_cg.fsdp.fast.heuristics import install_heuristics
 from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
@@ -23,11 +25,25 @@ from megatron_cg.fsdp.fast.swap import install_swap
 from megatron_cg.fsdp.fast.unshard import install_unshard
 from megatron_cg.fsdp.fast.weights import install_main_gradients, install_main_weights
 from megatron_cg.fsdp.fast.zero import install_zero
+from megatron_cg.fsdp.symbols import unknown_bodies
 from megatron_cg.idle_pool import Room
+from megatron_cg.versions import Symbol
 
 logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
 _OF_GRAPHS = "hidden weights of graphs"
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_once(part: str, why: str) -> None:
+    if (part, why) not in _warned:
+        _warned.add((part, why))
+        logger.warning(
+            "FSDP fast path: %s stays off, because %s. Training is as without it. megatron-cg "
+            "doctor names all such functions.",
+            part,
+            why,
+        )
 
 
 class FastPath:
@@ -37,7 +53,8 @@ class FastPath:
     not apply is left out, and ``left_out`` says why, by the part's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fsdp: Any) -> None:
+        self._fsdp = fsdp
         self.parts: list[str] = []
         self.left_out: dict[str, str] = {}
         self.hand_off: GradientHandOff | None = None
@@ -54,8 +71,14 @@ class FastPath:
         self,
         name: str,
         put_in: Callable[[], Undo],
+        replaces: Sequence[Symbol] = (),
         undo_with: Callable[[Undo], object] | None = None,
     ) -> None:
+        unknown = unknown_bodies(replaces, self._fsdp)
+        if unknown:
+            self.left_out[name] = "; ".join(unknown)
+            _warn_once(name, self.left_out[name])
+            return
         try:
             (undo_with or self._undo.callback)(put_in())
         except StepsAsideError as why:
@@ -115,11 +138,13 @@ def install(
     Raises:
         UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.
     """
-    path = FastPath()
+    path = FastPath(fsdp)
     try:
-        path._add("kept unit", lambda: install_kept(fsdp), together)
-        path._add("swap", lambda: install_swap(fsdp))
-        path._add("gradients", lambda: path._gradients(fsdp))
+        path._add("kept unit", lambda: install_kept(fsdp), kept.REPLACES, together)
+        path._add("swap", lambda: install_swap(fsdp), swap.REPLACES)
+        # Without "unshard" nothing tells that a unit's backward pass is done.
+        replaces = (*gradients.REPLACES, *unshard.REPLACES)
+        path._add("gradients", lambda: path._gradients(fsdp), replaces)
         path._add("hidden weights", lambda: install_hidden(path._hides(fsdp, graphed)))
         late = LatePrefetch(graphed)
         if replays:
@@ -127,16 +152,25 @@ def install(
                 _OF_GRAPHS,
                 lambda: install_hidden_graphs(path._hides(fsdp, graphed), replays, late.launched),
             )
-        if _OF_GRAPHS in path.parts:
-            path.late = late
         path._add("GEMM heuristics", lambda: install_heuristics(fsdp.module))
-        path._add("unshard", lambda: install_unshard(fsdp, path._unit_is_done, path.late))
-        path._add("main gradients", lambda: install_main_gradients(fsdp, room))
-        path._add("main weights", lambda: install_main_weights(fsdp))
-        path._add("zero gradients", lambda: install_zero(fsdp, model))
+        if _OF_GRAPHS in path.parts and not unknown_bodies(unshard.REPLACES, fsdp):
+            path.late = late
+        path._add(
+            "unshard",
+            lambda: install_unshard(fsdp, path._unit_is_done, path.late),
+            unshard.REPLACES,
+        )
+        path._add("gathers", lambda: install_gathers(fsdp, path.late), gather.REPLACES)
+        path._add(
+            "main gradients",
+            lambda: install_main_gradients(fsdp, room),
+            weights.REPLACES_ATTACHING,
+        )
+        path._add("main weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)
+        path._add("zero gradients", lambda: install_zero(fsdp, model), zero.REPLACES)
         if optimizers:
-            path._add("clipping", lambda: install_clip(optimizers))
-            path._add("optimizer", lambda: install_adam(optimizers))
+            path._add("clipping", lambda: install_clip(optimizers), clip.REPLACES)
+            path._add("optimizer", lambda: install_adam(optimizers), adam.REPLACES)
     except BaseException:
         path.close()
         raise

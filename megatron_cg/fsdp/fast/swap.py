@@ -27,10 +27,25 @@ _RAW, _DISTRIBUTED = (
     "_replace_param_with_raw_if_needed",
     "_replace_param_with_distributed_if_needed",
 )
-RELIES_ON = in_both(
-    "megatron_fsdp:MegatronFSDP",
-    "the wrapped model",
-    attributes=(_RAW, _DISTRIBUTED, "is_param_fsdp_distributed"),
+REPLACES = (
+    *in_both(
+        f"megatron_fsdp:MegatronFSDP.{_RAW}",
+        "what puts raw parameters in place",
+        fingerprints=("2dd6f630faf574bb",),
+    ),
+    *in_both(
+        f"megatron_fsdp:MegatronFSDP.{_DISTRIBUTED}",
+        "what puts DTensors in place",
+        fingerprints=("d5c8b3ca8a0bcd12",),
+    ),
+)
+RELIES_ON = (
+    *REPLACES,
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("is_param_fsdp_distributed",),
+    ),
 )
 
 

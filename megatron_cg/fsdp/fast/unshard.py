@@ -18,7 +18,6 @@ from torch import nn
 
 from megatron_cg.cells import put_over_cell, set_cell
 from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
-from megatron_cg.fsdp.fast.gather import install_gathers
 from megatron_cg.fsdp.fast.known import STATE, KnownModules, KnownParameters, ParameterLists
 from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
@@ -29,38 +28,54 @@ from megatron_cg.undo import put_over
 
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
 _ROOT, _HANDLER = "root_module", "custom_backward_handler"
-RELIES_ON = (
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=("all_gather_and_wait_parameters_ready", "pre_backward", STATE),
-    ),
+REPLACES = (
     *(
         symbol
-        for name in (_LISTED, _RELEASE)
+        for name, fingerprint in (
+            (_LISTED, "58e78d8b964985ee"),
+            (_RELEASE, "52f2f0ae05776b96"),
+            ("_pre_backward_param_unshard", "f9cab4dfe76d1d76"),
+            ("_root_pre_backward", "d22a2f9ba18eb095"),
+        )
         for symbol in in_both(
             f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{name}",
-            "what walks over parameters",
+            "what walks over parameters or modules",
+            fingerprints=(fingerprint,),
         )
     ),
     *in_both(
+        "megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
+        "what waits for parameters and marks them",
+        fingerprints=("02036854c30821b7",),
+    ),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer.fetch_bucket",
+        "what points parameters at their bucket",
+        fingerprints=("00cb9ee24111bcad",),
+    ),
+)
+"""Which modules and parameters these are shown, or how often they run, is chosen here."""
+RELIES_ON = (
+    *REPLACES,
+    *in_both("megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=("pre_backward", STATE)),
+    *in_both(
         "param_and_grad_buffer:DataParallelBuffer",
         "one kind of weights",
-        attributes=("fetch_bucket", "get_item_from_bucket"),
+        attributes=("get_item_from_bucket",),
     ),
     *in_both("param_and_grad_buffer:is_float8tensor", "whether a parameter is FP8"),
 )
 
 
 def install_unshard(
-    fsdp: Any, after_backward: Callable[[nn.Module], None], late: LatePrefetch | None = None
+    fsdp: Any, after_backward: Callable[[nn.Module], None], late: LatePrefetch
 ) -> Callable[[], None]:
     """Replace what walks over parameters before and after a unit's passes; returns the undo.
 
     Args:
         fsdp: the ``MegatronFSDP``.
         after_backward: called with a unit after its backward pass, before its buckets are freed.
-        late: holds gathers for the next unit until the graph of this one is launched.
+        late: may hold gathers, which are issued at the latest as a unit is released.
 
     Raises:
         StepsAsideError: weights are not sharded, so that nothing is unsharded.
@@ -68,7 +83,6 @@ def install_unshard(
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
         raise StepsAsideError("the sharding strategy is no_shard, in which nothing is unsharded")
-    late = late or LatePrefetch()
     functions = list(hook_functions(fsdp))
     listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
     root = find_cell([fsdp.pre_backward], _ROOT)
@@ -78,7 +92,6 @@ def install_unshard(
     )
     gather = "all_gather_and_wait_parameters_ready"
     with ExitStack() as undo:
-        undo.callback(install_gathers(fsdp, late))
         undo.callback(set_cell(root, KnownModules(root.cell_contents)))
         undo.callback(_show_known_modules(fsdp))
         undo.callback(put_over_cell(listed, lists))

@@ -45,7 +45,19 @@ from megatron_cg.undo import put_over, run_before, set_attribute
 logger = logging.getLogger(__name__)
 
 _ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
+REPLACES_ATTACHING = in_both(
+    f"param_and_grad_buffer:ParamAndGradBuffer.{_ATTACH}",
+    "what gives the optimizer its gradients",
+    fingerprints=("bfef5848565df378",),
+)
+REPLACES_INSTALLING = in_both(
+    f"param_and_grad_buffer:ParamAndGradBuffer.{_INSTALL}",
+    "what copies main weights",
+    fingerprints=("64c2878b6e09f195",),
+)
 RELIES_ON = (
+    *REPLACES_ATTACHING,
+    *REPLACES_INSTALLING,
     *in_both(
         "param_and_grad_buffer:ParamAndGradBuffer",
         "the model's buffers",

@@ -44,7 +44,20 @@ _ZERO_ALL, _RAW = "zero_grad_buffer", "raw_param"
 _DECOUPLED = "decoupled_grad"
 SMALL = 320 * 65_536
 """Elements; see Note [Small buffers together]."""
+REPLACES = (
+    *in_both(
+        f"param_and_grad_buffer:ParamAndGradBuffer.{_ZERO}",
+        "what zeroes gradients",
+        fingerprints=("c4b2e1b06a826245",),
+    ),
+    *in_both(
+        f"megatron_fsdp:MegatronFSDP.{_ZERO_ALL}",
+        "what zeroes gradients and clears marks",
+        fingerprints=("94dbfceff74083c2",),
+    ),
+)
 RELIES_ON = (
+    *REPLACES,
     *in_both(
         "megatron_fsdp:MegatronFSDP",
         "the wrapped model",

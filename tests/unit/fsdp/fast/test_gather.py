@@ -20,6 +20,8 @@ from megatron_cg.fsdp.fast.gather import Gathers, install_gathers
 from megatron_cg.fsdp.fast.kept import install_kept
 from megatron_cg.fsdp.fast.known import KnownModules
 from megatron_cg.fsdp.fast.late import LatePrefetch
+from megatron_cg.fsdp.fast.gather import install_gathers
+from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.fast.unshard import install_unshard
 
 Events = list[tuple[Any, ...]]
@@ -86,7 +88,11 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
 
 
 def shorten(fsdp: Any) -> Callable[[], None]:
-    return install_unshard(fsdp, lambda _unit: None)
+    late = LatePrefetch()
+    with ExitStack() as undo:
+        undo.callback(install_unshard(fsdp, lambda _unit: None, late))
+        undo.callback(install_gathers(fsdp, late))
+        return undo.pop_all().close
 
 
 def evaluated(trainer: Any) -> float:

@@ -1,0 +1,50 @@
+"""Print the fingerprints of upstream functions that this package replaces, as installed.
+
+``python -m tools.fingerprints`` prints a line for each: whether it is known, its fingerprint, the
+package with its version, and the symbol. Before the fingerprint of a new release is added to a
+``Symbol``, its function is read beside what replaces it. Exit code 1 where one is not known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+
+from megatron_cg.doctor.relied_on import modules_that_rely
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.fingerprints import of_function
+from megatron_cg.versions import Symbol, installed_version
+
+
+def replaced() -> Iterator[tuple[str, Symbol]]:
+    """Our module and the symbol, of all functions that we replace."""
+    for name in modules_that_rely():
+        try:
+            symbols: tuple[Symbol, ...] = importlib.import_module(name).RELIES_ON
+        except (ImportError, UpstreamChangedError) as error:
+            print(f"{name} cannot be imported: {error}", file=sys.stderr)
+            continue
+        yield from ((name, symbol) for symbol in symbols if symbol.fingerprints)
+
+
+def main() -> int:
+    """Print the lines; returns the exit code."""
+    unknown = 0
+    for name, symbol in replaced():
+        version = installed_version(symbol.distribution)
+        try:
+            found = of_function(symbol.find())
+        except UpstreamChangedError:
+            found = None
+        if version is None:
+            word = "absent"
+        else:
+            word = "known" if found in symbol.fingerprints else "UNKNOWN"
+        unknown += word == "UNKNOWN"
+        print(f"{word:8}{found or '-':18}{symbol.distribution} {version}  {symbol.path}  {name}")
+    return int(unknown > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
