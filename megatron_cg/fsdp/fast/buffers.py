@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import set_attribute
+from megatron_cg.undo import put_over
 
 _FREES = "wait_for_previous_grad_reduce"
 RELIES_ON = in_both(
@@ -55,7 +55,7 @@ class FreedBuffers:
             if freed:
                 self._last, _, _ = before[freed - 1]
 
-        return set_attribute(self._pipeline, _FREES, wait_for_previous_grad_reduce)
+        return put_over(self._pipeline, _FREES, wait_for_previous_grad_reduce)
 
     def make_room(self, bucket: int) -> None:
         """Let Megatron-FSDP free a buffer for ``bucket``, which the current stream may write then.
