@@ -22,7 +22,7 @@ class StorageReference:
     __slots__ = ("_weak",)
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._weak = StorageWeakRef(storage)
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage, or None where nobody holds it any more."""
@@ -33,7 +33,7 @@ class StorageReference:
 
     def expired(self) -> bool:
         """Whether nobody holds the storage any more."""
-        return bool(self._weak.expired())  # type: ignore[no-untyped-call]
+        return bool(self._weak.expired())
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(

@@ -39,6 +39,10 @@ def never(*_args: Any, **_kwargs: Any) -> None:
     raise AssertionError("the original's")
 
 
+def of_the_user(_module: nn.Module, _args: Any) -> None:
+    """A hook that is not ours."""
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
     module = Inner()
@@ -49,7 +53,7 @@ def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
         set_attribute(module, "graphs", ["a graph"]),
         look_before(module, never),
     ]
-    theirs = module.register_forward_pre_hook(nn.Module.requires_grad_)
+    theirs = module.register_forward_pre_hook(of_the_user)
     made = WAYS[way](module)
     assert vars(made).keys() == own.keys() and type(made) is Inner
     assert made.graphs == [] and list(made._forward_pre_hooks) == [theirs.id]
@@ -117,8 +121,8 @@ def copied(module: nn.Module) -> nn.Module:
     """As an average makes it: the weights are clones, and process groups are shared."""
     memo: dict[int, Any] = {id(group): group for group in c10d._world.pg_map}
     for parameter in module.parameters():
-        whole: Any = parameter.full_tensor()  # type: ignore[operator]
-        memo[id(parameter)] = nn.Parameter(whole.detach().clone())
+        distributed: Any = parameter
+        memo[id(parameter)] = nn.Parameter(distributed.full_tensor().detach().clone())
     return copy.deepcopy(module, memo)
 
 
@@ -191,17 +195,14 @@ def test_a_whole_model_is_copied_and_trains_on_without_its_graphs(make: Callable
     inner = trainer.model.module.module
     before = shown(inner)
     layer = transformer_layers(trainer.model)[1]
-    undo = give_scopes(layer, [])
-    undo()
     undo = give_scopes(layer, layer.config.cuda_graph_modules)
     trainer.capture(TapeBackend())
     trainer.step()
     made = copied(inner)
     assert shown(made) == before and shown(inner) != before
-    assert type(layer.config).__name__ == "LayerConfig" and type(copy.copy(layer.config)) is type(
-        inner.config
-    )
-    first, second = transformer_layers(made)  # type: ignore[arg-type]
+    assert type(layer.config).__name__ == "LayerConfig"
+    assert type(copy.copy(layer.config)) is type(inner.config)
+    first, second = transformer_layers(made)
     assert first.config is second.config is made.config
     trainer.session.close()
     undo()

@@ -166,7 +166,7 @@ def test_a_copy_in_the_backward_pass_is_refused_too() -> None:
 
     class Module(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            read: torch.Tensor = Reads.apply(super().forward(x))
+            read: torch.Tensor = Reads.apply(super().forward(x))  # type: ignore[no-untyped-call]
             return read
 
     with pytest.raises(HostSyncError, match=r"Tensor\.cpu in the backward pass \(captured"):

@@ -198,6 +198,43 @@ def test_a_stale_read_of_pool_memory_gives_nan() -> None:
     assert module.kept.isnan().all()
 
 
+class ReadsTooEarly(nn.Module):
+    """Reads what its last pass left in memory, then writes there, in each of its two passes."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> Any:
+            return early_and_late(x)
+
+        @staticmethod
+        def backward(ctx: Any, first: torch.Tensor, late: torch.Tensor) -> Any:
+            early, late = early_and_late(first)
+            return early + late
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found: Any = self.Double.apply(x)  # type: ignore[no-untyped-call]
+        return found
+
+
+def early_and_late(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What lies in new memory, and that memory once it is written."""
+    late = torch.empty_like(x)
+    early = late.clone()
+    late.copy_(x)
+    return early, late
+
+
+def test_a_read_of_what_the_last_replay_left_in_the_tapes_own_memory_gives_nan() -> None:
+    """Where a GPU would go on with numbers of the step before."""
+    (graph,) = capture((ReadsTooEarly(),))
+    for value in (1.0, 2.0, 3.0):
+        x = torch.full((4, 8), value, requires_grad=True)
+        early, late = graph(x)
+        assert early.isnan().all() and torch.equal(late, x)
+        early.sum().backward()
+        assert x.grad is not None and x.grad.isnan().all()
+
+
 def test_activations_are_poisoned_after_their_backward_and_outputs_when_shared() -> None:
     module = Scale()
     (graph,) = capture((module,), _order=[1, -1], _reuse_graph_input_output_buffers=True)
