@@ -20,13 +20,14 @@ def train(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Trains a mixture of experts that is balanced by a bias; tells numbers and counts by step."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_cg.cpu import model
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
 
     balanced = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    monkeypatch.setattr(model, "TransformerConfig", partial(model.TransformerConfig, **balanced))
+    monkeypatch.setattr(model, "TransformerConfig", partial(TransformerConfig, **balanced))
     scopes = ("attn", "moe_router")
     config = CpuModelConfig(layers=LAYERS, experts=EXPERTS, topk=TOPK, graph_modules=scopes)
 
@@ -47,9 +48,9 @@ def train(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             trainer.session.close()
         shape = trainer.plan
         tokens = shape.micro_batch_size * shape.model.sequence_length * (BEFORE + AFTER)
-        counts = torch.stack([router.local_tokens_per_expert for router in routers])
-        assert counts.sum(1).tolist() == [TOPK * tokens] * LAYERS
-        return [*found, counts.tolist()], counters
+        last = torch.stack([router.local_tokens_per_expert for router in routers])
+        assert last.sum(1).tolist() == [TOPK * tokens] * LAYERS
+        return [*found, last.tolist()], counters
 
     yield run
 
