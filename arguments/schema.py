@@ -71,8 +71,9 @@ class GraphArguments:
     )
     cg_verify_interval: int = _flag(
         0,
-        "Every so many steps, run each graphed part eagerly beside its replay on the same inputs "
-        "and compare the outputs bit for bit; a difference counts as a mismatch. 0 is never.",
+        "Every so many steps, run each graphed part eagerly beside its replay on the same inputs, "
+        "forward and backward, and compare outputs and gradients bit for bit; a difference counts "
+        "as a mismatch. 0 is never.",
         type=int,
         metavar="STEPS",
     )

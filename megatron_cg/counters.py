@@ -24,6 +24,8 @@ class Counters:
     """Replays that were compared with an eager pass."""
     gradients_verified: int = 0
     """Those whose gradients were compared as well."""
+    gradients_unstable: int = 0
+    """Gradients left out of that, since two eager passes gave them other bits."""
     inputs_in_place: int = 0
     """Inputs that lay in the graph's own memory already, over all replays."""
     inputs_copied: int = 0
@@ -39,6 +41,10 @@ class Counters:
         self.inputs_in_place += in_place
         self.inputs_copied += copied
         self.bytes_copied += nbytes
+
+    def count_unstable(self, gradients: int) -> None:
+        """Count gradients that are not compared."""
+        self.gradients_unstable += gradients
 
     def add(self, other: Counters) -> None:
         """Add the counts of another session."""

@@ -96,12 +96,20 @@ class GuardedGraph:
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
-        gradients = self._guard.broken_in_backward() is None
-        self._watch.counters.gradients_verified += gradients
+        counters, gradients = self._watch.counters, self._guard.is_as_in_backward()
+        counters.gradients_verified += gradients
         # With the function as the backend made it, and not with what the fast path puts there.
         undo = self._replay.replace(self._replay.function)
         try:
-            return verify(self._unit, self._graph, args, kwargs, self._kept, gradients=gradients)
+            return verify(
+                self._unit,
+                self._graph,
+                args,
+                kwargs,
+                self._kept,
+                gradients=gradients,
+                left_out=counters.count_unstable,
+            )
         finally:
             undo()
 

@@ -95,6 +95,7 @@ class TransformerEngineBackend:
         self._fp8_recipe: Callable[[], Any] = _FP8_RECIPE.find()
         self._autocast_state: Callable[[], Any] = _AUTOCAST.find()
         self._set_autocast_state: Callable[[Any], None] = _SET_AUTOCAST.find()
+        self._fp8_state: Any = _FP8_STATE.find()
 
     def capture(
         self,
@@ -168,7 +169,7 @@ class TransformerEngineBackend:
         do so in Python, too (``graph.py``, ``Graphed.backward``).
         """
         nothing = staticmethod(lambda *_args, **_kwargs: None)
-        undo = set_attribute(_FP8_STATE.find(), "reduce_and_update_fp8_tensors", nothing)
+        undo = set_attribute(self._fp8_state, "reduce_and_update_fp8_tensors", nothing)
         try:
             yield
         finally:

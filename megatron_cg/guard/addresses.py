@@ -60,6 +60,15 @@ class Addresses:
         """The first tensor that lies elsewhere, before a backward replay."""
         return self._compare(self.backward, "backward")
 
+    def are_as_in_backward(self) -> bool:
+        """Whether all is where the backward pass reads it, and needs nothing done for that.
+
+        Quantized weights do: Megatron-FSDP makes their transposes as it unshards for the backward
+        pass (megatron-fsdp 0.6.1, ``fp8_create_transpose_cache``).
+        """
+        quantized = any(map(_is_quantized, (item.tensor for item in self._watched)))
+        return not quantized and self._now() == self.backward
+
     def _now(self) -> list[object]:
         return [read() for read in self._read]
 
@@ -78,9 +87,13 @@ class Addresses:
         )
 
 
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    return any(isinstance(getattr(tensor, name, None), torch.Tensor) for name in _RAW)
+
+
 def _reader(tensor: torch.Tensor) -> Callable[[], object]:
     """What reads the address of ``tensor``, or the addresses of a quantized one."""
-    if not any(isinstance(getattr(tensor, name, None), torch.Tensor) for name in _RAW):
+    if not _is_quantized(tensor):
         return tensor.data_ptr
 
     def read() -> tuple[int, ...]:

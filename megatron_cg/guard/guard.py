@@ -36,6 +36,10 @@ class Guard:
                 return found
         return self._addresses.broken_in_forward()
 
+    def is_as_in_backward(self) -> bool:
+        """Whether a backward replay would read the unit's weights now, before its forward pass."""
+        return self._addresses.are_as_in_backward()
+
     def broken_in_backward(self) -> Mismatch | None:
         """What forbids the backward replay that is about to begin, or None."""
         return self._addresses.broken_in_backward()

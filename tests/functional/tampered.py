@@ -30,6 +30,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "recapture": lambda steps: life.recapture_before(map(int, steps.split(","))),
     "capture-often": lambda times: life.capture_often(int(times)),
     "wrong-bit": replay.wrong_bit,
+    "wrong-gradient": replay.wrong_gradient,
     "scale": lambda factors: life.scale_gradients(_factors(factors)),
     "raise": lambda step: life.raise_at(int(step)),
     "exit": lambda step: life.exit_at(int(step)),

@@ -130,6 +130,34 @@ def test_a_wrong_bit_is_found_and_the_part_run_eagerly(align: Align) -> None:
         assert rank["graphs"]["replayed"] == (LAYERS - 1) * MICROBATCHES * (STEPS - WARMUP)
 
 
+@pytest.mark.parametrize("which", ["input", "weight"])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_wrong_gradient_is_found_and_the_part_run_eagerly(
+    which: str, fast: bool, align: Align
+) -> None:
+    flags = ("--cg-verify-interval", "1", *(() if fast else ("--cg-no-fsdp-fast-path",)))
+    case = replace(LIFE["dense"], name=f"gradient-{which}-{fast}", graph_flags=flags)
+    outcome = align(case, script=SCRIPT, mutation=f"wrong-gradient@{which}@1")
+    assert_trained_alike(outcome)
+    assert outcome.graphed is not None
+    passes = MICROBATCHES * (STEPS - WARMUP)
+    for rank in outcome.graphed.values():
+        assert rank["graphs"]["mismatched"] == rank["graphs"]["eager"] == passes
+        assert rank["graphs"]["replayed"] == (LAYERS - 1) * passes
+        assert rank["graphs"]["gradients_verified"] == LAYERS * passes
+        assert rank["graphs"]["gradients_unstable"] == 0
+
+
+def test_a_wrong_gradient_ends_the_run_where_that_was_asked_for(align: Align) -> None:
+    flags = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
+    case = replace(LIFE["dense"], name="gradient", graph_flags=flags)
+    outcome = align(case, script=SCRIPT, mutation="wrong-gradient@weight@1")
+    assert outcome.comparison.status == "failed"
+    assert "ReplayMismatchError" in outcome.comparison.reason
+    assert "the gradient of " in outcome.comparison.reason
+    assert "different in 1 of" in outcome.comparison.reason
+
+
 def test_a_wrong_bit_ends_the_run_where_that_was_asked_for(align: Align) -> None:
     flags = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
     case = replace(LIFE["dense"], name="bit", graph_flags=flags)

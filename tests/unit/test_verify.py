@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from megatron_cg.capture import Unit, without_gradients
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.verify import _first_difference
+from megatron_cg.verify import _first_difference, verify
 from megatron_cg.watch import ReplayPolicy
 
 STEPS, LAYERS = 6, 2
@@ -87,7 +90,7 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 def all_of(counters: Any, steps: int) -> None:
-    counters.expect(verified=steps, gradients_verified=steps, mismatched=0)
+    counters.expect(verified=steps, gradients_verified=steps, gradients_unstable=0, mismatched=0)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -140,6 +143,63 @@ def test_a_wrong_gradient_is_named(
 ) -> None:
     with pytest.raises(ReplayMismatchError, match=words):
         run(ReplayPolicy("error", 3), corrupt=corrupt)
+
+
+class Unsteady(torch.autograd.Function):
+    """Hands its input on; its gradient has other bits in each pass, as with atomics on a GPU."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        Unsteady.passes += 1
+        return gradients[0] * (1 + Unsteady.passes)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Unsteady.apply(x * self.before) * self.after
+        return out
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_that_differ_by_themselves_are_no_mismatch(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    module = Scaled()
+    unit = Unit("layer 0", module, (), run=lambda m, a, k: m(*a, **k), in_backward=nullcontext)
+    counted: list[int] = []
+
+    def kept() -> Any:
+        return without_gradients(list(module.parameters()))
+
+    def checked(graph: Callable[..., Any]) -> Any:
+        x = torch.ones(2, 4, requires_grad=True)
+        return verify(unit, graph, [x], {}, kept, left_out=counted.append)
+
+    found = checked(module)
+    if deterministic:
+        assert found is not None and "the gradient of input 0" in found.text("layer 0", 0)
+        assert counted == []
+        return
+    assert found is None and counted == [2]  # of the input, and of the weight before
+    after = checked(lambda x: Unsteady.apply(x * module.before) * twice(module.after))
+    assert after is not None and "the gradient of after" in after.text("layer 0", 0)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def twice(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, and twice its gradient."""
+    return weight + weight - weight.detach()
 
 
 def test_one_wrong_bit_ends_the_run_where_that_was_asked_for(one_rank: None) -> None:

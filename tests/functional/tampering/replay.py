@@ -6,6 +6,7 @@ wherever the guard does its work.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -138,6 +139,45 @@ def wrong_bit(layer: str) -> None:
         return init
 
     wrap(GuardedGraph, "__init__", make)
+
+
+def wrong_gradient(detail: str) -> None:
+    """After each backward replay of a layer one bit of a gradient is wrong, in the graph itself.
+
+    ``detail`` is ``input`` or ``weight``, and after another @ the layer.
+    """
+    from megatron_cg.backends import transformer_engine
+    from megatron_cg.backends.te_replay import replay_function
+
+    which, _, layer = detail.partition("@")
+
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
+            graphs = old(self, *args, **kwargs)
+            replay = replay_function(graphs[int(layer)])
+            first = replay.first_weight
+            replay.replace(_with_wrong_gradient(replay.function, first, which))
+            return graphs
+
+        return capture
+
+    if which not in ("input", "weight"):
+        raise ValueError(which)
+    wrap(transformer_engine.TransformerEngineBackend, "capture", make)
+
+
+def _with_wrong_gradient(function: Any, first_weight: int, which: str) -> Any:
+    class Wrong(function):  # type: ignore[misc]
+        @staticmethod
+        @functools.wraps(function.backward)  # whose closure variables are looked up
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            found = function.backward(ctx, *gradients)
+            some = found[first_weight:] if which == "weight" else found[:first_weight]
+            wrong = next(gradient for gradient in some if gradient is not None)
+            wrong.detach().view(torch.uint8).flatten()[0] ^= 1
+            return found
+
+    return Wrong
 
 
 class _Flipped:

@@ -21,6 +21,11 @@ class QuantizationState:
     """TE's interface of that name; ``recipe`` is None where FP8 is off."""
 
     recipe: Any = None
+    updates = 0
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        cls.updates += 1
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -77,6 +82,21 @@ def test_a_te_without_a_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     del vars(graph)["set_capture_end"]
     with pytest.raises(UpstreamChangedError, match="set_capture_end"):
         transformer_engine.TransformerEngineBackend()
+
+
+def test_scales_of_all_modules_are_not_updated_by_a_pass_outside_of_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_te(monkeypatch, new_capture)
+    backend = transformer_engine.TransformerEngineBackend()
+    monkeypatch.setattr(QuantizationState, "updates", 0)
+    before = vars(QuantizationState)["reduce_and_update_fp8_tensors"]
+    with backend.without_updates():
+        QuantizationState.reduce_and_update_fp8_tensors(forward=False)
+    assert QuantizationState.updates == 0
+    assert vars(QuantizationState)["reduce_and_update_fp8_tensors"] is before
+    QuantizationState.reduce_and_update_fp8_tensors(forward=False)
+    assert QuantizationState.updates == 1
 
 
 class Plain(nn.Linear):
