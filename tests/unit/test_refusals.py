@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends import tape
 from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape_record import recording
 from megatron_cg.capture import Unit
 from megatron_cg.errors import CaptureError, HookError, HostSyncError
 from megatron_cg.places import place_of
@@ -68,6 +68,9 @@ class InBackward(torch.autograd.Function):
         return gradients[0], None
 
 
+in_backward: Callable[..., Any] = InBackward.apply
+
+
 class Reads(nn.Module):
     """Around another module, and reads what that one returns."""
 
@@ -85,14 +88,13 @@ class Reads(nn.Module):
             except KeyError:
                 self.read(out)
         elif self.way == "backward":
-            out = InBackward.apply(out, self.read)
+            out = in_backward(out, self.read)
         return out
 
 
 @pytest.fixture
 def as_cuda_ends_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that was invalidated raises once more when it ends, as ``torch.cuda.graph``."""
-    recording = tape.recording
 
     @contextmanager
     def ending(*args: Any) -> Iterator[Any]:
@@ -102,7 +104,7 @@ def as_cuda_ends_captures(monkeypatch: pytest.MonkeyPatch) -> None:
             except (torch.AcceleratorError, LookupError):
                 raise torch.AcceleratorError(INVALIDATED)  # noqa: B904 - as an end in __exit__
 
-    monkeypatch.setattr(tape, "recording", ending)
+    monkeypatch.setattr("megatron_cg.backends.tape.recording", ending)
 
 
 def failing_capture(way: str, read: Callable[[torch.Tensor], None], *scopes: str) -> CaptureError:

@@ -160,13 +160,16 @@ class Unsteady(torch.autograd.Function):
         return gradients[0] * (1 + Unsteady.passes)
 
 
+unsteady: Callable[..., Any] = Unsteady.apply
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.after = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Unsteady.apply(x * self.before) * self.after
+        out: torch.Tensor = unsteady(x * self.before) * self.after
         return out
 
 
@@ -192,7 +195,7 @@ def test_gradients_that_differ_by_themselves_are_no_mismatch(
         assert counted == []
         return
     assert found is None and counted == [2]  # of the input, and of the weight before
-    after = checked(lambda x: Unsteady.apply(x * module.before) * twice(module.after))
+    after = checked(lambda x: unsteady(x * module.before) * twice(module.after))
     assert after is not None and "the gradient of after" in after.text("layer 0", 0)
     assert all(parameter.grad is None for parameter in module.parameters())
 
