@@ -35,14 +35,19 @@ from megatron_cg.versions import Symbol
 
 MASK = "attention_mask"
 
-RELIES_ON = tuple(
-    Symbol(
-        "megatron-core",
-        f"megatron.core.transformer.transformer_layer:TransformerLayer.{name}",
-        "where Megatron makes attention masks for graphs",
-    )
-    for name in ("get_layer_static_inputs", "_get_te_cuda_graph_replay_args")
+_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_SAMPLES = Symbol(
+    "megatron-core",
+    f"{_LAYER}.get_layer_static_inputs",
+    "where Megatron makes attention masks for captures",
+    fingerprints=("79b27aa0a43a2949",),
 )
+_REPLAY_ARGS = Symbol(
+    "megatron-core",
+    f"{_LAYER}._get_te_cuda_graph_replay_args",
+    "where Megatron makes attention masks for replays",
+)
+RELIES_ON = (_SAMPLES, _REPLAY_ARGS)
 for _symbol in RELIES_ON:
     _symbol.find()
 
@@ -103,7 +108,8 @@ def _without_mask(layer: Any) -> Callable[[], None]:
 
 
 def _samples(layer: Any, make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-    if type(layer).get_layer_static_inputs is TransformerLayer.get_layer_static_inputs:
+    own = type(layer).get_layer_static_inputs is TransformerLayer.get_layer_static_inputs
+    if own and _SAMPLES.unknown_body() is None:
         # Not even made: the masks of all layers would lie beside each other until the last is.
         return GraphableMegatronModule.get_layer_static_inputs(layer, *args, **kwargs)
     made = make(*args, **kwargs)

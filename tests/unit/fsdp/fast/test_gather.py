@@ -20,8 +20,6 @@ from megatron_cg.fsdp.fast.gather import Gathers, install_gathers
 from megatron_cg.fsdp.fast.kept import install_kept
 from megatron_cg.fsdp.fast.known import KnownModules
 from megatron_cg.fsdp.fast.late import LatePrefetch
-from megatron_cg.fsdp.fast.gather import install_gathers
-from megatron_cg.fsdp.fast.late import LatePrefetch
 from megatron_cg.fsdp.fast.unshard import install_unshard
 
 Events = list[tuple[Any, ...]]

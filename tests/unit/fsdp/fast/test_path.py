@@ -19,7 +19,7 @@ from megatron_cg.fsdp.fast import FastPath, install
 
 STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
 PARTS = [
-    *("kept unit", "swap", "gradients", "hidden weights of graphs", "unshard"),
+    *("kept unit", "swap", "gradients", "hidden weights of graphs", "unshard", "gathers"),
     *("main gradients", "main weights", "zero gradients"),
 ]
 MANY: dict[str, Any] = {
@@ -246,7 +246,11 @@ def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
         }
         for strategy in ("optim", "optim_grads", "no_shard")
     }
-    sharded["no_shard"] |= {"unshard": "nothing is unsharded", "main weights": ""}
+    sharded["no_shard"] |= {
+        "unshard": "nothing is unsharded",
+        "gathers": "nothing is gathered",
+        "main weights": "",
+    }
     left_out = {
         "ZeRO-1": sharded["optim"],
         "ZeRO-2": sharded["optim_grads"],

@@ -28,16 +28,20 @@ ALL = [
     for _, symbol in fingerprints.replaced()
     if symbol.distribution != "transformer-engine"
 ]
+HOOKS = "megatron_fsdp:MegatronFSDP._register_fsdp_hooks"
+STORE = "param_and_grad_buffer:ParamAndGradBuffer"
+PIPELINE = "param_and_grad_buffer:AllGatherPipeline"
+WITH_GRADIENTS = {"gradients", "hidden weights", "hidden weights of graphs"}
 CASES = [
-    ("param_and_grad_buffer:AllGatherPipeline.release_bucket", "", {"kept unit"}),
+    (f"{PIPELINE}.release_bucket", "", {"kept unit"}),
     ("megatron_fsdp:MegatronFSDP._replace_param_with_raw_if_needed", "", {"swap"}),
-    ("megatron_fsdp:MegatronFSDP._register_fsdp_hooks", "_process_post_backward_gradients", {"gradients", "hidden weights", "hidden weights of graphs"}),
-    ("megatron_fsdp:MegatronFSDP._register_fsdp_hooks", "release_module_parameters", {"unshard", "gradients", "hidden weights", "hidden weights of graphs"}),
-    ("param_and_grad_buffer:AllGatherPipeline.async_bucket_gather", "", {"gathers"}),
-    ("param_and_grad_buffer:ParamAndGradBuffer.update_main_grads", "", {"main gradients"}),
-    ("param_and_grad_buffer:ParamAndGradBuffer.copy_main_weights_to_model_weights", "", {"main weights"}),
-    ("param_and_grad_buffer:ParamAndGradBuffer.zero_grad", "", {"zero gradients"}),
-]  # fmt: skip
+    (HOOKS, "_process_post_backward_gradients", WITH_GRADIENTS),
+    (HOOKS, "release_module_parameters", {"unshard", *WITH_GRADIENTS}),
+    (f"{PIPELINE}.async_bucket_gather", "", {"gathers"}),
+    (f"{STORE}.update_main_grads", "", {"main gradients"}),
+    (f"{STORE}.copy_main_weights_to_model_weights", "", {"main weights"}),
+    (f"{STORE}.zero_grad", "", {"zero gradients"}),
+]
 
 
 @pytest.mark.parametrize("symbol", ALL)
@@ -51,7 +55,8 @@ def test_a_fingerprint_is_that_of_the_installed_release(symbol: Symbol) -> None:
 def test_a_fingerprint_is_that_of_the_released_transformer_engine(symbol: Symbol) -> None:
     module, _, name = symbol.path.partition(":")
     file = Path(*module.split(".")).with_suffix(".py")
-    places = [Path(place, file) for place in (Path(sys.prefix, "te-source"), *sys.path)]
+    folders = [str(Path(sys.prefix, "te-source")), *sys.path]
+    places = [Path(folder, file) for folder in folders]
     found = next((place for place in places if place.is_file()), None)
     assert found is not None, "transformer-engine's sources are not there: run make test"
     assert symbol.fingerprints == (of_source(found.read_text(), name),)
@@ -59,7 +64,10 @@ def test_a_fingerprint_is_that_of_the_released_transformer_engine(symbol: Symbol
 
 def test_only_code_counts() -> None:
     one = of_source("def f(a, b=1):\n    return a + b")
-    same = '@d\ndef g(): ...\ndef f(a: int, b: int = 1) -> int:\n    """Adds."""\n    # both\n    return (a +\n        b)'
+    same = (
+        "@d\ndef g(): ...\n"
+        'def f(a: int, b: int = 1) -> int:\n    """Adds."""\n    # both\n    return (a +\n  b)'
+    )
     assert of_source(same, "f") == one is not None
     others = [
         "def f(a, b=2):\n    return a + b",
