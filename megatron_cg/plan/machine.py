@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +128,7 @@ def process_groups(args: Any) -> Iterator[Any]:
         )
         stack.callback(torch.distributed.destroy_process_group)
         stack.enter_context(_meshes_on_meta())
+        stack.enter_context(_of_rank_0(parallel_state))
         stack.callback(parallel_state.destroy_model_parallel)
         order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
         try:
@@ -145,10 +146,42 @@ def process_groups(args: Any) -> Iterator[Any]:
             )
         except (AssertionError, RuntimeError) as error:
             raise SizesError(" ".join(str(error).split())) from error
+        if parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP is None:
+            # Megatron makes it of as many other groups, of which there is one.
+            size = args.world_size // args.num_distributed_optimizer_instances
+            group = torch.distributed.new_group(range(size))
+            parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
         tracker = random._CUDA_RNG_STATE_TRACKER
         random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
         stack.callback(setattr, random, "_CUDA_RNG_STATE_TRACKER", tracker)
         yield ProcessGroupCollection.use_mpu_process_groups()
+
+
+@contextmanager
+def _of_rank_0(parallel_state: Any) -> Iterator[None]:
+    """Make of all groups those of rank 0 alone, and gather objects from one rank.
+
+    The ranks are alike, so a plan takes as long for tens of thousands of them as for two. Relied
+    on: megatron-core 0.19.2, ``parallel_state.generate_masked_orthogonal_rank_groups``, which lists
+    every group of a kind, and makes those that its caller is not in as well.
+    """
+
+    def groups(_world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+        ranks, stride = [0], 1
+        for size, inside in zip(sizes, mask, strict=True):
+            if inside:
+                ranks = [rank + stride * index for index in range(size) for rank in ranks]
+            stride *= size
+        return [ranks]
+
+    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+        found[:] = [value] * len(found)
+
+    with (
+        replaced(parallel_state, "generate_masked_orthogonal_rank_groups", groups),
+        replaced(torch.distributed, "all_gather_object", all_gather_object),
+    ):
+        yield
 
 
 @contextmanager

@@ -10,13 +10,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.plan.request import Request
 
+PATIENCE = 3.0
+"""Seconds without a word."""
+_WORKING = "planning: Megatron builds the model, and its layers run once without a GPU"
 Plan = dict[str, Any]
 """A plan as JSON; ``docs/plan.md`` says what is in it."""
 
@@ -41,19 +45,53 @@ def make_plans(requests: Sequence[Request], *, timeout: float = 600.0) -> list[P
             filter(None, [root, os.environ.get("PYTHONPATH", "")])
         )
         command = [sys.executable, "-m", "megatron_cg.plan.worker", str(asked), str(answered)]
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                check=False,
-            )
+            said = _wait(process, timeout)
         except subprocess.TimeoutExpired as error:
             raise PlanError(f"no plan was made within {timeout:g} seconds.") from error
-        if done.returncode or not answered.exists():
-            end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-25:])
-            raise PlanError(f"making the plan failed (exit code {done.returncode}):\n{end}")
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode or not answered.exists():
+            end = "\n".join(said.strip().splitlines()[-25:])
+            raise PlanError(f"making the plan failed (exit code {process.returncode}):\n{end}")
         plans: list[Plan] = json.loads(answered.read_text(encoding="utf-8"))
         return plans
+
+
+def _wait(process: subprocess.Popen[str], timeout: float) -> str:
+    """What the process prints until its end; says that it works where that takes a while."""
+    patience = min(PATIENCE, timeout)
+    try:
+        return process.communicate(timeout=patience)[0]
+    except subprocess.TimeoutExpired:
+        if patience == timeout:
+            raise
+    with _working():
+        return process.communicate(timeout=timeout - patience)[0]
+
+
+@contextmanager
+def _working() -> Iterator[None]:
+    """A clock on a terminal, elsewhere a line; both on standard error."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(f"{_WORKING} ...", file=sys.stderr, flush=True)
+        yield
+        return
+    columns = SpinnerColumn(), TextColumn(_WORKING), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task("")
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_cg.errors import MegatronCGError
 from megatron_cg.nearest import did_you_mean
 
 _SCRIPT = ".py"
+_PACKAGE = "megatron_cg"
 _MODULES = "--cuda-graph-modules"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
@@ -44,6 +45,8 @@ class Request:
     """Variables that stood before the command."""
     own_flags: bool = False
     """Whether the script may have flags of its own, which Megatron's parser does not know."""
+    started_without: str | None = None
+    """The script of a command that starts it without this package's launcher, as it is written."""
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON can hold them."""
@@ -91,9 +94,7 @@ def read_request(
         words = (*_without_modules(words), *_modules(scopes))
     if cg_layers:
         words = (*words, "--cg-layers", *cg_layers)
-    return Request(
-        request.title, words, nproc or request.nproc, request.environment, request.own_flags
-    )
+    return replace(request, words=words, nproc=nproc or request.nproc)
 
 
 def _is_foreign(script: str) -> bool:
@@ -130,7 +131,23 @@ def _from_command_line(words: Sequence[str]) -> Request:
         per_node * (nodes or 1) if per_node else None,
         environment,
         _is_foreign(words[at]),
+        None if _has_launcher(before, words[at]) else words[at],
     )
+
+
+def _has_launcher(before: Sequence[str], script: str) -> bool:
+    """Whether a command starts this package before the script, or the script does so itself.
+
+    Also where there is no command, but at most variables: how the script is started is not told.
+    """
+    command = [word for word in before if not _ASSIGNMENT.match(word)]
+    text = f" {' '.join(command)} ".replace("=", " ")
+    if not command or re.search(r" (-m ?|--module )megatron_cg ", text):
+        return True
+    try:
+        return _PACKAGE in Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 def _number_after(words: Sequence[str], names: Sequence[str]) -> int | None:

@@ -28,6 +28,8 @@ from megatron_cg.nearest import did_you_mean
 from megatron_cg.plan.likeness.packages import TE_VERSION
 
 _TE = "transformer-engine"
+MOST_GPUS = 2**18
+"""Of a run that is planned: its ranks are listed in memory."""
 
 
 @dataclass
@@ -47,28 +49,39 @@ class Settings:
 
 
 def read_settings(
-    words: Sequence[str], gpus: int | None, environment: Mapping[str, str], *, own_flags: bool
+    words: Sequence[str],
+    gpus: int | None,
+    environment: Mapping[str, str],
+    *,
+    own_flags: bool,
+    started_without: str | None = None,
 ) -> Settings:
-    """Parse, check by our rules, check by Megatron's; nothing is raised for what is wrong."""
+    """Parse, check by our rules, check by Megatron's; nothing is raised for what is wrong.
+
+    ``started_without`` is the script of a command that starts it without this package's launcher.
+    """
     notes: list[str] = []
     try:
         args, unknown = _parsed(words)
+        if unknown and not own_flags:
+            raise _UsageError(_unknown_text(unknown))
+        args.world_size = gpus or fewest_gpus(args)
+        if args.world_size > MOST_GPUS:
+            text = f"{args.world_size:,} GPUs, and a plan is made for at most {MOST_GPUS:,}"
+            raise _UsageError(text)
     except _UsageError as error:
         return Settings(None, RunArguments(), GraphArguments(), (), None, [], usage=str(error))
-    if unknown and not own_flags:
-        return Settings(
-            None, RunArguments(), GraphArguments(), (), None, [], usage=_unknown_text(unknown)
-        )
     if unknown:
         # Close to a flag of Megatron's are many that a script may well have.
         own = " ".join(_with_hints(unknown, cutoff=0.9))
         notes.append(f"not Megatron's, so taken for the script's own: {own}")
-    args.world_size = gpus or fewest_gpus(args)
     run, graph = read(args)
     where, more = _environment_of_the_run(environment)
     broken = violations(run, graph, where)
     if not run.wants_graphs and not broken:
         broken = (_no_graphs(run),)
+    elif run.wants_graphs and started_without:
+        broken = (_no_launcher(started_without), *broken)
     notes += [*more, *notices(run, graph, where)]
     megatron = _megatrons_opinion(args)
     return Settings(args, run, graph, broken, megatron, notes)
@@ -161,6 +174,16 @@ def _no_graphs(run: RunArguments) -> Violation:
     )
 
 
+def _no_launcher(script: str) -> Violation:
+    return Violation(
+        "launcher",
+        f"the command starts {script} without -m megatron_cg",
+        "Megatron alone captures no layerwise graphs under Megatron-FSDP",
+        f"write -m megatron_cg before {script}, or call megatron_cg.enable() in it before it "
+        "parses its arguments",
+    )
+
+
 def _megatrons_opinion(args: Any) -> str | None:
     """What ``validate_args`` and the model's configuration raise; ``args`` are validated by it."""
     from megatron.training import arguments
@@ -176,14 +199,18 @@ def _megatrons_opinion(args: Any) -> str | None:
             try:
                 check(args)
             except (Exception, SystemExit) as error:
-                return _text(error)
+                return error_text(error)
     return None
 
 
-def _text(error: BaseException) -> str:
-    """An error's message; of a bare assertion, the line of Megatron that makes it."""
-    if str(error):
-        return " ".join(str(error).split())
+def error_text(error: BaseException) -> str:
+    """An error in one line; of a bare assertion, the line of Megatron that makes it."""
+    # Behind that torch has the addresses of its own functions.
+    text = " ".join(str(error).partition("Exception raised from")[0].split())
+    if text:
+        # Of errors of Python's own the text alone, "integer modulo by zero", says too little.
+        name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        return name + text
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.line} ({type(error).__name__} in {last.name})"
 

@@ -56,7 +56,7 @@ def _print_rules(console: Console, plan: dict[str, Any]) -> None:
             _line(console, f"   Instead: {item['remedy']}.")
     if plan["megatron"] is not None:
         also = " too, at its first broken rule" if broken else ""
-        _line(console, f"Megatron itself stops{also} with: {plan['megatron']}")
+        _line(console, f"Megatron stops{also} with: {plan['megatron']}")
 
 
 def _print_model(console: Console, model: dict[str, Any]) -> None:

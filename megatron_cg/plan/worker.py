@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -48,7 +49,11 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         os.environ.update(given)
         settings = read_settings(
-            request["words"], request["nproc"], given, own_flags=request["own_flags"]
+            request["words"],
+            request["nproc"],
+            given,
+            own_flags=request["own_flags"],
+            started_without=request["started_without"],
         )
         plan: dict[str, Any] = {
             "format": FORMAT,
@@ -69,12 +74,14 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
 def _details(settings: Any, notes: list[str], violations: list[dict[str, str]]) -> dict[str, Any]:
     """What can be said of a run that breaks no rule; a model that cannot be planned is noted.
 
-    Sizes that Megatron refuses only when it makes process groups are a rule that is broken, and so
-    is a host that waits for the device in what would be captured.
+    What Megatron refuses no earlier than when it makes process groups, builds the model or runs a
+    layer is a rule that is broken, and so is a host that waits for the device in what would be
+    captured.
     """
     from megatron_cg.errors import HostSyncError, MegatronCGError
     from megatron_cg.plan.details import details
     from megatron_cg.plan.machine import SizesError
+    from megatron_cg.plan.settings import error_text
 
     try:
         return details(settings, notes)
@@ -86,6 +93,16 @@ def _details(settings: Any, notes: list[str], violations: list[dict[str, str]]) 
     except MegatronCGError as error:
         notes.append(str(error))
         return {}
+    except Exception as error:
+        if not _came_from_megatron(error):
+            raise
+        return {"megatron": error_text(error)}
+
+
+def _came_from_megatron(error: Exception) -> bool:
+    """Whether Megatron's code was running; if not, this package has a defect."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__", "").startswith("megatron.") for frame in frames)
 
 
 if __name__ == "__main__":
