@@ -157,6 +157,19 @@ def process_groups(args: Any) -> Iterator[Any]:
         yield ProcessGroupCollection.use_mpu_process_groups()
 
 
+def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
+    """The ranks that differ from rank 0 in the dimensions of ``mask`` alone, in their order.
+
+    ``sizes`` are those of all dimensions, of which the first varies fastest with the rank.
+    """
+    ranks, stride = [0], 1
+    for size, inside in zip(sizes, mask, strict=True):
+        if inside:
+            ranks = [rank + stride * index for index in range(size) for rank in ranks]
+        stride *= size
+    return ranks
+
+
 @contextmanager
 def _of_rank_0(parallel_state: Any) -> Iterator[None]:
     """Make of all groups those of rank 0 alone, and gather objects from one rank.
@@ -167,12 +180,7 @@ def _of_rank_0(parallel_state: Any) -> Iterator[None]:
     """
 
     def groups(_world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
-        ranks, stride = [0], 1
-        for size, inside in zip(sizes, mask, strict=True):
-            if inside:
-                ranks = [rank + stride * index for index in range(size) for rank in ranks]
-            stride *= size
-        return [ranks]
+        return [group_of_rank_0(sizes, mask)]
 
     def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
         found[:] = [value] * len(found)

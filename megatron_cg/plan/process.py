@@ -45,7 +45,7 @@ def make_plans(requests: Sequence[Request], *, timeout: float = 600.0) -> list[P
             filter(None, [root, os.environ.get("PYTHONPATH", "")])
         )
         command = [sys.executable, "-m", "megatron_cg.plan.worker", str(asked), str(answered)]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -53,14 +53,13 @@ def make_plans(requests: Sequence[Request], *, timeout: float = 600.0) -> list[P
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-        )
-        try:
-            said = _wait(process, timeout)
-        except subprocess.TimeoutExpired as error:
-            raise PlanError(f"no plan was made within {timeout:g} seconds.") from error
-        finally:
-            process.kill()
-            process.wait()
+        ) as process:
+            try:
+                said = _wait(process, timeout)
+            except subprocess.TimeoutExpired as error:
+                raise PlanError(f"no plan was made within {timeout:g} seconds.") from error
+            finally:
+                process.kill()
         if process.returncode or not answered.exists():
             end = "\n".join(said.strip().splitlines()[-25:])
             raise PlanError(f"making the plan failed (exit code {process.returncode}):\n{end}")

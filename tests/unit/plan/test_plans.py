@@ -41,11 +41,41 @@ def with_a_tokenizer(name: str) -> Request:
     return Request("x", (*words[:at], *words[at + 2 :]), 2)
 
 
+REFUSED_WHILE_BUILDING: dict[str, tuple[str, list[str]]] = {
+    "Invalid length of moe_layer_pattern": ("deepseek-v3", ["--num-layers", "16"]),
+    "k not in range for dimension": (
+        "mixtral-tiny",
+        ["--num-experts", "4", "--moe-router-topk", "8"],
+    ),
+    "is invalid for input of size": (
+        "llama-tiny",
+        ["--group-query-attention", "--num-query-groups", "3"],
+    ),
+    "negative dimension -5": ("llama-tiny", ["--seq-length", "-5"]),
+    "ValueError: cannot convert float NaN": (
+        "mixtral-tiny",
+        ["--moe-expert-capacity-factor", "nan"],
+    ),
+    "Storage size calculation overflowed": ("llama-tiny", ["--hidden-size", "100000000000"]),
+    "Overflow when unpacking long": ("llama-tiny", ["--ffn-hidden-size", "9" * 20]),
+    "ZeroDivisionError: ": ("llama-tiny", ["--hidden-size", "0"]),
+}
+"""By what Megatron, or torch inside of it, says of them."""
+
 REQUESTS = {
     **{name: read_request(name, []) for name in preset_names()},
     "mistakes": on_preset(MISTAKES),
     "only Megatron minds": on_preset("--num-attention-heads 7"),
     "indivisible": read_request("mixtral-tiny", ["--expert-model-parallel-size", "2"], nproc=3),
+    **{name: read_request(*words) for name, words in REFUSED_WHILE_BUILDING.items()},
+    "many ranks": on_preset("--global-batch-size 65536", nproc=32_768),
+    "too many ranks": on_preset("", nproc=10**9),
+    "without the launcher": read_request(
+        None, ["torchrun", "pretrain_gpt.py", *on_preset("").words], nproc=2
+    ),
+    "without the launcher or graphs": read_request(
+        None, ["torchrun", "train.py", "--cuda-graph-impl", "none", "--lr", "1"], nproc=2
+    ),
     "not a range": on_preset("", cg_layers=["attn:x"]),
     "unknown flag": on_preset("--cuda-graf-modules attn"),
     "bad value": on_preset("--num-layers many"),
@@ -185,6 +215,37 @@ def test_what_megatron_refuses_with_its_groups_is_refused_too(plans: dict[str, P
     plan = plans["indivisible"]
     assert "world_size (3) is not divisible by expert" in plan["megatron"]
     assert command.exit_code(plan) == command.BROKEN and "layers" not in plan
+
+
+@pytest.mark.parametrize("said", REFUSED_WHILE_BUILDING)
+def test_what_megatron_refuses_while_it_builds_the_model_is_one_line(
+    plans: dict[str, Plan], said: str
+) -> None:
+    plan = plans[said]
+    assert said in plan["megatron"] and len(plan["megatron"].splitlines()) == 1
+    assert "frame #" not in plan["megatron"] and "layers" not in plan
+    assert command.exit_code(plan) == command.BROKEN
+    assert f"Megatron stops with: {plan['megatron'][:20]}" in shown(plan)
+
+
+def test_ranks_are_alike_however_many_there_are(plans: dict[str, Plan]) -> None:
+    many, few = plans["many ranks"], plans["llama-tiny"]
+    assert many["gpus"] == 32_768 and command.exit_code(many) == command.READY
+    assert many["graph_memory"] == few["graph_memory"] and many["layers"] == few["layers"]
+
+
+def test_more_ranks_than_can_be_listed_are_refused(plans: dict[str, Plan]) -> None:
+    plan = plans["too many ranks"]
+    assert plan["usage"] == "1,000,000,000 GPUs, and a plan is made for at most 262,144"
+    assert command.exit_code(plan) == command.UNREADABLE
+
+
+def test_a_command_without_the_launcher_is_told_where_it_goes(plans: dict[str, Plan]) -> None:
+    plan = plans["without the launcher"]
+    assert rules(plan) == {"launcher"} and command.exit_code(plan) == command.BROKEN
+    assert "Instead: write -m megatron_cg before pretrain_gpt.py" in " ".join(shown(plan).split())
+    # A run that asks for no graphs needs none.
+    assert rules(plans["without the launcher or graphs"]) == {"no-graphs"}
 
 
 @pytest.mark.parametrize(
@@ -395,3 +456,21 @@ def test_a_process_that_makes_no_plan_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(PlanError, match="exit code 1"):
         make_plans([REQUESTS["llama-tiny"]])
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_plan_that_takes_a_while_says_that_it_works(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    else:
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr("megatron_cg.plan.process.PATIENCE", 0.0)
+    assert make_plans([REQUESTS["bad value"]])[0]["usage"]
+    printed, said = capfd.readouterr()
+    assert "Megatron builds the model" in said and printed == ""
+    assert terminal or len(said.splitlines()) == 1
+    monkeypatch.setattr("megatron_cg.plan.process.PATIENCE", 600.0)
+    make_plans([REQUESTS["bad value"]])
+    assert capfd.readouterr() == ("", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_cg.align.presets import load_preset
@@ -75,3 +77,32 @@ def test_what_is_neither_is_refused_with_what_there_is(
 ) -> None:
     with pytest.raises(RequestError, match="llama-tiny"):
         read_request(target, extra)
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("torchrun --nproc-per-node 8", True),
+        ("python -m torch.distributed.run", True),
+        ("A=1 srun torchrun -m megatron_cg.other", True),
+        ("torchrun -m megatron_cg", False),
+        ("torchrun -mmegatron_cg", False),
+        ("torchrun --module=megatron_cg", False),
+        ("A=1 python -m torch.distributed.run --standalone --module megatron_cg", False),
+        # Without a command nothing is said of how the script is started.
+        ("", False),
+        ("A=1", False),
+    ],
+)
+def test_a_launcher_that_is_missing_is_seen(command: str, missing: bool) -> None:
+    request = read_request(None, [*command.split(), "a/train.py", "--bf16"])
+    assert request.started_without == ("a/train.py" if missing else None)
+    assert read_request("a/train.py", ["--bf16"]).started_without is None
+
+
+def test_a_script_that_enables_this_package_needs_no_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import megatron_cg\n\nmegatron_cg.enable()\n")
+    assert read_request(None, ["torchrun", str(script)]).started_without is None
+    script.write_text("import torch\n")
+    assert read_request(None, ["torchrun", str(script)]).started_without == str(script)
