@@ -5,7 +5,8 @@ By file and text of the call, so that a new call is not excused by an old one's 
 
 from __future__ import annotations
 
-_OWN = {
+Reasons = dict[str, dict[tuple[str, ...], str]]
+_OWN: Reasons = {
     "megatron_cg/agreement.py": {
         ("pending.work.wait()", "pending.work.wait(timeout)"): (
             "the host waits for a vote, in a gloo group on CPU tensors"
@@ -48,7 +49,7 @@ _OWN = {
 }
 _BUFFERS = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
 _OUTER = "shards or reductions of outer groups, which take four ranks"
-_UPSTREAM = {
+_UPSTREAM: Reasons = {
     _BUFFERS: {
         ("torch.cuda.synchronize()",): (
             "as a model is built, or as a buffer of NCCL's user memory is made"
@@ -66,7 +67,7 @@ _UPSTREAM = {
 }
 
 
-def _by_place(reasons: dict[str, dict[tuple[str, ...], str]]) -> dict[tuple[str, str], str]:
+def _by_place(reasons: Reasons) -> dict[tuple[str, str], str]:
     return {
         (file, text): why
         for file, calls in reasons.items()

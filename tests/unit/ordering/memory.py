@@ -14,7 +14,7 @@ class Access(NamedTuple):
     """One use of memory: by which stream, the number of its operation there, and what it was."""
 
     stream: Actor
-    count: int
+    number: int
     by: Launch | Allocate
 
 
@@ -89,10 +89,10 @@ class Allocator:
 
     def give_back(self, stream: Actor, uses: Iterator[Access]) -> None:
         """Memory of ``stream`` that ``uses`` may still be busy with."""
-        kept = {(use.stream, use.count): use for use in uses}
+        kept = {(use.stream, use.number): use for use in uses}
         latest: dict[Actor, Access] = {}
         for use in (*self._given_back.get(stream, ()), *kept.values()):
-            if use.stream not in latest or latest[use.stream].count < use.count:
+            if use.stream not in latest or latest[use.stream].number < use.number:
                 latest[use.stream] = use
         self._given_back[stream] = list(latest.values())
 

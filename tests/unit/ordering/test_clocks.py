@@ -31,8 +31,8 @@ def reads(stream: int, *spans: Span, name: str = "reads") -> Launch:
     return Launch(stream, name, spans or (ALL,), ())
 
 
-def count(*entries: Entry, **options: bool) -> int:
-    return len(races(entries, **options))
+def count(*entries: Entry, reads_order: bool = False) -> int:
+    return len(races(entries, reads_order=reads_order))
 
 
 def test_a_clock_knows_what_it_joined_and_no_more() -> None:
@@ -84,7 +84,7 @@ def test_only_the_same_bytes_of_the_same_storage_count() -> None:
 
 def test_each_byte_keeps_its_own_last_uses() -> None:
     whole, left, right = ALL, Span(0, 0, 4), Span(0, 4, 8)
-    before = [writes(MAIN, whole), AwaitStream(SIDE, MAIN), writes(SIDE, left)]
+    before: list[Entry] = [writes(MAIN, whole), AwaitStream(SIDE, MAIN), writes(SIDE, left)]
     assert count(*before, reads(MAIN, right)) == 0
     assert count(*before, reads(MAIN, whole)) == 1
     assert count(*before, reads(MAIN, right), writes(SIDE, right)) == 1
@@ -92,14 +92,14 @@ def test_each_byte_keeps_its_own_last_uses() -> None:
 
 
 def test_a_write_comes_after_every_read() -> None:
-    shared = [writes(MAIN), AwaitStream(SIDE, MAIN), AwaitStream(THIRD, MAIN)]
-    both = [*shared, reads(SIDE), reads(THIRD)]
+    shared: list[Entry] = [writes(MAIN), AwaitStream(SIDE, MAIN), AwaitStream(THIRD, MAIN)]
+    both: list[Entry] = [*shared, reads(SIDE), reads(THIRD)]
     assert count(*both, AwaitStream(MAIN, SIDE), writes(MAIN)) == 1
     assert count(*both, AwaitStream(MAIN, SIDE), AwaitStream(MAIN, THIRD), writes(MAIN)) == 0
 
 
 def test_order_is_transitive() -> None:
-    chain = [writes(MAIN), AwaitStream(SIDE, MAIN), AwaitStream(THIRD, SIDE)]
+    chain: list[Entry] = [writes(MAIN), AwaitStream(SIDE, MAIN), AwaitStream(THIRD, SIDE)]
     assert count(*chain, reads(THIRD)) == 0
     assert count(chain[0], chain[2], chain[1], reads(THIRD)) == 1
 
@@ -114,7 +114,7 @@ def test_an_event_stands_for_what_came_before_its_last_record() -> None:
 
 
 def test_what_the_host_has_waited_for_is_before_all_that_it_launches() -> None:
-    waits = [
+    waits: list[Entry] = [
         HostAwaits(),
         HostAwaits(stream=MAIN),
         HostAwaits(event=5),
@@ -128,14 +128,14 @@ def test_what_the_host_has_waited_for_is_before_all_that_it_launches() -> None:
 
 
 def test_a_value_read_on_the_host_orders_only_if_that_is_asked_for() -> None:
-    entries = (writes(MAIN), HostReads(MAIN), writes(SIDE))
+    entries: list[Entry] = [writes(MAIN), HostReads(MAIN), writes(SIDE)]
     assert (count(*entries), count(*entries, reads_order=True)) == (1, 0)
 
 
 def test_a_new_storage_is_used_after_what_its_stream_did() -> None:
     """Its memory may be that of any tensor that was freed there."""
     old, new = Span(0, 0, 8), Span(1, 0, 8)
-    entries = [Allocate(0, MAIN), writes(MAIN, old), Release(0), Allocate(1, MAIN)]
+    entries: list[Entry] = [Allocate(0, MAIN), writes(MAIN, old), Release(0), Allocate(1, MAIN)]
     assert count(*entries, writes(MAIN, new)) == 0
     assert count(*entries, writes(SIDE, new)) == 1
     assert count(*entries, AwaitStream(SIDE, MAIN), writes(SIDE, new)) == 0
@@ -143,8 +143,13 @@ def test_a_new_storage_is_used_after_what_its_stream_did() -> None:
 
 def test_memory_that_another_stream_still_reads_is_given_out_again() -> None:
     old, new = Span(0, 0, 8), Span(1, 0, 8)
-    used = [Allocate(0, MAIN), writes(MAIN, old), AwaitStream(SIDE, MAIN), reads(SIDE, old)]
-    again = [Allocate(1, MAIN), writes(MAIN, new)]
+    used: list[Entry] = [
+        Allocate(0, MAIN),
+        writes(MAIN, old),
+        AwaitStream(SIDE, MAIN),
+        reads(SIDE, old),
+    ]
+    again: list[Entry] = [Allocate(1, MAIN), writes(MAIN, new)]
     assert count(*used, Release(0), *again) == 1
     assert count(*used, Keep(0, SIDE), Release(0), *again) == 0
     assert count(*used, Keep(0, THIRD), Release(0), *again) == 1
@@ -156,21 +161,34 @@ def test_memory_that_another_stream_still_reads_is_given_out_again() -> None:
 
 def test_memory_is_given_out_more_than_once_before_it_is_free() -> None:
     old = Span(0, 0, 8)
-    used = [Allocate(0, MAIN), writes(MAIN, old), AwaitStream(SIDE, MAIN), reads(SIDE, old)]
-    twice = [entry for n in (1, 2) for entry in (Allocate(n, MAIN), writes(MAIN, Span(n, 0, 8)))]
+    used: list[Entry] = [
+        Allocate(0, MAIN),
+        writes(MAIN, old),
+        AwaitStream(SIDE, MAIN),
+        reads(SIDE, old),
+    ]
+    twice: list[Entry] = [
+        entry for n in (1, 2) for entry in (Allocate(n, MAIN), writes(MAIN, Span(n, 0, 8)))
+    ]
     assert count(*used, Release(0), *twice) == 2
 
 
 def test_a_storage_that_grows_anew_is_as_a_new_one() -> None:
-    used = [Allocate(0, MAIN), writes(MAIN), AwaitStream(SIDE, MAIN), reads(SIDE), Release(0)]
+    used: list[Entry] = [
+        Allocate(0, MAIN),
+        writes(MAIN),
+        AwaitStream(SIDE, MAIN),
+        reads(SIDE),
+        Release(0),
+    ]
     assert count(*used, Allocate(0, MAIN), writes(MAIN)) == 1
     assert count(*used, Allocate(0, SIDE), writes(SIDE)) == 0
 
 
 def test_what_stands_at_a_place_can_be_left_out() -> None:
     place, other = Site("a.py", 1), Site("a.py", 2)
-    entries = [writes(MAIN), AwaitStream(SIDE, MAIN, place), reads(SIDE)]
+    entries: list[Entry] = [writes(MAIN), AwaitStream(SIDE, MAIN, place), reads(SIDE)]
     assert len(races(entries, without=[place])) == 1
     assert not races(entries, without=[other])
-    launched = [Launch(MAIN, "writes", (), (ALL,), place), reads(SIDE)]
+    launched: list[Entry] = [Launch(MAIN, "writes", (), (ALL,), place), reads(SIDE)]
     assert len(races(launched, without=[place])) == 1  # Operations stay.

@@ -123,11 +123,13 @@ class Trace:
         """How often each place in the code ordered something."""
         found: dict[Site, int] = {}
         for entry in self.entries:
-            if orders(entry) and entry.site is not None:
-                found[entry.site] = found.get(entry.site, 0) + 1
+            site = ordered_at(entry)
+            if site is not None:
+                found[site] = found.get(site, 0) + 1
         return found
 
 
-def orders(entry: Entry) -> bool:
-    """Whether it is there for nothing but order: what a mutation leaves out."""
-    return isinstance(entry, Record | Await | AwaitStream | HostAwaits | Keep)
+def ordered_at(entry: Entry) -> Site | None:
+    """Where an entry comes from that is there for nothing but order."""
+    ordering = isinstance(entry, Record | Await | AwaitStream | HostAwaits | Keep)
+    return entry.site if ordering else None

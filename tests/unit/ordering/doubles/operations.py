@@ -43,8 +43,8 @@ class Operations(TorchDispatchMode):
         if not self._notes.on:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
-            reads, writes = self._collectives.uses(func, args)
-            self._collectives.launch(func.name(), self._spans(reads), self._spans(writes))
+            read, written = self._collectives.uses(func, args)
+            self._collectives.launch(func.name(), self._spans(read), self._spans(written))
             return func(*args, **kwargs)
         given = [v for v in _leaves([args, *kwargs.values()]) if isinstance(v, torch.Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
