@@ -12,12 +12,15 @@ from tests.unit.fsdp.fast.test_path import Lending, with_penalty
 from tests.unit.ordering.runs import Run, on_another_stream, traced, traced_grouped_gemms
 from tests.unit.ordering.trace import Trace
 
+_FAST = "fast path, "
 _DENSE = ("attn", "mlp")
 _EXPERTS: dict[str, Any] = {"experts": 4, "topk": 2}
 _UNPOOLED = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
 _SHORT = {"suggested_communication_unit_size": 1000}
 """Parameters; fewer than a layer has, so that reductions are waited for early."""
 _SUMS_IN_FP32 = {"megatron_fsdp_main_grads_dtype": torch.float32}
+_OUTER = {"num_distributed_optimizer_instances": 2}
+_OUTER_SHARDS = {"outer_dp_sharding_strategy": "optim"}
 _APART = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
@@ -78,17 +81,39 @@ FAST = {
     ),
 }
 """The fast path, on double buffers where nothing else is said."""
+ALONE = {
+    "one rank": Run(graphs=_DENSE, fast=True, evaluates=True),
+    "one rank, experts": Run(graphs=("attn", "moe_router"), fast=True, shape=_EXPERTS),
+}
+"""The fast path where nobody has another part of a buffer."""
+OUTER = {
+    "outer groups, shards": Run(fsdp={**_UNPOOLED, **_OUTER, **_OUTER_SHARDS}),
+    "fast path, outer groups": Run(graphs=_DENSE, fast=True, fsdp=_OUTER),
+    "fast path, outer groups, shards": Run(
+        graphs=_DENSE, fast=True, fsdp={**_OUTER, **_OUTER_SHARDS}
+    ),
+}
+"""Four ranks, in two groups of two."""
 GROUPED = ("once", "used beside")
 """Grouped GEMMs on the fast path, as ``tests/unit/fsdp/fast/test_hidden.py`` calls them."""
 
 
-def configurations() -> dict[str, Callable[[], Trace]]:
-    """What traces each configuration, by its name."""
-    of_graphs = {f"fast path, {name}": run for name, run in FAST.items()}
-    runs = {**POOLED, **SEVERAL_STREAMS, **UPSTREAM, **of_graphs}
+Configurations = dict[str, Callable[[], Trace]]
+"""What traces each configuration, by its name."""
+
+
+def configurations() -> dict[int, Configurations]:
+    """Those of so many ranks."""
+
+    def named(runs: dict[str, Run], prefix: str = "") -> Configurations:
+        return {f"{prefix}{name}": partial(traced, run) for name, run in runs.items()}
+
+    grouped: Configurations = {
+        f"{_FAST}grouped GEMMs {way}": partial(traced_grouped_gemms, way) for way in GROUPED
+    }
+    upstream = named({**POOLED, **SEVERAL_STREAMS, **UPSTREAM})
     return {
-        **{name: partial(traced, run) for name, run in runs.items()},
-        **{
-            f"fast path, grouped GEMMs {way}": partial(traced_grouped_gemms, way) for way in GROUPED
-        },
+        1: named(ALONE, _FAST),
+        2: {**upstream, **named(FAST, _FAST), **grouped},
+        4: named(OUTER),
     }

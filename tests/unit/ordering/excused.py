@@ -48,7 +48,6 @@ _OWN: Reasons = {
     },
 }
 _BUFFERS = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
-_OUTER = "shards or reductions of outer groups, which take four ranks"
 _UPSTREAM: Reasons = {
     _BUFFERS: {
         ("torch.cuda.synchronize()",): (
@@ -57,12 +56,6 @@ _UPSTREAM: Reasons = {
         ("reduce_scatter_view_out_event.wait()",): (
             "of reductions that are not asynchronous, which nobody asks for"
         ),
-        (
-            "self.outer_fsdp_group_grad_reduce_stream.wait_stream(reduce_scatter_stream)",
-            "self.outer_fsdp_group_grad_reduce_stream.record_event()",
-            "self.outer_fsdp_group_param_gather_stream.wait_stream(torch.cuda.current_stream())",
-            "all_gather_stream.wait_stream(self.outer_fsdp_group_param_gather_stream)",
-        ): _OUTER,
     }
 }
 

@@ -23,14 +23,7 @@ import megatron_cg
 from megatron_cg.cpu.launch import run_processes
 from tests.unit.ordering import excused
 from tests.unit.ordering.check import Race, races
-from tests.unit.ordering.configurations import (
-    FAST,
-    GROUPED,
-    POOLED,
-    SEVERAL_STREAMS,
-    UPSTREAM,
-    configurations,
-)
+from tests.unit.ordering.configurations import POOLED, SEVERAL_STREAMS, configurations
 from tests.unit.ordering.report import described
 from tests.unit.ordering.sites import ordering_places
 from tests.unit.ordering.trace import Site, Trace
@@ -39,10 +32,8 @@ pytest.importorskip("megatron_fsdp")
 
 OWN = Path(megatron_cg.__file__).parent
 FSDP = Path(megatron.core.__file__).parent / "distributed/fsdp/src/megatron_fsdp"
-FAST_PATH = [
-    *(f"fast path, {name}" for name in FAST),
-    *(f"fast path, grouped GEMMs {way}" for way in GROUPED),
-]
+RANKS = {name: ranks for ranks, found in configurations().items() for name in found}
+IN_ORDER = [name for name in RANKS if name not in {*POOLED, *SEVERAL_STREAMS}]
 COPY = "param.main_grad.copy_(to_local_if_dtensor(param.grad))"
 """In Megatron-FSDP's ``_grad_acc``."""
 
@@ -57,27 +48,28 @@ PLACES = OWN_PLACES.keys() | FSDP_PLACES.keys()
 
 
 def check_all(folder: Path) -> None:
-    """Check every configuration on this rank; take each wait away until that is found."""
+    """Check every configuration of so many ranks; take each wait away until that is found."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Any] = {}
     missed: dict[Site, list[str]] = {}
     met: set[Site] = set()
-    for name, trace in configurations().items():
+    for name, trace in configurations()[ranks].items():
         made = trace()
         there = races(made.entries)
         found[name] = {
             "races": described(made, there),
             "kinds": sorted({kind(made, race) for race in there}),
-            "launches": len(made.entries),
+            "entries": len(made.entries),
         }
         met |= made.waits().keys()
         for place in made.waits().keys() & PLACES:
-            if not there and dist.get_rank() == 0 and not missed.get(place):
+            if not there and rank == 0 and not missed.get(place):
                 without = races(made.entries, without=[place])
                 missed[place] = described(made, without)[:1]
     unknown = [str(place) for place in met - PLACES if place.file.startswith("megatron_cg/")]
     waits = [[*place, *missed.get(place, [])] for place in sorted(met & PLACES)]
     report = {"found": found, "waits": waits, "unknown": unknown}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    (folder / f"{rank} of {ranks}.json").write_text(json.dumps(report))
 
 
 def kind(trace: Trace, race: Race) -> str:
@@ -95,15 +87,24 @@ def kind(trace: Trace, race: Race) -> str:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("order")
-    run_processes(partial(check_all, folder))
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for ranks in set(RANKS.values()):
+        run_processes(partial(check_all, folder), ranks)
+    files = [folder / f"{rank} of {n}.json" for n in set(RANKS.values()) for rank in range(n)]
+    return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("name", [*UPSTREAM, *FAST_PATH])
+def results(reports: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """What every rank found in a configuration."""
+    found = [report["found"][name] for report in reports if name in report["found"]]
+    assert len(found) == RANKS[name]
+    return found
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
 def test_everything_is_in_order(reports: list[dict[str, Any]], name: str) -> None:
-    for report in reports:
-        assert report["found"][name]["launches"] > 1000
-        assert report["found"][name]["races"] == []
+    for found in results(reports, name):
+        assert found["entries"] > 1000
+        assert found["races"] == []
 
 
 @pytest.mark.parametrize("name", POOLED)
@@ -114,10 +115,9 @@ def test_megatron_fsdp_overwrites_gradients_that_are_being_sent(
 
     When this fails since nothing is found, upstream is mended, and the fast path's wait may go.
     """
-    for report in reports:
-        kinds = report["found"][name]["kinds"]
-        assert kinds
-        for one in kinds:
+    for found in results(reports, name):
+        assert found["kinds"]
+        for one in found["kinds"]:
             second, first, memory = one.split(" | ")
             assert second == COPY and memory.startswith("Megatron-FSDP's buffer fsdp_grads_")
             assert first in ("with _coalescing_manager(dp_group):", "local_grad += reduced_grad")
@@ -128,18 +128,16 @@ def test_megatron_fsdp_knows_one_stream_of_gradients(
     reports: list[dict[str, Any]], name: str
 ) -> None:
     """Known: its reductions wait for the stream of the last gradient, and not for the others'."""
-    for report in reports:
-        kinds = [one.split(" | ")[:2] for one in report["found"][name]["kinds"]]
+    for found in results(reports, name):
+        kinds = [one.split(" | ")[:2] for one in found["kinds"]]
         assert [COPY, "with _coalescing_manager(dp_group):"] in [sorted(pair) for pair in kinds]
         assert all(COPY in pair for pair in kinds)
 
 
-def missed(reports: list[dict[str, Any]]) -> dict[Site, str | None]:
-    """What was found without each wait that was met, by its place."""
-    return {
-        Site(*place): found[0] if found else None
-        for *place, found in ((*wait[:3], wait[3:]) for wait in reports[0]["waits"])
-    }
+def missed(reports: list[dict[str, Any]], place: Site) -> str | None:
+    """What was found without the wait at ``place``, in any configuration."""
+    waits = (wait for report in reports for wait in report["waits"] if wait[:3] == [*place])
+    return next((text for _, _, _, *texts in waits for text in texts), None)
 
 
 @pytest.mark.parametrize(("place", "text"), OWN_PLACES.items(), ids=str)
@@ -147,7 +145,7 @@ def test_each_wait_of_this_package_is_missed(
     reports: list[dict[str, Any]], place: Site, text: str
 ) -> None:
     is_excused = (place.file, text) in excused.OWN
-    found = missed(reports).get(place)
+    found = missed(reports, place)
     assert is_excused or found, f"{text} at {place} is in no run, or no run needs it"
     assert not (is_excused and found), f"{text} at {place} is needed, and excused"
     assert not found or "without waiting for" in found
@@ -158,7 +156,7 @@ def test_each_wait_of_megatron_fsdp_is_missed(
     reports: list[dict[str, Any]], place: Site, text: str
 ) -> None:
     is_excused = (place.file, text) in excused.UPSTREAM
-    found = missed(reports).get(place)
+    found = missed(reports, place)
     assert is_excused or found or (place.file, text) in excused.UPSTREAM_PARTLY
     assert not (is_excused and found)
 

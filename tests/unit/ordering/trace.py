@@ -131,5 +131,6 @@ class Trace:
 
 def ordered_at(entry: Entry) -> Site | None:
     """Where an entry comes from that is there for nothing but order."""
-    ordering = isinstance(entry, Record | Await | AwaitStream | HostAwaits | Keep)
-    return entry.site if ordering else None
+    if isinstance(entry, Record | Await | AwaitStream | HostAwaits | Keep):
+        return entry.site
+    return None
