@@ -7,8 +7,9 @@ hooks, buckets, buffers, all-gathers and reduce-scatters run as they are, over g
 
 What differs from a GPU, and is therefore *not* shown by a run under the stand-ins:
 
-* one stream: every copy, collective and kernel is done when its call returns, so no race
-  between streams can be seen;
+* one stream: every copy, collective and kernel is done when its call returns, so a race between
+  streams changes no number. ``tests/unit/ordering`` finds it by clocks instead (docs/fast_path.md,
+  "Ordering");
 * one generator: torch's CPU generator plays the part of the GPU's;
 * ``transformer_engine`` is an empty module that reports release 2.20.2. Megatron imports it
   before a replay only to learn that CUDA graphs may be used; no kernel of TE is called.

@@ -22,12 +22,13 @@ _NOT_CALLERS = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parent / "doubles"),
     str(Path(megatron_cg.__file__).parent / "cpu" / "standins.py"),
+    str(Path(megatron_cg.__file__).parent / "backends" / "tape"),
     "<",
 )
 
 
 def caller() -> Site | None:
-    """The innermost call that stands neither in torch nor in the doubles of CUDA's names."""
+    """The innermost call that is none of torch's, of a tape's or of the doubles' of CUDA."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

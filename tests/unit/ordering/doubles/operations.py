@@ -18,7 +18,7 @@ from tests.unit.ordering.doubles.streams import Streams
 from tests.unit.ordering.sites import caller
 from tests.unit.ordering.trace import Allocate, HostReads, Launch, Release, Span
 
-_NO_KERNEL = frozenset({"set_", "set_data", "detach_", "record_stream"})
+_NO_KERNEL = frozenset({"aten::set_", "aten::set_data", "aten::detach_"})
 """Operations that say they write, and change nothing but how a tensor looks at memory."""
 
 
@@ -40,7 +40,7 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # It does its work in operations on local tensors.
-        if not self._notes.on:
+        if not self._notes.on or func._schema.name in _NO_KERNEL:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             read, written = self._collectives.uses(func, args)
@@ -49,8 +49,7 @@ class Operations(TorchDispatchMode):
         given = [v for v in _leaves([args, *kwargs.values()]) if isinstance(v, torch.Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
         reads_on_host = _reads_on_host(func, args, kwargs)
-        name = func._schema.name.partition("::")[2]
-        writes = [] if name in _NO_KERNEL else self._spans(_written(func, args, kwargs))
+        writes = self._spans(_written(func, args, kwargs))
         reads = [span for span in self._spans(given) if span not in writes]
         result = func(*args, **kwargs)
         for value in _leaves(result):
