@@ -6,10 +6,10 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 INSTALL := sh tools/install.sh $(PYTHON)
-# How many test files run side by side; 0 is one after the other, in one process. Most tests start
-# processes of their own, so on two cores more workers only get into each other's way. A file's tests
-# stay together, since many share processes that are started once a file.
-WORKERS ?= 0
+# How many test files run side by side: one a core, and no more than 4, since each worker takes 2 GB
+# and 15 s to start. A file's tests stay together, since many share processes that are started once a
+# file.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(WANTED)

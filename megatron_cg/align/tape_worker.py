@@ -9,14 +9,20 @@ from typing import Any
 
 # Where Transformer Engine is installed, Megatron would build its layers from kernels that a CPU
 # lacks. None makes its import fail (docs.python.org, "The module cache"); it stands here, before
-# any import of Megatron, because the spawned processes import this module first as well.
+# any import of Megatron.
 sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 def main(text: str, directory: str) -> None:
-    """Train as the plan says, in processes joined by gloo; each writes its record."""
-    from megatron_cg.cpu.launch import run_plans
+    """Train as the plan says, in processes joined by gloo; each writes its record.
+
+    The processes are forked from this one, which imports Megatron for all of them: 5 s of CPU time
+    that each would take. An import starts no thread of torch or gloo.
+    """
+    import megatron_cg.cpu.train  # noqa: F401
+    from megatron_cg.cpu import launch
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.undo import set_attribute
 
     plan: dict[str, Any] = json.loads(text)
     shape = plan["shape"]
@@ -39,7 +45,11 @@ def main(text: str, directory: str) -> None:
         graphs=plan["graphs"],
         tokens=Path(plan["tokens"]),
     )
-    run_plans([(training, Path(directory))], plan["processes"])
+    undo = set_attribute(launch, "START", "fork")
+    try:
+        launch.run_plans([(training, Path(directory))], plan["processes"])
+    finally:
+        undo()
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from megatron_cg.cpu.gloo import one_worker_a_group
 from megatron_cg.cpu.plan import TrainingPlan
 
 START = "spawn"
-"""How processes are started: one of multiprocessing's methods. Those of a fork server share its
-seed of hashes, so that ranks have the sets of strings in one order; spawned ones do not."""
+"""How processes are started: one of multiprocessing's methods. Forked ones share a seed of hashes,
+so that ranks have the sets of strings in one order; spawned ones do not."""
 
 
 def run_processes(body: Callable[[], Any], processes: int = 2) -> None:

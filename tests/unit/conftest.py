@@ -22,7 +22,7 @@ from megatron_cg.versions import installed_version
 def pytest_configure() -> None:
     """Processes that train come from a server that has imported what they need.
 
-    That takes 0.1 s instead of 5. Those of ``align`` and ``bench`` are spawned, as for users.
+    That takes 0.1 s instead of 5. Those of ``align`` and ``bench`` are started as for users.
     """
     imported = ["megatron_cg.cpu.launch", "megatron_cg.cpu.standins"]
     # Where Transformer Engine is, some of them keep it out of Megatron, before that is imported.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,23 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.align.compare import compare, read_run
 from megatron_cg.cpu import launch
 from megatron_cg.cpu.launch import run_processes
+from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 
 NAME = "MEGATRON_CG_OF_THIS_TEST"
 
 
 def write_down(folder: Path) -> None:
     """A file for each rank, of what it was started with."""
-    said = (os.environ.get(NAME), os.environ["WORLD_SIZE"], torch.get_num_threads())
+    said = (os.environ.get(NAME), os.environ["WORLD_SIZE"], torch.get_num_threads(), hash(NAME))
     (folder / f"rank{dist.get_rank()}").write_text(repr(said))
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_they_have_the_environment_of_the_moment(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "START", method)
+    assert launch.START == "forkserver"
     for value in ("one", "two", None):
         folder = tmp_path / str(value)
         folder.mkdir()
@@ -35,7 +38,35 @@ def test_they_have_the_environment_of_the_moment(
         else:
             monkeypatch.setenv(NAME, value)
         run_processes(partial(write_down, folder))
-        said = {path.name: path.read_text() for path in folder.iterdir()}
-        assert said == dict.fromkeys(("rank0", "rank1"), repr((value, "2", 1)))
-        if method == "spawn":
-            return  # Each takes seconds, and none knows of the other.
+        said = [ast.literal_eval(path.read_text()) for path in folder.iterdir()]
+        assert [words[:3] for words in said] == [(value, "2", 1)] * 2
+
+
+def write_down_and_train(folder: Path, plan: TrainingPlan) -> None:
+    from megatron_cg.cpu.train import train
+
+    write_down(folder)
+    for name in ("eager", "graphs"):
+        train(replace(plan, graphs=name == "graphs"), folder / name)
+
+
+def test_spawned_processes_train_alike_though_each_has_its_own_seed_of_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As processes under torchrun; elsewhere they are forked from one, and share its seed."""
+    monkeypatch.setattr(launch, "START", "spawn")
+    monkeypatch.setenv(NAME, "spawned")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    model = CpuModelConfig(layers=2, experts=4, graph_modules=("attn", "moe_router"))
+    run_processes(partial(write_down_and_train, tmp_path, TrainingPlan(model, 3, 1)))
+    said = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
+    assert len(said) == 2
+    hashes = set()
+    for text in said.values():
+        value, size, threads, hashed = ast.literal_eval(text)
+        assert (value, size, threads) == ("spawned", "2", 1)
+        hashes.add(hashed)
+    assert len(hashes) == 2
+    result = compare(read_run(tmp_path / "eager"), read_run(tmp_path / "graphs"))
+    assert result.status == "identical", result.reason
+    assert result.graphs["replayed"] > 0
