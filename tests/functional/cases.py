@@ -116,6 +116,16 @@ CASES = [
         ROUTER,
         (*batch(8), "--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5"),
     ),
+    Case(
+        "evaluation-tp2",
+        MOE,
+        ROUTER,
+        (
+            *batch(4),
+            *TENSOR_PARALLEL,
+            *("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5"),
+        ),
+    ),
     Case("ramp-up", MOE, ROUTER, (*batch(16), "--rampup-batch-size", "8", "8", "48")),
     Case("recompute", MOE, ("moe_router",), (*batch(8), *RECOMPUTE)),
     Case("recompute-in-graph", DENSE, ("attn", "mlp"), (*batch(8), *RECOMPUTE)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -99,7 +100,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Where token streams were written."""
     places: list[Path] = []
     write = data._write
-    monkeypatch.setattr(data, "_write", lambda texts, at: [places.append(at), write(texts, at)])
+
+    def noted(texts: Any, at: Path) -> Any:
+        places.append(at)
+        return write(texts, at)
+
+    monkeypatch.setattr(data, "_write", noted)
     return places
 
 
@@ -148,7 +154,8 @@ def test_a_cached_text_that_was_cut_is_made_again(
 def test_two_runs_that_make_one_text_at_once_do_not_disturb_each_other(
     cache: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, others = data._write, []
+    write = data._write
+    others: list[Any] = []
 
     def slow(texts: list[bytes], directory: Path) -> None:
         if not others:

@@ -389,8 +389,8 @@ def test_a_copy_waits_for_the_last_reduction_that_anybody_freed_a_buffer_of() ->
     pipeline = SimpleNamespace(grad_reduce_queue=entries)
     own = pipeline.wait_for_previous_grad_reduce = lambda n: entries.__delitem__(slice(n))
     keep = [0, 2, 0, 0]
-    pipeline._enforce_double_buffer_limit = lambda _buckets: (
-        pipeline.wait_for_previous_grad_reduce(keep.pop(0))
+    pipeline._enforce_double_buffer_limit = lambda _buckets: pipeline.wait_for_previous_grad_reduce(
+        keep.pop(0)
     )
     freed = FreedBuffers(pipeline)
     undo = freed.install()
