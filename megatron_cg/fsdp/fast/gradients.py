@@ -44,9 +44,8 @@ Note [One stream a copy]
     A hook runs on the stream of its gradient, and a copy made there needs no waiting. Gradients of
     several streams (a shared expert may have its own) are not copied together: the first ones to
     wait decide, and one from elsewhere takes Megatron-FSDP's way at once, on its own stream. If it
-    was the last to come, the copy of those that waited is ordered after their stream.
-    The reduction waits for the stream of the last gradient only, so each copy into a bucket waits
-    for the one before, where that was on another stream. (Megatron-FSDP itself does not.)
+    was the last to come, the copy of those that waited is ordered after their stream. The reduction
+    comes after the stream of the last copy only, so each copy comes after the one before.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
 ``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
@@ -149,7 +148,7 @@ class GradientHandOff:
             self._add(number, group)
 
     def knows(self, parameter: object) -> bool:
-        """Whether it is a parameter whose gradient is handed over here."""
+        """Whether its gradient is handed over here."""
         return id(parameter) in self._of_parameter
 
     def hide(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Together:
@@ -251,8 +250,7 @@ class GradientHandOff:
     def _take(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         self._begin(bucket)
         if parameter not in self._fsdp._params_require_handle_grad:
-            # See Note [A second gradient in one pass].
-            self._leave(parameter, bucket)
+            self._leave(parameter, bucket)  # See Note [A second gradient in one pass].
             return
         stream = current_stream()
         gradient = parameter.grad

@@ -13,8 +13,10 @@ from torch.distributed.distributed_c10d import ProcessGroup, Work, _coalescing_m
 from megatron_cg.fsdp.fast import gradients
 from megatron_cg.fsdp.fast import streams as fast_streams
 from tests.unit.ordering.check import races
+from tests.unit.ordering.doubles.collectives import Collectives
 from tests.unit.ordering.doubles.device import modelled_device
 from tests.unit.ordering.doubles.notes import Notes
+from tests.unit.ordering.doubles.streams import Streams
 from tests.unit.ordering.report import described
 from tests.unit.ordering.trace import Allocate, Entry, HostReads, Launch, Release, Span
 
@@ -194,6 +196,11 @@ def test_a_collective_that_is_not_asynchronous_runs_on_the_current_stream(notes:
     assert found(notes) == 0 and launches(notes)[-2].stream == side.cuda_stream
     x.sum()
     assert found(notes) == 1
+
+
+def test_a_collective_that_is_not_modelled_is_not_passed_over() -> None:
+    with pytest.raises(NotImplementedError, match="c10d::send"):
+        Collectives(Streams(Notes())).launch("c10d::send", (), ())
 
 
 def test_record_stream_keeps_memory(notes: Notes) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class Collectives:
         self._of_group: dict[str, Stream] = {}
         self._of_work: weakref.WeakKeyDictionary[Any, Event] = weakref.WeakKeyDictionary()
         self._running: Stream | None = None
-        """The communicator's stream, in an asynchronous collective."""
+        """What a collective runs on, while a method of a process group is called."""
 
     def uses(
         self, func: torch._ops.OpOverload, args: Sequence[Any]
@@ -76,8 +76,13 @@ class Collectives:
         return _tensors(args), _tensors(args)
 
     def launch(self, name: str, reads: Sequence[Span], writes: Sequence[Span]) -> None:
-        """Its kernel."""
-        stream = self._running or self.streams.current
+        """Its kernel.
+
+        Raises NotImplementedError where it is not known whether it is asynchronous.
+        """
+        if self._running is None:
+            raise NotImplementedError(f"{name} is by none of the methods that are modelled")
+        stream = self._running
         entry = Launch(stream.cuda_stream, name, tuple(reads), tuple(writes), caller())
         self.streams.notes.add(entry)
 
@@ -85,19 +90,29 @@ class Collectives:
         """A method of a process group."""
         options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
         if not all(one.asyncOp for one in options):
-            return method(group, *args, **kwargs)
+            with self.on_current_stream():
+                return method(group, *args, **kwargs)
         current, own = self.streams.current, self._stream_of(group)
         notes, event = self.streams.notes, self.streams.event()
         notes.add(AwaitStream(own.cuda_stream, current.cuda_stream))
-        self._running = own
-        try:
+        with self._running_on(own):
             work = method(group, *args, **kwargs)
-        finally:
-            self._running = None
         notes.add(Record(event.number, own.cuda_stream))
         if work is not None:
             self._of_work[work] = event
         return work
+
+    def on_current_stream(self) -> AbstractContextManager[None]:
+        """Collectives in the block run on the current stream, as those of a graph."""
+        return self._running_on(self.streams.current)
+
+    @contextmanager
+    def _running_on(self, stream: Stream) -> Iterator[None]:
+        before, self._running = self._running, stream
+        try:
+            yield
+        finally:
+            self._running = before
 
     def wait(self, work: Any) -> None:
         """The current stream waits for ``work``."""

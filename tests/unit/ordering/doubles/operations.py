@@ -91,7 +91,8 @@ class Operations(TorchDispatchMode):
         """Operations in the block are those of a graph."""
         before, self._replay = self._replay, f"the replay of the {label}: "
         try:
-            yield
+            with self._collectives.on_current_stream():
+                yield
         finally:
             self._replay = before
 
