@@ -54,6 +54,8 @@ def _worker(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=processes
         )
+    # A rank that was done before another had connected ended it: "Connection closed by peer".
+    dist.barrier()
     from megatron_cg.cpu.standins import cpu_standins
 
     try:

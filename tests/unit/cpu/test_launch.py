@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,3 +72,42 @@ def test_spawned_processes_train_alike_though_each_has_its_own_seed_of_hashes(
     result = compare(read_run(tmp_path / "eager"), read_run(tmp_path / "graphs"))
     assert result.status == "identical", result.reason
     assert result.graphs["replayed"] > 0
+
+
+JOINING = """
+import sys, time, types
+from contextlib import nullcontext
+from pathlib import Path
+import torch.distributed as dist
+
+# Nothing of CUDA is called here, and Megatron takes long to import.
+sys.modules["megatron_cg.cpu.standins"] = types.SimpleNamespace(cpu_standins=nullcontext)
+from megatron_cg.cpu import launch
+
+folder, join = Path(sys.argv[1]), dist.init_process_group
+
+def slow(*args, rank, **options):
+    join(*args, rank=rank, **options)
+    if rank == 1:
+        time.sleep(1)
+        (folder / "joined").touch()
+
+def body():
+    (folder / f"rank{dist.get_rank()}").write_text(str((folder / "joined").exists()))
+
+dist.init_process_group = slow
+launch.START = "fork"
+launch.run_processes(body)
+"""
+"""One rank takes longer to join; the other could have ended by then, and took it along."""
+
+
+def test_no_process_begins_before_all_have_joined(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[3])
+    subprocess.run(
+        [sys.executable, "-c", JOINING, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root},
+        check=True,
+        timeout=300,
+    )
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["True", "True"]
