@@ -101,9 +101,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     places: list[Path] = []
     write = data._write
 
-    def noted(texts: Any, at: Path) -> Any:
+    def noted(texts: list[bytes], at: Path) -> None:
         places.append(at)
-        return write(texts, at)
+        write(texts, at)
 
     monkeypatch.setattr(data, "_write", noted)
     return places
