@@ -26,6 +26,14 @@ TRANSFORMER: Mapping[str, str] = {
     "moe_pad_expert_input_to_capacity": "moe_pad_expert_input_to_capacity",
     "moe_token_dispatcher_type": "moe_token_dispatcher_type",
     "moe_router_padding_for_fp8": "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization": "moe_router_padding_for_quantization",
+    "moe_router_load_balancing_type": "moe_router_load_balancing_type",
+    "moe_enable_routing_replay": "moe_enable_routing_replay",
+    "moe_flex_dispatcher_backend": "moe_flex_dispatcher_backend",
+    "moe_hybridep_pad_uneven_dispatch_inputs": "moe_hybridep_pad_uneven_dispatch_inputs",
+    "moe_ncclep_static_shape": "moe_ncclep_static_shape",
+    "qk_clip": "qk_clip",
+    "log_max_attention_logit": "log_max_attention_logit",
     "moe_shared_expert_overlap": "moe_shared_expert_overlap",
     "moe_input_jitter_eps": "moe_input_jitter_eps",
     "recompute_granularity": "recompute_granularity",
@@ -88,6 +96,10 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
     values["cuda_graph_modules"] = tuple(scope.name for scope in values["cuda_graph_modules"])
     values["recompute_modules"] = tuple(values["recompute_modules"] or ("core_attn",))
     values["fp8_recipe"] = str(getattr(values["fp8_recipe"], "value", values["fp8_recipe"]))
+    balancing = values["moe_router_load_balancing_type"]
+    values["moe_router_load_balancing_type"] = (
+        (balancing,) if isinstance(balancing, str) else tuple(balancing)
+    )
     frequency = values["moe_layer_freq"]
     values["moe_layer_freq"] = frequency if isinstance(frequency, int) else tuple(frequency)
     values["optimizer_cuda_graph"] = bool(getattr(optimizer_config, "optimizer_cuda_graph", False))

@@ -35,7 +35,7 @@ def main(text: str, directory: str) -> None:
         sequence_length=shape["seq"],
         experts=shape["experts"],
         topk=shape["topk"],
-        bf16=plan["bf16"],
+        bf16=plan.get("bf16", True),
         graph_modules=tuple(shape["scopes"]),
     )
     training = TrainingPlan(

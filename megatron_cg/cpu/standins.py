@@ -154,7 +154,8 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     What counts as there is the owner's own dictionary, so a class's inherited attribute is
     uncovered again and not copied down.
     """
-    undo = set_attribute(owner, name, value)
+    # Shared: Megatron sets some of these while they are replaced, as it remembers TE's version.
+    undo = set_attribute(owner, name, value, shared=True)
     try:
         yield
     finally:

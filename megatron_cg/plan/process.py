@@ -20,7 +20,7 @@ from megatron_cg.plan.request import Request
 
 PATIENCE = 3.0
 """Seconds without a word."""
-_WORKING = "planning: Megatron builds the model, and its layers run once without a GPU"
+WORKING = "planning: Megatron builds the model, and its layers run once without a GPU"
 Plan = dict[str, Any]
 """A plan as JSON; ``docs/plan.md`` says what is in it."""
 
@@ -87,10 +87,10 @@ def _working() -> Iterator[None]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        print(f"{_WORKING} ...", file=sys.stderr, flush=True)
+        print(f"{WORKING} ...", file=sys.stderr, flush=True)
         yield
         return
-    columns = SpinnerColumn(), TextColumn(_WORKING), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn(WORKING), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task("")
         yield

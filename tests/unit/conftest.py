@@ -33,10 +33,15 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read from, or left in, the cache of whoever runs these tests."""
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is read from, or left in, the cache of whoever runs these tests.
+
+    With a patch of its own: a test's ``monkeypatch`` must be undone before other fixtures end.
+    """
     folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setattr("megatron_cg.align.data.cache_folder", lambda: folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_cg.align.data.cache_folder", lambda: folder)
+        yield
 
 
 def let_models_go() -> None:

@@ -59,8 +59,8 @@ def found_wrong() -> Iterator[None]:
     module: Any = graphed
     real = module.verify
 
-    def verify(unit: Any, *arguments: Any) -> Mismatch | None:
-        return real(unit, *arguments) or (WRONG if unit.name == UNIT else None)
+    def verify(unit: Any, *arguments: Any, **options: Any) -> Mismatch | None:
+        return real(unit, *arguments, **options) or (WRONG if unit.name == UNIT else None)
 
     with patch.object(graphed, "verify", verify):
         yield

@@ -60,7 +60,7 @@ def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     """A verification that finds another number on this rank."""
     from megatron_cg import graphed
 
-    patch.setattr(graphed, "verify", lambda *_: WRONG)
+    patch.setattr(graphed, "verify", lambda *_, **__: WRONG)
     patch.setattr(type(trainer.session.watch), "verifies", True)
 
 
