@@ -104,20 +104,9 @@ class GuardedCapture:
             EagerPasses(unit.name, self._watch, collectives=guard.collectives)
             for unit, guard in zip(self._units, self._guards, strict=True)
         )
-        made: list[GuardedGraph | None] = [None] * len(graphs)
-        for index, numbers in enumerate(numbers_of):
-            names = self._units[index].inputs
-            inputs = [Inputs(args[n], kwargs[n], borrowed, names) for n in numbers]
-            guards = self._guards[index].guards(
-                inputs,
-                args[numbers[0]][0].device.type,
-                self._backend.numerics,
-                self._backend.captured_numerics(index, options),
-                [*metric_entries(), *self._backend.entries(self._units[index].graphed)],
-            )
-            for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
-                made[number] = self._guarded(index, microbatch, graphs[number], guard)
-        return tuple(graph for graph in made if graph is not None)
+        return self._guarded_graphs(
+            graphs, numbers_of, args, kwargs, borrowed=borrowed, options=options
+        )
 
     def _capture(
         self,
@@ -162,6 +151,31 @@ class GuardedCapture:
                 borrowed += [own[name] for name in own if own[name] is not kwargs[number][name]]
                 kwargs[number] = own
         return borrowed
+
+    def _guarded_graphs(
+        self,
+        graphs: Sequence[Any],
+        numbers_of: Sequence[Sequence[int]],
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        borrowed: Sequence[torch.Tensor],
+        options: Mapping[str, Any],
+    ) -> tuple[GuardedGraph, ...]:
+        made: list[GuardedGraph | None] = [None] * len(graphs)
+        for index, numbers in enumerate(numbers_of):
+            names = self._units[index].inputs
+            inputs = [Inputs(args[n], kwargs[n], borrowed, names) for n in numbers]
+            guards = self._guards[index].guards(
+                inputs,
+                args[numbers[0]][0].device.type,
+                self._backend.numerics,
+                self._backend.captured_numerics(index, options),
+                [*metric_entries(), *self._backend.entries(self._units[index].graphed)],
+            )
+            for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
+                made[number] = self._guarded(index, microbatch, graphs[number], guard)
+        return tuple(graph for graph in made if graph is not None)
 
     def _guarded(self, index: int, microbatch: int, graph: Any, guard: Guard) -> GuardedGraph:
         unit = self._units[index]

@@ -167,6 +167,14 @@ class Host:
 
         return call
 
+    def _on_host_made(
+        self, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._on_host():
+            made = original(*args, **kwargs)
+        self.add([made])
+        return made
+
     def _of_data(
         self, original: Callable[..., Any], label: str, read: Refuse, upload: Refuse
     ) -> Any:
@@ -181,10 +189,7 @@ class Host:
                 raise upload(label)
             if not comes_here:
                 return original(*args, **kwargs)
-            with self._on_host():
-                made = original(*args, **kwargs)
-            self.add([made])
-            return made
+            return self._on_host_made(original, args, kwargs)
 
         return call
 
@@ -192,10 +197,7 @@ class Host:
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("out") is not None or not _is_host(kwargs.get("device")):
                 return original(*args, **kwargs)
-            with self._on_host():
-                made = original(*args, **kwargs)
-            self.add([made])
-            return made
+            return self._on_host_made(original, args, kwargs)
 
         return call
 

@@ -13,8 +13,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,12 @@ from megatron_cg.plan.likeness.packages import install
 FORMAT = 1
 
 
-def main(argv: Sequence[str]) -> int:
-    """Read the requests, make the plans, write them; returns the exit code."""
+@contextmanager
+def ready_to_plan() -> Iterator[None]:
+    """Plans can be made in the block: the likenesses of TE are in, and Megatron is imported.
+
+    Warnings and logs of this process are off from here on.
+    """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     with ExitStack() as stack:
@@ -33,6 +37,12 @@ def main(argv: Sequence[str]) -> int:
         importlib.import_module("megatron_cg.plan.details")
         # Megatron-FSDP collects garbage for each model; what was imported is none.
         gc.freeze()
+        yield
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the requests, make the plans, write them; returns the exit code."""
+    with ready_to_plan():
         requests = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
         plans = [make_plan(request) for request in requests]
         Path(argv[1]).write_text(json.dumps(plans, indent=1), encoding="utf-8")

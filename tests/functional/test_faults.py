@@ -148,23 +148,23 @@ def test_a_wrong_gradient_is_found_and_the_part_run_eagerly(
         assert rank["graphs"]["gradients_unstable"] == 0
 
 
-def test_a_wrong_gradient_ends_the_run_where_that_was_asked_for(align: Align) -> None:
+def reason_of_an_end(align: Align, name: str, mutation: str) -> str:
+    """Why a dense run ends with ``--cg-on-mismatch error``."""
     flags = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
-    case = replace(LIFE["dense"], name="gradient", graph_flags=flags)
-    outcome = align(case, script=SCRIPT, mutation="wrong-gradient@weight@1")
+    case = replace(LIFE["dense"], name=name, graph_flags=flags)
+    outcome = align(case, script=SCRIPT, mutation=mutation)
     assert outcome.comparison.status == "failed"
     assert "ReplayMismatchError" in outcome.comparison.reason
-    assert "the gradient of " in outcome.comparison.reason
-    assert "different in 1 of" in outcome.comparison.reason
+    return outcome.comparison.reason
+
+
+def test_a_wrong_gradient_ends_the_run_where_that_was_asked_for(align: Align) -> None:
+    reason = reason_of_an_end(align, "gradient", "wrong-gradient@weight@1")
+    assert "the gradient of " in reason and "different in 1 of" in reason
 
 
 def test_a_wrong_bit_ends_the_run_where_that_was_asked_for(align: Align) -> None:
-    flags = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
-    case = replace(LIFE["dense"], name="bit", graph_flags=flags)
-    outcome = align(case, script=SCRIPT, mutation="wrong-bit@1")
-    assert outcome.comparison.status == "failed"
-    assert "ReplayMismatchError" in outcome.comparison.reason
-    assert "different in 1 of" in outcome.comparison.reason
+    assert "different in 1 of" in reason_of_an_end(align, "bit", "wrong-bit@1")
 
 
 def test_a_hook_that_raises_on_one_rank_ends_the_run(align: Align, log: Log) -> None:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.backends.tape_record import is_recording
 from megatron_cg.cpu.launch import run_processes
+from tests.unit.one_mask import OneMask
 
 LAYERS, WARMUPS, LENGTH, BATCH = 2, 2, 16, 2
 HANGS_AFTER = 900.0
@@ -104,15 +104,6 @@ def failing(owner: Any, name: str, number: int, error: Exception) -> Iterator[di
 
     with patch.object(owner, name, call):
         yield seen
-
-
-class OneMask(TapeBackend):
-    """The tape, with the one mask for the whole batch that the CPU model passes."""
-
-    def capture(self, callables: Any, sample_args: Any, **options: Any) -> Any:
-        for kwargs in options["sample_kwargs"]:
-            kwargs["attention_mask"] = kwargs["attention_mask"][:1].clone()
-        return super().capture(callables, sample_args, **options)
 
 
 @contextmanager

@@ -86,6 +86,27 @@ class FastPath:
         else:
             self.parts.append(name)
 
+    def _add_around_units(
+        self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
+    ) -> None:
+        """Add what runs around the passes of units: hidden weights, unshards and gathers."""
+        fsdp, late = self._fsdp, LatePrefetch(graphed)
+        self._add("hidden weights", lambda: install_hidden(self._hides(fsdp, graphed)))
+        if replays:
+            self._add(
+                _OF_GRAPHS,
+                lambda: install_hidden_graphs(self._hides(fsdp, graphed), replays, late.launched),
+            )
+        self._add("GEMM heuristics", lambda: install_heuristics(fsdp.module))
+        if _OF_GRAPHS in self.parts and not unknown_bodies(unshard.REPLACES, fsdp):
+            self.late = late
+        self._add(
+            "unshard",
+            lambda: install_unshard(fsdp, self._unit_is_done, self.late),
+            unshard.REPLACES,
+        )
+        self._add("gathers", lambda: install_gathers(fsdp, self.late), gather.REPLACES)
+
     def _gradients(self, fsdp: Any) -> Undo:
         strategy = fsdp.data_parallel_sharding_strategy
         if strategy != "optim_grads_params":
@@ -145,22 +166,7 @@ def install(
         # Without "unshard" nothing tells that a unit's backward pass is done.
         replaces = (*gradients.REPLACES, *unshard.REPLACES)
         path._add("gradients", lambda: path._gradients(fsdp), replaces)
-        path._add("hidden weights", lambda: install_hidden(path._hides(fsdp, graphed)))
-        late = LatePrefetch(graphed)
-        if replays:
-            path._add(
-                _OF_GRAPHS,
-                lambda: install_hidden_graphs(path._hides(fsdp, graphed), replays, late.launched),
-            )
-        path._add("GEMM heuristics", lambda: install_heuristics(fsdp.module))
-        if _OF_GRAPHS in path.parts and not unknown_bodies(unshard.REPLACES, fsdp):
-            path.late = late
-        path._add(
-            "unshard",
-            lambda: install_unshard(fsdp, path._unit_is_done, path.late),
-            unshard.REPLACES,
-        )
-        path._add("gathers", lambda: install_gathers(fsdp, path.late), gather.REPLACES)
+        path._add_around_units(graphed, replays)
         path._add(
             "main gradients",
             lambda: install_main_gradients(fsdp, room),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
+from tests.unit.one_mask import OneMask
 
 LENGTH, BATCH = 16, 2
 
@@ -55,16 +55,6 @@ def helper_for(trainer: Any, *layers: str, on_failure: str = "error") -> Any:
         },
     )
     return kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
-
-
-class OneMask(TapeBackend):
-    """The tape, with the one mask for the whole batch that the CPU model passes."""
-
-    def capture(self, callables: Any, sample_args: Any, **options: Any) -> Any:
-        for kwargs in options["sample_kwargs"]:
-            if "attention_mask" in kwargs:
-                kwargs["attention_mask"] = kwargs["attention_mask"][:1].clone()
-        return super().capture(callables, sample_args, **options)
 
 
 def layers_of(trainer: Any) -> list[Any]:

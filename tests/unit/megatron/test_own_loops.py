@@ -15,22 +15,12 @@ import pytest
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
 import megatron_cg
-from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.session import open_sessions
 from megatron_cg.watch import ReplayPolicy
+from tests.unit.one_mask import OneMask
 
 LENGTH, BATCH, LAYERS = 16, 2, 2
-
-
-class OneMask(TapeBackend):
-    """The tape, with the one mask for the whole batch that the CPU model passes."""
-
-    def capture(self, callables: Any, sample_args: Any, **options: Any) -> Any:
-        for kwargs in options["sample_kwargs"]:
-            if "attention_mask" in kwargs:
-                kwargs["attention_mask"] = kwargs["attention_mask"][:1].clone()
-        return super().capture(callables, sample_args, **options)
 
 
 @pytest.fixture

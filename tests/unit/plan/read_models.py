@@ -6,14 +6,11 @@ Run as a process of its own: TE's likenesses have to be there before Megatron is
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import warnings
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from megatron_cg.plan.likeness.packages import install
+from megatron_cg.plan.worker import ready_to_plan
 
 
 def read(name: str) -> dict[str, Any]:
@@ -54,10 +51,7 @@ def read(name: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     """Print what :func:`read` gives for each name."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with ExitStack() as stack:
-        stack.callback(install())
+    with ready_to_plan():
         print(json.dumps({name: read(name) for name in names}))
 
 

@@ -6,26 +6,16 @@ are made in one. Our rules are told and not obeyed: what they refuse is traced a
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
-import logging
 import sys
-import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.plan.likeness.packages import install
+from megatron_cg.plan.worker import ready_to_plan
 
 
 def main(cases: str, ends: str) -> None:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with ExitStack() as stack:
-        stack.callback(install())
-        importlib.import_module("megatron_cg.plan.details")
-        gc.freeze()
+    with ready_to_plan():
         found = [end_of(words) for words in json.loads(Path(cases).read_text(encoding="utf-8"))]
         Path(ends).write_text(json.dumps(found, indent=1), encoding="utf-8")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 
 import torch
@@ -27,19 +27,17 @@ class Notes:
         if self.on:
             self.trace.entries.append(entry)
 
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self) -> AbstractContextManager[None]:
         """The trace is on in the block."""
-        before, self.on = self.on, True
-        try:
-            yield
-        finally:
-            self.on = before
+        return self._switched(on=True)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """The trace is off in the block."""
+        return self._switched(on=False)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The trace is off in the block."""
-        before, self.on = self.on, False
+    def _switched(self, *, on: bool) -> Iterator[None]:
+        before, self.on = self.on, on
         try:
             yield
         finally:
