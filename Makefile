@@ -6,9 +6,9 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 INSTALL := sh tools/install.sh $(PYTHON)
-# How many test files run side by side: one a core, and no more than 4, since each worker takes 2 GB
-# and 15 s to start. A file's tests stay together, since many share processes that are started once a
-# file.
+# How many test files run side by side: one for each core, and no more than 4, since each worker takes
+# 2 GB and 15 s to start. The tests of a file stay together, since many share processes that are started
+# once for each file.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)

@@ -1,4 +1,4 @@
-"""Between a model that was built in Python and our dataclasses: what its configs say.
+"""The settings of a model that was built in Python, read from its configs.
 
 Relied on: megatron-core 0.19.2, the fields of ``TransformerConfig``,
 ``DistributedDataParallelConfig`` and ``OptimizerConfig``; ``decoder.layers`` of its models with
@@ -56,7 +56,7 @@ TRANSFORMER: Mapping[str, str] = {
     "te_rng_tracker": "use_te_rng_tracker",
     "inference_rng_tracker": "inference_rng_tracker",
 }
-"""Fields of :class:`RunArguments`, and the field of ``TransformerConfig`` that each is."""
+"""Fields of :class:`RunArguments`, and the field of ``TransformerConfig`` for each."""
 
 DISTRIBUTED: Mapping[str, str] = {
     "fsdp_double_buffer": "fsdp_double_buffer",
@@ -65,14 +65,14 @@ DISTRIBUTED: Mapping[str, str] = {
     "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
     "delay_wgrad_compute": "delay_wgrad_compute",
 }
-"""The same of ``DistributedDataParallelConfig``; a switch in both is on where one of them is."""
+"""The same for ``DistributedDataParallelConfig``; a switch in both is on if either one is on."""
 
 ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
     "optimizer_cuda_graph": "a field of OptimizerConfig, read from the optimizer's config",
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
-    "custom_layers": "flags that name a layer spec; a model is there, so its layers are read",
-    "sft": "of megatron.training's data loader; a loop of one's own packs as it likes",
+    "custom_layers": "flags that name a layer spec; the layers are read from the model instead",
+    "sft": "of megatron.training's data loader; other loops pack sequences themselves",
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
 }
 """The rest, with the reason why neither of the two configs has it."""

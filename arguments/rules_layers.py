@@ -1,8 +1,7 @@
-"""Options of layers that a graph cannot hold: the host waits for the device in them, or what they
-do in Python at every step is done no more. Megatron-core 0.19.2 takes all of them.
+"""Options of layers that a graph cannot hold: the host waits for the device in them, or they run
+Python code at every step, which a replay does not run. Megatron-core 0.19.2 accepts all of them.
 
-Which options there are, and that the others can be captured, is swept by
-``tests/unit/plan/test_sweep.py``.
+``tests/unit/plan/test_sweep.py`` checks that all other options of layers can be captured.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def routing_replay(
         yield Violation(
             "routing-replay",
             "--moe-enable-routing-replay with a captured MoE router",
-            "experts are recorded and given back by Python code, which a replay does not run",
+            "experts are recorded and restored by Python code, which a replay does not run",
             f"drop --moe-enable-routing-replay, {_WITHOUT_MOE}",
         )
 
@@ -76,7 +75,7 @@ def routing_replay(
 def counts_read(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Dispatchers that read how many tokens each expert got, also where that is fixed."""
+    """Dispatchers that read how many tokens each expert got, even where that is fixed."""
     dispatcher = run.moe_token_dispatcher_type
     backend = run.moe_flex_dispatcher_backend
     reads = dispatcher == "allgather" or (
@@ -98,7 +97,7 @@ def counts_read(
 def uneven_inputs(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """HybridEP pads to a number of tokens that all ranks agree on, and the host reads."""
+    """HybridEP pads to a number of tokens that all ranks agree on and the host reads."""
     pads = (
         run.moe_token_dispatcher_type == "flex"
         and run.moe_flex_dispatcher_backend == "hybridep"

@@ -27,8 +27,8 @@ RULES: tuple[Rule, ...] = (
         "fp8-without-bf16",
         lambda run: run.fp8 is not None and not run.bf16,
         "--fp8-format {run.fp8} without --bf16",
-        "open: FP8 with weights in another type than bfloat16 was never seen to train under "
-        "Megatron-FSDP",
+        "untested: no run has shown that FP8 with weights in another type than bfloat16 trains "
+        "under Megatron-FSDP",
         "add --bf16, or drop --fp8-format",
     ),
     Refusal(

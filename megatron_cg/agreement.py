@@ -208,7 +208,7 @@ class Agreement:
     def begin_capture(self) -> None:
         """Open the next capture; a new agreement has opened its first. Not a vote.
 
-        All ranks are at this place: what was left for that is undone.
+        All ranks are at this place, so what was left to undo together is undone here.
         """
         self.together()
         self._captures += 1

@@ -49,7 +49,7 @@ class GraphedLayers:
         micro_batch_size: sequences of a microbatch. Megatron's number of microbatches has to be
             set (``init_num_microbatches_calculator``).
         layers: as ``--cg-layers``, such as ``("attn:0-23", "moe_router:4-")``.
-        backend: what captures, itself or by name (``"transformer_engine"`` or ``"te"``,
+        backend: what captures, as an object or by name (``"transformer_engine"`` or ``"te"``,
             ``"tape"``); Transformer Engine if None.
         on_failure: as ``--cg-on-failure``.
         on_mismatch: as ``--cg-on-mismatch``.

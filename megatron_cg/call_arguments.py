@@ -1,4 +1,4 @@
-"""What a caller of the Python API gave: every mistake at once, and what to type instead."""
+"""Checks the arguments of the Python API: every mistake at once, and what to type instead."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """Several of something, or one alone; a string is one, and not its letters."""
+    """The value as a tuple: one alone becomes a tuple of one, and so does a string."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (value,)
     return tuple(value)
@@ -74,7 +74,7 @@ def _backend(value: object) -> Iterator[Violation]:
 def backend_of(value: Backend | BackendName | None) -> Backend:
     """The backend that was named; Transformer Engine's if none was.
 
-    Raises UpstreamChangedError where Transformer Engine is wanted and is not there.
+    Raises UpstreamChangedError where Transformer Engine is wanted and not installed.
     """
     if value == "tape":
         from megatron_cg.backends.tape import TapeBackend

@@ -53,13 +53,13 @@ class Unit:
     run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_part
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
     in_backward: Callable[[], AbstractContextManager[None]] = part_in_backward
-    """Makes a context for the backward pass of that."""
+    """Makes a context for its backward pass."""
     attach: Callable[..., Callable[[], None]] | None = None
     """Puts the replay in the place of that, with arguments and undo of
     :func:`megatron_cg.replay.attach_replay`, which None is."""
     leave_out: Callable[[nn.Module | None], str] = _leave_out_unit
-    """What to type so that a module below the layer, None where it is not known which, is in no
-    graph: a sentence."""
+    """Returns a sentence: what to type so that a module below the layer is in no graph. The module
+    is None if it is unknown."""
 
 
 def read_hooks(unit: Unit) -> UnitHooks:
@@ -124,7 +124,7 @@ def _quiet_modules(units: Sequence[Unit], modules: Sequence[nn.Module]) -> Calla
 
 
 def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Take off the parameters' hooks; returns what puts them back."""
+    """Remove the parameters' hooks; returns the undo."""
     snapshot = ParameterHookSnapshot(parameters)
     snapshot.clear()
     return snapshot.restore
@@ -140,7 +140,7 @@ def _restore_all(snapshots: Sequence[HookSnapshot]) -> Callable[[], None]:
 
 @contextmanager
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """No parameter has a gradient or a hook; what a backward pass leaves on them is taken back."""
+    """No parameter has a gradient or a hook; what a backward pass leaves on them is removed."""
     with gradients_kept(parameters), ExitStack() as stack:
         stack.callback(_quiet_parameters(parameters))
         for parameter in parameters:

@@ -33,7 +33,7 @@ def set_cell(cell: CellType, value: Any) -> Undo:
 
 
 def put_over_cell(cell: CellType, function: Any) -> Undo:
-    """Let functions that share a closure variable call ``function`` instead of what is in it.
+    """Let functions that share a closure variable call ``function`` instead of its value.
 
     Returns the undo; see Note [Only what is still ours] in ``megatron_cg/undo.py``.
     """

@@ -1,12 +1,12 @@
-"""A module that is copied or pickled while it is graphed: the copy is as without graphs.
+"""Copies and pickles of a graphed module: a copy is plain, as without graphs.
 
-What we hang on a module refers to that one module: a replay put in the place of ``forward`` would
-run the original's graph for the copy, and graphs and their memory cannot be copied at all. So all
-of it is noted here, and left out of what copies are made of.
+What we attach to a module refers to that one module: a replay that stands for ``forward`` would run
+the original's graph for the copy, and graphs and their memory cannot be copied at all. So this file
+notes all of it and leaves it out of the state that copies are made from.
 
 Note [Where a copy comes from]
     ``copy.copy``, ``copy.deepcopy`` and ``pickle`` make an object from its state, which they get
-    by looking ``__reduce_ex__`` up on the object itself, so that one in its own dictionary comes
+    by looking up ``__reduce_ex__`` on the object itself, so an entry in its own dictionary comes
     first (CPython 3.12, ``copy.py`` and ``_pickle.c``). A class with ``__deepcopy__`` or
     ``__copy__`` of its own is not asked for that; no module of Megatron or Transformer Engine has
     one.
@@ -20,18 +20,18 @@ from typing import Any
 from torch import nn
 
 ABSENT: Any = object()
-"""In the place of an attribute that an object's own dictionary does not have."""
+"""Stands for an attribute that an object's own dictionary does not have."""
 _REDUCE = "__reduce_ex__"
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
 class _Reduce:
-    """What copies of one module are made of; in its dictionary as long as anything is left out."""
+    """Gives the state for copies of one module; in its dictionary while anything is left out."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.before: dict[str, list[Any]] = {}
-        """By attribute: what was there before each change of ours; the first is the module's."""
+        """By attribute: the values before each of our changes; the first is the module's."""
         self.hooks: set[int] = set()
         """Ids of our hooks."""
 
@@ -55,7 +55,7 @@ def leave_out(owner: Any, name: str, before: Any) -> Callable[[], None]:
     """Copy ``owner`` with ``before`` as its attribute ``name``, until the returned undo is called.
 
     Args:
-        owner: a module; on anything else nothing is done.
+        owner: a module; nothing is done for anything else.
         name: an attribute that was changed.
         before: its value until then in the module's own dictionary, or :data:`ABSENT`.
     """
@@ -77,7 +77,7 @@ def leave_out(owner: Any, name: str, before: Any) -> Callable[[], None]:
 def look_before(module: nn.Module, hook: Callable[..., None]) -> Callable[[], None]:
     """Register a forward pre-hook that gets keyword arguments and stays out of copies.
 
-    Returns what takes it off.
+    Returns what removes it.
     """
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     _reduce_of(module).hooks.add(handle.id)

@@ -25,7 +25,7 @@ class Counters:
     gradients_verified: int = 0
     """Those whose gradients were compared as well."""
     gradients_unstable: int = 0
-    """Gradients left out of that, since two eager passes gave them other bits."""
+    """Gradients not compared, since two eager passes gave them different bits."""
     inputs_in_place: int = 0
     """Inputs that lay in the graph's own memory already, over all replays."""
     inputs_copied: int = 0

@@ -1,14 +1,14 @@
-"""What comes before a pass in which one unit runs eagerly instead of being replayed.
+"""What happens before a pass in which one unit runs eagerly instead of being replayed.
 
 Note [Before anything runs eagerly]
-    Two things come first, on every way into eager: what the fast path holds for after a launch is
-    issued (Note [Launch first] in ``fsdp/fast/late.py``), and where the unit's graphs hold
-    collectives all ranks vote (Note [A graph with collectives] in ``watch.py``).
+    Two things come first, whatever the reason for the eager pass. The gathers that the fast path
+    holds until a launch are issued (Note [Launch first] in ``fsdp/fast/late.py``). If the unit's
+    graphs hold collectives, all ranks vote (Note [A graph with collectives] in ``watch.py``).
 
 Note [Turns]
-    A mismatch is voted on in each pass. Evaluation, or graphs that are gone, need no vote in each:
-    ranks vote when a unit turns from replays to eager passes and when it turns back. A rank that
-    turns alone finds nobody at its vote, whichever way it turns.
+    Ranks vote on a mismatch in each pass. Evaluation and deleted graphs need no vote in each pass:
+    ranks vote when a unit changes from replays to eager passes and when it changes back. If a rank
+    changes alone, its vote fails, in either direction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class EagerPasses:
     """The eager passes of one unit.
 
     Args:
-        name: the unit's.
+        name: the name of the unit.
         watch: what is done about a mismatch.
         collectives: whether the unit's graphs hold any, as found when they were captured.
     """
@@ -32,7 +32,7 @@ class EagerPasses:
         self._replays = True
 
     def for_mismatch(self, mismatch: Mismatch, microbatch: int = 0, *, fresh: bool = True) -> None:
-        """Return where this pass is to run eagerly for ``mismatch``.
+        """Return if this pass is to run eagerly because of ``mismatch``.
 
         Args:
             mismatch: what forbids the replay.
@@ -49,7 +49,7 @@ class EagerPasses:
         self._watch.counters.eager += 1
 
     def for_no_replay(self, why: str) -> None:
-        """Return where passes are to run eagerly until :meth:`replay_follows`; ``why`` in words.
+        """Return if passes are to run eagerly until :meth:`replay_follows`; ``why`` in words.
 
         Raises ReplayMismatchError where the graphs hold collectives and other ranks replay.
         """
@@ -58,7 +58,7 @@ class EagerPasses:
         self._watch.counters.eager += 1
 
     def replay_follows(self) -> None:
-        """Return where the unit is to be replayed. Raises as :meth:`for_no_replay`."""
+        """Return if the unit is to be replayed. Raises as :meth:`for_no_replay`."""
         if not self._replays:
             self._turn("replays", "replayed", replays=True)
 

@@ -68,7 +68,7 @@ class CaptureError(MegatronCGError):
 
 
 _READ = (
-    "waits for the device and reads its memory on the host; a CUDA graph has no host in it",
+    "waits for the device and reads its memory on the host; a CUDA graph holds no host code",
     "leave this module out of --cuda-graph-modules, or keep the value in a tensor",
 )
 _UPLOAD = (
@@ -79,11 +79,11 @@ _UPLOAD = (
 
 
 class HostSyncError(CaptureError):
-    """What is captured waits for the device on the host, which no CUDA graph can hold.
+    """The captured code makes the host wait for the device, which no CUDA graph can hold.
 
     Args:
         where: which operation it is, in which module, file and line, and in which capture.
-        upload: whether it copies from the host to the device, and not the other way.
+        upload: whether it copies from the host to the device, instead of the other way.
     """
 
     def __init__(self, where: str, *, upload: bool = False) -> None:

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _OPEN_FILES = ("/dev/std", "/dev/fd/", "/proc/")
-"""Names of files that a process has open: a shell still writes there, so they are not replaced."""
+"""Files that a process has open. They are not replaced, because a shell still writes there."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a file beside ``path`` to write to; after the block it takes the place of ``path``.
+    """Yield a file beside ``path`` to write to; after the block it replaces ``path``.
 
     Where the block raises, what was at ``path`` stays as it was: a full disk or an interrupted
-    command never leaves half a file. Links are followed, folders above are made, and what is no
-    regular file, such as ``/dev/stdout`` or a named pipe, is written to directly.
+    command never leaves half a file. Links are followed, and parent folders are made. A file
+    that is not regular, such as ``/dev/stdout`` or a named pipe, is written to directly.
 
-    Raises OSError, always with the name of ``path`` or of a folder above it.
+    Raises OSError, always with the name of ``path`` or of a parent folder.
     """
     part = None
     try:
@@ -28,7 +28,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             return
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Hidden, and with an ending of its own, so that nobody takes it for the file.
+        # Hidden, and with its own suffix, so that it is not mistaken for the file.
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             yield part
@@ -36,7 +36,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        # The system names no file where a quota or a limit of file sizes is reached.
+        # The error names no file when a quota or a limit on file sizes is reached.
         if error.filename is None or error.filename == str(part):
             error.filename, error.filename2 = str(path), None
         raise

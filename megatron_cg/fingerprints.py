@@ -1,4 +1,4 @@
-"""A fingerprint of what a function does: of its code, not of how that is written down.
+"""A fingerprint of what a function does: of its code, not of its formatting.
 
 It stays the same where comments, docstrings, annotations or line breaks change, and for every
 version of Python that reads the function into the same syntax tree.
@@ -18,10 +18,10 @@ _WITH_DOCSTRING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Modu
 
 
 def of_function(function: Any) -> str | None:
-    """The fingerprint of a function, or of a code object; None where its source is not there.
+    """The fingerprint of a function, or of a code object; None where its source is missing.
 
     Args:
-        function: below decorators that keep it as ``__wrapped__``; they are part of the source.
+        function: decorators that keep it as ``__wrapped__`` are unwrapped; the source has them.
     """
     try:
         source = inspect.getsource(function)
@@ -33,8 +33,8 @@ def of_function(function: Any) -> str | None:
 def of_source(source: str, path: str = "") -> str | None:
     """The fingerprint of Python source, or of the definition in it that ``path`` names.
 
-    ``path`` is as in ``Symbol.path`` after the colon. None where there is no such definition, or
-    the source is none.
+    ``path`` is as in ``Symbol.path`` after the colon. None if there is no such definition, or
+    the source is not valid Python.
     """
     try:
         found: ast.AST = ast.parse(source)
@@ -70,6 +70,6 @@ def _code(node: Any) -> str:
     fields = {name: value for name, value in ast.iter_fields(node) if name not in _NOT_CODE}
     if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = fields["body"][1:]
-    # Absent and empty are one: which of them a field is differs between versions of Python.
+    # Absent and empty count as the same: versions of Python differ in which one a field is.
     kept = (f"{name}={_code(value)}" for name, value in fields.items() if value not in (None, []))
     return f"{type(node).__name__}({' '.join(kept)})"

@@ -80,14 +80,14 @@ class GuardedGraph:
 
     def __getattr__(self, name: str) -> Any:
         # backward_dw, where the backend's callable has it: Megatron asks with hasattr.
-        if name == "_graph":  # of an object that has no state yet, as a copy in the making
+        if name == "_graph":  # of an object without state yet, as while a copy is made
             raise AttributeError(name)
         return getattr(self._graph, name)
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(
             f"the graph of {self._unit.name} cannot be copied or pickled: it reads and writes "
-            "addresses. Copy the layer instead, whose copy has no graph."
+            "fixed addresses. Copy the layer instead: its copy has no graph."
         )
 
     def reset(self) -> None:
@@ -98,7 +98,7 @@ class GuardedGraph:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
         counters, gradients = self._watch.counters, self._guard.is_as_in_backward()
         counters.gradients_verified += gradients
-        # With the function as the backend made it, and not with what the fast path puts there.
+        # With the function that the backend made, not the one that the fast path puts there.
         undo = self._replay.replace(self._replay.function)
         try:
             return verify(

@@ -54,7 +54,7 @@ class GuardedCapture:
         self._watch, self._static_inputs = watch, static_inputs
         self._guards = tuple(UnitGuard(unit) for unit in self._units)
         self.eager_passes: tuple[EagerPasses, ...] = ()
-        """Of each unit, once its graphs are captured."""
+        """One for each unit, once its graphs are captured."""
 
     def run(
         self,

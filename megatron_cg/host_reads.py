@@ -1,7 +1,7 @@
-"""What makes the host wait for the device, refused by name where a capture is followed on a CPU.
+"""Refuses what makes the host wait for the device, by name, when a capture is followed on a CPU.
 
-The tape and a plan see the ATen operations of what is captured. Which of them a GPU could not run
-in a capture is known from torch's own tags and from the arguments.
+The tape and a plan see the ATen operations of what is captured. torch's own tags and the arguments
+show which of them a GPU could not run in a capture.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_cg.errors import HostSyncError
 from megatron_cg.places import place_of
 from megatron_cg.undo import set_attribute
 
-#: Tagged by torch as data dependent, though they are so only for some of their arguments.
+#: Torch tags them as data dependent, but they are so only for some of their arguments.
 _SOMETIMES = frozenset(
     {"index", "index_put", "index_put_", "_index_put_impl_", "repeat_interleave"}
 )
-#: Methods that read memory on the host without an ATen operation that could be seen.
+#: Methods that read memory on the host without calling an ATen operation.
 _METHODS = ("tolist", "numpy", "__array__")
 _refusing: list[HostReads] = []
 
@@ -67,7 +67,7 @@ class HostReads:
             raise self.error(str(func))
 
     def error(self, what: str) -> HostSyncError:
-        """The error for a read or a wait by ``what``, with the place that asked for it."""
+        """The error for a read or a wait by ``what``, with the place of the call."""
         return HostSyncError(f"{what} in {self._place()}")
 
     def upload_error(self, what: str) -> HostSyncError:
@@ -97,7 +97,7 @@ class HostReads:
 
 
 def host_waits(what: str) -> None:
-    """The host waits for all that a stream has been given; raises HostSyncError in a capture."""
+    """The host waits for all work of a stream; raises HostSyncError in a capture."""
     if _refusing:
         raise _refusing[-1].error(what)
 
@@ -106,7 +106,7 @@ def _reads(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     name = func._schema.name.partition("::")[2]
     if name == "_to_copy" and kwargs.get("device") is not None:
-        # Into pinned memory, which torch allocates then, no host waits (torch 2.11).
+        # torch 2.11 copies into new pinned memory then, and the host does not wait.
         to_host = torch.device(kwargs["device"]).type == "cpu"
         return to_host and args[0].device.type != "cpu" and not kwargs.get("non_blocking")
     if name not in _SOMETIMES:

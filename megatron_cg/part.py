@@ -52,9 +52,9 @@ def run_part(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @contextmanager
 def part_in_backward() -> Iterator[None]:
-    """The backward pass of a part: Megatron asks there too whether it is being captured.
+    """The backward pass of a part, in which Megatron also checks whether it is being captured.
 
-    It leaves its own recomputation alone then (megatron-core 0.19.2).
+    If so, it skips its own recomputation (megatron-core 0.19.2).
     """
     _flag("_set_capture_start")()
     try:

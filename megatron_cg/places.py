@@ -1,4 +1,4 @@
-"""Where in a model some code stands: module, file, line and statement, from a call's frames."""
+"""The place of a call in a model: module, file, line and statement, from the call's frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 Frames = Iterable[tuple[FrameType, int]]
-"""Frames with the line that each is at, the innermost first, as ``traceback.walk_stack`` gives."""
+"""Frames with their current lines, the innermost first, as from ``traceback.walk_stack``."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = Path(__file__).parent
@@ -20,7 +20,7 @@ _NOT_THE_MODEL = (
     _TORCH,
     *(str(_HERE / name) for name in ("backends", "cpu", "host_reads.py", "plan")),
 )
-"""Files of what is called by a model and is not the model."""
+"""Files of code that a model calls and that is not part of the model."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Place:
     path: str
     """Its name below the root; empty for the root."""
     source: str
-    """File, line, function and statement; empty where no frame outside of torch is known."""
+    """File, line, function and statement; empty if all known frames are in torch."""
 
     @property
     def owner(self) -> str:
@@ -49,7 +49,7 @@ def place_of(frames: Frames, root: nn.Module) -> Place | None:
     """The innermost call of a module below ``root``, or None where none is among ``frames``.
 
     In a backward pass, where autograd calls no module, the place has none; the frames of a
-    ``torch.autograd.Function`` written in Python still say the line.
+    ``torch.autograd.Function`` written in Python still show the line.
     """
     names = {id(module): name for name, module in root.named_modules()}
     source = ""

@@ -1,14 +1,14 @@
-"""What CUDA refused in a capture, told by module and line.
+"""Reports what CUDA refused in a capture, by module and line.
 
 Note [Two errors]
-    CUDA refuses a read on the host, as ``.item()``, in the call itself, so its error is raised in
-    the model's own frame. Ending the capture then raises a second error, "operation failed due to
-    a previous error during capture", which is the one that comes out (``torch.cuda.graph``, torch
-    2.11, has no way to end a capture that was invalidated). Python keeps the first as its context.
+    CUDA refuses a read on the host, such as ``.item()``, in the call itself, so its error is raised
+    in the model's own frame. Ending the capture then raises a second error, "operation failed due
+    to a previous error during capture", and the caller gets that one (``torch.cuda.graph``, torch
+    2.11, cannot end an invalidated capture in another way). Python keeps the first as its context.
 
 Note [Backward passes]
-    Autograd runs them without any module: only what is written in Python as a
-    ``torch.autograd.Function`` has a line. Which unit's it was, capture-time hooks tell.
+    Autograd runs them without any module: only a ``torch.autograd.Function`` written in Python has
+    a line. Capture-time hooks show which unit it was.
 
 Relied on: every text of CUDA's errors 900 to 908 (``cudaErrorStreamCapture*``) and of torch's own
 checks ("during CUDA graph capture") has "captur" in it. Python code of other packages (Triton, TE)
@@ -50,7 +50,7 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
     module: nn.Module | None = None
     if place is not None:
         module = place.module
-        # A unit's backward pass has no module, and its line is all that there is to say.
+        # A unit's backward pass has no module, so only its line is known.
         said = place.source if module is None else str(place)
         where += f", in {said}" if said else ""
     text = str(first).partition("\n")[0]
@@ -61,7 +61,7 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, and before it what it came from, back to the first."""
+    """``error`` and the errors that it came from, back to the first."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -71,9 +71,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let go of what the frames of ``error`` and of all before it hold, half-made graphs for one.
+    """Release what the frames of ``error`` and of its chain hold, such as half-made graphs.
 
-    Places must have been taken before.
+    Places have to be read before.
     """
     for one in chain(error):
         traceback.clear_frames(one.__traceback__)
@@ -84,7 +84,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _first(errors: Sequence[BaseException], root: nn.Module) -> tuple[BaseException, Place | None]:
-    """The earliest refusal in a module's code; else the earliest error in it; else in none."""
+    """The first refusal in a module's code, else the first error there, else the first of all."""
     earliest = errors[::-1]
     placed = [(error, _place(error, root)) for error in earliest]
     inside = [(error, place) for error, place in placed if place is not None]

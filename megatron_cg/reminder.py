@@ -1,4 +1,4 @@
-"""A word to those whose loop never enters ``step()``, and so trains eagerly for ever."""
+"""A warning for a loop that never enters ``step()`` and so always trains eagerly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def remind_of_steps(model: nn.Module, passes: int) -> Callable[[], None]:
-    """Log a warning, once, after more than ``passes`` training passes; returns what calls it off.
+    """Log a warning, once, after more than ``passes`` training passes; returns what cancels it.
 
     Call that where a step is entered. A pass counts in training mode with gradients on.
     """

@@ -1,18 +1,18 @@
 """One model's graphs, from before capture until they are released.
 
 Note [Where ranks vote on a capture]
-    Twice: before the first hook runs, and when nothing is left that can fail on one rank: the
-    graphs are whole, what capture changed is put back, the fast path is installed. What is put back
-    may issue all-gathers, on a rank that failed as on the others. So a rank that failed before the
-    first vote votes at once, where the others wait for it, and one that failed later once it has
-    put all back. Without leave to go on (``joins``) a rank that failed among the hooks ends, and
-    its launcher ends the others; after the hooks the others come to the vote in any case, so it
-    votes and all end with the cause.
+    They vote before the first hook runs, and again when nothing is left that can fail on one rank:
+    the graphs are complete, the changes of capture are undone, the fast path is installed. Undoing
+    the changes may issue all-gathers, on a rank that failed as on the others. So a rank that failed
+    before the first vote votes at once, where the others wait for it. One that failed later votes
+    after it has undone all changes. If training may not go on without graphs (``joins`` is false),
+    a rank that failed among the hooks ends, and its launcher ends the others. After the hooks the
+    others come to the vote in any case, so the rank votes and all end with the cause.
 
 Note [Graphs that one rank deletes]
     A rank may delete its graphs by itself, between two steps. All ranks find that out a step later
-    and give up theirs (``boundary.py``); until then it runs eagerly what the others replay. Where a
-    graph held collectives that needs a vote, so what is left on the layer votes, until all ranks
+    and give up theirs (``boundary.py``). Until then this rank runs eagerly what the others replay.
+    If a graph held collectives, that needs a vote. So a hook on the layer votes until all ranks
     have agreed on what follows (Note [Undone by all ranks together] in ``agreement.py``).
 """
 
@@ -160,7 +160,7 @@ class Session:
                     attach = unit.attach or attach_replay
                     lasting.callback(attach(unit, unit_hooks.before_replay, self.watch))
                 self._undo, whole = lasting.pop_all(), True
-            # Only now are FSDP's hooks, which the fast path is found by, in their places again.
+            # Only now are FSDP's hooks, by which the fast path is found, back in place.
             self._install_fast_path()
             if self._agreement is not None:
                 self._agreement.confirm()

@@ -1,11 +1,11 @@
 """A weak reference to a storage that cannot be copied.
 
-torch's own holds one count of the storage in a plain number. A copy by value, as
-``copy.deepcopy`` makes it of whatever object it comes to, gives that count back a second time, and
-the heap is corrupt: the process dies later, somewhere else, in ``malloc``.
+torch's own weak reference holds one reference count of the storage, as a plain number.
+``copy.deepcopy`` copies that number, and the copy releases the same count a second time. The heap
+is then corrupt: the process crashes later, somewhere else, in ``malloc``.
 
 Relied on: torch 2.11, ``torch.multiprocessing.reductions.StorageWeakRef`` and
-``torch.UntypedStorage._new_with_weak_ptr``, which gives None once the last owner has let go.
+``torch.UntypedStorage._new_with_weak_ptr``, which gives None once the last owner is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class StorageReference:
-    """Refers to ``storage`` and does not keep its memory; its address is given to no other."""
+    """Refers to ``storage`` without keeping its memory; no other storage gets its address."""
 
     __slots__ = ("_weak",)
 
@@ -25,14 +25,14 @@ class StorageReference:
         self._weak = StorageWeakRef(storage)
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage, or None where nobody holds it any more."""
+        """The storage, or None if it has no owner any more."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
             self._weak.cdata
         )
         return found
 
     def expired(self) -> bool:
-        """Whether nobody holds the storage any more."""
+        """Whether the storage has no owner any more."""
         return bool(self._weak.expired())
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:

@@ -1,13 +1,13 @@
-"""Changes that come with their own undo, and leave alone what others changed since.
+"""Changes with an undo that leaves alone what others have changed since then.
 
 Note [Only what is still ours]
-    An undo puts the old value back where ours still stands. Where somebody has put something else
-    there since, that stays, and a warning names both. A function of ours that is left underneath
-    (theirs calls it) passes calls on to what it was put over: after the undo nothing of it runs.
+    An undo restores the old value only if the current value is still ours. If other code has put
+    its own value there since, that stays, and a warning names both. If their function calls ours,
+    ours then only passes calls on to the function that it replaced.
 
 Note [In any order]
-    Several changes of ours may be made to one place and undone in any order. One that is not the
-    last takes itself out from under the next one, which then restores what was below both.
+    Several changes of ours may be made to one place and undone in any order. If one that is not the
+    last is undone, the next change then restores the value from before both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Undo = Callable[[], None]
 
 
 class Place(Protocol):
-    """Where a value stands."""
+    """A place that holds a value."""
 
     @property
     def name(self) -> str:
@@ -36,13 +36,13 @@ class Place(Protocol):
 
     @property
     def key(self) -> tuple[int, str]:
-        """The same for the same place, as long as it exists."""
+        """Identifies the place, as long as it exists."""
 
     def get(self) -> Any:
-        """What stands there; ``ABSENT`` for nothing."""
+        """The value there; ``ABSENT`` if there is none."""
 
     def put(self, value: Any) -> None:
-        """Let ``value`` stand there; ``ABSENT`` is nothing."""
+        """Put ``value`` there; ``ABSENT`` removes what is there."""
 
 
 class _Attribute:
@@ -74,18 +74,18 @@ class _Change:
 
 
 _changes: dict[tuple[int, str], list[_Change]] = {}
-"""Those that are not undone, by place, in the order in which they were made."""
+"""Changes that are not undone yet, by place, in the order in which they were made."""
 
 
 def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -> Undo:
-    """Let ``value`` stand at ``place``; returns the undo, which is safe to run twice.
+    """Put ``value`` at ``place``; returns the undo, which is safe to run twice.
 
     Args:
         place: where.
         value: what.
-        shared: whether others set it too in the course of what we do. The undo then restores the
-            old value whatever stands there.
-        label: what ``value`` is called in messages.
+        shared: whether other code also sets it in normal operation. The undo then restores the
+            old value, whatever is there.
+        label: a name for ``value`` in messages.
     """
     made = _Change(place, value)
     place.put(value)
@@ -140,8 +140,8 @@ def _change_attribute(owner: Any, name: str, value: Any, **options: Any) -> Undo
 def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str = "") -> Undo:
     """Let ``function`` be called instead of the function or method ``name`` of ``owner``.
 
-    It is called as that is: bound, for a method of an object. What then stands there has it as
-    ``__wrapped__``. ``label`` is what it is called in messages.
+    It is called in the same way: bound, for a method of an object. The new value has it as
+    ``__wrapped__``. ``label`` is its name in messages.
 
     Returns:
         The undo; see Note [Only what is still ours].
@@ -154,7 +154,7 @@ def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str 
         def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
             return over(*args, **kwargs)
 
-        # torch's schedulers take a method apart, and bind its function to the object themselves.
+        # torch's schedulers take a method's function and bind it to the object themselves.
         value = MethodType(_named_as(method, function, beneath, bound=True), owner)
     restore = _change_attribute(owner, name, value, label=label or described(function))
 
@@ -166,7 +166,7 @@ def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str 
 
 
 def passing(function: Any, beneath: Any) -> tuple[Callable[..., Any], Undo]:
-    """A function that calls ``function``, and what lets it call ``beneath`` from then on."""
+    """A function that calls ``function``, and what makes it call ``beneath`` from then on."""
     called = [function]
 
     def over(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ def run_after(owner: Any, name: str, action: Callable[[], None]) -> Undo:
 
 
 def described(value: Any) -> str:
-    """A name for what stands somewhere, for messages."""
+    """A name for a value, for messages."""
     if value is ABSENT:
         return "nothing"
     named = getattr(value, "func", value)  # of a partial

@@ -3,21 +3,21 @@
 Note [Outside of training]
     Both passes run on detached inputs, and everything that they change is put back: random
     generators, FP8 scales, buffers, MoE metrics, FSDP's states, gradients of parameters. The replay
-    that training uses is a further pass. So a run that verifies trains the very numbers of one that
-    does not. The eager pass has autograd on, as in training: without it some kernels round
+    that training uses is a further pass. So a run with verification trains exactly the numbers of
+    one without. The eager pass has autograd on, as in training: without it some kernels round
     differently (seen with the attention of TE 2.20.2 behind query and key norms).
 
 Note [A backward pass in the forward pass]
     Gradients are compared before training's own forward replay, while the unit is unsharded and
-    nothing waits for its graph's memory: its backward was captured before those of the units
-    before it, so it writes nowhere where these keep what their own backward passes will read.
-    Incoming gradients are made up, since the loss is not there yet. Hooks of parameters are off, so
-    nothing is reduced or sharded, and weights that the fast path hides from autograd are shown. A
-    unit that is not unsharded for its backward pass yet has its gradients left out: its weights lie
-    elsewhere then, or are quantized, with transposes that FSDP makes only before that pass.
+    nothing depends on its graph's memory: its backward was captured before those of the units
+    before it, so it does not overwrite what their own backward passes will read. Incoming gradients
+    are synthetic, since the loss is not known yet. Hooks of parameters are off, so nothing is
+    reduced or sharded, and weights that the fast path hides from autograd are shown. If a unit is
+    not unsharded for its backward pass yet, its gradients are not compared: its weights are at
+    another address then, or are quantized, with transposes that FSDP makes only before that pass.
 
 Note [Gradients that differ by themselves]
-    Without deterministic algorithms some backward kernels add up in another order each time
+    Without deterministic algorithms some backward kernels add in a different order each time
     (attention, scattered tokens). So a second eager pass shows which gradients have the same bits
     twice, and the others are not compared. All ranks run it, since it may hold collectives.
 """
@@ -37,8 +37,8 @@ from megatron_cg.guard.mismatch import Mismatch
 Kept = Callable[[], AbstractContextManager[None]]
 _Named = list[tuple[str, torch.Tensor | None]]
 _STEPS, _SCALE = 251, 128
-"""Made-up gradients are eighths and smaller parts of 1, which every floating dtype of training has:
-multiples of 1/128 from -125/128 to 125/128."""
+"""Synthetic gradients are multiples of 1/128 from -125/128 to 125/128, which are exact in every
+floating dtype of training."""
 
 
 def verify(
@@ -53,7 +53,7 @@ def verify(
 ) -> Mismatch | None:
     """The first output or gradient in which a replay differs from an eager pass, or None.
 
-    Waits for the GPU, once an output and once a gradient.
+    Waits for the GPU once for each output and once for each gradient.
 
     Args:
         unit: whose part is run eagerly.
@@ -88,12 +88,12 @@ def verify(
         found = replay.outputs()
         if gradients and len(found) == len(needs):
             found += replay.gradients(needs)
-        # In here: gradients of inputs lie in the graph's own memory.
+        # In this block: gradients of inputs are in the graph's own memory.
         return _first_difference(expected, found, unstable)
 
 
 def _different(one: _Named, two: _Named) -> set[str]:
-    """The names of what has not the same bits twice."""
+    """The names of the tensors whose bits differ."""
     pairs = zip(one, two, strict=True)
     return {a[0] for a, b in pairs if _first_difference([a], [b]) is not None}
 
@@ -124,11 +124,11 @@ class _Pass:
         ]
 
     def differentiable(self) -> list[bool]:
-        """Which outputs a backward pass begins at."""
+        """Which outputs a backward pass begins with."""
         return [tensor is not None and tensor.requires_grad for tensor in self._made]
 
     def gradients(self, needs: Sequence[bool]) -> _Named:
-        """Gradients of inputs and of parameters, from made-up ones of the outputs ``needs``."""
+        """Gradients of inputs and of parameters, from synthetic ones of the outputs ``needs``."""
         chosen = [tensor for tensor, need in zip(self._made, needs, strict=True) if need]
         self._made = []
         with self._unit.in_backward():

@@ -66,12 +66,12 @@ class Symbol:
     attributes: tuple[str, ...] = ()
     """Names that a class declares, or that its methods set, on instances or on modules."""
     fingerprints: tuple[str, ...] = ()
-    """Of a function that we do something else instead of: its code in the releases that this was
-    written for (``python -m tools.fingerprints`` prints those of what is installed). Another one is
-    no error: what replaces the function is left out then."""
+    """For a function that we replace: fingerprints of its code in the releases that the replacement
+    was written for (``python -m tools.fingerprints`` prints the installed ones). A different
+    fingerprint is no error: the replacement stays off then."""
 
     def unknown_body(self) -> str | None:
-        """Why what we do instead of this function may not be what it does; None where it is.
+        """Why our replacement of this function may do something else; None if it does the same.
 
         Raises UpstreamChangedError as :meth:`find`.
         """

@@ -51,7 +51,7 @@ class Watch:
         self.captured_again = False
         """Whether a mismatch led to this capture: one more is asked for only once it has helped."""
         self.issue_held: Callable[[], None] = _nothing
-        """Issues the gathers that are held for after a launch; to be called before eager passes."""
+        """Issues the gathers that are held until a launch; has to be called before eager passes."""
         self._policy = policy
         self._all_leave = all_leave
         self._reported: set[tuple[str, tuple[str, str]]] = set()
@@ -102,9 +102,9 @@ class Watch:
         )
 
     def leave_together(self, name: str, text: str) -> None:
-        """Return when all ranks do what ``name`` says with a graph that holds collectives.
+        """Return if all ranks agree, by ``name``, on what to do with a graph with collectives.
 
-        Raises ReplayMismatchError, which begins with ``text``, where they do not.
+        Else raises ReplayMismatchError, whose message begins with ``text``.
         """
         if self._all_leave is None:
             return

@@ -1,8 +1,8 @@
 """Print the fingerprints of upstream functions that this package replaces, as installed.
 
 ``python -m tools.fingerprints`` prints a line for each: whether it is known, its fingerprint, the
-package with its version, and the symbol. Before the fingerprint of a new release is added to a
-``Symbol``, its function is read beside what replaces it. Exit code 1 where one is not known.
+package with its version, and the symbol. Before you add the fingerprint of a new release to a
+``Symbol``, compare its function with our replacement. Exit code 1 if one is unknown.
 """
 
 from __future__ import annotations

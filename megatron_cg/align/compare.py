@@ -69,15 +69,15 @@ def compare(
 
     They are ``identical`` only if every loss, gradient norm and parameter shard of every rank has
     the same bits, training ran to its end and moved, all numbers are finite, and the second run
-    captured and replayed graphs: runs that are equal for a lesser reason show nothing. Of runs of
-    different models, layouts, data or versions (``not comparable``) no number is compared.
+    captured and replayed graphs: otherwise equal numbers show nothing. Runs of different models,
+    layouts, data or versions are ``not comparable``, and none of their numbers are compared.
     """
     counts = _graph_counts(graphed)
     missing = _missing_ranks(eager, graphed, labels)
     unlike = [] if missing else differences(eager[0], graphed[0])
     if unlike:
         more = f"; and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
-        reason = f"{labels[0]} and {labels[1]} were not made alike: {'; '.join(unlike[:_SHOWN])}"
+        reason = f"{labels[0]} and {labels[1]} have different setups: {'; '.join(unlike[:_SHOWN])}"
         return Comparison(NOT_COMPARABLE, reason + more, graphs=counts)
     values = tuple(_values(eager, graphed))
     shards, different = _shards(eager, graphed)
@@ -96,7 +96,7 @@ def compare(
 
 
 def missing_ranks(run: Run) -> str:
-    """That ranks of the run left no record, as a clause with the first of them; empty if none."""
+    """A clause that names the first ranks without a record; empty if all ranks have one."""
     size = next(iter(run.values()))["world_size"]
     if len(run) == size:
         return ""

@@ -30,7 +30,7 @@ END_OF_DOCUMENT = 256
 """The token after each file; tokens 0 to 255 are its bytes."""
 BYTE_VOCABULARY = 257
 _FORM = "one uint16 a byte, 256 after each file, megatron-core's indexed format"
-"""What a cached token stream is, beside its text; another form has another name there."""
+"""The format of a cached token stream. It is part of the name: another format, another name."""
 DEFAULT_BYTES = 4 * 2**20
 """How much of Python's own sources the default text takes."""
 
@@ -90,10 +90,10 @@ def python_sources(limit: int = DEFAULT_BYTES) -> list[Path]:
 
 
 def cached(files: Sequence[Path], description: str, otherwise: Path) -> TokenStream:
-    """:func:`from_text`, made once for each content of the files and kept for later runs.
+    """As :func:`from_text`, but made once for each content of the files and kept for later runs.
 
     It is kept in ``megatron-cg/tokens`` of the user's cache folder, under a digest of the text;
-    runs that make it at once do not disturb each other. Where that folder cannot be written it is
+    runs that make it at once do not disturb each other. If that folder cannot be written, it is
     made in ``otherwise``.
     """
     texts = _texts(files)
@@ -107,10 +107,10 @@ def cached(files: Sequence[Path], description: str, otherwise: Path) -> TokenStr
 def cache_folder() -> Path:
     """``megatron-cg`` in the user's cache folder, by the XDG Base Directory Specification 0.8.
 
-    Raises FileNotFoundError for a user without a home.
+    Raises FileNotFoundError for a user without a home directory.
     """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # One that is not absolute is to be ignored.
+    # The specification says to ignore a relative path.
     chosen = chosen if chosen.is_absolute() else Path(os.path.expanduser("~/.cache"))
     if not chosen.is_absolute():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "~")
@@ -118,7 +118,7 @@ def cache_folder() -> Path:
 
 
 def _kept(texts: Sequence[bytes], count: int) -> Path:
-    """The prefix of the token stream in the cache, where it is made unless it is there whole."""
+    """The prefix of the token stream in the cache; it is made there unless it is complete."""
     found = hashlib.sha256(_FORM.encode())
     for text in texts:
         found.update(f"{len(text)} ".encode() + text)
@@ -148,7 +148,7 @@ def _stream(prefix: Path, description: str, count: int) -> TokenStream:
 
 
 def _is_whole(prefix: Path, count: int) -> bool:
-    """Whether both files are there, and none was cut since."""
+    """Whether both files are there and have their full length."""
     with suppress(OSError):
         index = prefix.with_suffix(".idx").stat().st_size
         return prefix.with_suffix(".bin").stat().st_size == 2 * count and index > 0
@@ -156,7 +156,7 @@ def _is_whole(prefix: Path, count: int) -> bool:
 
 
 def _rename(part: Path, folder: Path) -> None:
-    """``part`` becomes ``folder``; where another run was faster, or it was damaged, one is kept."""
+    """Rename ``part`` to ``folder``; if there is one already, replace the files in it."""
     try:
         part.rename(folder)
     except OSError as error:

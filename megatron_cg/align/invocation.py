@@ -63,7 +63,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         write_text(args.json, text + "\n")
         print(f"written: {args.json}")
     if args.work_dir is not None and outcome.graphed is not None:
-        print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
+        print(f"to see it as a page: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return EXIT_CODES[outcome.comparison.status]
 
 
@@ -114,7 +114,7 @@ def _on_tape(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
 
 @contextmanager
 def _work_directory(chosen: Path | None) -> Iterator[Path]:
-    """The directory chosen, which is kept and locked, or one that is gone afterwards."""
+    """The chosen directory, locked and kept, or a temporary one."""
     if chosen is None:
         with tempfile.TemporaryDirectory(prefix="megatron-cg-align-") as temporary:
             yield Path(temporary)
@@ -127,10 +127,10 @@ def _work_directory(chosen: Path | None) -> Iterator[Path]:
         except BlockingIOError:
             raise LaunchError(
                 f"--work-dir {chosen}: another align is running there, and their records would "
-                "mix: wait for its end, or give another folder."
+                "mix: wait until it ends, or give another folder."
             ) from None
         except OSError as error:
-            # A file system without locks; everything else is the same there.
+            # The file system has no locks; everything else works there.
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
         yield directory

@@ -97,8 +97,8 @@ class Run:
     def start(self, timeout: float) -> None:
         """Start it in a session of its own, so that its workers can be ended with it.
 
-        And with a folder of its own for temporary files, which goes with it: what has to be killed
-        cleans up nothing. Its name is short, since sockets lie there.
+        It gets a folder of its own for temporary files, which is deleted with it: a killed process
+        does not clean up. The folder's name is short, since the names of sockets in it are limited.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._log = self.log.open("wb")
@@ -148,7 +148,7 @@ class Run:
 
 
 def _compiled() -> dict[str, str]:
-    """The variable by which torch finds what it compiled in earlier runs, whatever TMPDIR is.
+    """The variable that tells torch where its compiled code is, whatever TMPDIR is.
 
     The default of torch 2.11, ``torch/_inductor/runtime/cache_dir_utils.py``.
     """
@@ -162,7 +162,7 @@ def _compiled() -> dict[str, str]:
 def check_start(options: Options, nproc: int) -> None:
     """Refuse, before anything is made or started, runs that could not be compared in the end.
 
-    Raises LaunchError when an earlier run's records are in the way, or the eager record is of
+    Raises LaunchError when the folder has records of an earlier run, or the eager record has
     another number of ranks or other versions, and RecordError when it cannot be read.
     """
     for name in options.names:

@@ -174,7 +174,7 @@ class Recorder:
             self.write()
 
     def describe(self, setup: Setup) -> None:
-        """Record what is trained; without it nothing tells this run from one of another model."""
+        """Record what is trained; nothing else distinguishes it from a run of another model."""
         self.data["setup"] = setup
 
     def follow(self, counters: Counters, votes: AgreementTime | None) -> None:

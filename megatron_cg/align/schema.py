@@ -1,8 +1,8 @@
-"""What a record is: the type of every field, and the one way to read a file that may be none.
+"""What a record is: the type of every field, and the one way to read and check a file.
 
-``record.py`` writes records; everything else reads them through :func:`read_run`, so code behind it
-can rely on the types below. Fields that are not named here are allowed: tests and scripts of
-others note what they like.
+``record.py`` writes records; everything else reads them through :func:`read_run`, so all other
+code can rely on the types below. Other fields are allowed: tests and users' scripts may add their
+own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RecordError(MegatronCGError):
 
 
 class _WrongFieldError(Exception):
-    """One field is not as it should be; the text says which and why."""
+    """One field is wrong; the text says which and why."""
 
 
 Check = Callable[[Any, str], None]
@@ -235,7 +235,7 @@ def _read_rank(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError, MemoryError, _WrongFieldError) as error:
-        # Of a JSON error the first line: the text that it could not read may follow.
+        # Only the first line: a JSON error may go on with the text that it could not read.
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise RecordError(f"{path} is not a record of this package: {why}.") from None
     found: dict[str, Any] = data
@@ -260,6 +260,6 @@ def _check(data: Any, path: Path) -> None:
     _RECORD(data, "")
     rank, size = data["rank"], data["world_size"]
     if path.name != f"rank{rank}.json":
-        raise _WrongFieldError(f"it is of rank {rank}, which its name does not say")
+        raise _WrongFieldError(f"it is of rank {rank}, and its name says another")
     if rank >= size:
         raise _WrongFieldError(f"its rank is {rank}, and its world_size {size}")

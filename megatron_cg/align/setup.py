@@ -1,4 +1,4 @@
-"""What a run trains, on which data and how it is spread: what two runs need alike to be compared.
+"""What a run trains, on which data and in which layout: equal in two runs that are compared.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.global_vars.get_args`` and the attributes of
 Megatron's namespace below. One that a release lacks is recorded as None.
@@ -60,13 +60,13 @@ def of_megatron() -> Setup:
     try:
         args = _ARGS.find()()
     except AssertionError:
-        # A training loop of its own, which calls Megatron's functions and parses no flags.
+        # The script has its own training loop: it calls Megatron's functions and parses no flags.
         return {}
     setup = {
         group: {name: _plain(getattr(args, name, None)) for name in names}
         for group, names in _NAMES.items()
     }
-    # By one rank: thousands would ask a file system for the same files at once.
+    # Read by one rank: thousands would ask a file system for the same files at once.
     if os.environ.get("RANK", "0") == "0":
         setup["data"]["data_path"] = [_content(word) for word in args.data_path or ()]
     return setup
@@ -76,7 +76,7 @@ def of_tape(plan: TrainingPlan) -> Setup:
     """The setup of a run on the CPU."""
     model = asdict(plan.model)
     options = model.pop("fsdp_options")
-    # Which parts are captured is what may differ.
+    # The captured parts may differ.
     del model["graph_modules"]
     strategy = "data_parallel_sharding_strategy"
     names = ("microbatches", "micro_batch_size", "learning_rate")
@@ -89,7 +89,7 @@ def of_tape(plan: TrainingPlan) -> Setup:
 
 
 def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    """What two records were not made with alike, as ``"model: hidden_size 64 and 128"``.
+    """Where the setups of two records differ, as ``"model: hidden_size 64 and 128"``.
 
     The arguments are records of rank 0, which alone knows the data. The version of this package may
     differ: it changes no number of an eager run.
@@ -117,7 +117,7 @@ def _shown(values: Mapping[str, Any], name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON gives back as it was given."""
+    """The value in the form that JSON returns unchanged."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Sequence):
@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 
 def _content(prefix: str) -> str:
-    """A dataset by its size and content, wherever it lies; the word itself if it is none."""
+    """A dataset by size and content, wherever it is stored; the word itself if it is none."""
     path = Path(f"{prefix}.bin")
     try:
         size = path.stat().st_size

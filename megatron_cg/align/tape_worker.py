@@ -16,8 +16,8 @@ sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 def main(text: str, directory: str) -> None:
     """Train as the plan says, in processes joined by gloo; each writes its record.
 
-    The processes are forked from this one, which imports Megatron for all of them: 5 s of CPU time
-    that each would take. An import starts no thread of torch or gloo.
+    The processes are forked from this one, which imports Megatron for all of them. That saves each
+    of them 5 s of CPU time. An import starts no thread of torch or gloo.
     """
     import megatron_cg.cpu.train  # noqa: F401
     from megatron_cg.cpu import launch

@@ -67,7 +67,7 @@ class Backend(Protocol):
         """Objects in ``modules`` whose memory a graph of theirs reads or writes."""
 
     def without_updates(self) -> AbstractContextManager[None]:
-        """No pass in the block does what a pass does for the whole model, such as FP8's scales."""
+        """Passes in the block leave out updates for the whole model, such as FP8 scales."""
 
     def preserved(self, callables: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Put back whatever capture leaves changed, also after an exception."""

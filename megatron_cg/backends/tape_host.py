@@ -1,6 +1,6 @@
-"""Which tensors of a capture lie on the host, and what CUDA refuses to do with them.
+"""Which tensors of a capture are on the host, and what CUDA refuses to do with them.
 
-On a CPU the host's memory and the device's are one, so a tensor cannot show where it would lie on
+On a CPU the host's memory and the device's are one, so a tensor cannot show where it would be on
 a machine with a GPU. The calls that make and move tensors can, by the ``device`` they are given:
 
 * None, or the word ``"cpu"``: the host, as PyTorch places what is made without a device;
@@ -12,13 +12,13 @@ Note [What is refused]
     ``.cpu()``, ``.to("cpu")``, ``.tolist()``; a host tensor given to ``.to(device)``, ``.cuda()``,
     ``copy_`` or as an index; and a tensor of data, which PyTorch makes on the host and copies, as
     in ``torch.tensor([1.0], device="cuda")``. Other operations on a host tensor and one of the
-    device are an error on a GPU with or without a graph, but for one case: pointwise kernels and
+    device are an error on a GPU with or without a graph, with one exception: pointwise kernels and
     fills take the value of a host tensor without dimensions at capture, and every replay has that
     value. ``torch.where`` copies it, and so does ``x[index] = 1.0`` where the index is no mask
     (torch 2.11, ``where_self_out`` and ``_index_put_impl_``).
 
-Not told apart: what lay on the host before the capture began, and pinned memory, of which CUDA
-records a copy that does not wait.
+Not detected: tensors that were on the host before the capture began, and pinned memory, which CUDA
+copies without waiting.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from megatron_cg.undo import set_attribute
 
 Refuse = Callable[[str], Exception]
 
-#: Methods that read memory on the host without an ATen operation that could be seen.
+#: Methods that read memory on the host without calling an ATen operation.
 _READS = ("tolist", "numpy", "__array__", "cpu")
-#: Functions of ``torch`` that make a tensor of data that the host has.
+#: Functions of ``torch`` that make a tensor from data on the host.
 _OF_DATA = ("as_tensor", "asarray", "tensor")
-#: Functions of ``torch`` that make a tensor by a kernel where ``device`` says, else on the host.
+#: Functions of ``torch`` that make a tensor by a kernel on ``device``, or else on the host.
 _FACTORIES = (
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand"),
     *("randint", "randn", "randperm", "scalar_tensor", "zeros"),
 )
-#: Not tagged pointwise by torch, though they take the value of a tensor without dimensions.
+#: Torch does not tag them pointwise, but they take the value of a tensor without dimensions.
 _FILLS = frozenset({"fill", "fill_", "index_fill", "index_fill_", "masked_fill", "masked_fill_"})
 _PUTS = frozenset({"index_put", "index_put_"})
 
 
 class Host:
-    """The host's tensors among those of one capture."""
+    """The tensors of one capture that are on the host."""
 
     def __init__(self) -> None:
-        # The storages themselves, so that no key of theirs is given to another.
+        # Holds the storages themselves, so that no other storage gets one of their keys.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._making = 0
 
     @property
     def makes(self) -> bool:
-        """Whether what is made now lies on the host."""
+        """Whether a tensor that is made now is on the host."""
         return self._making > 0
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on the host."""
+        """Whether a tensor is on the host."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def add(self, values: Sequence[Any]) -> None:
-        """Note that the tensors among ``values`` lie there."""
+        """Note that the tensors among ``values`` are on the host."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
@@ -83,13 +83,13 @@ class Host:
             return False
         name = func._schema.name.partition("::")[2]
         if name in _PUTS:
-            # What is put at a mask is filled in.
+            # torch fills in what is put at a mask.
             return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:-1])
         return name in _FILLS or (torch.Tag.pointwise in func.tags and name != "where")
 
     @contextmanager
     def watched(self, read: Refuse, upload: Refuse) -> Iterator[None]:
-        """Refuse in the block what no ATen operation shows.
+        """Refuse, in the block, copies that no ATen operation shows.
 
         Args:
             read: makes the error for a copy to the host by the named call.

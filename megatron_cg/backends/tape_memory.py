@@ -58,7 +58,7 @@ class Pool:
         self._outside: dict[int, _Outside] = {}
         self._lent: set[int] = set()
         self.host = Host()
-        """What lies on the host of all that the capture has made."""
+        """Those tensors of the capture that are on the host."""
 
     def owns(self, key: int) -> bool:
         """Return whether the storage was made by a tape of this pool."""

@@ -161,7 +161,7 @@ class _Recorder(TorchDispatchMode):
 
         Raises HostSyncError where it would copy between the host and the device.
         """
-        # torch.tensor(...) ends in it: what it is given was made of the host's data.
+        # torch.tensor(...) ends in it; its argument was made from the host's data.
         if func is torch.ops.aten.lift_fresh.default or (self._host.makes and not tensors):
             return True
         here = sum(map(self._host.has, tensors))
@@ -175,7 +175,7 @@ class _Recorder(TorchDispatchMode):
             if not isinstance(value, torch.Tensor):
                 return value
             if self._host.has(value):
-                # A constant: the kernel has its value as it is now, and nobody else owns it.
+                # A constant: the kernel keeps its current value, and nothing else owns it.
                 value = value.clone()
                 self._tape.pool.adopt(value)
             slot = self._tape.pool.slot(value, f"{func} of {self._tape.label}")

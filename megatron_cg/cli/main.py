@@ -32,15 +32,15 @@ TAKING_FLAGS = ("align", "bench", "plan")
 
 USAGE_ERROR = 2
 DEFECT = 70
-"""As sysexits.h has it: an error that no command foresaw; 1 is a verdict of the command's."""
+"""As in sysexits.h: an error that no command expects; 1 is a verdict of the command."""
 INTERRUPTED = 130
 """As a shell has it of what SIGINT ended."""
 NO_READER = 141
-"""As a shell has it of what SIGPIPE ended: the reader has gone, as with ``| head``."""
+"""What a shell returns for a command that SIGPIPE ended: the reader is gone, as ``| head``."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the closest of the words there are."""
+    """Names the closest valid word."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 return _run(words)
             except Exception:
-                # Libraries turn an interrupt while they are imported into errors of their own.
+                # Some libraries turn an interrupt during their import into an error of their own.
                 if interrupted.is_set():
                     raise KeyboardInterrupt from None
                 raise
     except BaseException as error:
-        # rich ends a command whose reader has gone with SystemExit.
+        # rich raises SystemExit when the reader is gone.
         if BrokenPipeError in (type(error), type(error.__context__)):
-            # What is left is for nobody, also when Python flushes on its way out.
+            # No reader is left for the rest, also when Python flushes at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return NO_READER
         if isinstance(error, SystemExit):
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _told(error: BaseException) -> tuple[str, int]:
-    """What is said of an error that ends a command, and the exit code."""
+    """The message for an error that ends a command, and the exit code."""
     if isinstance(error, MegatronCGError):
         return str(error), USAGE_ERROR
     if isinstance(error, OSError):
@@ -95,7 +95,7 @@ def _run(words: Sequence[str]) -> int:
     cut = words.index("--") if "--" in words else len(words)
     words, extra = words[:cut], words[cut + 1 :]
     args = _parsed(words)
-    # Megatron warns, as it is imported, of each optional package that is not there.
+    # Megatron warns at import about each optional package that is missing.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     # And torch warns where there is nvcc and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -10,8 +10,8 @@ share the note with.
 
 All groups of a process share one gloo device per interface. A device has a thread that wakes up
 every 10 ms (gloo, transport/tcp/loop.cc: ``epoll_wait``), and torch makes a device per group. A
-model under Megatron-FSDP has some 40 groups, and a process that trains several keeps them all, so
-that these threads took more CPU time than the training.
+model under Megatron-FSDP has some 40 groups, and a process that trains several models keeps them
+all. These threads then took more CPU time than the training.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _default_options(timeout: timedelta | None) -> Any:
 
 @cache
 def _device(interface: str) -> Any:
-    """The device of this process on that interface; of no name, the one that torch chooses."""
+    """The device of this process on that interface; without a name, the one torch chooses."""
     group = _GROUP.find()
     return group.create_device(interface=interface) if interface else group.create_default_device()
 

@@ -19,8 +19,8 @@ from megatron_cg.cpu.gloo import one_worker_a_group
 from megatron_cg.cpu.plan import TrainingPlan
 
 START = "spawn"
-"""How processes are started: one of multiprocessing's methods. Forked ones share a seed of hashes,
-so that ranks have the sets of strings in one order; spawned ones do not."""
+"""How processes are started: one of multiprocessing's methods. Forked ones share a hash seed,
+so sets of strings have the same order on all ranks; spawned ones do not."""
 
 
 def run_processes(body: Callable[[], Any], processes: int = 2) -> None:
@@ -54,7 +54,7 @@ def _worker(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=processes
         )
-    # A rank that was done before another had connected ended it: "Connection closed by peer".
+    # A rank that ends before another has connected ends that one: "Connection closed by peer".
     dist.barrier()
     from megatron_cg.cpu.standins import cpu_standins
 

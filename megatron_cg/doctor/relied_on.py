@@ -46,7 +46,7 @@ def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
 
     Returns one dictionary a symbol: ``module`` (ours), ``package``, ``symbol``, and ``error``,
     None where the symbol is as expected, and ``unknown``, a text where it is a function whose body
-    is another than what we replace. A module that cannot be imported has one with its own
+    differs from the one that we replace. A module that cannot be imported has one with its own
     name as the symbol. A symbol of a package that is not installed has ``skipped`` set.
     """
     found: list[dict[str, Any]] = []

@@ -49,8 +49,8 @@ def relied_on(system: System) -> Iterator[Finding]:
         if row.get("unknown") is not None:
             yield warning(
                 row["unknown"],
-                f"{row['module']} does something else instead of it where its body is known; here "
-                "that stays off, and the rest works",
+                f"{row['module']} replaces this function where its body is known; here the "
+                "replacement stays off, and the rest works",
                 _INSTALL,
             )
     skipped = Counter(row["package"] for row in rows if row["skipped"])

@@ -30,10 +30,10 @@ def in_both(
 
 
 def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
-    """Why what replaces functions among ``symbols`` may not be right for this ``MegatronFSDP``.
+    """Why our replacements of ``symbols`` may not be right for this ``MegatronFSDP``.
 
     Functions of modules that are not loaded, and of the other package of Megatron-FSDP, are not
-    asked about.
+    checked.
     """
     own = type(fsdp).__module__
     found = []

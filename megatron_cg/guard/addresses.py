@@ -61,7 +61,7 @@ class Addresses:
         return self._compare(self.backward, "backward")
 
     def are_as_in_backward(self) -> bool:
-        """Whether all is where the backward pass reads it, and needs nothing done for that.
+        """Whether all weights are where the backward pass reads them, without further work.
 
         Quantized weights do: Megatron-FSDP makes their transposes as it unshards for the backward
         pass (megatron-fsdp 0.6.1, ``fp8_create_transpose_cache``).

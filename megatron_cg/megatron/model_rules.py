@@ -1,4 +1,4 @@
-"""The rules for Megatron's flags, asked of a model that was built in Python.
+"""The rules for Megatron's flags, applied to a model that was built in Python.
 
 Relied on: megatron-core 0.19.2, ``get_attr_wrapped_model`` of ``megatron.core.utils``, by which
 Megatron's capture helper finds the decoder too.

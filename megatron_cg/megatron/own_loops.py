@@ -1,12 +1,12 @@
 """Megatron's capture helper in a training loop that is not Megatron's own.
 
 Such a loop makes ``megatron.core.transformer.cuda_graphs.TECudaGraphHelper`` itself and has no
-``train_step`` to follow. While the package is enabled, one that is made for a model under
-Megatron-FSDP becomes ours, wherever its name was imported before.
+``train_step`` to follow. While the package is enabled, a helper for a model under Megatron-FSDP
+becomes ours, even if its class was imported before.
 
 Note [A step of such a loop]
-    ends as the optimizer's ``step`` returns. What ranks decided is then done at once: all of them
-    are there, and between two steps nothing is under way.
+    ends when the optimizer's ``step`` returns. What the ranks decided is then done at once: all of
+    them are at this place, and between two steps no work is pending.
 
 Relied on: megatron-core 0.19.2, ``TECudaGraphHelper.__init__`` and its parameters.
 """
@@ -42,7 +42,7 @@ RELIES_ON = (_HELPER, _INIT)
 
 
 class LoopHelper(FsdpCudaGraphHelper):
-    """Our helper, told of training steps by the optimizer; see Note [A step of such a loop]."""
+    """Our helper; the optimizer reports its training steps. See Note [A step of such a loop]."""
 
     steps: Any
 
@@ -56,7 +56,7 @@ class LoopHelper(FsdpCudaGraphHelper):
         self.steps.before_step()
 
     def create_cudagraphs(self) -> None:
-        """Capture as Megatron does; between two steps, of which the next one begins then."""
+        """Capture as Megatron does, between two steps; the next step begins afterwards."""
         self.steps.after_step()
         super().create_cudagraphs()
         if self.session is not None:
@@ -70,7 +70,7 @@ class LoopHelper(FsdpCudaGraphHelper):
         self.steps.before_step()
 
     def close(self) -> None:
-        """Follow no step any more, and vote no more."""
+        """Stop following steps and voting."""
         self.steps.close()
         self.undo.close()
 

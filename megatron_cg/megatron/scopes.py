@@ -54,7 +54,7 @@ def leave_out(layer: Any, module: nn.Module | None) -> str:
 
     Args:
         layer: a ``GraphableMegatronModule`` that is captured.
-        module: None where it is not known which module it was.
+        module: None if it is unknown.
     """
     scopes = list(layer.config.cuda_graph_modules)
     index = layer.layer_number - 1
@@ -66,7 +66,7 @@ def leave_out(layer: Any, module: nn.Module | None) -> str:
     out = {scope for scope in scopes if _holds(scope, layer, module)} or set(scopes)
     by_name = {scope.name: scope for scope in scopes}
     if by_name.get("moe_router") in out and "moe_preprocess" in by_name:
-        out.add(by_name["moe_preprocess"])  # which Megatron captures with the router only
+        out.add(by_name["moe_preprocess"])  # Megatron captures it only with the router
     kept = [scope.name for scope in scopes if scope not in out]
     names = [scope.name for scope in scopes if scope in out]
     instead = f"--cuda-graph-modules {' '.join(kept)}" if kept else "--cuda-graph-impl none"
@@ -83,7 +83,7 @@ def _holds(scope: Any, layer: Any, module: nn.Module | None) -> bool:
     view = LayerConfig(layer.config, [scope])
     if not _layer_is_graphable(layer, view):
         return False
-    if scope.name == "moe_preprocess":  # no module, but code of the MoE layer's own
+    if scope.name == "moe_preprocess":  # not a module, but code of the MoE layer itself
         return module is layer.mlp
     undo = set_attribute(layer, "config", view)
     try:

@@ -103,7 +103,7 @@ def _vote(routines: Sequence[StepRoutine], step: int | None) -> None:
 
 
 class _Votes:
-    """The vote of the step that is trained, as its optimizer's step returns or after it."""
+    """The vote of the current step, when its optimizer's step returns or afterwards."""
 
     def __init__(self) -> None:
         self._due: Callable[[], None] | None = None
@@ -111,12 +111,12 @@ class _Votes:
         self.undo = ExitStack()
 
     def is_due(self, vote: Callable[[], None]) -> Callable[[], None]:
-        """A step begins, in which ``vote`` is to be called once; returns what ends it."""
+        """Begin a step in which ``vote`` is to be called once; returns what ends the step."""
         self._due = vote
         return self.forget
 
     def follow(self, optimizer: Any) -> None:
-        """Vote as its steps return, from now on; once for each optimizer."""
+        """Vote when its steps return, from now on; call it once for each optimizer."""
         if not any(optimizer is known for known in self._followed):
             self._followed.append(optimizer)
             self.undo.callback(run_after(optimizer, "step", self.vote))

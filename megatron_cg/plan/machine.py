@@ -147,7 +147,7 @@ def process_groups(args: Any) -> Iterator[Any]:
         except (AssertionError, RuntimeError) as error:
             raise SizesError(" ".join(str(error).split())) from error
         if parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP is None:
-            # Megatron makes it of as many other groups, of which there is one.
+            # Megatron builds it from the other groups, of which there is one here.
             size = args.world_size // args.num_distributed_optimizer_instances
             group = torch.distributed.new_group(range(size))
             parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
@@ -158,7 +158,7 @@ def process_groups(args: Any) -> Iterator[Any]:
 
 
 def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
-    """The ranks that differ from rank 0 in the dimensions of ``mask`` alone, in their order.
+    """The ranks that differ from rank 0 only in the dimensions of ``mask``, in order.
 
     ``sizes`` are those of all dimensions, of which the first varies fastest with the rank.
     """
@@ -172,7 +172,7 @@ def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
 
 @contextmanager
 def _of_rank_0(parallel_state: Any) -> Iterator[None]:
-    """Make of all groups those of rank 0 alone, and gather objects from one rank.
+    """Make only the groups of rank 0, and gather objects from one rank.
 
     The ranks are alike, so a plan takes as long for tens of thousands of them as for two. Relied
     on: megatron-core 0.19.2, ``parallel_state.generate_masked_orthogonal_rank_groups``, which lists

@@ -19,7 +19,7 @@ from megatron_cg.errors import MegatronCGError
 from megatron_cg.plan.request import Request
 
 PATIENCE = 3.0
-"""Seconds without a word."""
+"""Seconds without output before a plan reports that it is running."""
 WORKING = "planning: Megatron builds the model, and its layers run once without a GPU"
 Plan = dict[str, Any]
 """A plan as JSON; ``docs/plan.md`` says what is in it."""
@@ -68,7 +68,7 @@ def make_plans(requests: Sequence[Request], *, timeout: float = 600.0) -> list[P
 
 
 def _wait(process: subprocess.Popen[str], timeout: float) -> str:
-    """What the process prints until its end; says that it works where that takes a while."""
+    """What the process prints until its end; a long one is reported to be running."""
     patience = min(PATIENCE, timeout)
     try:
         return process.communicate(timeout=patience)[0]
@@ -81,7 +81,7 @@ def _wait(process: subprocess.Popen[str], timeout: float) -> str:
 
 @contextmanager
 def _working() -> Iterator[None]:
-    """A clock on a terminal, elsewhere a line; both on standard error."""
+    """Show a clock on a terminal, or else a line; both on standard error."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -138,7 +138,7 @@ def _from_command_line(words: Sequence[str]) -> Request:
 def _has_launcher(before: Sequence[str], script: str) -> bool:
     """Whether a command starts this package before the script, or the script does so itself.
 
-    Also where there is no command, but at most variables: how the script is started is not told.
+    Also true where there is no command, but at most variables: the start is unknown then.
     """
     command = [word for word in before if not _ASSIGNMENT.match(word)]
     text = f" {' '.join(command)} ".replace("=", " ")

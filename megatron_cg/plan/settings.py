@@ -29,7 +29,7 @@ from megatron_cg.plan.likeness.packages import TE_VERSION
 
 _TE = "transformer-engine"
 MOST_GPUS = 2**18
-"""Of a run that is planned: its ranks are listed in memory."""
+"""The most GPUs that a plan takes: it lists their ranks in memory."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ def read_settings(
     own_flags: bool,
     started_without: str | None = None,
 ) -> Settings:
-    """Parse, check by our rules, check by Megatron's; nothing is raised for what is wrong.
+    """Parse, check by our rules, check by Megatron's; mistakes raise nothing.
 
     ``started_without`` is the script of a command that starts it without this package's launcher.
     """
@@ -204,11 +204,11 @@ def _megatrons_opinion(args: Any) -> str | None:
 
 
 def error_text(error: BaseException) -> str:
-    """An error in one line; of a bare assertion, the line of Megatron that makes it."""
-    # Behind that torch has the addresses of its own functions.
+    """An error in one line; for a bare assertion, the line of Megatron that raises it."""
+    # torch appends the addresses of its own functions.
     text = " ".join(str(error).partition("Exception raised from")[0].split())
     if text:
-        # Of errors of Python's own the text alone, "integer modulo by zero", says too little.
+        # The text alone of Python's own errors, "integer modulo by zero", says too little.
         name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         return name + text
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -84,9 +84,8 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
 def _details(settings: Any, notes: list[str], violations: list[dict[str, str]]) -> dict[str, Any]:
     """What can be said of a run that breaks no rule; a model that cannot be planned is noted.
 
-    What Megatron refuses no earlier than when it makes process groups, builds the model or runs a
-    layer is a rule that is broken, and so is a host that waits for the device in what would be
-    captured.
+    What Megatron refuses only when it makes process groups, builds the model or runs a layer
+    counts as a broken rule. So does a host that waits for the device in what would be captured.
     """
     from megatron_cg.errors import HostSyncError, MegatronCGError
     from megatron_cg.plan.details import details

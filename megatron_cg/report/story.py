@@ -50,7 +50,7 @@ class Story:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether there are two runs that were made alike."""
+        """Whether there are two runs and their setups are the same."""
         return self.comparison is not None and self.comparison.status != NOT_COMPARABLE
 
     @property
@@ -100,7 +100,7 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
     title = " against ".join(names)
     made = [(run, f"{names[0]} ({_kind(run)})"), (other, f"{names[1]} ({_kind(other)})")]
     if _kind(run) == EAGER and _kind(other) == GRAPHS:
-        # An eager run is what one with graphs is compared with, in whatever order they are named.
+        # A run with graphs is compared with an eager run, in whatever order they are named.
         made.reverse()
     (run, name), (other, other_name) = made
     return Story(title, run, name, other, other_name)

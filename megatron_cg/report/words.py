@@ -77,7 +77,7 @@ def _outcome(story: Story) -> Verdict:
     missing = missing_ranks(story.run)
     if missing:
         text = _sentence(f"{steps}. The run has {missing}")
-        return Verdict("note", "Not all ranks are here", text)
+        return Verdict("note", "Some ranks are missing", text)
     if not _ended(story.run):
         text = f"{steps} recorded so far: the run goes on, or was killed."
         return Verdict("note", "Not ended", text)
@@ -92,7 +92,7 @@ def difference(quantity: Quantity) -> str:
     """How two runs differ in one quantity; exact zero is said as such."""
     if quantity.difference is None:
         alone = quantity.reference is None
-        return "There is no run to compare with." if alone else "The runs were not made alike."
+        return "There is no run to compare with." if alone else "The runs have different setups."
     if not quantity.compared:
         return "The runs have no step in common."
     if not quantity.unequal:

@@ -86,7 +86,7 @@ def graph_units(
             ``*`` for one part between dots; modules; or classes. One may be given alone.
         warmup_steps: eager steps before capture, at least 1. From 3 on, keyword inputs that are
             one tensor in all steps, such as a mask or a rotary table, are read in place.
-        backend: what captures, itself or by name (``"transformer_engine"`` or ``"te"``,
+        backend: what captures, as an object or by name (``"transformer_engine"`` or ``"te"``,
             ``"tape"``); Transformer Engine if None.
         on_failure: what a failed capture does: raise, or log it and go on without graphs.
         on_mismatch: what follows when a graph must not be replayed; as ``--cg-on-mismatch``.

@@ -1,13 +1,13 @@
-"""A buffer for a bucket's gradients, once nobody reads it.
+"""A buffer for a bucket's gradients, once no reduction reads it.
 
 Note [A buffer that is still read]
     With double buffers a unit's gradients go where those of the unit before last were reduced
     from. Megatron-FSDP frees that buffer on the stream of the reductions alone, so a copy on the
     stream of the backward pass is not ordered after the reduction that still reads it; a host that
     runs far enough ahead would overwrite what is being sent. So each copy waits, on the device, for
-    the last reduction whose buffer was freed, whoever freed it: this copy's own call, one for
+    the last reduction whose buffer was freed, whatever freed it: this copy's own call, one for
     another gradient of the same bucket, or a reduction. Reductions run in order on one stream, so
-    the last one stands for all. It was issued two units ago, and is over mostly.
+    waiting for the last one is enough. It was issued two units ago and is usually over.
     (NVIDIA/Megatron-LM#5222 is about another way to the same overwriting.)
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``GradReducePipeline.grad_reduce_queue``
@@ -32,7 +32,7 @@ RELIES_ON = in_both(
 
 
 class FreedBuffers:
-    """Which reduction a copy has to come after; see Note [A buffer that is still read].
+    """Which reduction a copy must wait for; see Note [A buffer that is still read].
 
     Args:
         pipeline: the ``GradReducePipeline``; its queue holds an event for each reduction.
@@ -44,7 +44,7 @@ class FreedBuffers:
         """The event of the last reduction whose buffer was freed."""
 
     def install(self) -> Callable[[], None]:
-        """Notice each reduction whose buffer is freed; returns the undo."""
+        """Note each reduction whose buffer is freed; returns the undo."""
         original = getattr(self._pipeline, _FREES)
 
         def wait_for_previous_grad_reduce(*args: Any, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ class FreedBuffers:
         return put_over(self._pipeline, _FREES, wait_for_previous_grad_reduce)
 
     def make_room(self, bucket: int) -> None:
-        """Let Megatron-FSDP free a buffer for ``bucket``, which the current stream may write then.
+        """Let Megatron-FSDP free a buffer for ``bucket``; the current stream may write it then.
 
         Args:
             bucket: a bucket's number.

@@ -52,7 +52,7 @@ class _StandIn:
         self._ended = False
 
     def end(self) -> None:
-        """Hide nothing any more, also where somebody keeps this."""
+        """Hide nothing any more, even if something still refers to this object."""
         self._ended = True
 
     def apply(self, *args: Any) -> Any:

@@ -54,7 +54,7 @@ REPLACES = (
         fingerprints=("415ebdf448a75f2d",),
     ),
 )
-"""Left out for what is kept."""
+"""Functions that a kept unit does not call."""
 RELIES_ON = (
     *REPLACES,
     *in_both(

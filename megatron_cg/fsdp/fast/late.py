@@ -15,16 +15,16 @@ Note [As early on the device]
     Megatron-FSDP would have issued it.
 
 Note [One order over all communicators]
-    NCCL wants the collectives of a process in one order on all ranks, over all of its communicators
-    (NCCL user guide, "Using multiple NCCL communicators concurrently"). After a launch comes what
-    of the layer is eager, with the all-to-all of experts for one, and that is after the gather. So
-    a rank that does not launch, since a guard refuses the replay, issues the gather before anything
-    of the layer runs eagerly: in this order on every rank are (1) the gather of this unit's
-    weights, (2) the collectives in its graph, on all ranks by a replay or on none, (3) the gather
-    for the next unit, (4) collectives of what is eager after the graph. Where all ranks leave a
-    graph with collectives, (3) is before (2) on all of them. ``megatron_cg/eager_passes.py`` is
-    where every eager pass of a graphed unit begins, and issues what is held; an error on the way
-    to a replay, and a verification, do so too.
+    NCCL requires the collectives of a process in one order on all ranks, over all of its
+    communicators (NCCL user guide, "Using multiple NCCL communicators concurrently"). After a
+    launch and the gather comes the eager rest of the layer, such as the all-to-all of experts. So
+    a rank that does not launch, because a guard refuses the replay, issues the gather before
+    anything of the layer runs eagerly. The order on every rank is: (1) the gather of this unit's
+    weights, (2) the collectives in its graph, by a replay on all ranks or on none, (3) the gather
+    for the next unit, (4) collectives of the eager rest. Where all ranks leave a graph with
+    collectives, (3) is before (2) on all of them. Every eager pass of a graphed unit begins in
+    ``megatron_cg/eager_passes.py``, which issues what is held. An error before a replay, and a
+    verification, issue it too.
 
 A unit that comes to neither, since somebody replaced its forward for one, has its followers
 gathered after its forward pass, or when more is asked for: later than by Megatron-FSDP.

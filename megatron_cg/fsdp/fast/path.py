@@ -39,8 +39,8 @@ def _warn_once(part: str, why: str) -> None:
     if (part, why) not in _warned:
         _warned.add((part, why))
         logger.warning(
-            "FSDP fast path: %s stays off, because %s. Training is as without it. megatron-cg "
-            "doctor names all such functions.",
+            "FSDP fast path: %s stays off, because %s. Training goes on without it. "
+            "megatron-cg doctor names all such functions.",
             part,
             why,
         )
@@ -59,7 +59,7 @@ class FastPath:
         self.left_out: dict[str, str] = {}
         self.hand_off: GradientHandOff | None = None
         self.late = LatePrefetch()
-        """Holds gathers; to be told before a graphed unit runs eagerly."""
+        """Holds gathers; they have to be issued before a graphed unit runs eagerly."""
         self._hidden: HiddenWeights | None = None
         self._undo = ExitStack()
 
@@ -163,7 +163,7 @@ def install(
     try:
         path._add("kept unit", lambda: install_kept(fsdp), kept.REPLACES, together)
         path._add("swap", lambda: install_swap(fsdp), swap.REPLACES)
-        # Without "unshard" nothing tells that a unit's backward pass is done.
+        # Without "unshard" nothing reports the end of a unit's backward pass.
         replaces = (*gradients.REPLACES, *unshard.REPLACES)
         path._add("gradients", lambda: path._gradients(fsdp), replaces)
         path._add_around_units(graphed, replays)

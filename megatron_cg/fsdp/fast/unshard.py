@@ -54,7 +54,7 @@ REPLACES = (
         fingerprints=("00cb9ee24111bcad",),
     ),
 )
-"""Which modules and parameters these are shown, or how often they run, is chosen here."""
+"""The fast path chooses their modules and parameters, or how often they run."""
 RELIES_ON = (
     *REPLACES,
     *in_both("megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=("pre_backward", STATE)),

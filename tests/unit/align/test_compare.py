@@ -236,7 +236,7 @@ def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_c
         change(rank)
     result = compare(eager, graphed)
     assert result.status == NOT_COMPARABLE and not result.values
-    assert result.reason == f"the eager run and the graph run were not made alike: {where}"
+    assert result.reason == f"the eager run and the graph run have different setups: {where}"
 
 
 def test_another_number_of_ranks_is_not_comparable(eager: dict[int, Record]) -> None:
