@@ -63,7 +63,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         write_text(args.json, text + "\n")
         print(f"written: {args.json}")
     if args.work_dir is not None and outcome.graphed is not None:
-        print(f"to see it as a page: megatron-cg report {shlex.quote(str(args.work_dir))}")
+        print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return EXIT_CODES[outcome.comparison.status]
 
 

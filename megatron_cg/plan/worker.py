@@ -26,7 +26,7 @@ FORMAT = 1
 
 @contextmanager
 def ready_to_plan() -> Iterator[None]:
-    """Plans can be made in the block: the likenesses of TE are in, and Megatron is imported.
+    """Plans can be made in the block: TE has its doubles, and Megatron is imported.
 
     Warnings and logs of this process are off from here on.
     """

@@ -272,7 +272,7 @@ SINKHORN = Case(
     ROUTER,
     (*batch(8), "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0"),
 )
-"""Refused, since its router waits for the host; without graphs Megatron trains it."""
+"""Refused, since the host waits for its router; without graphs Megatron trains it."""
 
 
 def resumed(case: Case, step: int) -> Case:

@@ -20,13 +20,13 @@ TYPES = ("bf16", "fp32")
 
 @dataclass(frozen=True)
 class Group:
-    """What one start of processes trains: a model in one parallel layout."""
+    """What one set of processes trains: a model in one parallel layout."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of TransformerConfig; sizes of parallelism are among them."""
     preset: str = ""
-    """The model's shape is that of the preset, made small; else of a small MoE model."""
+    """The model has the preset's architecture, with small sizes; without one, a small MoE model."""
     scopes: tuple[tuple[str, ...], ...] = SCOPES
     dtypes: tuple[str, ...] = TYPES
     drivers: tuple[str, ...] = DRIVERS
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its own within a group."""
+        """Unique within a group."""
         return "-".join((self.dtype, self.driver, *self.scopes))
 
 

@@ -255,7 +255,7 @@ def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[lis
 
 
 def with_api(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[Any], Any]:
-    """The Python API, by the name that a user types."""
+    """The Python API, imported as a user imports it."""
     graphs = megatron_cg.GraphedLayers(
         model,
         optimizer,
@@ -272,7 +272,7 @@ def with_api(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[A
 
 
 def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
-    """One run from nothing, which leaves nothing."""
+    """One run, which starts and leaves the process clean."""
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED, te_rng_tracker=GPU, force_reset_rng=True)
     world = parallel_state.get_data_parallel_world_size()
@@ -327,7 +327,7 @@ def tapes() -> Iterator[None]:
 
 
 def clean_up() -> None:
-    """Let all go that a run leaves in Megatron's globals, and its memory."""
+    """Release what a run leaves in Megatron's globals, and its memory."""
     microbatches.unset_num_microbatches_calculator()
     destroy_moe_metrics_tracker()
     gc.collect()
@@ -335,10 +335,10 @@ def clean_up() -> None:
 
 
 def train_all(group: Group, runs: Sequence[Run], steps: int, directory: Path) -> None:
-    """Train each of ``runs`` in turn; what is done so far is always on disk."""
+    """Train each of ``runs`` in turn; finished results are always on disk."""
     results: dict[str, Any] = {}
     sizes = ("tensor_model_parallel_size", "expert_model_parallel_size")
-    # Once for all runs: NCCL's communicators of a second time would lie beside those of the first.
+    # Once for all runs: NCCL would keep the first communicators beside a second set.
     parallel_state.initialize_model_parallel(
         **{name: group.config[name] for name in sizes if name in group.config}
     )

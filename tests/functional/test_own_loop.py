@@ -1,6 +1,6 @@
-"""Loops on megatron-core's classes alone train the eager losses and norms with graphs too.
+"""Loops on megatron-core's classes alone train the same losses and norms with graphs.
 
-Each group of ``loops.py`` is trained by one start of two processes, and each of its runs is a test.
+One set of two processes trains each group of ``loops.py``, and each of its runs is a test.
 """
 
 from __future__ import annotations

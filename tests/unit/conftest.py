@@ -34,7 +34,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is read from, or left in, the cache of whoever runs these tests.
+    """Tests neither read nor change the user's cache.
 
     With a patch of its own: a test's ``monkeypatch`` must be undone before other fixtures end.
     """

@@ -6,9 +6,9 @@ from typing import Any
 
 
 class Same:
-    """Equal to another one of the very same object, which stays alive as long as this.
+    """Equal to another one of the same object; it keeps the object alive.
 
-    The ``id`` of an object that is gone may be that of another one.
+    A new object may get the ``id`` of one that is gone.
     """
 
     def __init__(self, it: Any) -> None:

@@ -28,7 +28,7 @@ from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import CaptureError, PhaseError
 
 SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
-"""For a vote to which nobody comes, and for one to which all come, however slow the machine is."""
+"""For a vote to which no other rank comes; for one to which all come, on however slow a machine."""
 RANKS = 2
 
 

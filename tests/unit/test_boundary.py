@@ -279,7 +279,7 @@ class Recapturing:
 def cut_off(recorder: Any, number: int) -> Iterator[None]:
     """End this process, with a note, when the block is not left within the limit.
 
-    It waits for the other ranks' notes: one that ends lets those that still wait for it fail.
+    It waits for the other ranks' notes: when a rank ends, those that wait for it fail.
     """
 
     def end() -> None:

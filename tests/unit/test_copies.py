@@ -95,7 +95,7 @@ def test_a_reference_to_memory_is_not_copied(way: str) -> None:
 def make(one_rank: None) -> Iterator[Callable[[str], Any]]:
     """Makes a trainer of two dense layers, of the scopes given; none is the whole layer.
 
-    Of a mixture of experts no copy can be made, eagerly neither: its dispatcher keeps activations.
+    An MoE layer cannot be copied, even without graphs: its dispatcher keeps activations.
     """
     from megatron.core import parallel_state
 
@@ -118,7 +118,7 @@ def make(one_rank: None) -> Iterator[Callable[[str], Any]]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """As an average makes it: the weights are clones, and process groups are shared."""
+    """A copy as for an average: the weights are clones, and process groups are shared."""
     memo: dict[int, Any] = {id(group): group for group in c10d._world.pg_map}
     for parameter in module.parameters():
         distributed: Any = parameter
@@ -178,7 +178,7 @@ def averaged(trainer: Any, *, graphs: bool) -> list[Any]:
 def test_an_average_of_the_weights_is_that_of_an_eager_run(
     make: Callable[[str], Any], scopes: str
 ) -> None:
-    """Whose copies are the same in every attribute, hook and bit; and the graphs replay on."""
+    """The copies are the same in every attribute, hook and bit; and the graphs replay on."""
     eager = averaged(make(scopes), graphs=False)
     trainer = make(scopes)
     assert averaged(trainer, graphs=True) == eager

@@ -1,4 +1,4 @@
-"""No rank runs eagerly what the others replay, where graphs hold collectives, without a vote."""
+"""Where graphs hold collectives, no rank runs eagerly what others replay without a vote."""
 
 from __future__ import annotations
 

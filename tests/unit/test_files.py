@@ -18,7 +18,7 @@ from megatron_cg.files import whole_file, write_text
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file may grow beyond 1,000 bytes, as with a quota; the system names no file then."""
+    """No file may exceed 1,000 bytes, as with a quota; the error then names no file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))

@@ -137,7 +137,7 @@ def buffers_move_in_forward(trainer: Any) -> None:
 
 
 class Placement:
-    """Where unsharded parameters lie without double buffers: the test decides, not ``malloc``.
+    """Addresses of unsharded parameters without double buffers: the test decides, not ``malloc``.
 
     Each bucket has one place, given to it at its first unshard and kept. Once ``moved`` is set,
     each unshard gets fresh memory. All memory stays alive, so that none is fresh at an old address.
@@ -150,7 +150,7 @@ class Placement:
 
     @classmethod
     def install(cls, trainer: Any) -> None:
-        """Let FSDP's weights take their memory from here; before the first step."""
+        """Allocate FSDP's weights here; call it before the first step."""
         store = trainer.model.module.param_and_grad_buffer
         trainer.placement = cls()
         for group in store.parameter_groups:

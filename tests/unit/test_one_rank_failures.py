@@ -225,7 +225,7 @@ def test_all_ranks_go_on_eagerly_with_the_same_numbers(
     for rank in (failed, other):
         assert rank["said"][-1].endswith("Training goes on eagerly (--cg-on-failure eager).")
         assert rank["graphs"] is False
-        # What leaves out gathers is on no rank, whichever rank had it already.
+        # No rank keeps the part that leaves out gathers, even if it was installed there.
         assert rank["kept"] is False
         assert rank["after"] == rank["eager"]
 
@@ -263,7 +263,7 @@ def capture_with_broken_unshard(root: Path, first: str | None) -> None:
 def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None, tmp_path: Path) -> None:
     with pytest.raises(ProcessRaisedException):
         run_processes(partial(capture_with_broken_unshard, tmp_path, first))
-    # Not what is raised here, which is of whichever rank ended first.
+    # Not the error raised here: it is from the rank that ended first.
     text = (tmp_path / "1").read_text()
     assert "OutOfStepError: one of the forward_pre_hooks of callable" in text
     assert "raised RuntimeError: no unshard." in text

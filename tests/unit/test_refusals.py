@@ -1,4 +1,4 @@
-"""What CUDA refuses in a capture is told by module, line and statement, and by what to type."""
+"""What CUDA refuses in a capture is reported with module, line, statement and what to type."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ in_backward: Callable[..., Any] = InBackward.apply
 
 
 class Reads(nn.Module):
-    """Around another module, and reads what that one returns."""
+    """Wraps another module and reads what that one returns."""
 
     def __init__(self, inner: nn.Module, read: Callable[[torch.Tensor], None], way: str) -> None:
         super().__init__()

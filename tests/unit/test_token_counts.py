@@ -1,4 +1,4 @@
-"""A router's counts of tokens, from which Megatron balances experts: those of training alone."""
+"""A router's token counts, by which Megatron balances experts, include only training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS, TOPK, BEFORE, AFTER, LAYERS = 4, 2, 2, 3, 2
 
 @pytest.fixture
 def train(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Trains a mixture of experts that is balanced by a bias; tells numbers and counts by step."""
+    """Trains an MoE model balanced by a bias; returns numbers and counts for each step."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_config import TransformerConfig

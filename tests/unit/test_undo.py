@@ -1,4 +1,4 @@
-"""An undo restores what is still ours, leaves what others did since, and names both."""
+"""An undo restores what is still ours, leaves later changes by others, and names both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Events = list[str]
 
 
 def theirs_over(owner: Any, name: str, events: Events) -> Callable[..., Any]:
-    """Somebody else's wrapper, put on as anybody would."""
+    """Another package's wrapper, installed in the usual way."""
     beneath = getattr(owner, name)
 
     @wraps(beneath)

@@ -146,7 +146,7 @@ def test_a_wrong_gradient_is_named(
 
 
 class Unsteady(torch.autograd.Function):
-    """Hands its input on; its gradient has other bits in each pass, as with atomics on a GPU."""
+    """Returns its input; its gradient has different bits in each pass, as with atomics on a GPU."""
 
     passes = 0
 

@@ -118,7 +118,7 @@ def with_broken_unshard(error: BaseException) -> Callable[[Any], Any]:
 
 
 def copying(copy: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
-    """A forward that copies between host and GPU: how a capture most often ends for users."""
+    """A forward that copies between host and GPU: why a capture most often fails for users."""
 
     def make(old: Any) -> Any:
         def wrapped(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ def host_read(place: str) -> None:
 
 
 class ReadsInBackward(torch.autograd.Function):
-    """Hands its input on, and reads the gradient on the host."""
+    """Returns its input, and reads the gradient on the host."""
 
     @staticmethod
     def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An average of the weights beside a run, made of copies of a layer."""
+"""An average of the weights beside a run, made from copies of a layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ SHARED = {torch.Generator, torch.cuda.Stream, torch.cuda.Event}
 def average_from(first: int) -> None:
     """Copy the first layer before each step from that one on, average its weights, run the copy.
 
-    Notes of each copy what of ours it has, and digests of the average and of what the copy trains.
+    Notes for each copy which parts of this package it has, and digests of the average and of what
+    the copy trains.
     """
     from megatron.training import training
 
@@ -50,7 +51,7 @@ def average_from(first: int) -> None:
 
 
 def averaged(model: Any, average: list[torch.Tensor]) -> dict[str, Any]:
-    """One copy, whose weights go into ``average``, and what came of it."""
+    """Make one copy, add its weights to ``average``, and return what the copy computes."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     layer = next(module for module in model.modules() if isinstance(module, TransformerLayer))
@@ -76,7 +77,7 @@ def averaged(model: Any, average: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def copied(layer: Any, config: Any) -> Any:
-    """As an average makes it: whole weights, and one configuration, groups and generators."""
+    """A copy as for an average: whole weights; configuration, groups and generators are shared."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
         uneven_dtensor_to_full_tensor,
     )
@@ -89,7 +90,7 @@ def copied(layer: Any, config: Any) -> Any:
             memo[id(parameter)] = nn.Parameter(whole.clone())
     shared = SHARED | {type(group) for group in c10d._world.pg_map}
     for kind in shared:
-        # What is reduced to a name is taken as it is.
+        # What pickle reduces to a name is shared.
         copyreg.pickle(kind, lambda _: "shared")
     try:
         return copy.deepcopy(layer, memo)

@@ -159,7 +159,7 @@ def capture_often(count: int, step: int = 6) -> None:
 
 
 def two_passes_at(step: int) -> None:
-    """In that step, run the backward of a forward pass after another forward pass."""
+    """In that step, run the backward pass of one forward pass after another forward pass."""
     from megatron.core.models.gpt import GPTModel
 
     wanted = False

@@ -229,7 +229,7 @@ def test_runs_that_were_not_made_alike_are_told_apart_before_their_numbers_are_c
     eager: dict[int, Record],
     graphed: dict[int, Record],
 ) -> None:
-    """And are not taken for a training that is not deterministic."""
+    """They are not reported as training that is not deterministic."""
     for rank in graphed.values():
         rank["captured_after_step"] = 2
         rank["steps"][0]["grad_norm"] = exact(9.0)

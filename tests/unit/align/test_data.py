@@ -159,7 +159,7 @@ def test_two_runs_that_make_one_text_at_once_do_not_disturb_each_other(
 
     def slow(texts: list[bytes], directory: Path) -> None:
         if not others:
-            # All that another process does falls between the check and the writing of this one.
+            # Another process does all its work between the check and the writing of this one.
             others.append(None)
             monkeypatch.setattr("os.getpid", lambda: -1)
             others.append(cached([file], "a text", tmp_path))

@@ -32,7 +32,7 @@ directory = pathlib.Path(sys.argv[1]); directory.mkdir(parents=True)
 
 
 class RunsOnceReady(Run):
-    """A run that has come to where it says so, by a file, before its time begins to count."""
+    """A run whose timeout begins only once it has reported, by a file, that it is ready."""
 
     def start(self, timeout: float) -> None:
         super().start(timeout)

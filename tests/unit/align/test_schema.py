@@ -1,4 +1,4 @@
-"""Damaged and foreign records: each is one line that says what is wrong, and never a hang."""
+"""Damaged and foreign records: each gives one line that says what is wrong, and never hangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def small_record() -> dict[str, Any]:
 
 
 def fields(value: Any, at: Keys = ()) -> Iterator[Keys]:
-    """The place of every value in a record, of rows the first alone."""
+    """The place of every value in a record; of rows, only the first."""
     yield at
     if isinstance(value, dict):
         for name, item in value.items():
@@ -89,7 +89,7 @@ def refused(directory: Path, what: object = "") -> str:
 MAY_BE_NONE = {"error", "grad_norm", "memory", "graphs", "gpu_bytes", "before", "after", "highest"}
 MAY_BE_NONE |= {"warmed up", "captured", "torch", "megatron-cg"}
 FREE = {("setup", "model", "num_layers")} | {("machine", n) for n in ("gpu", "gpus", "driver")}
-"""Fields that are shown as whatever they are."""
+"""Fields that are shown whatever their type is."""
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=repr)
@@ -230,7 +230,7 @@ def test_what_may_not_be_read_is_told_as_such(locked: Path) -> None:
 def test_a_page_is_made_of_whatever_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is empty, absent or not finite is no reason for a traceback."""
+    """Empty, absent and non-finite values cause no traceback."""
     from matplotlib.figure import Figure
 
     from megatron_cg.report import page

@@ -1,4 +1,4 @@
-"""What a record says of its model, layout and data."""
+"""What a record holds about its model, layout and data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_megatrons_arguments_are_read_by_group(
     assert found["parallel"]["context_parallel_size"] is None and found["training"]["seed"] == 7
     share, data = found["data"]["data_path"]
     assert share == "0.5" and data.startswith("4 bytes with SHA-256 ")
-    # Of thousands of ranks one reads the data's files.
+    # One rank reads the data's files, even of thousands of ranks.
     monkeypatch.setenv("RANK", "1")
     assert "data_path" not in of_megatron()["data"]
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", None)
@@ -65,6 +65,6 @@ def test_megatron_has_all_these_arguments() -> None:
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = {action.dest for action in parser._actions}
-    # What Megatron works out from others of its arguments.
+    # Megatron derives these from other arguments.
     known |= {"padded_vocab_size"}
     assert not {name for names in setup._NAMES.values() for name in names} - known

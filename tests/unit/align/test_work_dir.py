@@ -1,4 +1,4 @@
-"""One ``align`` at a time in a folder, and none that cannot be compared in the end."""
+"""One ``align`` at a time in a folder, and none whose runs could not be compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rules read of a model that was built in Python: every field, from the real configs."""
+"""What the rules read from a model that was built in Python: every field, from real configs."""
 
 from __future__ import annotations
 

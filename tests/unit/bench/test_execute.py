@@ -114,7 +114,7 @@ def test_runs_of_later_rounds_that_can_no_longer_end_are_not_begun(
     results = execute(runs, starting(programs), limits, {}, finished=finished)
     assert [result["status"] for result in results] == [OK] * 6 + [LEFT_OUT] * 3
     assert [result["key"]["round"] for result in results] == [1] * 3 + [2] * 3 + [3] * 3
-    # How long each would take is told too, and depends on the runs before.
+    # The text also has an estimate, which depends on the runs before.
     assert all("0 s left of --budget-seconds" in result["error"] for result in results[6:])
     assert len({path.name for path in limits.work.iterdir() if path.is_dir()}) == 6
 

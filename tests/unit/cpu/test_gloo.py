@@ -93,7 +93,7 @@ def test_all_groups_of_a_process_share_one_device(
 
 
 def test_a_forked_process_makes_its_own_device() -> None:
-    """The thread of its parent's device is not among its own."""
+    """The thread of its parent's device does not survive the fork."""
     gloo._device("lo")
     child = os.fork()
     if child == 0:

@@ -55,7 +55,7 @@ def write_down_and_train(folder: Path, plan: TrainingPlan) -> None:
 def test_spawned_processes_train_alike_though_each_has_its_own_seed_of_hashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As processes under torchrun; elsewhere they are forked from one, and share its seed."""
+    """As under torchrun; elsewhere the processes are forked from one, and share its seed."""
     monkeypatch.setattr(launch, "START", "spawn")
     monkeypatch.setenv(NAME, "spawned")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -99,7 +99,7 @@ dist.init_process_group = slow
 launch.START = "fork"
 launch.run_processes(body)
 """
-"""One rank takes longer to join; the other could have ended by then, and took it along."""
+"""One rank takes longer to join; the other could end earlier and end this one too."""
 
 
 def test_no_process_begins_before_all_have_joined(tmp_path: Path) -> None:

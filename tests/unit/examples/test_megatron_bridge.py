@@ -28,7 +28,7 @@ def test_what_it_takes_from_this_package_is_there() -> None:
 
 
 def test_the_helper_that_it_makes_is_the_one_that_becomes_ours() -> None:
-    """Of the names that the page says Megatron-Bridge's loop makes it with."""
+    """With the class and arguments that the page names for Megatron-Bridge's loop."""
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
     parameters = set(signature(TECudaGraphHelper).parameters)

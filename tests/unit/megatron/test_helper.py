@@ -98,7 +98,7 @@ def test_samples_have_the_type_that_layers_are_called_with(
 
     for layer in layers_of(trainer):
         layer.register_forward_pre_hook(note, with_kwargs=True)
-    with suppress(RuntimeError):  # torch's norm hands its input's type on to a weight of another
+    with suppress(RuntimeError):  # torch's norm fails where input and weight have different types
         trainer.step()
     args, _ = helper_for(trainer)._get_cuda_graph_input_data()
     assert len({id(tensor) for (tensor,) in args}) == 3

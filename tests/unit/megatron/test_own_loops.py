@@ -1,6 +1,6 @@
-"""``enable()`` in a training loop of one's own: Megatron's helper is ours, and told of steps.
+"""``enable()`` in a user's training loop: Megatron's helper is ours, and steps are reported to it.
 
-Whole trainings by this way are in ``tests/unit/tape/test_own_loop.py``.
+Whole trainings of this kind are in ``tests/unit/tape/test_own_loop.py``.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ What is known of CUDA and its caching allocator, and used here:
 
 * a stream runs its operations in order; two streams have no order but by events;
 * an operation begins after all that the host has waited for before it launched it;
-* waiting for an event waits for what was on its stream when it was recorded last, and for nothing
-  where it never was;
+* waiting for an event waits for what was on its stream when it was last recorded, and for nothing
+  if it was never recorded;
 * a storage belongs to the stream that was current when it was allocated, and once it is released
-  its memory may be given out again on that stream at once: what another stream still does with it
-  is ordered before by a wait of that stream, or by ``record_stream``.
+  its memory may be given out again on that stream at once. Only a wait of that stream, or
+  ``record_stream``, orders what another stream still does with it before that.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def races(
     Args:
         entries: in the order of the host.
         without: waits, records and ``record_stream``s at these places are taken as absent.
-        reads_order: whether the host's reading of a value counts as a wait. They mostly happen to
-            be there (a loss is logged), and what needs an order should not live on that.
+        reads_order: whether a read of a value on the host counts as a wait. Such reads often happen
+            to be there (a loss is logged), and no order should depend on them.
     """
     check = _Check(reads_order)
     left_out = frozenset(without)
@@ -145,7 +145,7 @@ class _Check:
         busy = self._allocator.give_out(
             stream, lambda use: self._clocks.knew(stream, use.stream, use.number)
         )
-        # Whoever uses it has to come after what its stream has done so far.
+        # Every use has to come after what its stream has done so far.
         made = Access(stream, self._clocks.count(stream), entry)
         self._storages[entry.storage] = Storage(made, busy)
         self._owners[entry.storage] = stream

@@ -1,7 +1,7 @@
-"""Vector clocks: how much of each stream's work is known to be over, wherever one stands.
+"""Vector clocks: how much of each stream's work is known to be over at any point.
 
 An *actor* does its operations in order: a stream, or the host. Each counts its own. The clock of an
-actor says, for every actor, up to which operation all are over before the next one of its own
+actor holds, for every actor, the last operation that is over before its own next one begins
 (L. Lamport, 1978; F. Mattern and C. Fidge, 1988).
 """
 
@@ -15,7 +15,7 @@ HOST: Actor = -1
 
 
 class Clocks:
-    """The clocks of all actors, which begin with nothing to know of each other."""
+    """The clocks of all actors, which know nothing of each other at first."""
 
     def __init__(self) -> None:
         self._now: dict[Actor, dict[Actor, int]] = {}
@@ -33,7 +33,7 @@ class Clocks:
         return self._of(actor).get(actor, 0)
 
     def join(self, actor: Actor, clock: Clock) -> None:
-        """``actor`` goes on only after all that ``clock`` knows."""
+        """``actor`` continues only after all that ``clock`` knows."""
         own = self._of(actor)
         for other, count in clock.items():
             if count > own.get(other, 0):

@@ -29,7 +29,7 @@ def _sharded(strategy: str) -> dict[str, Any]:
 
 
 def _hooked(trainer: Any) -> None:
-    """Give weights a hook of the user's: their gradients are left to Megatron-FSDP."""
+    """Give weights a user hook: their gradients are left to Megatron-FSDP."""
     for name, parameter in trainer.model.module.raw_param.items():
         if name.endswith("mlp.linear_fc2.weight"):
             parameter.register_post_accumulate_grad_hook(lambda _: None)
@@ -39,13 +39,13 @@ POOLED = {
     "double buffers": Run(evaluates=True),
     "double buffers, experts, graphs": Run(graphs=("attn", "moe_router"), shape=_EXPERTS),
 }
-"""Megatron-FSDP's own bookkeeping with double buffers, of which a finding is known."""
+"""Megatron-FSDP's own bookkeeping with double buffers, which has a known race."""
 SEVERAL_STREAMS = {
     "no double buffers, a gradient from another stream": Run(
         fsdp=_UNPOOLED, around=partial(on_another_stream, "mlp.linear_fc1.weight")
     ),
 }
-"""Megatron-FSDP's own bookkeeping of gradients of several streams, of which another is known."""
+"""Megatron-FSDP's own bookkeeping of gradients of several streams, with another known race."""
 UPSTREAM = {
     "no double buffers": Run(fsdp=_UNPOOLED, evaluates=True),
     "no double buffers, short queue, experts": Run(fsdp={**_UNPOOLED, **_SHORT}, shape=_EXPERTS),
@@ -80,12 +80,12 @@ FAST = {
         fast=True, around=partial(on_another_stream, "input_layernorm.weight")
     ),
 }
-"""The fast path, on double buffers where nothing else is said."""
+"""The fast path, with double buffers unless the name says otherwise."""
 ALONE = {
     "one rank": Run(graphs=_DENSE, fast=True, evaluates=True),
     "one rank, experts": Run(graphs=("attn", "moe_router"), fast=True, shape=_EXPERTS),
 }
-"""The fast path where nobody has another part of a buffer."""
+"""The fast path where no other rank has a part of a buffer."""
 OUTER = {
     "outer groups, shards": Run(fsdp={**_UNPOOLED, **_OUTER, **_OUTER_SHARDS}),
     "fast path, outer groups": Run(graphs=_DENSE, fast=True, fsdp=_OUTER),
@@ -103,7 +103,7 @@ Configurations = dict[str, Callable[[], Trace]]
 
 
 def configurations() -> dict[int, Configurations]:
-    """Those of so many ranks."""
+    """The configurations for each number of ranks."""
 
     def named(runs: dict[str, Run], prefix: str = "") -> Configurations:
         return {f"{prefix}{name}": partial(traced, run) for name, run in runs.items()}

@@ -1,6 +1,6 @@
 """Places that order something, and why no run of these tests shows that they are needed.
 
-By file and text of the call, so that a new call is not excused by an old one's line.
+They are listed by file and text of the call, so an excuse does not depend on line numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _UPSTREAM: Reasons = {
             "as a model is built, or as a buffer of NCCL's user memory is made"
         ),
         ("reduce_scatter_view_out_event.wait()",): (
-            "of reductions that are not asynchronous, which nobody asks for"
+            "of reductions that are not asynchronous, which no run uses"
         ),
     }
 }
@@ -73,5 +73,5 @@ OWN, UPSTREAM = _by_place(_OWN), _by_place(_UPSTREAM)
 """Reasons by file and text of the call: of this package, and of Megatron-FSDP."""
 #: ``op.wait()`` stands three times in Megatron-FSDP; one of them is seen.
 UPSTREAM_PARTLY = {
-    (_BUFFERS, "op.wait()"): "gathers that nobody asks for, and reductions that do not overlap"
+    (_BUFFERS, "op.wait()"): "gathers that no run uses, and reductions that do not overlap"
 }

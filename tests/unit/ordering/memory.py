@@ -1,4 +1,4 @@
-"""Who used which bytes last: of each storage, and of memory that the allocator has back."""
+"""The last uses of bytes: of each storage, and of memory returned to the allocator."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Piece:
     stop: int
     write: Access | None = None
     reads: dict[Actor, Access] = field(default_factory=dict)
-    """Of each stream the last one since ``write``."""
+    """The last read of each stream since ``write``."""
 
     def part(self, start: int, stop: int) -> Piece:
-        """The history of some of these bytes, which goes on by itself."""
+        """The history of some of these bytes, which continues separately."""
         return Piece(start, stop, self.write, dict(self.reads))
 
 
@@ -38,7 +38,7 @@ class Storage:
 
     Args:
         write: the allocation, if it was seen.
-        reads: what may still use the memory that it was given.
+        reads: what may still use its memory.
     """
 
     def __init__(self, write: Access | None = None, reads: dict[Actor, Access] | None = None):
@@ -70,7 +70,7 @@ class Storage:
         return inside
 
     def last_uses(self) -> Iterator[Access]:
-        """All that a new owner of this memory has to come after."""
+        """All uses that a new owner of this memory has to wait for."""
         for piece in (self._fresh, *self._pieces):
             if piece.write is not None:
                 yield piece.write

@@ -7,7 +7,7 @@ from tests.unit.ordering.trace import Allocate, Launch, Trace
 
 
 def described(trace: Trace, races: list[Race]) -> list[str]:
-    """Each pair of operations once: both, their streams and places, and whose memory it is."""
+    """Each pair of operations once: both, their streams and places, and the memory's name."""
     return list(dict.fromkeys(_sentence(trace, race) for race in races))
 
 

@@ -1,4 +1,4 @@
-"""Places in the code that order something: found in the sources, and met at run time."""
+"""Places in the code that order something: in the sources, and at run time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def short(file: str) -> str:
 def ordering_places(file: Path) -> Iterator[tuple[Site, str]]:
     """Where a source file names one of :data:`ORDERING`, with the text of the call.
 
-    All methods of these names are found, also of what is no stream, and names that are passed on.
+    All methods with these names are found, also of other objects, and names passed as arguments.
     """
     tree = ast.parse(file.read_text())
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}

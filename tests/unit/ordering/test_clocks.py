@@ -1,4 +1,4 @@
-"""Vector clocks, and what they say of classical cases."""
+"""Vector clocks on classical cases."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_memory_that_another_stream_still_reads_is_given_out_again() -> None:
     assert count(*used, Keep(0, THIRD), Release(0), *again) == 1
     assert count(*used, AwaitStream(MAIN, SIDE), Release(0), *again) == 0
     assert count(*used, Release(0), AwaitStream(MAIN, SIDE), *again) == 0
-    # What came to another stream's pool is that one's.
+    # Memory in another stream's pool goes to that stream.
     assert count(*used, Release(0), Allocate(1, THIRD), writes(THIRD, new)) == 0
 
 

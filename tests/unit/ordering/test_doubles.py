@@ -1,4 +1,4 @@
-"""What the doubles of CUDA's names write down."""
+"""What the doubles of CUDA's names record."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """No two operations of the fast path touch the same bytes without an order between them.
 
-Real Megatron-FSDP trains in two gloo processes. What it asks of the device is written down with
-the bytes, streams and events of each operation, and checked afterwards. Nothing that runs depends
-on a wait (the host does all at once and in order), so a wait is taken away from the trace, not from
-the program: what is left is the trace of a program without it.
+Real Megatron-FSDP trains in two gloo processes. A trace records
+the bytes, streams and events of each operation, and is checked afterwards. Nothing that runs
+depends on a wait (the host does all at once and in order). So a test removes a wait from the trace,
+not from the program: the rest is the trace of a program without it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PLACES = OWN_PLACES.keys() | FSDP_PLACES.keys()
 
 
 def check_all(folder: Path) -> None:
-    """Check every configuration of so many ranks; take each wait away until that is found."""
+    """Check every configuration for this number of ranks, also without each wait in turn."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Any] = {}
     missed: dict[Site, list[str]] = {}
@@ -113,7 +113,7 @@ def test_megatron_fsdp_overwrites_gradients_that_are_being_sent(
 ) -> None:
     """Known: what Note [A buffer that is still read] in ``buffers.py`` is about, and nothing else.
 
-    When this fails since nothing is found, upstream is mended, and the fast path's wait may go.
+    If this fails because nothing is found, upstream is fixed, and the fast path's wait may go.
     """
     for found in results(reports, name):
         assert found["kinds"]
@@ -167,7 +167,7 @@ def test_no_wait_is_met_that_is_not_in_the_sources(reports: list[dict[str, Any]]
 
 
 def test_every_excuse_is_somebodys() -> None:
-    """What is excused is there, and what is on the fast path is not excused."""
+    """Every excused place exists, and no place on the fast path is excused."""
     own = {(place.file, text) for place, text in OWN_PLACES.items()}
     theirs = {(place.file, text) for place, text in FSDP_PLACES.items()}
     assert set(excused.OWN) <= own and not any("/fsdp/" in file for file, _ in excused.OWN)

@@ -40,7 +40,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``event`` stands, from now on, for all that was put on ``stream`` until now."""
+    """From now on ``event`` represents all that was put on ``stream`` until now."""
 
     event: int
     stream: Actor
@@ -113,7 +113,7 @@ Entry = Launch | Record | Await | AwaitStream | HostAwaits | HostReads | Allocat
 
 @dataclass
 class Trace:
-    """Entries in order, and what streams and storages are called."""
+    """Entries in order, and the names of streams and storages."""
 
     entries: list[Entry] = field(default_factory=list)
     streams: dict[Actor, str] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Trace:
 
 
 def ordered_at(entry: Entry) -> Site | None:
-    """Where an entry comes from that is there for nothing but order."""
+    """The place of an entry that only orders others; None for other entries."""
     if isinstance(entry, Record | Await | AwaitStream | HostAwaits | Keep):
         return entry.site
     return None

@@ -1,6 +1,6 @@
 """Prints, for each preset, what its command line and its built model tell the rules: JSON.
 
-Run as a process of its own: TE's likenesses have to be there before Megatron is imported.
+Run it as a process of its own: the doubles of TE have to be installed before Megatron is imported.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Try:
     words: str = ""
     end: str = CAPTURED
     rule: str = ""
-    """Ours that refuses them."""
+    """Our rule that refuses them."""
     without: str = ""
     """A flag of the base that is left out."""
 

@@ -15,8 +15,8 @@ from megatron_cg.align.presets import preset_names
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = preset_names()
 APART = ("moe_layer_freq", "te_rng_tracker")
-"""The first is compared as the scopes that layers have: a model says of each layer what it is.
-The second is not handed on from Megatron's flags to its config."""
+"""The first is compared as the scopes of each layer, which a model shows directly.
+Megatron does not pass the second from its flags to its config."""
 
 
 @pytest.fixture(scope="module")

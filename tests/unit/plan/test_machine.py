@@ -106,7 +106,7 @@ def test_the_groups_of_rank_0_are_those_that_megatron_makes(
     monkeypatch.setattr(machine, "_of_rank_0", nullcontext)
     expected = groups_of(sizes(16, **SPREADS[name]))
     assert len(expected) > 10
-    # Of one that no plan reads the size alone.
+    # No plan reads the members of this group, only its size.
     for groups in (found, expected):
         groups["intra_dist_opt"] = [len(groups["intra_dist_opt"])]
     assert found == expected

@@ -60,7 +60,7 @@ REFUSED_WHILE_BUILDING: dict[str, tuple[str, list[str]]] = {
     "Overflow when unpacking long": ("llama-tiny", ["--ffn-hidden-size", "9" * 20]),
     "ZeroDivisionError: ": ("llama-tiny", ["--hidden-size", "0"]),
 }
-"""By what Megatron, or torch inside of it, says of them."""
+"""By the error text of Megatron, or of torch inside it."""
 
 REQUESTS = {
     **{name: read_request(name, []) for name in preset_names()},

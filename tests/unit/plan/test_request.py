@@ -89,7 +89,7 @@ def test_what_is_neither_is_refused_with_what_there_is(
         ("torchrun -mmegatron_cg", False),
         ("torchrun --module=megatron_cg", False),
         ("A=1 python -m torch.distributed.run --standalone --module megatron_cg", False),
-        # Without a command nothing is said of how the script is started.
+        # Without a command it is unknown how the script is started.
         ("", False),
         ("A=1", False),
     ],

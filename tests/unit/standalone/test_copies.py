@@ -16,7 +16,7 @@ pytest.importorskip("megatron_fsdp")
 
 
 def copied(run: Run) -> Any:
-    """With the weights as they are between steps; in a step they come and go."""
+    """A copy with the weights from between steps; FSDP frees and gathers them within a step."""
     memo: dict[int, Any] = {}
     for parameter in run.network.parameters():
         between: Any = getattr(parameter, "full_tensor", lambda p=parameter: torch.zeros(p.shape))
@@ -25,7 +25,7 @@ def copied(run: Run) -> Any:
 
 
 def averaged(run: Run) -> list[Any]:
-    """Losses, and what a copy has and trains after each step, and in the midst of one."""
+    """Losses, and what a copy has and trains after each step, and inside one."""
     found: list[Any] = []
 
     def look(*_: Any) -> None:

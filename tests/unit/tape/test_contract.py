@@ -174,7 +174,7 @@ def test_a_copy_in_the_backward_pass_is_refused_too() -> None:
 
 
 def test_the_hosts_own_work_is_no_part_of_a_graph() -> None:
-    """It is done at capture, and kernels have the value that a number on the host had then."""
+    """It runs at capture, and kernels keep the value that a number on the host had then."""
     seen: list[Any] = []
 
     class Counting(nn.Linear):

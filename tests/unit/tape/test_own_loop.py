@@ -66,9 +66,9 @@ def train(directory: Path) -> None:
 
 
 def without_channels(attention: Any) -> Any:
-    """megatron-core's own attention, told of channels of keys and values as TE's is by MLA.
+    """megatron-core's own attention, which takes MLA's channels of keys and values as TE's does.
 
-    It computes with what it gets; the values' channels are those of a head here.
+    It ignores them: the channels of the values are those of a head here.
     """
 
     class Attention(attention):  # type: ignore[misc]

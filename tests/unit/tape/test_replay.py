@@ -171,7 +171,7 @@ def test_memory_that_was_freed_and_allocated_again_elsewhere_is_an_error() -> No
     (graph,) = capture((module,))
     storage = module.weight.untyped_storage()
     address = storage.data_ptr()
-    # New memory is allocated before the old is freed, so it cannot lie where the old lies.
+    # New memory is allocated before the old is freed, so the two cannot have the same address.
     storage.resize_(64)
     assert storage.data_ptr() != address
     with pytest.raises(FreedStorageError, match="allocated again at another address"):
@@ -217,7 +217,7 @@ class ReadsTooEarly(nn.Module):
 
 
 def early_and_late(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What lies in new memory, and that memory once it is written."""
+    """The content of new memory, and that memory once it is written."""
     late = torch.empty_like(x)
     early = late.clone()
     late.copy_(x)
@@ -225,7 +225,7 @@ def early_and_late(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_read_of_what_the_last_replay_left_in_the_tapes_own_memory_gives_nan() -> None:
-    """Where a GPU would go on with numbers of the step before."""
+    """On a GPU it would be the numbers of the step before."""
     (graph,) = capture((ReadsTooEarly(),))
     for value in (1.0, 2.0, 3.0):
         x = torch.full((4, 8), value, requires_grad=True)

@@ -1,7 +1,7 @@
 """Collectives of a rank that does not replay: in the order of the ranks that do.
 
-What of a layer is eager, after its graph, has a collective of its own over another group, as the
-all-to-all of experts is.
+The eager rest of a layer, after its graph, has a collective of its own over another group, like the
+all-to-all of experts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def layers_of(trainer: Any) -> Any:
 
 
 def started(layers: int = LAYERS) -> Any:
-    """A trainer whose first gathers are known, so that only what is eager differs."""
+    """A trainer whose first gathers are known, so that only the eager passes differ."""
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.voting import VotingTrainer
 
@@ -116,7 +116,7 @@ def noted(trainer: Any, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def in_order(root: Path) -> None:
-    """What each way of rank 1 into eager issues, beside what rank 0 issues."""
+    """What rank 1 issues for each cause of an eager pass, beside what rank 0 issues."""
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}

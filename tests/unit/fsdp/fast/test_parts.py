@@ -398,7 +398,7 @@ def test_a_copy_waits_for_the_last_reduction_that_anybody_freed_a_buffer_of() ->
     assert waited == []
     freed.make_room(7)
     assert waited == ["older"]
-    freed.make_room(7)  # Of the same bucket, on another stream for one.
+    freed.make_room(7)  # For the same bucket, for example on another stream.
     assert waited == ["older"] * 2
     pipeline.wait_for_previous_grad_reduce(1)
     freed.make_room(7)

@@ -1,4 +1,4 @@
-"""A function of a new release that was changed turns off what replaces it, and nothing else."""
+"""A function that a new release changes turns off its replacement, and nothing else."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_only_code_counts() -> None:
 
 
 def changed(target: str, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let upstream's function, or one inside it, have one line more, as a new release might."""
+    """Add a line to upstream's function, or to one inside it, as a new release might."""
     owner_path, _, name = target.rpartition(".")
     owner = lookup("megatron-core", f"{FSDP}.{owner_path}", "for a test")
     function = inspect.unwrap(inspect.getattr_static(owner, name))

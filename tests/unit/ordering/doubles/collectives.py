@@ -1,7 +1,7 @@
 """Collectives as torch 2.11's ProcessGroupNCCL puts them on streams, run by gloo.
 
 An asynchronous one runs on a stream of its communicator, after what is on the current stream at the
-call; whoever needs its result lets a stream wait for the work. One that is not asynchronous
+call; a stream that needs its result waits for the work. One that is not asynchronous
 (``opts.asyncOp`` false) runs on the current stream itself, and there is nothing to wait for.
 Collectives of one communicator on two streams are not taken to be in order.
 """
@@ -81,7 +81,7 @@ class Collectives:
         Raises NotImplementedError where it is not known whether it is asynchronous.
         """
         if self._running is None:
-            raise NotImplementedError(f"{name} is by none of the methods that are modelled")
+            raise NotImplementedError(f"{name} comes from none of the modelled methods")
         stream = self._running
         entry = Launch(stream.cuda_stream, name, tuple(reads), tuple(writes), caller())
         self.streams.notes.add(entry)
@@ -136,12 +136,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def modelled_collectives(collectives: Collectives) -> Iterator[None]:
-    """Let ``collectives`` see what process groups are asked for, and which works are waited for."""
+    """Let ``collectives`` see the calls of process groups, and the works that are waited for."""
     original_wait = Work.wait
 
     def wait(work: Any, *args: Any) -> Any:
         with collectives.streams.notes.paused():
-            done = original_wait(work, *args)  # In which gloo copies what NCCL need not.
+            done = original_wait(work, *args)  # gloo makes copies here that NCCL does not need.
         collectives.wait(work)
         return done
 

@@ -20,10 +20,10 @@ class Notes:
         self.on = False
         self._numbers = count()
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        """By the address of torch's object, which is another storage's once it is gone."""
+        """By the address of torch's object, which another storage may get once it is gone."""
 
     def add(self, entry: Entry) -> None:
-        """Write it down, if the trace is on."""
+        """Record the entry, if the trace is on."""
         if self.on:
             self.trace.entries.append(entry)
 
@@ -48,7 +48,7 @@ class Notes:
         return storage._cdata in self._known
 
     def number_of(self, storage: torch.UntypedStorage) -> int:
-        """The storage's number, for as long as it lives; its end is written down."""
+        """The storage's number, for as long as it exists; its end is recorded."""
         key = storage._cdata
         found = self._known.get(key)
         if found is not None:
@@ -72,7 +72,7 @@ class Notes:
         return Span(number, start, start + (reach + 1) * tensor.itemsize)
 
     def name(self, tensor: torch.Tensor, text: str) -> None:
-        """Say what the storage of ``tensor`` is; what was said first holds."""
+        """Name the storage of ``tensor``; the first name stays."""
         if tensor.device.type == "cpu":
             number = self.number_of(tensor.untyped_storage())
             self.trace.storages.setdefault(number, text)

@@ -20,11 +20,11 @@ from tests.unit.ordering.sites import caller
 from tests.unit.ordering.trace import Allocate, HostReads, Launch, Release, Span
 
 _NO_KERNEL = frozenset({"aten::set_", "aten::set_data", "aten::detach_"})
-"""Operations that say they write, and change nothing but how a tensor looks at memory."""
+"""Operations that are declared as writes, but change only a tensor's view of memory."""
 
 
 class Operations(TorchDispatchMode):
-    """Writes each ATen call down, with the bytes that it reads and writes."""
+    """Records each ATen call, with the bytes that it reads and writes."""
 
     def __init__(self, notes: Notes, streams: Streams, collectives: Collectives) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class Operations(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # It does its work in operations on local tensors.
+            return NotImplemented  # Its work is in operations on local tensors.
         if not self._notes.on or func._schema.name in _NO_KERNEL:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
@@ -76,7 +76,7 @@ class Operations(TorchDispatchMode):
         return spans
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """A storage was given another size: its memory went back, and it was given some."""
+        """A storage was resized: its memory was released, and new memory was allocated."""
         if storage.nbytes() == before:
             return
         number = self._notes.number_of(storage)

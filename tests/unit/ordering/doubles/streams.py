@@ -1,4 +1,4 @@
-"""torch.cuda's streams and events, which note what is asked of them."""
+"""Doubles of torch.cuda's streams and events, which record their calls."""
 
 from __future__ import annotations
 
