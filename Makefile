@@ -1,5 +1,6 @@
 # make demo: compare training with and without graphs, here and now.
 # make test: unit tests (with a browser, if there is one), ruff, mypy, documentation and wheel.
+# make newest: the tape's alignment and the contract tests, with the newest torch that is admitted.
 # make docs: the documentation, as a site in build/site. make wheel: the wheel, in build/dist.
 # All make an environment in $(VENV) from what requirements/ says, and only when that has changed.
 
@@ -17,19 +18,25 @@ TESTED := $(STAMP)-tests
 # Python sources of TE for the tests of its contract. Beside site-packages and not in it: without its
 # compiled part TE raises when it is imported, and Megatron with it.
 TE_SOURCE := $(VENV)/te-source
+# The second environment: newest.txt's torch, and the rest as in the first.
+NEWEST := $(VENV)/newest
+NEWEST_STAMP := $(NEWEST)/.installed-$(WANTED)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 DEMO_NEEDS := $(STAMP) $(if $(HAS_GPU),$(STAMP)-gpu)
 
-.PHONY: demo test lint types unit docs wheel clean
+.PHONY: demo test lint types unit newest docs wheel clean
 
 demo: $(DEMO_NEEDS)
 	$(PYTHON) -m megatron_cg.cli.main align $(ALIGN)
 
-test: lint types docs wheel unit
+test: lint types docs wheel unit newest
 
 unit: $(TESTED)
 	MEGATRON_CG_BROWSER=$$(sh tools/get_chromium.sh) $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile \
 		tests/unit
+
+newest: $(TESTED) $(NEWEST_STAMP)
+	$(PYTHON) -m tools.try_versions --python $(NEWEST)/bin/python
 
 lint: $(TESTED)
 	$(PYTHON) -m ruff check .
@@ -56,6 +63,11 @@ $(STAMP):
 $(TESTED): $(STAMP)
 	$(INSTALL) -r requirements/dev.txt -r requirements/docs.txt
 	$(INSTALL) --no-deps --upgrade --target $(TE_SOURCE) -r requirements/contract.txt
+	touch $@
+
+$(NEWEST_STAMP): $(TESTED)
+	rm -rf $(NEWEST)
+	$(PYTHON) -m tools.try_versions --make $(NEWEST) --torch $$(sed -n 's/^torch==//p' requirements/newest.txt)
 	touch $@
 
 # TE's extension is compiled here against the torch that was just installed, which takes nvcc and

@@ -19,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tools.generated import commands, flags, modules, sections
+from tools.generated import commands, flags, modules, sections, tried
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +32,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "commands": commands.all_commands,
     "section": sections.section,
     "changelog": sections.changelog,
+    "tried": tried.tried,
 }
 """Each takes the words after its name, and returns Markdown."""
 

@@ -86,7 +86,9 @@ def test_what_we_reach_into_has_an_upper_bound_and_what_was_measured_is_inside(n
     assert bounds(name).specifier.contains(seen)
 
 
-@pytest.mark.parametrize("file", ["runtime.txt", "upstream.txt", "gpu.txt", "contract.txt"])
+@pytest.mark.parametrize(
+    "file", ["runtime.txt", "upstream.txt", "gpu.txt", "contract.txt", "newest.txt"]
+)
 def test_what_is_tested_is_what_is_declared(file: str) -> None:
     for item in pinned(file):
         declared = bounds(name_of(item))
