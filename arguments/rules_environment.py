@@ -30,7 +30,7 @@ _SEEN = {
     "torch": (2, 11, 0),
 }
 """The versions that this package was written against and measured with."""
-_SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14))}
+_SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14), (2, 15))}
 """Further releases with which the alignment and the contract tests passed, on the CPU tape alone."""
 
 
