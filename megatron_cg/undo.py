@@ -8,6 +8,12 @@ Note [Only what is still ours]
 Note [In any order]
     Several changes of ours may be made to one place and undone in any order. If one that is not the
     last is undone, the next change then restores the value from before both.
+
+Note [No frame of ours in between]
+    Functions of ours run many times a microbatch, and a Python frame around each of them costs as
+    much as some of them save. So a ``functools.partial`` without arguments, which CPython calls
+    without a frame, stands at the place. Its ``__setstate__`` exchanges what it calls, so a call
+    has nothing to ask (CPython 3.12, ``Modules/_functoolsmodule.c``, ``partial_setstate``).
 """
 
 from __future__ import annotations
@@ -17,8 +23,10 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import MethodType, ModuleType
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from megatron_cg.copies import ABSENT, leave_out
 
@@ -73,8 +81,12 @@ class _Change:
         self.place, self.value, self.old = place, value, place.get()
 
 
-_changes: dict[tuple[int, str], list[_Change]] = {}
-"""Changes that are not undone yet, by place, in the order in which they were made."""
+class _Changes(list[_Change]):
+    """Changes of one place that are not undone yet, in the order in which they were made."""
+
+
+_changes: WeakValueDictionary[tuple[int, str], _Changes] = WeakValueDictionary()
+"""By place. Each undo holds those of its own place: with no undo left, nothing keeps the owner."""
 
 
 def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -> Undo:
@@ -89,17 +101,15 @@ def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -
     """
     made = _Change(place, value)
     place.put(value)
-    _changes.setdefault(place.key, []).append(made)
+    mine = _changes.setdefault(place.key, _Changes())
+    mine.append(made)
 
     def undo() -> None:
-        mine = _changes.get(place.key, [])
         if made not in mine:
             return
         at = mine.index(made)
         later = mine[at + 1] if at + 1 < len(mine) else None
         mine.remove(made)
-        if not mine:
-            del _changes[place.key]
         if later is not None and (shared or later.old is value):
             later.old = made.old
         elif shared or place.get() is value:
@@ -117,22 +127,19 @@ def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -
     return undo
 
 
-def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) -> Undo:
+def set_attribute(
+    owner: Any, name: str, value: Any, *, shared: bool = False, label: str = ""
+) -> Undo:
     """Set an attribute in ``owner``'s own dictionary; returns the undo.
 
     An attribute that was only inherited is deleted again, so that nothing of ours stays behind.
     A copy of a module that is made in between has the old one; see ``copies.py``.
-    ``shared`` is as in :func:`change`. For functions see :func:`put_over`.
+    ``shared`` and ``label`` are as in :func:`change`. For functions see :func:`put_over`.
     """
-    return _change_attribute(owner, name, value, shared=shared)
-
-
-def _change_attribute(owner: Any, name: str, value: Any, **options: Any) -> Undo:
-    """As :func:`change`, and copies of a module have what was there before."""
     place = _Attribute(owner, name)
     before = place.get()
     with ExitStack() as undo:
-        undo.callback(change(place, value, **options))
+        undo.callback(change(place, value, shared=shared, label=label))
         undo.callback(leave_out(owner, name, before))
         return undo.pop_all().close
 
@@ -146,17 +153,10 @@ def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str 
     Returns:
         The undo; see Note [Only what is still ours].
     """
-    beneath = getattr(owner, name, None)
-    over, pass_on = passing(function, beneath)
-    value: Any = over
+    over, pass_on = passing(function, getattr(owner, name, None))
     if not isinstance(owner, type | ModuleType):
-
-        def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
-            return over(*args, **kwargs)
-
-        # torch's schedulers take a method's function and bind it to the object themselves.
-        value = MethodType(_named_as(method, function, beneath, bound=True), owner)
-    restore = _change_attribute(owner, name, value, label=label or described(function))
+        over.__self__ = owner
+    restore = set_attribute(owner, name, over, label=label or described(function))
 
     def undo() -> None:
         pass_on()
@@ -165,17 +165,39 @@ def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str 
     return undo
 
 
-def passing(function: Any, beneath: Any) -> tuple[Callable[..., Any], Undo]:
-    """A function that calls ``function``, and what makes it call ``beneath`` from then on."""
-    called = [function]
+class _Over(partial[Any]):
+    """Calls a function, until it is told to call another; see Note [No frame of ours in between].
 
-    def over(*args: Any, **kwargs: Any) -> Any:
-        return called[0](*args, **kwargs)
+    At a place in a class it is a method of the class's objects.
+    """
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else MethodType(self, owner)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """Of a method of an object: a function that takes the object too.
+
+        torch's schedulers take it and bind it to the object themselves (torch 2.11,
+        ``LRScheduler._initial_step``).
+        """
+
+        def function(_owner: Any, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        wrapped: Any = vars(self)["__wrapped__"]
+        return _named_as(function, wrapped, self, bound=True)  # type: ignore[no-any-return]
+
+
+def passing(function: Any, beneath: Any) -> tuple[Any, Undo]:
+    """Something that calls ``function``, and what makes it call ``beneath`` from then on."""
+    over = _named_as(_Over(function), function, beneath)
 
     def pass_on() -> None:
-        called[0] = beneath
+        if callable(beneath):
+            over.__setstate__((beneath, (), {}, vars(over)))
 
-    return _named_as(over, function, beneath), pass_on
+    return over, pass_on
 
 
 def run_before(owner: Any, name: str, action: Callable[[], None]) -> Undo:
