@@ -10,6 +10,8 @@ lie in the graph's memory. All of these are closure variables, of each sample's 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from types import CellType
 from typing import Any
 
@@ -48,8 +50,19 @@ def replay_function(graph: Any) -> ReplayFunction:
         function,
         _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
         replace=lambda stand_in: set_cell(applied, stand_in),
-        lend=lambda: set_cell(clones, (False,) * len(clones.cell_contents)),
+        lend=_lending(clones),
     )
+
+
+def _lending(clones: CellType) -> Callable[[], Callable[[], None]]:
+    """What lends, in each backward pass of each graph: it writes the variable, and no more."""
+    none = (False,) * len(clones.cell_contents)
+
+    def lend() -> Callable[[], None]:
+        own, clones.cell_contents = clones.cell_contents, none
+        return partial(setattr, clones, "cell_contents", own)
+
+    return lend
 
 
 def _cell(function: Any, name: str) -> CellType:
