@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import sys
+import weakref
 from collections.abc import Callable
 from functools import partial, wraps
 from itertools import permutations
@@ -185,6 +189,63 @@ def test_closure_variables_are_put_back_only_while_they_are_ours(
     undo = set_cell(cell, lambda: "ours")
     undo()
     assert cell.cell_contents is own and not warned(caplog)
+
+
+def frame_above() -> Any:
+    return sys._getframe(1)
+
+
+def test_no_frame_stands_between_a_caller_and_a_function_of_ours() -> None:
+    def inner() -> Any:
+        return None
+
+    def outer() -> Any:
+        return inner()
+
+    owner: Any = SimpleNamespace(run=lambda: None)
+    module: Any = nn.Linear(1, 1)
+    undos = [
+        put_over(one, name, frame_above) for one, name in ((owner, "run"), (module, "forward"))
+    ]
+    undos.append(put_over_cell(cells_of(outer)["inner"], frame_above))
+    here = sys._getframe()
+    assert owner.run() is here and module.forward() is here
+    assert outer().f_code is outer.__code__
+    for undo in undos:
+        undo()
+
+
+def test_a_method_of_a_class_gets_its_object_and_keeps_its_signature(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Owner:
+        def run(self, value: int) -> Any:
+            return "own", self, value
+
+    def ours(self: Any, *args: Any) -> Any:
+        return "ours", self, *args
+
+    own, one = Owner.run, Owner()
+    undo = put_over(Owner, "run", ours)
+    left: Any = vars(Owner)["run"]
+    assert one.run(3) == ("ours", one, 3)
+    assert list(inspect.signature(one.run).parameters) == ["value"]
+    assert inspect.unwrap(Owner.run, stop=lambda found: found is ours) is ours
+    undo()
+    assert Owner.run is own and left.__get__(one)(4) == ("own", one, 4)
+    assert not warned(caplog)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_object_whose_undo_was_dropped_is_freed(number: int) -> None:
+    optimizer = stepping()
+    for _ in range(number):
+        run_after(optimizer, "step", list)
+        set_attribute(optimizer, "flag", True)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_unit_whose_forward_somebody_wrapped_is_closed(

@@ -7,7 +7,8 @@ Note [A buffer that is still read]
     runs far enough ahead would overwrite what is being sent. So each copy waits, on the device, for
     the last reduction whose buffer was freed, whatever freed it: this copy's own call, one for
     another gradient of the same bucket, or a reduction. Reductions run in order on one stream, so
-    waiting for the last one is enough. It was issued two units ago and is usually over.
+    waiting for the last one is enough. It was issued two units ago and is usually over. A stream
+    waits for each of them once.
     (NVIDIA/Megatron-LM#5222 is about another way to the same overwriting.)
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``GradReducePipeline.grad_reduce_queue``
@@ -42,6 +43,8 @@ class FreedBuffers:
         self._pipeline = pipeline
         self._last: Any = None
         """The event of the last reduction whose buffer was freed."""
+        self._waited: set[int] = set()
+        """Streams that have waited for it, by raw handle."""
 
     def install(self) -> Callable[[], None]:
         """Note each reduction whose buffer is freed; returns the undo."""
@@ -54,15 +57,18 @@ class FreedBuffers:
             freed = len(before) - len(queue)
             if freed:
                 self._last, _, _ = before[freed - 1]
+                self._waited.clear()
 
         return put_over(self._pipeline, _FREES, wait_for_previous_grad_reduce)
 
-    def make_room(self, bucket: int) -> None:
+    def make_room(self, bucket: int, stream: int) -> None:
         """Let Megatron-FSDP free a buffer for ``bucket``; the current stream may write it then.
 
         Args:
             bucket: a bucket's number.
+            stream: the raw handle of the current stream.
         """
         self._pipeline._enforce_double_buffer_limit([bucket])
-        if self._last is not None:
+        if self._last is not None and stream not in self._waited:
             self._last.wait()
+            self._waited.add(stream)

@@ -271,10 +271,11 @@ class GradientHandOff:
 
     def _make_room(self, bucket: Bucket) -> None:
         """Before each copy into ``bucket``; see Note [One stream a copy]."""
-        self.freed.make_room(bucket.number)
-        if bucket.copied_on is not None:
+        stream = current_stream()
+        self.freed.make_room(bucket.number, stream)
+        if bucket.copied_on is not None and bucket.copied_on != stream:
             wait_for(bucket.copied_on, ())
-        bucket.copied_on = current_stream()
+        bucket.copied_on = stream
 
     def unit_is_done(self, unit: nn.Module) -> None:
         """Hand over what still waits of ``unit``; see Note [How long a gradient may wait]."""

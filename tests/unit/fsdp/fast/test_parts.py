@@ -388,20 +388,25 @@ def test_a_copy_waits_for_the_last_reduction_that_anybody_freed_a_buffer_of() ->
     ]
     pipeline = SimpleNamespace(grad_reduce_queue=entries)
     own = pipeline.wait_for_previous_grad_reduce = lambda n: entries.__delitem__(slice(n))
-    keep = [0, 2, 0, 0]
+    keep = [0, 2, 0, 0, 0, 0, 0]
     pipeline._enforce_double_buffer_limit = lambda _buckets: pipeline.wait_for_previous_grad_reduce(
         keep.pop(0)
     )
     freed = FreedBuffers(pipeline)
     undo = freed.install()
-    freed.make_room(7)
+    one, other = 1, 2  # Streams.
+    freed.make_room(7, one)
     assert waited == []
-    freed.make_room(7)
+    freed.make_room(7, one)
     assert waited == ["older"]
-    freed.make_room(7)  # For the same bucket, for example on another stream.
+    freed.make_room(7, one)  # This stream has waited for it.
+    assert waited == ["older"]
+    freed.make_room(7, other)
     assert waited == ["older"] * 2
     pipeline.wait_for_previous_grad_reduce(1)
-    freed.make_room(7)
-    assert waited == ["older"] * 2 + ["newest"]
+    freed.make_room(7, one)
+    freed.make_room(7, other)
+    freed.make_room(7, one)
+    assert waited == ["older"] * 2 + ["newest"] * 2
     undo()
     assert pipeline.wait_for_previous_grad_reduce is own
