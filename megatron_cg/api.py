@@ -157,6 +157,7 @@ def _make_helper(
     from megatron_cg.megatron.helper import FsdpCudaGraphHelper
 
     members: dict[str, Any] = {
+        "given": given,
         "selection": LayerSelection.parse(given.cg_layers),
         "on_failure": given.cg_on_failure,
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),

@@ -26,7 +26,7 @@ from torch import nn
 from megatron_cg.agreement import Agreement, AgreementTime
 from megatron_cg.align.record import note, note_capture
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.schema import WHOLE_LAYER
+from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.transformer_engine import TransformerEngineBackend
 from megatron_cg.capture import Unit
@@ -77,6 +77,8 @@ for _symbol in RELIES_ON:
 class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     """``TECudaGraphHelper`` that can capture under Megatron-FSDP; elsewhere Megatron's own."""
 
+    given: GraphArguments = GraphArguments()
+    """All settings as given, for the rules; the members below are what is read of them."""
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
     policy: ReplayPolicy = ReplayPolicy()

@@ -8,22 +8,26 @@ Note [A step of such a loop]
     ends when the optimizer's ``step`` returns. What the ranks decided is then done at once: all of
     them are at this place, and between two steps no work is pending.
 
+Note [How long a helper votes]
+    All ranks must stop voting at one place, and garbage collectors run at different times. So a
+    helper is held until ``close()`` or ``disable()``, also if the loop keeps no reference to it.
+    A second helper for the same model closes the first one, after deleting its graphs.
+
 Relied on: megatron-core 0.19.2, ``TECudaGraphHelper.__init__`` and its parameters.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
-from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.megatron.helper import FsdpCudaGraphHelper
 from megatron_cg.megatron.model_rules import check_model
+from megatron_cg.session import Phase
 from megatron_cg.undo import run_after, set_attribute
 from megatron_cg.versions import Symbol
 
@@ -49,10 +53,8 @@ class LoopHelper(FsdpCudaGraphHelper):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._steps_done = 0
-        # A weak reference: the optimizer does not keep graphs alive.
-        this = weakref.ref(self)
         for optimizer in self.optimizers[-1:]:
-            self.undo.callback(run_after(optimizer, "step", lambda: _step_done(this())))
+            self.undo.callback(run_after(optimizer, "step", self.step_done))
         self.steps.before_step()
 
     def create_cudagraphs(self) -> None:
@@ -62,6 +64,10 @@ class LoopHelper(FsdpCudaGraphHelper):
         if self.session is not None:
             self.session.watch.begin_step()
 
+    def of_model(self, fsdp: Any) -> bool:
+        """Whether this helper captures the model in that ``MegatronFSDP``."""
+        return self._fsdp is fsdp
+
     def step_done(self) -> None:
         """End the step, vote, do what was decided, and begin the next one."""
         self.steps.after_step()
@@ -70,14 +76,15 @@ class LoopHelper(FsdpCudaGraphHelper):
         self.steps.before_step()
 
     def close(self) -> None:
-        """Stop following steps and voting."""
-        self.steps.close()
-        self.undo.close()
+        """Delete the graphs, and stop following steps and voting; on all ranks at one place.
 
-
-def _step_done(helper: LoopHelper | None) -> None:
-    if helper is not None:
-        helper.step_done()
+        Safe to run twice.
+        """
+        with self.undo, ExitStack() as ending:
+            ending.callback(self.steps.close)
+            # disable() has closed the session, maybe after the process groups had gone.
+            if self.session is not None and self.session.phase is Phase.REPLAYING:
+                self.delete_cuda_graphs()
 
 
 def help_own_loops() -> Callable[[], None]:
@@ -88,7 +95,8 @@ def help_own_loops() -> Callable[[], None]:
     """
     kind, old = _HELPER.find(), _INIT.find()
     signature = inspect.signature(old)
-    helpers: weakref.WeakSet[LoopHelper] = weakref.WeakSet()
+    # See Note [How long a helper votes].
+    helpers: list[LoopHelper] = []
 
     @wraps(old)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,14 +105,18 @@ def help_own_loops() -> Callable[[], None]:
             return
         given = signature.bind(self, *args, **kwargs).arguments
         model = given["model"][0]
-        if find_megatron_fsdp(model) is None:
+        fsdp = find_megatron_fsdp(model)
+        if fsdp is None:
             old(self, *args, **kwargs)
             return
         optimizers = given.get("optimizers") or [None]
-        check_model(model, optimizers[-1], GraphArguments(), LoopHelper.make_backend().name)
+        check_model(model, optimizers[-1], LoopHelper.given, LoopHelper.make_backend().name)
+        for earlier in [helper for helper in helpers if helper.of_model(fsdp)]:
+            earlier.close()
         self.__class__ = LoopHelper
         LoopHelper.__init__(self, *args, **kwargs)
-        helpers.add(self)
+        helpers.append(self)
+        self.undo.callback(partial(helpers.remove, self))
 
     undo = set_attribute(kind, "__init__", init)
 

@@ -188,6 +188,7 @@ def _replace_helper(settings: Any) -> Callable[[], None]:
 
     live: list[FsdpCudaGraphHelper] = []
     members = {
+        "given": settings,
         "selection": LayerSelection.parse(settings.cg_layers),
         "on_failure": settings.cg_on_failure,
         "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),

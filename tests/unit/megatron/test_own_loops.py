@@ -6,7 +6,6 @@ Whole trainings of this kind are in ``tests/unit/tape/test_own_loop.py``.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -109,11 +108,53 @@ def test_disable_leaves_nothing_on_the_optimizer_or_the_class(trainer: Any) -> N
     trainer.step()
 
 
-def test_a_helper_that_nobody_holds_goes(trainer: Any) -> None:
-    helper = weakref.ref(helper_for(trainer))
+def test_a_helper_that_nobody_holds_votes_until_the_end(trainer: Any) -> None:
+    def capture() -> tuple[Any, Any]:
+        helper = helper_for(trainer)
+        trainer.step()
+        helper.create_cudagraphs()
+        return helper._agreement, helper.session
+
+    agreement, session = capture()
     gc.collect()
-    assert helper() is None
+    before = agreement.time.votes
     trainer.step()
+    assert agreement.time.votes == before + 1
+    session.counters.expect(replayed=LAYERS)
+    megatron_cg.disable()
+    trainer.step()
+    assert agreement.time.votes == before + 1
+
+
+def test_a_second_helper_of_a_model_replaces_the_first(trainer: Any) -> None:
+    step = trainer._optimizer.step
+    first = helper_for(trainer)
+    trainer.step()
+    first.create_cudagraphs()
+    second = helper_for(trainer)
+    assert first.session is None and open_sessions() == 0
+    before = first.counted()[1].votes
+    trainer.step()
+    second.create_cudagraphs()
+    trainer.step()
+    assert first.counted()[1].votes == before
+    second.session.counters.expect(captured=LAYERS, replayed=LAYERS, eager=0)
+    second.close()
+    second.close()
+    assert open_sessions() == 0 and trainer._optimizer.step == step
+
+
+def test_the_rules_are_asked_with_the_settings_that_were_given(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.arguments.schema import GraphArguments
+    from megatron_cg.megatron.own_loops import settings_for_own_loops
+
+    undo = settings_for_own_loops({"given": GraphArguments(cg_layers=("no_such_scope:0",))})
+    with pytest.raises(ConfigurationError, match="no_such_scope"):
+        helper_for(trainer)
+    undo()
+    helper_for(trainer)
 
 
 def test_flags_of_the_command_line_hold_here_too() -> None:
