@@ -59,7 +59,8 @@ TIMEOUT = timedelta(minutes=10)
 large model takes minutes, and ranks differ."""
 
 LEAVING = timedelta(seconds=60)
-"""How long a rank waits for the others to leave a graph: they find the same at the same call."""
+"""How long a rank waits for the others to leave a graph for a mismatch: they find the same at the
+same call."""
 
 
 @dataclass
@@ -268,17 +269,21 @@ class Agreement:
                 "without graphs: --cuda-graph-impl none"
             ) from error
 
-    def leave_together(self, name: str) -> None:
+    def leave_together(self, name: str, timeout: timedelta | None = None) -> None:
         """Return when all ranks want to leave the graph of that name now.
 
-        Raises AgreementError when a rank does not, and within :data:`LEAVING` when one does not
-        come: it is waiting for a collective in its replay then.
+        Args:
+            name: of the graph and the reason.
+            timeout: how long to wait for a rank that does not come; :data:`LEAVING` if None.
+
+        Raises AgreementError when a rank does not, and after ``timeout`` when one does not come:
+        it is waiting for a collective in its replay then.
         """
         # Without groups there is no rank that could wait for this one.
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         verdict = Verdict(graphs=digest([name]))
-        decision = self.agree(Kind.MISMATCH, verdict, timeout=LEAVING)
+        decision = self.agree(Kind.MISMATCH, verdict, timeout=timeout or LEAVING)
         if decision.odd:
             self._broken = f"{ranks_text(decision.odd)} found another mismatch than {name}"
             raise AgreementError(self._broken)

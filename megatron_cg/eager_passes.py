@@ -8,11 +8,14 @@ Note [Before anything runs eagerly]
 Note [Turns]
     Ranks vote on a mismatch in each pass. Evaluation and deleted graphs need no vote in each pass:
     ranks vote when a unit changes from replays to eager passes and when it changes back. If a rank
-    changes alone, its vote fails, in either direction.
+    changes alone, its vote fails, in either direction. A vote on a turn has the long timeout:
+    before the first pass after a turn, ranks may fetch data or write a checkpoint, and one may
+    take minutes longer than another.
 """
 
 from __future__ import annotations
 
+from megatron_cg import agreement
 from megatron_cg.guard.mismatch import Mismatch
 from megatron_cg.watch import Watch
 
@@ -67,5 +70,5 @@ class EagerPasses:
             return
         if self.collectives:
             text = f"{self._name} turns to {words}, on this rank."
-            self._watch.leave_together(f"{self._name}/{name}", text)
+            self._watch.leave_together(f"{self._name}/{name}", text, agreement.TIMEOUT)
         self._replays = replays

@@ -143,9 +143,10 @@ class Session:
         self._wait_for_earlier_work()
         votes = self._agreement.time if self._agreement is not None else None
         report = CaptureReport(self._fsdp, self._units, self._backend, votes)
-        self.phase, whole = Phase.CAPTURING, False
-        keep_no_more(self._fsdp)  # All ranks capture, or none, so they are at one place.
+        whole = False
         try:
+            self.phase = Phase.CAPTURING
+            keep_no_more(self._fsdp)  # All ranks capture, or none, so they are at one place.
             self._capture = GuardedCapture(
                 self._fsdp, self._units, self._backend, self.watch, self._static_inputs
             )
@@ -267,13 +268,13 @@ class Session:
         if not replaying:
             return
         _SESSIONS.remove(self)
-        with self._undo, ExitStack() as release:
+        with ExitStack() as votes, self._undo, ExitStack() as release:
+            votes.callback(self._vote_when_eager)  # Last, and also if a graph cannot be released.
             for unit in self._units:
                 for graph in _graphs(unit.layer):
                     release.callback(graph.reset)
             # Last in, first out: the wait comes first, and what it raises keeps no graph alive.
             release.callback(self._backend.synchronize)
-        self._vote_when_eager()
 
     def _vote_when_eager(self) -> None:
         """See Note [Graphs that one rank deletes]."""

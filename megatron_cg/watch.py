@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from megatron_cg.counters import Counters
@@ -36,15 +37,15 @@ class Watch:
     Args:
         policy: what the user asked for.
         counters: where mismatches are counted.
-        all_leave: asks all ranks whether they leave the graph named by its argument now; raises
-            when they do not. None where one rank decides for itself.
+        all_leave: ``Agreement.leave_together`` of all ranks. None where one rank decides for
+            itself.
     """
 
     def __init__(
         self,
         policy: ReplayPolicy,
         counters: Counters,
-        all_leave: Callable[[str], None] | None = None,
+        all_leave: Callable[[str, timedelta | None], None] | None = None,
     ) -> None:
         self.counters = counters
         self.wants_recapture = False
@@ -101,15 +102,16 @@ class Watch:
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )
 
-    def leave_together(self, name: str, text: str) -> None:
+    def leave_together(self, name: str, text: str, timeout: timedelta | None = None) -> None:
         """Return if all ranks agree, by ``name``, on what to do with a graph with collectives.
 
-        Else raises ReplayMismatchError, whose message begins with ``text``.
+        Else raises ReplayMismatchError, whose message begins with ``text``. ``timeout`` is as in
+        ``Agreement.leave_together``.
         """
         if self._all_leave is None:
             return
         try:
-            self._all_leave(name)
+            self._all_leave(name, timeout)
         except RuntimeError as error:
             raise ReplayMismatchError(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "

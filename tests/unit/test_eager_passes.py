@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg import agreement, graphed
+from megatron_cg.counters import Counters
 from megatron_cg.cpu.launch import run_processes
+from megatron_cg.eager_passes import EagerPasses
 from megatron_cg.guard import Mismatch
+from megatron_cg.watch import ReplayPolicy, Watch
 from tests.unit.test_one_rank_failures import no_hang
 
 pytest.importorskip("megatron_fsdp")
@@ -115,9 +118,9 @@ def together(root: Path) -> None:
     votes: list[str] = []
     real = Agreement.leave_together
 
-    def leave(self: Any, name: str) -> None:
+    def leave(self: Any, name: str, timeout: timedelta | None = None) -> None:
         votes.append(name)
-        real(self, name)
+        real(self, name, timeout)
 
     found: dict[str, Any] = {}
     with patch.object(Agreement, "leave_together", leave), no_hang():
@@ -151,6 +154,20 @@ def test_all_ranks_vote_before_a_unit_runs_eagerly(tmp_path: Path) -> None:
             assert graphed == eager, name
 
 
+@pytest.mark.parametrize(("turn", "waits"), [(True, agreement.TIMEOUT), (False, None)])
+def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta | None) -> None:
+    """A checkpoint or a first batch of data may lie before a turn, on some ranks only."""
+    asked: list[Any] = []
+    watch = Watch(ReplayPolicy(), Counters(), lambda *given: asked.append(given))
+    passes = EagerPasses(UNIT, watch, collectives=True)
+    if turn:
+        passes.for_no_replay("it is in evaluation mode")
+        passes.replay_follows()
+    else:
+        passes.for_mismatch(WRONG)
+    assert [given[1] for given in asked] == [waits] * (2 if turn else 1)
+
+
 def alone(root: Path, change: Callable[[Any], None]) -> None:
     """Rank 1 changes something by itself; rank 0 waits in its replay, until rank 1 has ended."""
     from megatron_cg.errors import ReplayMismatchError
@@ -161,7 +178,12 @@ def alone(root: Path, change: Callable[[Any], None]) -> None:
     run.step()
     if dist.get_rank() == 1:
         change(run)
-    with patch.object(agreement, "LEAVING", timedelta(seconds=3)), no_hang():
+    soon = timedelta(seconds=3)
+    with (
+        patch.object(agreement, "LEAVING", soon),
+        patch.object(agreement, "TIMEOUT", soon),
+        no_hang(),
+    ):
         try:
             run.step()
         except ReplayMismatchError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.agreement import Agreement
 from megatron_cg.backends.tape import TapeBackend
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.hooks import HookKind
@@ -154,6 +155,36 @@ def test_close_puts_everything_back_and_is_safe_to_run_twice(trainer: Any) -> No
     session.close()
     assert session.phase.value == "closed"
     assert_same(before, state(trainer))
+
+
+def test_a_session_is_eager_again_if_capture_fails_before_its_first_change(trainer: Any) -> None:
+    from megatron_cg import session as module
+
+    backend = TapeBackend()
+    before = dict(vars(backend))
+    session = Session(trainer.model, [], backend)
+    undo = failing(module, "keep_no_more", 1, Forced())
+    try:
+        with pytest.raises(Forced), session.capturing():
+            pass
+    finally:
+        undo()
+    assert session.phase is Phase.EAGER and vars(backend) == before
+
+
+def test_ranks_vote_on_lost_graphs_also_if_one_cannot_be_released(trainer: Any) -> None:
+    session = trainer.capture(TapeBackend())
+    session._agreement = votes = Agreement()
+    session._capture.eager_passes[0].collectives = True
+    graph = layers_of(trainer)[0].cuda_graphs[0]
+    undo = failing(type(graph), "reset", 1, Forced())
+    try:
+        with pytest.raises(Forced):
+            session.close()
+    finally:
+        undo()
+    assert votes.left is not None
+    votes.close()
 
 
 def test_hooks_are_back_while_graphs_replay(trainer: Any) -> None:
