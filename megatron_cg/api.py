@@ -54,6 +54,7 @@ class GraphedLayers:
         on_failure: as ``--cg-on-failure``.
         on_mismatch: as ``--cg-on-mismatch``.
         verify_interval: as ``--cg-verify-interval``.
+        fast_path: False is as ``--cg-no-fsdp-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
@@ -73,12 +74,13 @@ class GraphedLayers:
         on_failure: OnFailure = "error",
         on_mismatch: OnMismatch = "eager",
         verify_interval: int = 0,
+        fast_path: bool = True,
     ) -> None:
         refuse(
             [
                 *at_least("seq_length", seq_length, 1),
                 *at_least("micro_batch_size", micro_batch_size, 1),
-                *check_policy(on_failure, on_mismatch, verify_interval, backend),
+                *check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path),
             ]
         )
         given = GraphArguments(
@@ -86,6 +88,7 @@ class GraphedLayers:
             cg_on_failure=on_failure,
             cg_on_mismatch=on_mismatch,
             cg_verify_interval=verify_interval,
+            cg_no_fsdp_fast_path=not fast_path,
         )
         captures = backend_of(backend)
         check_model(model, optimizer, given, captures.name)
@@ -96,6 +99,7 @@ class GraphedLayers:
             self._helper = _make_helper(
                 undo, (model, optimizer, seq_length, micro_batch_size), given, captures
             )
+            undo.callback(self._helper.undo.close)
             self._stepped = remind_of_steps(model, self._warmup_steps)
             undo.callback(self._stepped)
             undo.callback(graphs_close_in_time())
@@ -161,6 +165,7 @@ def _make_helper(
         "selection": LayerSelection.parse(given.cg_layers),
         "on_failure": given.cg_on_failure,
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
+        "fast_path": not given.cg_no_fsdp_fast_path,
         "make_backend": staticmethod(lambda: backend),
     }
     if backend.name != "transformer_engine":

@@ -15,7 +15,11 @@ BackendName = Literal["transformer_engine", "te", "tape"]
 
 
 def check_policy(
-    on_failure: object, on_mismatch: object, verify_interval: object, backend: object
+    on_failure: object,
+    on_mismatch: object,
+    verify_interval: object,
+    backend: object,
+    fast_path: object,
 ) -> list[Violation]:
     """What is wrong with the arguments that both APIs have."""
     return [
@@ -23,6 +27,7 @@ def check_policy(
         *one_of("on_mismatch", on_mismatch, get_args(OnMismatch)),
         *at_least("verify_interval", verify_interval, 0),
         *_backend(backend),
+        *_true_or_false("fast_path", fast_path),
     ]
 
 
@@ -50,6 +55,11 @@ def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         reason = f"it is a whole number from {least} on"
         yield Violation("argument", f"{name}={value!r}", reason, f"{name}={least}")
+
+
+def _true_or_false(name: str, value: object) -> Iterator[Violation]:
+    if not isinstance(value, bool):
+        yield Violation("argument", f"{name}={value!r}", "it is True or False", f"{name}=True")
 
 
 def several(value: Any) -> tuple[Any, ...]:

@@ -131,8 +131,8 @@ class GuardedGraph:
                 f"{self._unit.name}: its backward runs after another forward replay of the same "
                 "graph, or a second time; the graph's memory no longer holds what it reads. Run "
                 "each backward once and before the layer's next forward pass, without "
-                "retain_graph; recompute whole layers or what is outside of graphs; or leave the "
-                "layer out with --cg-layers."
+                "retain_graph, and recompute whole layers or what is outside of graphs. Or: "
+                f"{self._unit.leave_out(None)}"
             )
         self._awaited = 0
         began = time.perf_counter_ns()

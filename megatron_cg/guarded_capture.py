@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ from megatron_cg.schedule import schedule
 from megatron_cg.static_inputs import StaticInputs
 from megatron_cg.unit_guard import UnitGuard
 from megatron_cg.watch import Watch
+
+logger = logging.getLogger(__name__)
 
 Args = list[tuple[torch.Tensor, ...]]
 Kwargs = list[dict[str, torch.Tensor]]
@@ -124,12 +127,20 @@ class GuardedCapture:
         return graphs
 
     def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
-        """What CUDA refused, by module and line; None for any other error."""
+        """What CUDA refused, by module and line; None for any other error.
+
+        Raises nothing: the advice comes from Megatron's code, and the hooks that other ranks wait
+        for have still to run.
+        """
         under_way = order.under_way
         if under_way is None:
             return None
         index, in_backward = under_way
-        return refusal(error, self._units[index], in_backward)
+        try:
+            return refusal(error, self._units[index], in_backward)
+        except Exception:
+            logger.exception("megatron_cg: the place of a failed capture could not be found")
+            return None
 
     def _samples_of_units(self, samples: int, options: Mapping[str, Any]) -> list[list[int]]:
         """Which samples belong to each unit, by microbatch."""

@@ -37,6 +37,9 @@ _AS_BEFORE = "Model, hooks, gradients, RNG and FP8 state are as before."
 def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError | None:
     """What CUDA refused in the capture of ``unit``, or None where ``error`` is something else.
 
+    Where another error, such as too little memory, ended the capture and CUDA refused only what
+    followed, the returned error says that one instead: ``error`` itself would hide it.
+
     Args:
         error: as it came out of the capture, its frames not cleared yet.
         unit: whose pass was being captured.
@@ -54,6 +57,10 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
         said = place.source if module is None else str(place)
         where += f", in {said}" if said else ""
     text = str(first).partition("\n")[0]
+    if not _is_refusal(first):
+        return CaptureError(
+            f"Capture of {where} failed ({type(first).__name__}: {text}). {_AS_BEFORE}"
+        )
     return CaptureError(
         f"CUDA cannot capture {where} ({type(first).__name__}: {text}). {_REASON}. "
         f"{unit.leave_out(module)} {_AS_BEFORE}"
@@ -84,7 +91,10 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _first(errors: Sequence[BaseException], root: nn.Module) -> tuple[BaseException, Place | None]:
-    """The first refusal in a module's code, else the first error there, else the first of all."""
+    """The error that ended the capture.
+
+    The first refusal in a module's code, else the first error there, else the first of all.
+    """
     earliest = errors[::-1]
     placed = [(error, _place(error, root)) for error in earliest]
     inside = [(error, place) for error, place in placed if place is not None]

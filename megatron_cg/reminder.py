@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from megatron_cg.copies import look_before
+
 logger = logging.getLogger(__name__)
 
 
@@ -18,13 +20,13 @@ def remind_of_steps(model: nn.Module, passes: int) -> Callable[[], None]:
     """
     seen = 0
 
-    def count(module: nn.Module, _args: object) -> None:
+    def count(module: nn.Module, _args: object, _kwargs: object) -> None:
         nonlocal seen
         if not module.training or not torch.is_grad_enabled():
             return
         seen += 1
         if seen > passes:
-            handle.remove()
+            stop()
             logger.warning(
                 "megatron_cg: %d training passes ran outside of step(), so nothing is captured and "
                 "all of them are eager. Put each training step, up to the optimizer's, into "
@@ -32,5 +34,5 @@ def remind_of_steps(model: nn.Module, passes: int) -> Callable[[], None]:
                 seen,
             )
 
-    handle = model.register_forward_pre_hook(count)
-    return handle.remove
+    stop = look_before(model, count)
+    return stop

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,7 +90,10 @@ def verify(
         if gradients and len(found) == len(needs):
             found += replay.gradients(needs)
         # In this block: gradients of inputs are in the graph's own memory.
-        return _first_difference(expected, found, unstable)
+        different = _first_difference(expected, found, unstable)
+    if different is None:
+        return None
+    return replace(different, cause=f"{different.cause} Until then: {unit.leave_out(None)}")
 
 
 def _different(one: _Named, two: _Named) -> set[str]:
@@ -194,5 +198,5 @@ def _mismatch(subject: str, expected: str, actual: str) -> Mismatch:
         expected,
         actual,
         "The graph computes something else than the layer, though no guard saw a reason: please "
-        "report it, with this line. Until then leave the layer out with --cg-layers.",
+        "report it, with this line.",
     )

@@ -116,7 +116,8 @@ class Watch:
             raise ReplayMismatchError(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "
                 f"replay them, and not all ranks found the same ({error}). Leave the layer "
-                "out with --cg-layers, or train with --cuda-graph-impl none."
+                "out (--cg-layers; units of graph_units), or train without graphs "
+                "(--cuda-graph-impl none; no graph_units)."
             ) from error
 
     def _report(self, mismatch: Mismatch, layer: str, microbatch: int) -> str:

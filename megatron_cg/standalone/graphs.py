@@ -65,6 +65,7 @@ def graph_units(
     on_failure: OnFailure = "error",
     on_mismatch: OnMismatch = "eager",
     verify_interval: int = 0,
+    fast_path: bool = True,
 ) -> GraphedUnits:
     """Let ``units`` of a model under ``fully_shard_model`` replay CUDA graphs while it trains.
 
@@ -92,6 +93,8 @@ def graph_units(
         on_mismatch: what follows when a graph must not be replayed; as ``--cg-on-mismatch``.
         verify_interval: every so many steps compare replays with eager passes, bit for bit; 0 is
             never.
+        fast_path: whether Megatron-FSDP's bookkeeping is shortened while graphs replay; False is
+            as ``--cg-no-fsdp-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
@@ -104,7 +107,7 @@ def graph_units(
         [
             *([] if wanted else [_NO_UNITS]),
             *at_least("warmup_steps", warmup_steps, 1),
-            *check_policy(on_failure, on_mismatch, verify_interval, backend),
+            *check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path),
         ]
     )
     return GraphedUnits(
@@ -114,6 +117,7 @@ def graph_units(
         backend=backend_of(backend),
         on_failure=on_failure,
         policy=ReplayPolicy(on_mismatch, verify_interval),
+        fast_path=fast_path,
     )
 
 
@@ -129,6 +133,7 @@ class GraphedUnits:
         backend: Backend,
         on_failure: OnFailure,
         policy: ReplayPolicy,
+        fast_path: bool = True,
     ) -> None:
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:
@@ -139,6 +144,7 @@ class GraphedUnits:
         self._units = find_units(fsdp, units, backend.name)
         self._model, self._backend = model, backend
         self._warmup_steps, self._on_failure, self._policy = warmup_steps, on_failure, policy
+        self._fast_path = fast_path
         self._observer = Observer(self._units)
         self._given_up = False
         self._earlier = Counters()
@@ -237,6 +243,7 @@ class GraphedUnits:
             joins=self._on_failure == "eager",
             policy=self._policy,
             static_inputs=self._observer.static_inputs(list(seen)),
+            fast_path=self._fast_path,
         )
         with session.capturing(), ExitStack() as stack:
             stack.enter_context(_autocast(list(seen.values())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -26,6 +27,7 @@ WRONG = [
     ({"verify_interval": 1.5}, "verify_interval=1.5", "a whole number from 0 on"),
     ({"verify_interval": True}, "verify_interval=True", "a whole number from 0 on"),
     ({"backend": "tapes"}, "backend='tapes'", "did you mean 'tape'?"),
+    ({"fast_path": "no"}, "fast_path='no'", "it is True or False"),
     ({"backend": 3}, "backend=3", "an object with the method capture"),
 ]
 
@@ -107,6 +109,17 @@ def test_a_loop_without_steps_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     (message,) = warnings(caplog)
     assert "3 training passes ran outside of step()" in message
     assert not model._forward_pre_hooks
+
+
+def test_a_copy_of_the_model_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1, 1)
+    call_off = remind_of_steps(model, 0)
+    copied = copy.deepcopy(model)
+    copied(torch.ones(1))
+    assert warnings(caplog) == [] and not copied._forward_pre_hooks
+    call_off()
+    call_off()
+    assert "__reduce_ex__" not in vars(model)
 
 
 def test_a_loop_with_steps_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -158,7 +158,27 @@ def test_another_error_in_the_model_is_not_hidden_by_how_the_capture_ends(
 ) -> None:
     text = str(failing_capture("forward", raise_lookup, "attn", "mlp"))
     assert f"core_attention (Reads), {at(raise_lookup)}" in text
+    assert text.startswith("Capture of the forward pass of layer 1")
     assert "(LookupError: no such key)" in text
+    assert "CUDA cannot capture" not in text and "A graph holds kernels" not in text
+
+
+def test_advice_that_cannot_be_given_does_not_hide_the_error(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.cpu.model import transformer_layers
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
+
+    def broken(*_given: Any) -> None:
+        raise AttributeError("of Megatron's code")
+
+    trainer: Any = Trainer(TrainingPlan(model=CpuModelConfig(layers=1, graph_modules=("attn",))))
+    attention: Any = transformer_layers(trainer.model)[0].self_attention
+    attention.core_attention = Reads(attention.core_attention, as_item, "forward")
+    monkeypatch.setattr("megatron_cg.guarded_capture.refusal", broken)
+    with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing"):
+        trainer.capture(TapeBackend())
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ _PROCESS = "_process_post_backward_gradients"
 _TWICE = (
     "A weight got gradients twice in one backward pass, as in two uses under reentrant activation "
     "recompute, and the FSDP fast path cannot do with them what Megatron-FSDP does. "
-    "Type --cg-no-fsdp-fast-path."
+    "Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
 )
 REPLACES = in_both(
     f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
@@ -243,7 +243,7 @@ class GradientHandOff:
                 "A weight of a graph or a grouped GEMM got a gradient from another use after that "
                 "of the graph or GEMM was handed over, so its gradient would lack a part: the "
                 "weight was given another AccumulateGrad node, or is used again under reentrant "
-                "activation recompute. Type --cg-no-fsdp-fast-path."
+                "activation recompute. Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
         return True
 

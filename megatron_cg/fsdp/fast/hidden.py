@@ -314,13 +314,14 @@ class Weights:
             raise FastPathError(
                 "A backward pass that names its inputs, as torch.autograd.grad does, came to a "
                 "graph or a grouped GEMM whose weights the FSDP fast path has hidden from "
-                "autograd, and cannot be told whether it names them. Type --cg-no-fsdp-fast-path."
+                "autograd, and cannot be told whether it names them. Type "
+                "--cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
         if not self.may_hide():
             raise FastPathError(
                 "A weight of a graph or a grouped GEMM was given a hook, or another way to its "
                 "gradient, after the forward pass that uses it began. Give it before, or type "
-                "--cg-no-fsdp-fast-path."
+                "--cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
         found = [
             _cast(gradients[place], one)

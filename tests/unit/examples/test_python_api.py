@@ -108,3 +108,36 @@ def test_a_loop_that_enters_no_step_is_told_once(
         assert len(told) == 1
     finally:
         calculator.unset_num_microbatches_calculator()
+
+
+def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import num_microbatches_calculator as calculator
+
+    from megatron_cg import api
+    from megatron_cg.capture_memory import _KEEPS
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
+    from megatron_cg.fsdp.model import find_megatron_fsdp
+
+    def failing(*_given: Any) -> None:
+        raise MemoryError
+
+    calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
+    trainer = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
+    fsdp: Any = find_megatron_fsdp(trainer.model)
+    config = fsdp.param_and_grad_buffer.ddp_config
+    setattr(config, _KEEPS, True)  # as for a run with cuda_graph_impl on a GPU
+    before = dict(vars(config))
+    given: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2, "backend": "tape"}
+    try:
+        with megatron_cg.GraphedLayers(trainer.model, trainer._optimizer, **given, fast_path=False):
+            assert vars(config) != before
+        assert vars(config) == before
+        monkeypatch.setattr(api, "remind_of_steps", failing)
+        with pytest.raises(MemoryError):
+            megatron_cg.GraphedLayers(trainer.model, trainer._optimizer, **given)
+        assert vars(config) == before
+    finally:
+        calculator.unset_num_microbatches_calculator()

@@ -255,3 +255,13 @@ def test_arguments_that_no_graph_can_take_are_named(runs: Any) -> None:
     text = str(error.value)
     assert "argument number 1 is [True]" in text and "argument mask is an expanded" in text
     assert [violation.rule for violation in error.value.violations] == ["unit-arguments"] * 6
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_the_fast_path_can_be_left_out(fast_path: bool, one_rank: None) -> None:
+    run = Run()
+    with run.with_graphs(fast_path=fast_path) as graphs:
+        run.step()
+        run.step()
+        assert graphs.session is not None
+        assert (graphs.session.fast_path is not None) is fast_path
