@@ -282,14 +282,13 @@ def _run(file: Path, tree: ast.Module | None, tests: Sequence[str]) -> int:
 
 
 def _install(file: Path, code: CodeType) -> None:
-    original = importlib.machinery.SourceFileLoader.get_code
+    loader: Any = importlib.machinery.SourceFileLoader
+    original = loader.get_code
 
-    def get_code(loader: Any, name: str) -> Any:
-        if Path(loader.path).resolve() == file:
-            return code
-        return original(loader, name)
+    def get_code(found: Any, name: str) -> Any:
+        return code if Path(found.path).resolve() == file else original(found, name)
 
-    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    loader.get_code = get_code
 
 
 def measure(name: str, tests: str, most: int | None) -> tuple[int, list[tuple[str, Mutant]]]:

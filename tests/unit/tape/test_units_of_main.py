@@ -41,9 +41,10 @@ def as_main(wrap: Any, *args: Any, **kwargs: Any) -> Any:
 def train_all(root: Path) -> None:
     from megatron_cg.cpu import model
     from megatron_cg.cpu.train import train
+    from megatron_cg.undo import set_attribute
 
-    wrap = model.FullyShardedDataParallel
-    model.FullyShardedDataParallel = partial(as_main, wrap)  # type: ignore[misc]
+    wrap = vars(model)["FullyShardedDataParallel"]
+    set_attribute(model, "FullyShardedDataParallel", partial(as_main, wrap))
     for strategy in STRATEGIES:
         shape = CpuModelConfig(
             experts=4,
