@@ -31,7 +31,7 @@ _SEEN = {
 }
 """The versions that this package was written against and measured with."""
 _SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14), (2, 15))}
-"""Further releases with which the alignment and the contract tests passed, on the CPU tape alone."""
+"""Further releases that passed the alignment and the contract tests, on the CPU tape alone."""
 
 
 def _release(version: str) -> tuple[int, ...] | None:

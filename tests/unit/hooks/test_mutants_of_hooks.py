@@ -31,6 +31,7 @@ def test_a_cleared_module_takes_backward_hooks_of_either_kind() -> None:
     linear = nn.Linear(2, 2)
     linear.register_full_backward_hook(plain)
     snapshot = HookSnapshot(linear)
+    assert snapshot.module is linear
     snapshot.clear()
     linear.register_backward_hook(plain)  # torch refuses it on a module with the other kind
     snapshot.restore()
