@@ -13,7 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from megatron_cg.align.command import Plan
+from megatron_cg.align.command import Plan, arguments
 from megatron_cg.align.data import TokenStream, from_text, python_sources
 from megatron_cg.align.outcome import Outcome
 from megatron_cg.align.presets import load_preset
@@ -109,8 +109,8 @@ def baseline(
     plan: Plan, data: TokenStream, env: tuple[tuple[str, str], ...], baselines: Path
 ) -> Path:
     """The record of the plan's eager run, which the first test that asks for it makes."""
-    shared = (plan.script, plan.nproc, plan.model, plan.steps, plan.extra, env)
-    directory = baselines / hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
+    command = arguments(plan, graphs=False, data=(), record=Path())
+    directory = baselines / hashlib.sha256(repr((command, env)).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
     done = directory / "done"
     with FileLock(directory / "lock"):

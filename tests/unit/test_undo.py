@@ -240,7 +240,7 @@ def test_a_method_of_a_class_gets_its_object_and_keeps_its_signature(
 def test_an_object_whose_undo_was_dropped_is_freed(number: int) -> None:
     optimizer = stepping()
     for _ in range(number):
-        run_after(optimizer, "step", list)
+        run_after(optimizer, "step", lambda: None)
         set_attribute(optimizer, "flag", True)
     gone = weakref.ref(optimizer)
     del optimizer

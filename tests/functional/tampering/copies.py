@@ -55,7 +55,7 @@ def averaged(model: Any, average: list[torch.Tensor]) -> dict[str, Any]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     layer = next(module for module in model.modules() if isinstance(module, TransformerLayer))
-    made = copied(layer, model.config)
+    made = copied(layer, model)
     found = {"ours": sorted(OURS & vars(made).keys()), "graphs": len(made.cuda_graphs)}
     # Megatron-FSDP's own hooks know nothing of a copy's parameters.
     for module in made.modules():
@@ -76,17 +76,25 @@ def averaged(model: Any, average: list[torch.Tensor]) -> dict[str, Any]:
     return {**found, "digests": [digest(t) for t in (*average, output, *gradients)]}
 
 
-def copied(layer: Any, config: Any) -> Any:
-    """A copy as for an average: whole weights; configuration, groups and generators are shared."""
+def copied(layer: Any, model: Any) -> Any:
+    """A copy as for an average: whole weights; configuration, groups and generators are shared.
+
+    Between two steps the layer holds its sharded parameters, or raw ones that may have no memory
+    then: what stands for a raw one is its shard.
+    """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
         uneven_dtensor_to_full_tensor,
     )
 
+    fsdp, config = model.module, model.config
+    sharded = dict(fsdp.param_and_grad_buffer.optimizer_named_parameters)
+    shards = {id(raw): sharded[name] for name, raw in fsdp.raw_param.items()}
     # It holds methods of the optimizer and of the whole wrapped model.
     memo: dict[int, Any] = {id(config): config}
     with torch.no_grad():
         for parameter in layer.parameters():
-            whole = uneven_dtensor_to_full_tensor(parameter).to(config.params_dtype)
+            whole = uneven_dtensor_to_full_tensor(shards.get(id(parameter), parameter))
+            whole = whole.to(config.params_dtype)
             memo[id(parameter)] = nn.Parameter(whole.clone())
     shared = SHARED | {type(group) for group in c10d._world.pg_map}
     for kind in shared:

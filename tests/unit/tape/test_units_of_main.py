@@ -67,7 +67,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_units_without_a_reshard_hook_train_bit_for_bit_as_eager(
     records: Path, strategy: str
 ) -> None:
-    result = compare(*(read_run(records / strategy / name) for name in ("eager", "graphs")))
+    eager, graphs = (read_run(records / strategy / name) for name in ("eager", "graphs"))
+    result = compare(eager, graphs)
     assert result.status == "identical", result.reason
     assert result.graphs["captured"] == 2 * CpuModelConfig().layers
     assert result.graphs["replayed"] > 0 and result.graphs["eager"] == 0
