@@ -231,9 +231,14 @@ def test_a_pass_that_autograd_runs_alone_has_no_line() -> None:
     assert text.startswith("CUDA cannot capture the backward pass of layer 7 (AcceleratorError: ")
 
 
+class OfTheModel(RuntimeError):
+    """An error of a user's own class."""
+
+
 def test_other_errors_are_left_as_they_are() -> None:
     unit = Unit("layer 0", nn.Linear(2, 2), ())
-    for error in (RuntimeError("no"), LookupError("capture"), HookError("capture"), MemoryError()):
+    texts = (LookupError("capture"), HookError("capture"), OfTheModel("capture"))
+    for error in (RuntimeError("no"), MemoryError(), *texts):
         assert refusal(error, unit, in_backward=False) is None
 
 
