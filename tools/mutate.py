@@ -29,6 +29,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, TESTS = ROOT / "megatron_cg", "tests/unit"
 SEED = 20
+_TAPE = (
+    "tape/test_mutants_of_memory.py tape/test_contract.py tape/test_replay.py tape/test_standins.py"
+)
 NEAR: dict[str, str] = {
     "verdict.py": "test_verdict.py test_mutants_of_pure_modules.py",
     "schedule.py": "test_hook_order.py test_mutants_of_pure_modules.py",
@@ -45,21 +48,21 @@ NEAR: dict[str, str] = {
     "guard/parts.py": "guard",
     "guard/inputs.py": "guard",
     "guard/mismatch.py": "guard",
-    "agreement.py": "test_agreement.py",
+    "agreement.py": "test_mutants_of_agreement.py test_agreement.py",
     "boundary.py": "test_boundary.py test_verdict.py",
-    "graphed.py": "guard test_session.py",
-    "replay.py": "guard test_session.py test_order_of_passes.py",
+    "graphed.py": "test_session.py test_order_of_passes.py",
+    "replay.py": "test_session.py test_order_of_passes.py",
     "capture.py": "test_session.py test_capture_memory.py test_broken_captures.py",
-    "backends/tape_memory.py": "tape",
-    "backends/tape_record.py": "tape",
-    "backends/tape_graphed.py": "tape",
-    "backends/tape.py": "tape",
-    "fsdp/fast/buckets.py": "fsdp/fast/test_buckets.py fsdp/fast/test_path.py",
+    "backends/tape_memory.py": _TAPE,
+    "backends/tape_record.py": _TAPE,
+    "backends/tape_graphed.py": _TAPE,
+    "backends/tape.py": _TAPE,
+    "fsdp/fast/buckets.py": "fsdp/fast/test_buckets.py fsdp/fast/test_mutants_of_buckets.py",
     "fsdp/fast/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py",
     "fsdp/fast/gradients.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py",
     "fsdp/fast/kept.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
     "fsdp/fast/unshard.py": "fsdp/fast/test_path.py",
-    "fsdp/fast/views.py": "fsdp/fast/test_views.py fsdp/fast/test_path.py",
+    "fsdp/fast/views.py": "fsdp/fast/test_views.py",
     "fsdp/fast/weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
 }
 """For each module, below the package, the tests below ``tests/unit`` that are run."""

@@ -125,10 +125,11 @@ def _run(words: Sequence[str]) -> None:
 
 
 def reason(said: str) -> str:
-    """The line of an installer's words that tells why; the first ``ERROR`` or ``fatal`` one."""
+    """The line of an installer's words that tells why: git's own, the first ``ERROR``, or any."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"(ERROR|error|fatal):", line)]
-    return (named or lines or ["no reason was given"])[0]
+    git = [line for line in lines if line.startswith("fatal:")]
+    named = [line for line in lines if re.match(r"(ERROR|error):", line)]
+    return (git or named or lines or ["no reason was given"])[0]
 
 
 def check(python: Path) -> dict[str, str]:

@@ -84,7 +84,7 @@ def test_the_table_has_each_row_and_the_reason_where_one_does_not_install() -> N
     ("said", "reason"),
     [
         ("Looking\nERROR: No matching distribution\nhint", "ERROR: No matching distribution"),
-        ("fatal: unable to access\nerror: subprocess", "fatal: unable to access"),
+        ("error: no build\n  fatal: unable to access\nhint", "fatal: unable to access"),
         ("one\ntwo", "one"),
         ("", "no reason was given"),
     ],

@@ -1,0 +1,36 @@
+"""What nothing looked at in the votes, found by ``python -m tools.mutate``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_cg.agreement import Agreement, Kind, Verdict
+from megatron_cg.errors import PhaseError
+
+
+def test_what_is_undone_together_waits_for_it_and_goes_in_reverse_and_once(one_rank: None) -> None:
+    votes, undone = Agreement(), list[str]()
+    assert votes.left is None
+    votes.undo_together(lambda: undone.append("first"))
+    assert votes.left == 1
+    votes.undo_together(lambda: undone.append("second"))
+    assert votes.left == 2 and undone == []
+    votes.together()
+    assert undone == ["second", "first"] and votes.left is None
+    votes.together()
+    assert undone == ["second", "first"]
+    votes.undo_together(lambda: undone.append("third"))
+    assert votes.left == 3
+
+
+def test_no_vote_is_begun_in_a_capture(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    votes = Agreement()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for vote in (votes.agree, votes.post):
+        with pytest.raises(PhaseError):
+            vote(Kind.STEP, Verdict())
+    assert votes.time.votes == 0
+    monkeypatch.undo()
+    votes.post(Kind.STEP, Verdict())
+    assert votes.collect() is not None
