@@ -56,7 +56,8 @@ def averaged(model: Any, average: list[torch.Tensor]) -> dict[str, Any]:
 
     layer = next(module for module in model.modules() if isinstance(module, TransformerLayer))
     made = copied(layer, model)
-    found = {"ours": sorted(OURS & vars(made).keys()), "graphs": len(getattr(made, "cuda_graphs", ()))}
+    graphs = getattr(made, "cuda_graphs", ())
+    found = {"ours": sorted(OURS & vars(made).keys()), "graphs": len(graphs)}
     # Megatron-FSDP's own hooks know nothing of a copy's parameters.
     for module in made.modules():
         for name in (*(kind.value for kind in HookKind), *FLAG_REGISTRIES):
