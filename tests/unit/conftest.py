@@ -28,6 +28,8 @@ def pytest_configure() -> None:
     # Where Transformer Engine is, some of them keep it out of Megatron, before that is imported.
     if importlib.util.find_spec("transformer_engine") is None:
         imported += ["megatron_cg.cpu.train", "megatron.core.models.gpt"]
+    # Of a second one models this small gain nothing, and it takes a core from the other worker.
+    torch.set_num_threads(1)
     launch.START = "forkserver"
     multiprocessing.set_forkserver_preload(imported)
 
