@@ -138,18 +138,19 @@ def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        return HybridModel(
+        hybrid: torch.nn.Module = HybridModel(
             config,
             hybrid_stack_spec,
             VOCABULARY,
             SEQUENCE,
             hybrid_layer_pattern=str(flags["hybrid-layer-pattern"]),
         )
+        return hybrid
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=GPU)
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=GPU)
-    return GPTModel(
+    model: torch.nn.Module = GPTModel(
         config,
         spec,
         vocab_size=VOCABULARY,
@@ -157,6 +158,7 @@ def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
         position_embedding_type="rope",
         mtp_block_spec=mtp,
     )
+    return model
 
 
 def build(group: Group, run: Run) -> tuple[Any, Any]:

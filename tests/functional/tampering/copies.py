@@ -97,7 +97,7 @@ def copied(layer: Any, model: Any) -> Any:
             whole = uneven_dtensor_to_full_tensor(shards.get(id(parameter), parameter))
             whole = whole.to(config.params_dtype)
             memo[id(parameter)] = nn.Parameter(whole.clone())
-    shared = SHARED | {type(group) for group in c10d._world.pg_map}
+    shared: set[Any] = SHARED | {type(group) for group in c10d._world.pg_map}
     for kind in shared:
         # What pickle reduces to a name is shared.
         copyreg.pickle(kind, lambda _: "shared")
