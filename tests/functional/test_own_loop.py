@@ -35,16 +35,14 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Group], list[Results]]:
+def results(shared: Path) -> Callable[[Group], list[Results]]:
     """What each rank trained in a group's runs, which are started when first asked for.
 
     Once for all of pytest's processes, where there are several.
     """
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def results_of(group: Group) -> list[Results]:
-        directory = base / f"own-loop-{group.name}"
+        directory = shared / f"own-loop-{group.name}"
         directory.mkdir(exist_ok=True)
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
