@@ -1,8 +1,9 @@
 """Change one thing of a module at a time, and see whether the tests near it notice.
 
 ``python -m tools.mutate`` takes the modules of :data:`NEAR`, makes the mutants of each that
-:func:`mutants` describes (a random sample with a fixed seed, where :data:`SAMPLE` says so), runs
-the tests named beside the module with each, and prints those that survive.
+:func:`mutants` describes, runs the tests named beside the module with each, and prints those that
+survive as they are found. Modules take turns, and the mutants of each are in a random order with a
+fixed seed: a run that is cut (Ctrl-C) has tried a sample of each.
 
 A mutant never lies on the disk: it is compiled in a process forked from one that has imported torch
 and Megatron, and the processes that a test starts are forked from that one in turn.
@@ -12,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import gc
 import importlib.machinery
+import itertools
 import os
 import random
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,40 +34,65 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, TESTS = ROOT / "megatron_cg", "tests/unit"
 SEED = 20
 _TAPE = (
-    "tape/test_mutants_of_memory.py tape/test_contract.py tape/test_replay.py tape/test_standins.py"
+    "tape/test_mutants_of_memory.py tape/test_contract.py tape/test_replay.py "
+    "tape/test_standins.py tape/test_training.py"
 )
+_HOOKS = "hooks fsdp/test_hooks_of_real_models.py"
+_REPLAY = "test_session.py test_order_of_passes.py test_verify.py guard/test_faults.py"
 NEAR: dict[str, str] = {
-    "verdict.py": "test_verdict.py test_mutants_of_pure_modules.py",
-    "schedule.py": "test_hook_order.py test_mutants_of_pure_modules.py",
-    "undo.py": "test_session.py megatron/test_patches.py",
-    "hook_order.py": "hooks test_hook_order.py",
-    "hooks/extract.py": "hooks fsdp/test_hooks_of_real_models.py",
-    "fsdp/recognise.py": "hooks fsdp/test_hooks_of_real_models.py",
-    "fsdp/transform.py": "hooks fsdp/test_hooks_of_real_models.py",
-    "fsdp/tag.py": "hooks fsdp/test_hooks_of_real_models.py",
-    "fsdp/model.py": "test_session.py tape/test_training.py",
-    "guard/guard.py": "guard",
-    "guard/addresses.py": "guard",
-    "guard/modes.py": "guard",
-    "guard/parts.py": "guard",
-    "guard/inputs.py": "guard",
-    "guard/mismatch.py": "guard",
+    "accumulators.py": "test_accumulators.py test_session.py tape/test_training.py",
     "agreement.py": "test_mutants_of_agreement.py test_agreement.py",
-    "boundary.py": "test_boundary.py test_verdict.py",
-    "graphed.py": "test_session.py test_order_of_passes.py",
-    "replay.py": "test_session.py test_order_of_passes.py",
-    "capture.py": "test_session.py test_capture_memory.py test_broken_captures.py",
+    "backends/tape.py": _TAPE,
+    "backends/tape_graphed.py": _TAPE,
+    "backends/tape_host.py": "tape/test_contract.py tape/test_training.py",
     "backends/tape_memory.py": _TAPE,
     "backends/tape_record.py": _TAPE,
-    "backends/tape_graphed.py": _TAPE,
-    "backends/tape.py": _TAPE,
+    "boundary.py": "test_boundary.py test_verdict.py test_session.py",
+    "capture.py": "test_session.py test_capture_memory.py test_broken_captures.py "
+    "test_token_counts.py tape/test_training.py",
+    "capture_memory.py": "test_capture_memory.py test_broken_captures.py",
+    "copies.py": "test_copies.py standalone/test_copies.py",
+    "eager_passes.py": "test_eager_passes.py test_order_of_passes.py",
     "fsdp/fast/buckets.py": "fsdp/fast/test_buckets.py fsdp/fast/test_mutants_of_buckets.py",
-    "fsdp/fast/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py",
-    "fsdp/fast/gradients.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py",
-    "fsdp/fast/kept.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
-    "fsdp/fast/unshard.py": "fsdp/fast/test_path.py",
-    "fsdp/fast/views.py": "fsdp/fast/test_views.py",
-    "fsdp/fast/weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
+    "fsdp/fast/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py ordering/test_order.py",
+    "fsdp/fast/gradients.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
+    "fsdp/fast/test_order.py ordering/test_order.py",
+    "fsdp/fast/hidden.py": "fsdp/fast/test_hidden.py fsdp/fast/test_hidden_alone.py "
+    "fsdp/fast/test_hidden_calls.py fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
+    "fsdp/fast/kept.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py ordering/test_order.py",
+    "fsdp/fast/known.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
+    "fsdp/fast/late.py": "fsdp/fast/test_late.py fsdp/fast/test_path.py ordering/test_order.py",
+    "fsdp/fast/path.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
+    "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
+    "fsdp/fast/unshard.py": "fsdp/fast/test_path.py ordering/test_order.py",
+    "fsdp/fast/views.py": "fsdp/fast/test_views.py fsdp/fast/test_path.py fsdp/fast/test_kept.py",
+    "fsdp/fast/weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py "
+    "fsdp/fast/test_optimizer_edges.py",
+    "fsdp/fast/zero.py": "fsdp/fast/test_zero.py fsdp/fast/test_optimizer_edges.py",
+    "fsdp/model.py": "test_session.py tape/test_training.py",
+    "fsdp/recognise.py": _HOOKS,
+    "fsdp/tag.py": _HOOKS,
+    "fsdp/transform.py": _HOOKS,
+    "graphed.py": _REPLAY,
+    "guard/addresses.py": "guard test_moved_buffers.py",
+    "guard/guard.py": "guard",
+    "guard/inputs.py": "guard",
+    "guard/mismatch.py": "guard",
+    "guard/modes.py": "guard",
+    "guard/parts.py": "guard",
+    "guarded_capture.py": "test_session.py test_broken_captures.py guard",
+    "hook_order.py": "hooks test_hook_order.py",
+    "hooks/extract.py": _HOOKS,
+    "leaving.py": "test_leaving.py",
+    "replay.py": f"{_REPLAY} test_copies.py",
+    "schedule.py": "test_hook_order.py test_mutants_of_pure_modules.py",
+    "session.py": "test_session.py test_life.py test_broken_captures.py",
+    "static_inputs.py": "test_session.py guard/test_inputs.py tape/test_training.py",
+    "undo.py": "test_undo.py megatron/test_patches.py test_session.py",
+    "unit_guard.py": "test_session.py guard",
+    "verdict.py": "test_verdict.py test_mutants_of_pure_modules.py",
+    "verify.py": "test_verify.py",
+    "watch.py": "test_watch.py test_fault_table.py",
 }
 """For each module, below the package, the tests below ``tests/unit`` that are run."""
 
@@ -236,32 +265,65 @@ def _is_none(node: ast.AST) -> bool:
 KILLED, SURVIVED, OVERDUE = "killed", "survived", "overdue"
 
 
-def tested(file: Path, tree: ast.Module | None, tests: Sequence[str], seconds: int) -> str:
-    """How the tests end with ``tree`` as the code of ``file``; None is the module as it is.
+@dataclass(frozen=True)
+class Trial:
+    """One run of the tests near a module, with a mutant of it or, where None, as it is.
 
     ``seconds`` are of CPU time; a mutant that takes more is overdue, which counts as killed.
     """
-    child = os.fork()
-    if child == 0:
-        try:
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-            os.setsid()
-            os._exit(_run(file, tree, tests))
-        finally:
-            os._exit(70)
-    limit = time.monotonic() + 20 * seconds
+
+    name: str
+    mutant: Mutant | None
+    seconds: int
+
+    @property
+    def file(self) -> Path:
+        """The module."""
+        return (PACKAGE / self.name).resolve()
+
+    @property
+    def tests(self) -> list[str]:
+        """What pytest is given."""
+        return [f"{TESTS}/{test}" for test in NEAR[self.name].split()]
+
+    def start(self) -> int:
+        """The process of the trial, leader of a group of its own."""
+        child = os.fork()
+        if child == 0:
+            try:
+                resource.setrlimit(resource.RLIMIT_CPU, (self.seconds, self.seconds))
+                os.setsid()
+                os._exit(_run(self.file, self.mutant.tree if self.mutant else None, self.tests))
+            finally:
+                os._exit(70)
+        return child
+
+
+def ended(trials: Iterator[Trial], jobs: int) -> Iterator[tuple[Trial, str, float]]:
+    """Each trial, how it ended and its CPU seconds; ``jobs`` run at once."""
+    running: dict[int, tuple[Trial, float]] = {}
     while True:
-        found, status = os.waitpid(child, os.WNOHANG)
+        while len(running) < jobs and (trial := next(trials, None)) is not None:
+            running[trial.start()] = trial, time.monotonic() + 4 * trial.seconds
+        if not running:
+            return
+        found, status, used = os.wait4(-1, os.WNOHANG)
         if found:
-            break
-        if time.monotonic() > limit:
-            os.killpg(child, 9)
-            os.waitpid(child, 0)
-            return OVERDUE
+            _kill_group(found)  # what the tests started does not outlive them
+            trial, _ = running.pop(found)
+            end = OVERDUE if os.WIFSIGNALED(status) else KILLED
+            end = SURVIVED if status == 0 else end
+            yield trial, end, used.ru_utime + used.ru_stime
+            continue
+        for child, (_, limit) in running.items():
+            if time.monotonic() > limit:
+                _kill_group(child)
         time.sleep(0.05)
-    if os.WIFSIGNALED(status):
-        return OVERDUE
-    return SURVIVED if os.WEXITSTATUS(status) == 0 else KILLED
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, 9)
 
 
 def _run(file: Path, tree: ast.Module | None, tests: Sequence[str]) -> int:
@@ -294,20 +356,17 @@ def _install(file: Path, code: CodeType) -> None:
     loader.get_code = get_code
 
 
-def measure(name: str, tests: str, most: int | None) -> tuple[int, list[tuple[str, Mutant]]]:
-    """How many mutants the module has, and how each that was tried ended."""
-    file = (PACKAGE / name).resolve()
-    paths = [f"{TESTS}/{test}" for test in tests.split()]
-    before = os.times()
-    if tested(file, None, paths, 600) != SURVIVED:
-        raise RuntimeError(f"{' '.join(paths)} fail without any change")
-    after = os.times()
-    seconds = 20 + 5 * round(sum(after[2:4]) - sum(before[2:4]))
-    every = list(mutants(file.read_text(encoding="utf-8")))
-    tried = every
-    if most is not None and len(every) > most:
-        tried = sorted(random.Random(SEED).sample(every, most), key=lambda one: one.line)
-    return len(every), [(tested(file, one.tree, paths, seconds), one) for one in tried]
+def trials_of(name: str, seconds: int, most: int | None) -> list[Trial]:
+    """The module's mutants, or a sample of them, in an order that a cut run can be judged by."""
+    every = list(mutants((PACKAGE / name).read_text(encoding="utf-8")))
+    return [Trial(name, one, seconds) for one in random.Random(SEED).sample(every, len(every))][
+        :most
+    ]
+
+
+def in_turn(lists: Sequence[list[Trial]]) -> Iterator[Trial]:
+    """One trial of each module, then the next of each."""
+    return (trial for row in itertools.zip_longest(*lists) for trial in row if trial is not None)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -315,6 +374,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("modules", nargs="*", help="below megatron_cg; none is all of NEAR")
     parser.add_argument("--most", type=int, help="mutants of one module; more are sampled")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="trials that run at once; 1 if not given"
+    )
     asked = parser.parse_args(words)
     os.chdir(ROOT)
     # What is imported here is shared by all; nothing of this package may be.
@@ -324,21 +386,27 @@ def main(words: Sequence[str] | None = None) -> int:
 
     gc.collect()
     gc.freeze()
-    for name in asked.modules or NEAR:
-        try:
-            count, ended = measure(name, NEAR[name], asked.most)
-        except RuntimeError as error:
-            print(f"{name}: not tried: {error}", flush=True)
-            continue
-        alive = [one for end, one in ended if end == SURVIVED]
-        overdue = sum(end == OVERDUE for end, _ in ended)
-        print(
-            f"{name}: {count} mutants, {len(ended)} tried, {len(ended) - len(alive)} killed "
-            f"({overdue} by their time), {len(alive)} survived",
-            flush=True,
-        )
-        for one in alive:
-            print(f"  {name}:{one.line}: {one.change}", flush=True)
+    lists = []
+    for trial, end, used in ended(
+        (Trial(name, None, 200) for name in asked.modules or NEAR), asked.jobs
+    ):
+        if end == SURVIVED:
+            lists.append(trials_of(trial.name, 20 + 5 * round(used), asked.most))
+        else:
+            print(f"{trial.name}: not tried: its tests fail without any change", flush=True)
+    counts: dict[str, Counter[str]] = {}
+    try:
+        for trial, end, _ in ended(in_turn(lists), asked.jobs):
+            counts.setdefault(trial.name, Counter())[end] += 1
+            if end == SURVIVED and trial.mutant:
+                print(f"  {trial.name}:{trial.mutant.line}: {trial.mutant.change}", flush=True)
+    finally:
+        for name, count in sorted(counts.items()):
+            print(
+                f"{name}: {count.total()} tried, {count[KILLED] + count[OVERDUE]} killed "
+                f"({count[OVERDUE]} by their time), {count[SURVIVED]} survived",
+                flush=True,
+            )
     return 0
 
 
