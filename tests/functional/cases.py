@@ -255,7 +255,7 @@ LIFE = {
         MOE,
         ROUTER,
         (
-            *batch(4),
+            *(*batch(4), "--num-layers", "2"),
             *("--expert-model-parallel-size", "2", "--log-interval", "100"),
             *("--eval-interval", "1000", "--eval-iters", "2", "--split", "90,5,5"),
             *(*SAVED, "--save-interval", "2500"),

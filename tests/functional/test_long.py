@@ -14,7 +14,7 @@ from tests.functional.cases import LIFE
 
 SCRIPT = Path(__file__).with_name("tampered.py")
 SECONDS = 560.0
-LAYERS, WARMUP = 3, 3
+LAYERS, WARMUP = 2, 3
 RECAPTURED = (2_000, 4_500, 7_500)
 
 
