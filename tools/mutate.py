@@ -5,8 +5,8 @@
 survive as they are found. Modules take turns, and the mutants of each are in a random order with a
 fixed seed: a run that is cut (Ctrl-C) has tried a sample of each.
 
-A mutant never lies on the disk: it is compiled in a process forked from one that has imported torch
-and Megatron, and the processes that a test starts are forked from that one in turn.
+A mutant is never on the disk. It is compiled in a process forked from one that has imported torch
+and Megatron, and once more in the server that forks the processes of a test (``tools.mutant``).
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ import contextlib
 import copy
 import gc
 import importlib.machinery
+import itertools
+import multiprocessing
 import os
 import random
-import resource
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, TESTS = ROOT / "megatron_cg", "tests/unit"
 SEED = 20
-BASELINE_SECONDS = 200
+BASELINE_SECONDS = 300.0
+VARIABLE = "MEGATRON_CG_MUTANT"
+"""Set for a trial's processes: the module, a colon, the mutant's number."""
 _TAPE = (
     "tape/test_mutants_of_memory.py tape/test_contract.py tape/test_replay.py "
     "tape/test_standins.py tape/test_training.py"
@@ -54,17 +56,17 @@ NEAR: dict[str, str] = {
     "copies.py": "test_copies.py standalone/test_copies.py",
     "eager_passes.py": "test_eager_passes.py test_order_of_passes.py",
     "fsdp/fast/buckets.py": "fsdp/fast/test_buckets.py fsdp/fast/test_mutants_of_buckets.py",
-    "fsdp/fast/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py ordering/test_order.py",
+    "fsdp/fast/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py",
     "fsdp/fast/gradients.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
-    "fsdp/fast/test_order.py ordering/test_order.py",
+    "fsdp/fast/test_order.py",
     "fsdp/fast/hidden.py": "fsdp/fast/test_hidden.py fsdp/fast/test_hidden_alone.py "
     "fsdp/fast/test_hidden_calls.py fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
-    "fsdp/fast/kept.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py ordering/test_order.py",
+    "fsdp/fast/kept.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
     "fsdp/fast/known.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
-    "fsdp/fast/late.py": "fsdp/fast/test_path.py ordering/test_order.py",
+    "fsdp/fast/late.py": "fsdp/fast/test_path.py",
     "fsdp/fast/path.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
     "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
-    "fsdp/fast/unshard.py": "fsdp/fast/test_path.py ordering/test_order.py",
+    "fsdp/fast/unshard.py": "fsdp/fast/test_path.py",
     "fsdp/fast/views.py": "fsdp/fast/test_views.py fsdp/fast/test_path.py fsdp/fast/test_kept.py",
     "fsdp/fast/weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
     "fsdp/fast/zero.py": "fsdp/fast/test_zero.py",
@@ -117,8 +119,9 @@ _COUNTED: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: where, what was there, and the module's whole tree with it."""
+    """One change: its place in the list, where, what was there, and the module's tree with it."""
 
+    number: int
     line: int
     change: str
     tree: ast.Module
@@ -133,13 +136,14 @@ def mutants(source: str) -> Iterator[Mutant]:
     ``with`` dropped. Docstrings, annotations, ``__all__`` and Symbols are left alone.
     """
     tree = ast.parse(source)
+    number = itertools.count()
     for place in _places(tree):
         node = _at(tree, place)
         for change, edit in _edits(node):
             changed = copy.deepcopy(tree)
             edit(changed, place)
             ast.fix_missing_locations(changed)
-            yield Mutant(node.lineno, change, changed)
+            yield Mutant(next(number), node.lineno, change, changed)
 
 
 Place = tuple[tuple[str, int | None], ...]
@@ -268,12 +272,12 @@ KILLED, SURVIVED, OVERDUE = "killed", "survived", "overdue"
 class Trial:
     """One run of the tests near a module, with a mutant of it or, where None, as it is.
 
-    ``seconds`` are of CPU time; a mutant that takes more is overdue, which counts as killed.
+    A mutant that takes more than ``seconds`` is overdue, which counts as killed.
     """
 
     name: str
     mutant: Mutant | None
-    seconds: int
+    seconds: float
 
     @property
     def file(self) -> Path:
@@ -290,32 +294,31 @@ class Trial:
         child = os.fork()
         if child == 0:
             try:
-                resource.setrlimit(resource.RLIMIT_CPU, (self.seconds, self.seconds))
                 os.setsid()
-                os._exit(_run(self.file, self.mutant.tree if self.mutant else None, self.tests))
+                os._exit(_run(self))
             finally:
                 os._exit(70)
         return child
 
 
 def ended(trials: Turns, jobs: int) -> Iterator[tuple[Trial, str, float]]:
-    """Each trial, how it ended and its CPU seconds; ``jobs`` run at once."""
+    """Each trial, how it ended and after how many seconds; ``jobs`` run at once."""
     running: dict[int, tuple[Trial, float]] = {}
     while True:
         while len(running) < jobs and (trial := trials.take()) is not None:
-            running[trial.start()] = trial, time.monotonic() + 4 * trial.seconds
+            running[trial.start()] = trial, time.monotonic()
         if not running:
             return
-        found, status, used = os.wait4(-1, os.WNOHANG)
+        found, status = os.waitpid(-1, os.WNOHANG)
         if found:
             _kill_group(found)  # what the tests started does not outlive them
-            trial, _ = running.pop(found)
+            trial, begun = running.pop(found)
             end = OVERDUE if os.WIFSIGNALED(status) else KILLED
             end = SURVIVED if status == 0 else end
-            yield trial, end, used.ru_utime + used.ru_stime
+            yield trial, end, time.monotonic() - begun
             continue
-        for child, (_, limit) in running.items():
-            if time.monotonic() > limit:
+        for child, (trial, begun) in running.items():
+            if time.monotonic() > begun + trial.seconds:
                 _kill_group(child)
         time.sleep(0.05)
 
@@ -325,40 +328,28 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, 9)
 
 
-def _run(file: Path, tree: ast.Module | None, tests: Sequence[str]) -> int:
+def _run(trial: Trial) -> int:
     import pytest
 
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    if tree is not None:
-        _install(file, compile(tree, str(file), "exec"))
+    if trial.mutant is not None:
+        os.environ[VARIABLE] = f"{trial.name}:{trial.mutant.number}"
+        install(trial.file, trial.mutant)
 
-    class Forked:
+    class Servers:
         @pytest.hookimpl(trylast=True)
         def pytest_configure(self) -> None:
-            from megatron_cg.cpu import launch
+            multiprocessing.set_forkserver_preload(["tools.mutant"])
 
-            launch.START = "fork"
-
-    # A watchdog's thread is not in forked processes, whose next watchdog waits for it for ever.
-    words = [
-        "-x",
-        "-o",
-        "faulthandler_timeout=0",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-W",
-        "ignore",
-        *tests,
-    ]
-    return int(pytest.main(words, plugins=[Forked()]))
+    words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", *trial.tests]
+    return int(pytest.main(words, plugins=[Servers()]))
 
 
-def _install(file: Path, code: CodeType) -> None:
+def install(file: Path, mutant: Mutant) -> None:
+    """From now on an import of ``file`` in this process gives the mutant."""
+    code = compile(mutant.tree, str(file), "exec")
     loader: Any = importlib.machinery.SourceFileLoader
     original = loader.get_code
 
@@ -384,13 +375,13 @@ class Turns:
             self._lists.append(trials)
         return trial
 
-    def admit(self, baseline: Trial, end: str, used: float, most: int | None) -> None:
+    def admit(self, baseline: Trial, end: str, took: float, most: int | None) -> None:
         """The mutants of a module, or a sample, in an order that a cut run can be judged by."""
         if end != SURVIVED:
             print(f"{baseline.name}: not tried: its tests fail without any change", flush=True)
             return
         source = (PACKAGE / baseline.name).read_text(encoding="utf-8")
-        seconds = 20 + 5 * round(used)
+        seconds = 30 + 4 * took
         every = [Trial(baseline.name, one, seconds) for one in mutants(source)]
         self._lists.append(random.Random(SEED).sample(every, min(len(every), most or len(every))))
 
@@ -415,9 +406,9 @@ def main(words: Sequence[str] | None = None) -> int:
     queue = Turns(asked.modules or NEAR)
     counts: dict[str, Counter[str]] = {}
     try:
-        for trial, end, used in ended(queue, asked.jobs):
+        for trial, end, took in ended(queue, asked.jobs):
             if trial.mutant is None:
-                queue.admit(trial, end, used, asked.most)
+                queue.admit(trial, end, took, asked.most)
                 continue
             counts.setdefault(trial.name, Counter())[end] += 1
             if end == SURVIVED:
