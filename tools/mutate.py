@@ -363,7 +363,11 @@ class Turns:
     """The trials to come: each module as it is, then, where that passes, its mutants in turn."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._lists = deque([Trial(name, None, BASELINE_SECONDS)] for name in names)
+        self._lines: dict[str, set[int]] = {}
+        for name in names:
+            module, _, line = name.partition(":")
+            self._lines.setdefault(module, set()).update([int(line)] if line else [])
+        self._lists = deque([Trial(name, None, BASELINE_SECONDS)] for name in self._lines)
 
     def take(self) -> Trial | None:
         """The next trial, if there is one now."""
@@ -382,14 +386,21 @@ class Turns:
             return
         source = (PACKAGE / baseline.name).read_text(encoding="utf-8")
         seconds = 30 + 4 * took
-        every = [Trial(baseline.name, one, seconds) for one in mutants(source)]
+        lines = self._lines[baseline.name]
+        every = [
+            Trial(baseline.name, one, seconds)
+            for one in mutants(source)
+            if not lines or one.line in lines
+        ]
         self._lists.append(random.Random(SEED).sample(every, min(len(every), most or len(every))))
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Try the mutants of the modules that are named, or of all."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("modules", nargs="*", help="below megatron_cg; none is all of NEAR")
+    parser.add_argument(
+        "modules", nargs="*", help="below megatron_cg, also MODULE:LINE; none: NEAR"
+    )
     parser.add_argument("--most", type=int, help="mutants of one module; more are sampled")
     parser.add_argument(
         "--jobs", type=int, default=1, help="trials that run at once; 1 if not given"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,7 +131,8 @@ def test_the_host_read_that_ended_a_capture_is_logged_where_training_goes_on(
     assert trained_alike(outcome.comparison, steps=12), outcome.comparison.reason
     place = "in the callable itself (TransformerLayer), "
     assert f"CUDA cannot capture the forward pass of layer 0, {place}" in log(going_on)
-    assert "`print(hidden_states.sum().item())`" in log(going_on)
+    statement = inspect.getsource(captures.COPIES["invalid"]).strip()
+    assert f"in <lambda>: `{statement}`" in log(going_on)
 
 
 @pytest.mark.parametrize("make", [case, mixture])
