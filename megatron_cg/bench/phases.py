@@ -26,7 +26,7 @@ _HOOKS = f"{_FSDP}.megatron_fsdp:MegatronFSDP._register_fsdp_hooks"
 _BUFFER = f"{_FSDP}.param_and_grad_buffer"
 _DDP = "megatron.core.distributed"
 _BUCKETS = f"{_DDP}.param_and_grad_buffer:_ParamAndGradBucketGroup"
-_FAST = "megatron_cg.fsdp.fast"
+_FAST = "megatron_cg.fastpath"
 
 PHASES: Mapping[str, tuple[str, ...]] = {
     "forward": (f"{_SCHEDULE}:forward_step",),
@@ -84,12 +84,12 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "replay": ("megatron.core.transformer.module:GraphableMegatronModule._te_cuda_graph_replay",),
     "replay: launch": ("torch.cuda.graphs:CUDAGraph.replay",),
     "guard": (
-        "megatron_cg.guard:Guard.broken",
-        "megatron_cg.guard:Guard.broken_in_backward",
+        "megatron_cg.replay.guard:Guard.broken",
+        "megatron_cg.replay.guard:Guard.broken_in_backward",
     ),
     "votes": (
-        "megatron_cg.boundary:Boundary.before_step",
-        "megatron_cg.boundary:Boundary.after_step",
+        "megatron_cg.consensus.boundary:Boundary.before_step",
+        "megatron_cg.consensus.boundary:Boundary.after_step",
     ),
     "log": ("megatron.training.training:training_log",),
 }

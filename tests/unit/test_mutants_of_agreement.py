@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_cg.agreement import Agreement, Kind, Verdict
+from megatron_cg.consensus.exchange import Agreement, Kind, Verdict
 from megatron_cg.errors import PhaseError
 
 

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron_cg import agreement
-from megatron_cg.agreement import Agreement
-from megatron_cg.counters import Counters
+from megatron_cg.consensus import exchange as agreement
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.guard import Mismatch
-from megatron_cg.watch import ReplayPolicy, Watch
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
 
 SHAPE = Mismatch("shape", "shape of argument x", "(2,)", "(3,)", "Cause.")
 

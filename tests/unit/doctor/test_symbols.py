@@ -15,7 +15,7 @@ from megatron_cg.doctor import ask, relied_on, symbols
 from megatron_cg.doctor.finding import Level
 from megatron_cg.doctor.relied_on import look_up, modules_that_rely
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.versions import Symbol
+from megatron_cg.upstream.symbols import Symbol
 from tests.unit.doctor.systems import ROOT, of_level, only, system
 
 PACKAGE = ROOT / "megatron_cg"
@@ -133,7 +133,7 @@ def test_a_missing_symbol_and_a_broken_module_are_said(
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "one.py").write_text(
-        "from megatron_cg.versions import Symbol\n"
+        "from megatron_cg.upstream.symbols import Symbol\n"
         "RELIES_ON = (Symbol('torch', 'torch:gone', 'a thing'), Symbol('torch', 'torch', 'it'),\n"
         "             Symbol('not-there', 'not_there', 'another'))\n"
     )
