@@ -49,13 +49,15 @@ NEAR: dict[str, str] = {
     "backends/tape/tape_host.py": "tape/test_contract.py tape/test_training.py",
     "backends/tape/tape_memory.py": _TAPE,
     "backends/tape/tape_recording.py": _TAPE,
-    "consensus/boundary.py": "test_boundary.py test_verdict.py test_session.py test_one_rank_failures.py",
+    "consensus/boundary.py": "test_boundary.py test_verdict.py "
+    "test_session.py test_one_rank_failures.py",
     "capture/transaction.py": "test_session.py test_capture_memory.py test_broken_captures.py "
     "test_token_counts.py tape/test_training.py",
     "memory/release.py": "test_capture_memory.py test_broken_captures.py",
     "upstream/copies.py": "test_copies.py standalone/test_copies.py",
     "replay/eager_passes.py": "test_eager_passes.py test_order_of_passes.py",
-    "fastpath/gradients/buckets.py": "fsdp/fast/test_buckets.py fsdp/fast/test_mutants_of_buckets.py",
+    "fastpath/gradients/buckets.py": "fsdp/fast/test_buckets.py "
+    "fsdp/fast/test_mutants_of_buckets.py",
     "fastpath/params/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py",
     "fastpath/gradients/bucketing.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
     "fsdp/fast/test_order.py",
@@ -67,7 +69,8 @@ NEAR: dict[str, str] = {
     "fastpath/install.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
     "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
     "fastpath/params/unshard.py": "fsdp/fast/test_path.py",
-    "fastpath/gradients/views.py": "fsdp/fast/test_views.py fsdp/fast/test_path.py fsdp/fast/test_kept.py",
+    "fastpath/gradients/views.py": "fsdp/fast/test_views.py "
+    "fsdp/fast/test_path.py fsdp/fast/test_kept.py",
     "fastpath/optimizer/main_weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
     "fastpath/optimizer/zero.py": "fsdp/fast/test_zero.py",
     "fsdp/model.py": "test_session.py tape/test_training.py",
@@ -81,13 +84,15 @@ NEAR: dict[str, str] = {
     "replay/guard/mismatch.py": "guard",
     "replay/guard/modes.py": "guard",
     "replay/guard/objects.py": "guard",
-    "capture/guarded_capture.py": "test_session.py test_broken_captures.py test_one_rank_failures.py guard",
+    "capture/guarded_capture.py": "test_session.py test_broken_captures.py "
+    "test_one_rank_failures.py guard",
     "capture/hook_order.py": "hooks test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
     "consensus/leave.py": "test_leaving.py test_one_rank_failures.py",
     "replay/attach.py": f"{_REPLAY} test_copies.py",
     "hooks/schedule.py": "test_hook_order.py test_mutants_of_pure_modules.py",
-    "capture/session.py": "test_session.py test_life.py test_broken_captures.py test_one_rank_failures.py",
+    "capture/session.py": "test_session.py test_life.py "
+    "test_broken_captures.py test_one_rank_failures.py",
     "capture/static_inputs.py": "test_session.py guard/test_inputs.py tape/test_training.py",
     "upstream/patch.py": "test_undo.py megatron/test_patches.py test_session.py",
     "capture/unit_guard.py": "test_session.py guard",

@@ -15,7 +15,7 @@ from megatron_cg.capture.accumulators import forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.capture.transaction import Unit, buffers_kept, without_gradients
+from megatron_cg.capture.transaction import buffers_kept, without_gradients
 from megatron_cg.capture.unit_guard import UnitGuard
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.model import training_states
@@ -27,6 +27,7 @@ from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.moe_metrics import metric_entries, metrics_kept
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.unit import Unit
 
 logger = logging.getLogger(__name__)
 

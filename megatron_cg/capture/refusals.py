@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megatron_cg.backends.places import Place, place_of
-from megatron_cg.capture.transaction import Unit
 from megatron_cg.errors import CaptureError, MegatronCGError
+from megatron_cg.replay.unit import Unit
 
 _REASON = (
     "A graph holds kernels and no host code: what reads or waits for the GPU (.item(), .cpu(), a "

@@ -11,9 +11,9 @@ Note [Where ranks vote on a capture]
 
 Note [Graphs that one rank deletes]
     A rank may delete its graphs by itself, between two steps. All ranks find that out a step later
-    and give up theirs (``boundary.py``). Until then this rank runs eagerly what the others replay.
+    and give up theirs (``consensus/boundary.py``). Until then this rank runs eagerly what the others replay.
     If a graph held collectives, that needs a vote. So a hook on the layer votes until all ranks
-    have agreed on what follows (Note [Undone by all ranks together] in ``agreement.py``).
+    have agreed on what follows (Note [Undone by all ranks together] in ``consensus/exchange.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.capture.transaction import Unit, capturing
+from megatron_cg.capture.transaction import capturing
 from megatron_cg.consensus.decision import Verdict, digest
 from megatron_cg.consensus.exchange import Agreement, AgreementError
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
@@ -46,6 +46,7 @@ from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.lending import ReplayFunction
 from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
+from megatron_cg.replay.unit import Unit
 from megatron_cg.telemetry.capture_report import CaptureReport
 from megatron_cg.upstream.patch import run_before, set_attribute
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.capture.transaction import Unit
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.fsdp.buffers import watched_memory
 from megatron_cg.fsdp.transform import CaptureTimeHook, CaptureTimeHooks
@@ -16,6 +15,7 @@ from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
 from megatron_cg.replay.guard.objects import Entry, Hooks, Parts, entries
+from megatron_cg.replay.unit import Unit
 
 _FIRST, _LAST = -1, -2
 """Keys of our own capture-time hooks; torch counts hook ids from 0."""

@@ -1,7 +1,7 @@
 """Every symbol of another package that a module of this one relies on.
 
-The modules say so themselves, in a tuple ``RELIES_ON`` (see ``megatron_cg/upstream/symbols.py``); here they
-are found, by their source, so that there is no second list to keep.
+The modules say so themselves, in a tuple ``RELIES_ON`` (see ``megatron_cg/upstream/symbols.py``).
+Here they are found, by their source, so that there is no second list to keep.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which layers are captured, with which static inputs: what our capture helper says itself.
 
 Relied on: megatron-core 0.19.2, ``TECudaGraphHelper._discover_layers`` and
-``_get_cuda_graph_input_data``, by way of :class:`megatron_cg.integrations.megatron.helper.FsdpCudaGraphHelper`.
+``_get_cuda_graph_input_data``, by way of
+:class:`megatron_cg.integrations.megatron.helper.FsdpCudaGraphHelper`.
 Without pipeline parallelism, which the rules refuse, Megatron captures one microbatch, and its
 graph is replayed for all.
 """

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.capture.transaction import Unit
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.mismatch_policy import Watch
 from megatron_cg.replay.region import is_running_part
+from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

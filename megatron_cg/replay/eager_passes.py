@@ -2,8 +2,9 @@
 
 Note [Before anything runs eagerly]
     Two things come first, whatever the reason for the eager pass. The gathers that the fast path
-    holds until a launch are issued (Note [Launch first] in ``fastpath/params/deferred_prefetch.py``). If the unit's
-    graphs hold collectives, all ranks vote (Note [A graph with collectives] in ``watch.py``).
+    holds until a launch are issued (Note [Launch first] in
+    ``fastpath/params/deferred_prefetch.py``). If the unit's graphs hold collectives, all ranks vote
+    (Note [A graph with collectives] in ``replay/mismatch_policy.py``).
 
 Note [Turns]
     Ranks vote on a mismatch in each pass. Evaluation and deleted graphs need no vote in each pass:

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_cg.capture.transaction import Unit
 from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.unit import Unit
 
 Kept = Callable[[], AbstractContextManager[None]]
 _Named = list[tuple[str, torch.Tensor | None]]

@@ -21,10 +21,10 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.capture.transaction import Unit
 from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.unit import Unit
 from megatron_cg.telemetry.coverage_lines import coverage
 from megatron_cg.telemetry.memory_lines import memory
 from megatron_cg.telemetry.progress import CaptureBar, capture_bar, is_first_rank

@@ -193,6 +193,8 @@ def play(root: Path) -> None:
     rank = dist.get_rank()
     for scenario in SCENARIOS:
         votes = Agreement(LONG)
+        # A rank that ends at once would end one that is still connecting to it.
+        dist.barrier()
         result = scenario(rank, votes)
         (root / f"{scenario.__name__}.{rank}.json").write_text(json.dumps(result))
 

@@ -17,8 +17,8 @@ from megatron_cg.backends.places import place_of
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.capture.refusals import clear_frames, refusal
-from megatron_cg.capture.transaction import Unit
 from megatron_cg.errors import CaptureError, HookError, HostSyncError
+from megatron_cg.replay.unit import Unit
 
 UNSUPPORTED = (
     "CUDA error: operation not permitted when stream is capturing\n"

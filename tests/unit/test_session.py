@@ -220,7 +220,7 @@ def test_a_session_captures_once(trainer: Any) -> None:
 
 
 def test_a_capture_without_graphs_is_an_error_that_names_the_layers(trainer: Any) -> None:
-    from megatron_cg.capture.transaction import Unit
+    from megatron_cg.replay.unit import Unit
 
     before = state(trainer)
     units = [Unit(f"layer {i}", layer, ()) for i, layer in enumerate(layers_of(trainer))]

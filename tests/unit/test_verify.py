@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture.transaction import Unit, without_gradients
+from megatron_cg.capture.transaction import without_gradients
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import _first_difference, verify
 
 STEPS, LAYERS = 6, 2

@@ -23,8 +23,8 @@ Note [One order over all communicators]
     weights, (2) the collectives in its graph, by a replay on all ranks or on none, (3) the gather
     for the next unit, (4) collectives of the eager rest. Where all ranks leave a graph with
     collectives, (3) is before (2) on all of them. Every eager pass of a graphed unit begins in
-    ``megatron_cg/replay/eager_passes.py``, which issues what is held. An error before a replay, and a
-    verification, issue it too.
+    ``megatron_cg/replay/eager_passes.py``, which issues what is held. An error before a replay,
+    and a verification, issue it too.
 
 A unit that comes to neither, since somebody replaced its forward for one, has its followers
 gathered after its forward pass, or when more is asked for: later than by Megatron-FSDP.

@@ -30,7 +30,6 @@ from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.refusals import clear_frames
 from megatron_cg.capture.session import Session
-from megatron_cg.capture.transaction import Unit
 from megatron_cg.consensus.exchange import Agreement, AgreementTime
 from megatron_cg.consensus.leave import leave_without_waiting
 from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
@@ -44,6 +43,7 @@ from megatron_cg.memory.usage import log_report
 from megatron_cg.replay.counters import Counters, counts_text
 from megatron_cg.replay.guard.inputs import STATIC_INPUT
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.replay.unit import Unit
 from megatron_cg.telemetry.record import note, note_capture
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.capture.transaction import Unit
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.replay.attach import ManualHook
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.in_flight import Flight
 from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
 
 

@@ -21,7 +21,7 @@ _OWN: Reasons = {
         ): "the host waits for a process",
         ("run.record", "runs[0].record", "runs[-1].record"): "where a run's record is",
     },
-    "megatron_cg/align/shards.py": {
+    "megatron_cg/telemetry/record_shards.py": {
         ("torch.cuda.synchronize()",): "at the end of a run, before shards are copied to the host"
     },
     "megatron_cg/backends/tape/tape_backend.py": {("run.record()",): "it records tapes"},

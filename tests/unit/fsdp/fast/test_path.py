@@ -56,10 +56,10 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
     """Numbers and shards of a run, and what the fast path did."""
     from megatron.core import parallel_state
 
-    from megatron_cg.align.shards import parameter_digests
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
     from megatron_cg.fastpath.gradients import bucketing as gradients
+    from megatron_cg.telemetry.record_shards import parameter_digests
 
     options = dict(options)
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)

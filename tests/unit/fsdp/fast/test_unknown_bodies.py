@@ -105,7 +105,7 @@ def changed(target: str, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(trainer: Any, *, graphs: bool) -> list[Any]:
-    from megatron_cg.align.shards import parameter_digests
+    from megatron_cg.telemetry.record_shards import parameter_digests
 
     numbers = [trainer.step()]
     if graphs:
