@@ -61,12 +61,12 @@ NEAR: dict[str, str] = {
     "fastpath/params/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py",
     "fastpath/gradients/bucketing.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
     "fsdp/fast/test_order.py",
-    "fastpath/gradients/detached_weights.py": "fsdp/fast/test_hidden.py fsdp/fast/test_hidden_alone.py "
-    "fsdp/fast/test_hidden_calls.py fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
+    "fastpath/gradients/detached_weights.py": "fsdp/fast/test_hidden.py "
+    "fsdp/fast/test_hidden_alone.py fsdp/fast/test_hidden_calls.py fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
     "fastpath/params/last_unit.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
     "fastpath/params/cached_lists.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
     "fastpath/params/deferred_prefetch.py": "fsdp/fast/test_path.py",
-    "fastpath/install.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
+    "fastpath/install_parts.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
     "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
     "fastpath/params/unshard.py": "fsdp/fast/test_path.py",
     "fastpath/gradients/views.py": "fsdp/fast/test_views.py "

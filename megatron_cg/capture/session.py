@@ -11,9 +11,10 @@ Note [Where ranks vote on a capture]
 
 Note [Graphs that one rank deletes]
     A rank may delete its graphs by itself, between two steps. All ranks find that out a step later
-    and give up theirs (``consensus/boundary.py``). Until then this rank runs eagerly what the others replay.
-    If a graph held collectives, that needs a vote. So a hook on the layer votes until all ranks
-    have agreed on what follows (Note [Undone by all ranks together] in ``consensus/exchange.py``).
+    and give up theirs (``consensus/boundary.py``). Until then this rank runs eagerly what the
+    others replay. If a graph held collectives, that needs a vote. So a hook on the layer votes
+    until all ranks have agreed on what follows (Note [Undone by all ranks together] in
+    ``consensus/exchange.py``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A rank that captures, or leaves its graphs, while another does not enters collectives that the
 other never joins. So every rank, also one that failed, puts its verdict into one small exchange,
-and a pure function of all verdicts decides (``consensus/decision.py``). The exchange has a gloo group of its
-own: CPU tensors, never NCCL, never inside a graph.
+and a pure function of all verdicts decides (``consensus/decision.py``). The exchange has a
+gloo group of its own: CPU tensors, never NCCL, never inside a graph.
 
 Note [Undone by all ranks together]
     What changes a rank's collectives may not be undone by one rank alone, as when it deletes its

@@ -20,13 +20,12 @@ _DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FAST = "megatron_cg.fastpath"
 _TE_ONLY = (
-    "megatron_cg.backends.te.te_backend",
-    "megatron_cg.backends.te.te_replay",
-    f"{_FAST}.adam",
+    "megatron_cg.backends.te.",
+    f"{_FAST}.optimizer.adam",
     f"{_FAST}.heuristics",
-    f"{_FAST}.hidden",
+    f"{_FAST}.gradients.detached",
 )
-_TAPE_ONLY = ("megatron_cg.backends.tape.tape_backend", "megatron_cg.cpu.")
+_TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.cpu.")
 
 
 def modules_that_rely(package: Path = _PACKAGE) -> list[str]:

@@ -70,7 +70,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     from megatron_cg.backends.tape import tape_backend as tape
     from megatron_cg.capture import session
     from megatron_cg.capture import transaction as capture
-    from megatron_cg.fastpath import install as path
+    from megatron_cg.fastpath import install_parts as path
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
     forward = (TransformerLayer, "_te_cuda_graph_capture")

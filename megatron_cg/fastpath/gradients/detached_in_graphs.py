@@ -3,8 +3,8 @@
 A graph's backward replay computes the gradients of all its weights. The backend returns copies of
 them, autograd visits each weight by itself, and from there they are copied once more, into
 Megatron-FSDP's bucket. Here a graph is replayed without its weights among autograd's inputs, as a
-grouped GEMM is run (``detached_weights.py``), and the gradients go from the graph's own memory into the
-bucket by one copy.
+grouped GEMM is run (``detached_weights.py``), and the gradients go from the graph's own memory
+into the bucket by one copy.
 
 See Note [Gradients that are lent] in ``megatron_cg/replay/lending.py``: where they cannot go into
 their bucket at once, since a weight is used in another way too for one, they are copied as before.

@@ -252,7 +252,7 @@ class Gathers:
         )
 
     def _now_and_later(self, plan: _Plan, absent: list[Key]) -> tuple[list[Key], list[Key]]:
-        """Which of them are gathered at once, and which once a graph is launched (``deferred_prefetch.py``)."""
+        """Which of them are gathered at once, and which once a graph is launched."""
         if not plan.before_graph or not self._replays():
             return absent, []
         now = [key for key in absent if key in plan.listed]

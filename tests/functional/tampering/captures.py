@@ -69,7 +69,7 @@ def fail_at(place: str) -> None:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_cg.capture import session
-    from megatron_cg.fastpath import install as path
+    from megatron_cg.fastpath import install_parts as path
 
     stage, _, only = place.partition("@")
     note_state_around_capture()

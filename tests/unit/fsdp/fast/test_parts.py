@@ -73,7 +73,7 @@ def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
     fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = state(fsdp)
-    for module in ("gradients", "unshard"):
+    for module in ("gradients.bucketing", "params.unshard"):
         monkeypatch.setattr(f"megatron_cg.fastpath.{module}.find_cell", without(cell))
     with pytest.raises(UpstreamChangedError, match=rf"megatron-core 0\.19\.2: .*{cell}"):
         install(fsdp)
@@ -375,7 +375,7 @@ def test_views_are_kept_only_where_memory_stays(allocator: str, sharded: bool, k
 def test_float8_weights_are_left_to_megatron_fsdp(
     fsdp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("unshard", "weights"):
+    for module in ("params.unshard", "optimizer.main_weights"):
         monkeypatch.setattr(f"megatron_cg.fastpath.{module}.is_float8", lambda _: lambda _p: True)
     path = install(fsdp)
     assert "FP8" in path.left_out["main weights"]

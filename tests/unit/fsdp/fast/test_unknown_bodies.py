@@ -16,7 +16,7 @@ import pytest
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.doctor import ask, relied_on, symbols
 from megatron_cg.doctor.finding import Level
-from megatron_cg.fastpath import install as path
+from megatron_cg.fastpath import install_parts as path
 from megatron_cg.fastpath.optimizer import adam
 from megatron_cg.upstream.fingerprints import of_source
 from megatron_cg.upstream.symbols import Symbol, installed_version, lookup

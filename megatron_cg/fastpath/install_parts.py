@@ -154,8 +154,8 @@ def install(
         replays: how autograd sees each graph of theirs.
         model: what holds ``fsdp``.
         together: takes the undo of what may be undone by all ranks together only; see Note [On all
-            ranks, or on none] in ``params/last_unit.py``. Where it is left out this process is alone, and
-            ``close`` undoes that too.
+            ranks, or on none] in ``params/last_unit.py``. Where it is left out this process is
+            alone, and ``close`` undoes that too.
 
     Returns:
         What was put in; its ``close`` takes it out.
