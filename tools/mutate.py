@@ -62,7 +62,8 @@ NEAR: dict[str, str] = {
     "fastpath/gradients/bucketing.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
     "fsdp/fast/test_order.py",
     "fastpath/gradients/detached_weights.py": "fsdp/fast/test_hidden.py "
-    "fsdp/fast/test_hidden_alone.py fsdp/fast/test_hidden_calls.py fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
+    "fsdp/fast/test_hidden_alone.py fsdp/fast/test_hidden_calls.py "
+    "fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
     "fastpath/params/last_unit.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
     "fastpath/params/cached_lists.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
     "fastpath/params/deferred_prefetch.py": "fsdp/fast/test_path.py",
@@ -93,7 +94,8 @@ NEAR: dict[str, str] = {
     "hooks/schedule.py": "test_hook_order.py test_mutants_of_pure_modules.py",
     "capture/session.py": "test_session.py test_life.py "
     "test_broken_captures.py test_one_rank_failures.py",
-    "capture/static_inputs.py": "test_session.py guard/test_inputs.py tape/test_training.py",
+    "capture/static_inputs.py": "test_static_inputs.py "
+    "test_session.py guard/test_inputs.py tape/test_training.py",
     "upstream/patch.py": "test_undo.py megatron/test_patches.py test_session.py",
     "capture/unit_guard.py": "test_session.py guard",
     "consensus/decision.py": "test_verdict.py test_mutants_of_pure_modules.py",

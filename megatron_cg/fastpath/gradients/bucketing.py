@@ -22,10 +22,11 @@ Note [What stays Megatron-FSDP's]
     parameter that gets no gradient is left to its root hook, which looks after all that are left.
 
 Note [Weights that autograd does not see]
-    Gradients of grouped GEMMs and graphs come all at once, from ``detached_weights.py``. Their weights'
-    own hooks run only where a weight is used in another way too, and then the two parts wait for each
-    other here, in the weight's ``grad``. Of several buckets, as of a layer with its experts, the
-    last weights go first: a rank that runs the layer eagerly, alone, comes to them in that order.
+    Gradients of grouped GEMMs and graphs come all at once, from ``detached_weights.py``. Their
+    weights' own hooks run only where a weight is used in another way too, and then the two parts
+    wait for each other here, in the weight's ``grad``. Of several buckets, as of a layer with its
+    experts, the last weights go first: a rank that runs the layer eagerly, alone, comes to them in
+    that order.
 
 Note [Passes that fail]
     After a backward pass that ended in an exception Megatron-FSDP takes the next one for a part of
