@@ -66,15 +66,16 @@ NEAR: dict[str, str] = {
     "fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
     "fastpath/params/last_unit.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
     "fastpath/params/cached_lists.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
-    "fastpath/params/deferred_prefetch.py": "fsdp/fast/test_path.py",
+    "fastpath/params/deferred_prefetch.py": "fsdp/fast/test_mutants_of_params.py "
+    "fsdp/fast/test_path.py",
     "fastpath/install_parts.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
     "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
-    "fastpath/params/unshard.py": "fsdp/fast/test_path.py",
+    "fastpath/params/unshard.py": "fsdp/fast/test_mutants_of_params.py fsdp/fast/test_path.py",
     "fastpath/gradients/views.py": "fsdp/fast/test_views.py "
     "fsdp/fast/test_path.py fsdp/fast/test_kept.py",
     "fastpath/optimizer/main_weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
     "fastpath/optimizer/zero.py": "fsdp/fast/test_zero.py",
-    "fsdp/model.py": "test_session.py tape/test_training.py",
+    "fsdp/model.py": "fsdp/fast/test_mutants_of_params.py test_session.py tape/test_training.py",
     "fsdp/roles.py": _HOOKS,
     "fsdp/tag.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,

@@ -270,3 +270,11 @@ def test_a_unit_whose_forward_somebody_wrapped_is_closed(
     assert vars(layer)["forward"] is theirs and events == ["theirs"] * 2
     graphs.counters.expect(replayed=6)
     assert any("Block.forward is left as it is" in text for text in warned(caplog))
+
+
+def test_a_method_that_something_runs_after_returns_what_it_returned() -> None:
+    owner, events = SimpleNamespace(step=lambda number: number + 1), Events()
+    undo = run_after(owner, "step", lambda: events.append("after"))
+    assert owner.step(1) == 2 and events == ["after"]
+    undo()
+    assert owner.step(1) == 2 and events == ["after"]
