@@ -68,10 +68,11 @@ def test_a_gather_of_a_pass_that_failed_is_forgotten(
 
 
 def test_a_unit_begins_with_a_graph_if_its_first_weight_is_in_one() -> None:
-    graphed, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    graphed, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     late = LatePrefetch([graphed])
-    assert late.begins_with_graph([graphed.weight, other.weight])
-    assert not late.begins_with_graph([other.weight, graphed.weight])
+    (inside,), (outside,) = graphed.parameters(), other.parameters()
+    assert late.begins_with_graph([inside, outside])
+    assert not late.begins_with_graph([outside, inside])
     assert not late.begins_with_graph([])
 
 
