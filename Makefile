@@ -41,6 +41,7 @@ newest: $(TESTED) $(NEWEST_STAMP)
 lint: $(TESTED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
 
 types: $(TESTED)
 	$(PYTHON) -m mypy

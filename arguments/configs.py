@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_cg.arguments.layout import decoder_symbols
 from megatron_cg.arguments.schema import RunArguments
-from megatron_cg.versions import changed
+from megatron_cg.upstream.symbols import changed
 
 TRANSFORMER: Mapping[str, str] = {
     "cuda_graph_impl": "cuda_graph_impl",

@@ -17,7 +17,7 @@ from megatron_cg.arguments.layout import decoder_symbols
 from megatron_cg.arguments.schema import SCOPES, Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.versions import changed
+from megatron_cg.upstream.symbols import changed
 
 logger = logging.getLogger(__name__)
 

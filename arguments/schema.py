@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megatron_cg.versions import installed_version
+from megatron_cg.upstream.symbols import installed_version
 
 WHOLE_LAYER = "layer"
 """Our name for capture of a whole layer, which Megatron writes as an empty scope list."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.probe import KEY
-from megatron_cg.align.schema import CAPTURED_AFTER
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
 
 
 class FiguresError(MegatronCGError):

@@ -105,8 +105,8 @@ def measure(shape: Shape, fast: bool, file: Path) -> None:
     """In one of two processes: train, and write what each function took."""
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
-    from megatron_cg.fsdp.fast import install
-    from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
+    from megatron_cg.fastpath import install
+    from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
 
     model = CpuModelConfig(
         layers=shape.layers, experts=shape.experts, hidden_size=16, ffn_hidden_size=16, heads=2

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.figures import FiguresError
 from megatron_cg.cpu.launch import run_processes
-from megatron_cg.guard import Guard, Mismatch
+from megatron_cg.replay.guard import Guard, Mismatch
 
 REPEATS = 5
 MODELS = ("dense", "moe")
@@ -82,7 +82,7 @@ def measure(experts: int, calls: int) -> Costs:
     """Nanoseconds by clause, of the first layer; needs cpu_standins and a process group of one."""
     from megatron.core import parallel_state
 
-    from megatron_cg.backends.tape import TapeBackend
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.cpu.model import transformer_layers
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer

@@ -36,24 +36,24 @@ from typing import Any
 
 import torch
 
-from megatron_cg.align.record import Recorder, note
 from megatron_cg.align.run import example_script
-from megatron_cg.align.schema import read_run
-from megatron_cg.backends.transformer_engine import TransformerEngineBackend
-from megatron_cg.memory_report import report
+from megatron_cg.backends.te.te_backend import TransformerEngineBackend
+from megatron_cg.capture.session import Session
+from megatron_cg.memory.usage import report
 from megatron_cg.plan.check import KEY as GRAPH_MEMORY
 from megatron_cg.plan.check import check
 from megatron_cg.plan.measure import measured_capture
-from megatron_cg.session import Session
-from megatron_cg.undo import put_over
-from megatron_cg.versions import lookup
+from megatron_cg.telemetry.record import Recorder, note
+from megatron_cg.telemetry.record_schema import read_run
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import lookup
 
 KEY = "memory"
 """Under which a record holds ``{"stages": [...], "holders": {...}}``.
 
 A stage has ``name``, ``step`` (steps that were over when it ended), ``allocated`` and ``reserved``
 when it ended, ``peak_allocated`` and ``peak_reserved`` in it; bytes, and None for what cannot be
-known. Holders are reports of ``megatron_cg.memory_report`` by stage, of the run with graphs.
+known. Holders are reports of ``megatron_cg.memory.usage`` by stage, of the run with graphs.
 """
 
 PASSES, CAST, OPTIMIZER = "forward and backward", "gradients cast", "optimizer"

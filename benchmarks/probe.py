@@ -14,14 +14,14 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-from megatron_cg.agreement import Agreement
-from megatron_cg.align.record import Recorder
-from megatron_cg.boundary import Boundary
-from megatron_cg.graphed import GuardedGraph
-from megatron_cg.guard.inputs import Inputs
-from megatron_cg.undo import put_over
-from megatron_cg.verdict import name_of
-from megatron_cg.watch import Watch
+from megatron_cg.consensus.boundary import Boundary
+from megatron_cg.consensus.decision import name_of
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.replay.guard.inputs import Inputs
+from megatron_cg.replay.guarded_graph import GuardedGraph
+from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.telemetry.record import Recorder
+from megatron_cg.upstream.patch import put_over
 
 KEY = "overheads"
 """Under which a record holds ``{"steps": [...], "votes": [...]}``.

@@ -103,7 +103,7 @@ def train(args: argparse.Namespace, device: str, *, graphed: bool) -> list[torch
     from contextlib import nullcontext
 
     from megatron_cg import graph_units
-    from megatron_cg.backends.tape import TapeBackend
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
 
     model, optimizer = build(args, device)
     losses = []

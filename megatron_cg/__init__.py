@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
 
 if TYPE_CHECKING:
-    from megatron_cg.api import GraphedLayers
-    from megatron_cg.standalone.graphs import GraphedUnits, graph_units
+    from megatron_cg.integrations.megatron.loop import GraphedLayers
+    from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,9 +29,9 @@ __all__ = [
 ]
 
 _LATER = {
-    "GraphedLayers": "megatron_cg.api",
-    "GraphedUnits": "megatron_cg.standalone.graphs",
-    "graph_units": "megatron_cg.standalone.graphs",
+    "GraphedLayers": "megatron_cg.integrations.megatron.loop",
+    "GraphedUnits": "megatron_cg.integrations.standalone.graphs",
+    "graph_units": "megatron_cg.integrations.standalone.graphs",
 }
 
 
@@ -49,13 +49,13 @@ def __dir__() -> list[str]:
 
 def enable() -> None:
     """Make partial CUDA graphs work under Megatron-FSDP; see ``megatron.patches.enable``."""
-    from megatron_cg.megatron.patches import enable as enable_patches
+    from megatron_cg.integrations.megatron.patches import enable as enable_patches
 
     enable_patches()
 
 
 def disable() -> None:
     """Release all graphs and undo :func:`enable`; see ``megatron.patches.disable``."""
-    from megatron_cg.megatron.patches import disable as disable_patches
+    from megatron_cg.integrations.megatron.patches import disable as disable_patches
 
     disable_patches()

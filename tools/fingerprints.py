@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from megatron_cg.doctor.relied_on import modules_that_rely
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.fingerprints import of_function
-from megatron_cg.versions import Symbol, installed_version
+from megatron_cg.upstream.fingerprints import of_function
+from megatron_cg.upstream.symbols import Symbol, installed_version
 
 
 def replaced() -> Iterator[tuple[str, Symbol]]:

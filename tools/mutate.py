@@ -42,58 +42,66 @@ _TAPE = (
 _HOOKS = "hooks fsdp/test_hooks_of_real_models.py"
 _REPLAY = "test_session.py test_order_of_passes.py test_verify.py guard/test_faults.py"
 NEAR: dict[str, str] = {
-    "accumulators.py": "test_accumulators.py test_session.py tape/test_training.py",
-    "agreement.py": "test_mutants_of_agreement.py test_agreement.py",
-    "backends/tape.py": _TAPE,
-    "backends/tape_graphed.py": _TAPE,
-    "backends/tape_host.py": "tape/test_contract.py tape/test_training.py",
-    "backends/tape_memory.py": _TAPE,
-    "backends/tape_record.py": _TAPE,
-    "boundary.py": "test_boundary.py test_verdict.py test_session.py test_one_rank_failures.py",
-    "capture.py": "test_session.py test_capture_memory.py test_broken_captures.py "
+    "capture/accumulators.py": "test_accumulators.py test_session.py tape/test_training.py",
+    "consensus/exchange.py": "test_mutants_of_agreement.py test_agreement.py",
+    "backends/tape/tape_backend.py": _TAPE,
+    "backends/tape/tape_graphs.py": _TAPE,
+    "backends/tape/tape_host.py": "tape/test_contract.py tape/test_training.py",
+    "backends/tape/tape_memory.py": _TAPE,
+    "backends/tape/tape_recording.py": _TAPE,
+    "consensus/boundary.py": "test_boundary.py test_verdict.py "
+    "test_session.py test_one_rank_failures.py",
+    "capture/transaction.py": "test_session.py test_capture_memory.py test_broken_captures.py "
     "test_token_counts.py tape/test_training.py",
-    "capture_memory.py": "test_capture_memory.py test_broken_captures.py",
-    "copies.py": "test_copies.py standalone/test_copies.py",
-    "eager_passes.py": "test_eager_passes.py test_order_of_passes.py",
-    "fsdp/fast/buckets.py": "fsdp/fast/test_buckets.py fsdp/fast/test_mutants_of_buckets.py",
-    "fsdp/fast/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py",
-    "fsdp/fast/gradients.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
+    "memory/release.py": "test_capture_memory.py test_broken_captures.py",
+    "upstream/copies.py": "test_copies.py standalone/test_copies.py",
+    "replay/eager_passes.py": "test_eager_passes.py test_order_of_passes.py",
+    "fastpath/gradients/buckets.py": "fsdp/fast/test_buckets.py "
+    "fsdp/fast/test_mutants_of_buckets.py",
+    "fastpath/params/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py",
+    "fastpath/gradients/bucketing.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
     "fsdp/fast/test_order.py",
-    "fsdp/fast/hidden.py": "fsdp/fast/test_hidden.py fsdp/fast/test_hidden_alone.py "
-    "fsdp/fast/test_hidden_calls.py fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
-    "fsdp/fast/kept.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
-    "fsdp/fast/known.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
-    "fsdp/fast/late.py": "fsdp/fast/test_path.py",
-    "fsdp/fast/path.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
+    "fastpath/gradients/detached_weights.py": "fsdp/fast/test_hidden.py "
+    "fsdp/fast/test_hidden_alone.py fsdp/fast/test_hidden_calls.py "
+    "fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
+    "fastpath/params/last_unit.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
+    "fastpath/params/cached_lists.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
+    "fastpath/params/deferred_prefetch.py": "fsdp/fast/test_mutants_of_params.py "
+    "fsdp/fast/test_path.py",
+    "fastpath/install_parts.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
     "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
-    "fsdp/fast/unshard.py": "fsdp/fast/test_path.py",
-    "fsdp/fast/views.py": "fsdp/fast/test_views.py fsdp/fast/test_path.py fsdp/fast/test_kept.py",
-    "fsdp/fast/weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
-    "fsdp/fast/zero.py": "fsdp/fast/test_zero.py",
-    "fsdp/model.py": "test_session.py tape/test_training.py",
-    "fsdp/recognise.py": _HOOKS,
+    "fastpath/params/unshard.py": "fsdp/fast/test_mutants_of_params.py fsdp/fast/test_path.py",
+    "fastpath/gradients/views.py": "fsdp/fast/test_views.py "
+    "fsdp/fast/test_path.py fsdp/fast/test_kept.py",
+    "fastpath/optimizer/main_weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
+    "fastpath/optimizer/zero.py": "fsdp/fast/test_zero.py",
+    "fsdp/model.py": "fsdp/fast/test_mutants_of_params.py test_session.py tape/test_training.py",
+    "fsdp/roles.py": _HOOKS,
     "fsdp/tag.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,
-    "graphed.py": _REPLAY,
-    "guard/addresses.py": "guard test_moved_buffers.py",
-    "guard/guard.py": "guard",
-    "guard/inputs.py": "guard",
-    "guard/mismatch.py": "guard",
-    "guard/modes.py": "guard",
-    "guard/parts.py": "guard",
-    "guarded_capture.py": "test_session.py test_broken_captures.py test_one_rank_failures.py guard",
-    "hook_order.py": "hooks test_hook_order.py",
-    "hooks/extract.py": _HOOKS,
-    "leaving.py": "test_leaving.py test_one_rank_failures.py",
-    "replay.py": f"{_REPLAY} test_copies.py",
-    "schedule.py": "test_hook_order.py test_mutants_of_pure_modules.py",
-    "session.py": "test_session.py test_life.py test_broken_captures.py test_one_rank_failures.py",
-    "static_inputs.py": "test_session.py guard/test_inputs.py tape/test_training.py",
-    "undo.py": "test_undo.py megatron/test_patches.py test_session.py",
-    "unit_guard.py": "test_session.py guard",
-    "verdict.py": "test_verdict.py test_mutants_of_pure_modules.py",
-    "verify.py": "test_verify.py",
-    "watch.py": "test_watch.py test_fault_table.py",
+    "replay/guarded_graph.py": _REPLAY,
+    "replay/guard/addresses.py": "guard test_moved_buffers.py",
+    "replay/guard/guard.py": "guard",
+    "replay/guard/inputs.py": "guard",
+    "replay/guard/mismatch.py": "guard",
+    "replay/guard/modes.py": "guard",
+    "replay/guard/objects.py": "guard",
+    "capture/guarded_capture.py": "test_session.py test_broken_captures.py "
+    "test_one_rank_failures.py guard",
+    "capture/hook_order.py": "hooks test_hook_order.py",
+    "hooks/snapshot.py": _HOOKS,
+    "consensus/leave.py": "test_leaving.py test_one_rank_failures.py",
+    "replay/attach.py": f"{_REPLAY} test_copies.py",
+    "hooks/schedule.py": "test_hook_order.py test_mutants_of_pure_modules.py",
+    "capture/session.py": "test_session.py test_life.py "
+    "test_broken_captures.py test_one_rank_failures.py",
+    "capture/static_inputs.py": "test_static_inputs.py "
+    "test_session.py guard/test_inputs.py tape/test_training.py",
+    "upstream/patch.py": "test_undo.py megatron/test_patches.py test_session.py",
+    "capture/unit_guard.py": "test_session.py guard",
+    "consensus/decision.py": "test_verdict.py test_mutants_of_pure_modules.py",
+    "replay/verify.py": "test_verify.py",
+    "replay/mismatch_policy.py": "test_watch.py test_fault_table.py",
 }
 """For each module, below the package, the tests below ``tests/unit`` that are run."""
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from megatron_cg.align.schema import CAPTURED_AFTER, RecordError, read_run
-from megatron_cg.align.setup import differences
+from megatron_cg.telemetry.record_schema import CAPTURED_AFTER, RecordError, read_run
+from megatron_cg.telemetry.record_setup import differences
 
 __all__ = ["Comparison", "RecordError", "Run", "Value", "compare", "read_run"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.versions import Symbol
+from megatron_cg.upstream.symbols import Symbol
 
 _BUILDER = Symbol(
     "megatron-core",

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_cg.align import TAPE, TRANSFORMER_ENGINE
 from megatron_cg.align.command import Plan
 from megatron_cg.align.compare import DIFFERENT, FAILED, IDENTICAL, NOT_COMPARABLE
 from megatron_cg.align.data import TokenStream, cached, existing, python_sources
@@ -26,7 +27,6 @@ from megatron_cg.align.report import as_json, print_report
 from megatron_cg.align.run import align_on_gpus, check_gpus, example_script, gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE, align_on_tape, check_tape, describe, tape_shape
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.cli.align import TAPE, TRANSFORMER_ENGINE
 from megatron_cg.files import write_text
 
 EXIT_CODES = {IDENTICAL: 0, DIFFERENT: 1, NOT_COMPARABLE: 2, FAILED: 3}

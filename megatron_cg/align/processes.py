@@ -25,9 +25,9 @@ from megatron_cg.align.compare import (
     read_run,
 )
 from megatron_cg.align.outcome import Outcome
-from megatron_cg.align.schema import CAPTURED_AFTER
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.versions import installed_version
+from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
+from megatron_cg.upstream.symbols import installed_version
 
 OVERDUE = "did not end within --timeout"
 """What a run's log and the comparison say of a run that had to be stopped."""

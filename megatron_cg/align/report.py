@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_cg.agreement import AgreementTime
 from megatron_cg.align.compare import DIFFERENT, IDENTICAL, Comparison, Run, Value
 from megatron_cg.align.outcome import Outcome
-from megatron_cg.counters import counts_text
+from megatron_cg.consensus.exchange import AgreementTime
+from megatron_cg.replay.counters import counts_text
 
 _SHOWN_SHARDS = 5
 _COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}

@@ -22,7 +22,7 @@ def main(text: str, directory: str) -> None:
     import megatron_cg.cpu.train  # noqa: F401
     from megatron_cg.cpu import launch
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.undo import set_attribute
+    from megatron_cg.upstream.patch import set_attribute
 
     plan: dict[str, Any] = json.loads(text)
     shape = plan["shape"]

@@ -24,8 +24,8 @@ import torch
 
 from megatron_cg.bench.device import memory, reset_peaks, synchronize
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.undo import put_over
-from megatron_cg.versions import lookup
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import lookup
 
 _MEGATRON = "megatron-core"
 _TE_CAPTURE = "transformer_engine.pytorch.graph:_make_graphed_callables"
@@ -56,7 +56,7 @@ class CaptureMeter:
         """Let a graph of a whole iteration go, which Megatron keeps until the process ends.
 
         It would outlive the process groups that it holds work of; see the note on graphs before
-        process groups in ``megatron_cg/megatron/teardown.py``.
+        process groups in ``megatron_cg/integrations/megatron/teardown.py``.
         """
         whole, self._whole = self._whole, None
         if whole is not None:

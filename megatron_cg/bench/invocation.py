@@ -15,10 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
+from megatron_cg.align import TAPE, TRANSFORMER_ENGINE
 from megatron_cg.align.data import TokenStream, existing, from_text, python_sources
 from megatron_cg.align.presets import load_preset
 from megatron_cg.align.run import gpu_count
 from megatron_cg.align.tape import TAPE_NOTICE, tape_shape
+from megatron_cg.bench import INCOMPLETE
 from megatron_cg.bench.commands import DEFAULT, Settings
 from megatron_cg.bench.comparing import compare
 from megatron_cg.bench.contenders import EAGER, GRAPHS
@@ -41,7 +43,6 @@ from megatron_cg.bench.store import (
     write_all,
 )
 from megatron_cg.bench.windows import Windows
-from megatron_cg.cli.bench import INCOMPLETE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.files import write_text
 
 TAPE_SHAPES = ("qwen3-moe-tiny",)

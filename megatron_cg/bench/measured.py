@@ -18,8 +18,8 @@ from megatron_cg.align.run import example_script
 from megatron_cg.bench.captures import CaptureMeter
 from megatron_cg.bench.measurement import Measurement
 from megatron_cg.bench.windows import Windows, given
-from megatron_cg.undo import put_over
-from megatron_cg.versions import lookup
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import lookup
 
 _MODULE = "megatron.training.training"
 

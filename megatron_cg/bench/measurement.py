@@ -22,7 +22,7 @@ from megatron_cg.bench.sampling import sampling
 from megatron_cg.bench.watching import PhaseRanges, PhaseTimes, watching
 from megatron_cg.bench.windows import TRACED, Windows
 from megatron_cg.files import write_text
-from megatron_cg.versions import installed_version
+from megatron_cg.upstream.symbols import installed_version
 
 FORMAT = 1
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine", "mamba-ssm")

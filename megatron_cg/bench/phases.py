@@ -26,7 +26,7 @@ _HOOKS = f"{_FSDP}.megatron_fsdp:MegatronFSDP._register_fsdp_hooks"
 _BUFFER = f"{_FSDP}.param_and_grad_buffer"
 _DDP = "megatron.core.distributed"
 _BUCKETS = f"{_DDP}.param_and_grad_buffer:_ParamAndGradBucketGroup"
-_FAST = "megatron_cg.fsdp.fast"
+_FAST = "megatron_cg.fastpath"
 
 PHASES: Mapping[str, tuple[str, ...]] = {
     "forward": (f"{_SCHEDULE}:forward_step",),
@@ -43,38 +43,38 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     ),
     "optimizer step: clipping": (
         f"{_OPTIMIZER}.optimizer:MegatronOptimizer.clip_grad_norm",
-        f"{_FAST}.clip:LocalClip.__call__",
+        f"{_FAST}.optimizer.clip:LocalClip.__call__",
     ),
     "optimizer step: start_param_sync": (f"{_FSDP}.megatron_fsdp:MegatronFSDP.start_param_sync",),
     "zero gradients": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.zero_grad_buffer",
-        f"{_FAST}.zero:install_zero/zero_grad_buffer",
+        f"{_FAST}.optimizer.zero:install_zero/zero_grad_buffer",
         f"{_DDP}.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
         f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.zero_grad",
     ),
     "unshard": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
-        f"{_FAST}.unshard:_gathered/all_gather_and_wait_parameters_ready",
-        f"{_FAST}.gather:Gathers.begin_pass",
-        f"{_FAST}.late:LatePrefetch.launched",
+        f"{_FAST}.params.unshard:_gathered/all_gather_and_wait_parameters_ready",
+        f"{_FAST}.params.gather:Gathers.begin_pass",
+        f"{_FAST}.params.deferred_prefetch:LatePrefetch.launched",
         f"{_HOOKS}/_pre_forward_param_unshard",
         f"{_HOOKS}/_pre_backward_param_unshard",
     ),
     "unshard: wait": (f"{_BUFFER}:AllGatherPipeline.wait_bucket_ready",),
     "unshard: gather": (
         f"{_BUFFER}:AllGatherPipeline.async_bucket_gather",
-        f"{_FAST}.gather:Gathers.async_bucket_gather",
+        f"{_FAST}.params.gather:Gathers.async_bucket_gather",
     ),
     "reshard": (
         f"{_HOOKS}/release_module_parameters",
-        f"{_FAST}.unshard:_released/release_module_parameters",
+        f"{_FAST}.params.unshard:_released/release_module_parameters",
     ),
     "gradient hand-off": (
         f"{_HOOKS}/_process_post_backward_gradients",
         f"{_HOOKS}/_root_post_backward",
-        f"{_FAST}.gradients:GradientHandOff.__call__",
-        f"{_FAST}.gradients:GradientHandOff.take_hidden",
-        f"{_FAST}.gradients:GradientHandOff.unit_is_done",
+        f"{_FAST}.gradients.bucketing:GradientHandOff.__call__",
+        f"{_FAST}.gradients.bucketing:GradientHandOff.take_hidden",
+        f"{_FAST}.gradients.bucketing:GradientHandOff.unit_is_done",
     ),
     "gradient reduce": (f"{_BUFFER}:GradReducePipeline.reduce_gradients",),
     "gradient reduce: wait": (f"{_BUFFER}:GradReducePipeline.wait_for_previous_grad_reduce",),
@@ -84,12 +84,12 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "replay": ("megatron.core.transformer.module:GraphableMegatronModule._te_cuda_graph_replay",),
     "replay: launch": ("torch.cuda.graphs:CUDAGraph.replay",),
     "guard": (
-        "megatron_cg.guard:Guard.broken",
-        "megatron_cg.guard:Guard.broken_in_backward",
+        "megatron_cg.replay.guard:Guard.broken",
+        "megatron_cg.replay.guard:Guard.broken_in_backward",
     ),
     "votes": (
-        "megatron_cg.boundary:Boundary.before_step",
-        "megatron_cg.boundary:Boundary.after_step",
+        "megatron_cg.consensus.boundary:Boundary.before_step",
+        "megatron_cg.consensus.boundary:Boundary.after_step",
     ),
     "log": ("megatron.training.training:training_log",),
 }

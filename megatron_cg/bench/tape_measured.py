@@ -15,7 +15,7 @@ from typing import Any
 
 # It keeps Transformer Engine from being imported with Megatron, so Megatron comes later.
 from megatron_cg.align import tape_worker
-from megatron_cg.undo import put_over
+from megatron_cg.upstream.patch import put_over
 
 
 def main(text: str, directory: str) -> None:

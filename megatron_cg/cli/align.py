@@ -11,12 +11,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_cg.align import TAPE, TRANSFORMER_ENGINE
 from megatron_cg.align.command import MUTATION_VARIABLE
 from megatron_cg.align.presets import preset_names
 from megatron_cg.cli.numbers import positive, seconds, whole
 from megatron_cg.cli.scopes import add_scopes
-
-TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

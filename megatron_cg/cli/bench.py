@@ -13,12 +13,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_cg.align import TAPE, TRANSFORMER_ENGINE
 from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.bench.shapes import SHAPES
 from megatron_cg.cli.numbers import positive, seconds, whole
-
-INCOMPLETE = 3
-TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

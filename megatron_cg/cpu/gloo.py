@@ -23,8 +23,8 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from megatron_cg.undo import put_over
-from megatron_cg.versions import Symbol
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol
 
 _MODULE = "torch.distributed.distributed_c10d"
 _GROUP = Symbol(

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_cg.backends.tape_record import is_recording, recorded_action
+from megatron_cg.backends.host_reads import host_waits
+from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
 from megatron_cg.cpu.gloo import one_worker_a_group
-from megatron_cg.host_reads import host_waits
-from megatron_cg.undo import set_attribute
+from megatron_cg.upstream.patch import set_attribute
 
 #: Functions of ``torch`` that take ``device=`` and make a tensor.
 FACTORIES = (

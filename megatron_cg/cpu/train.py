@@ -13,17 +13,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 
-from megatron_cg.agreement import Agreement
-from megatron_cg.align.record import Recorder, recording
-from megatron_cg.align.schema import CAPTURED_AFTER
-from megatron_cg.align.setup import of_tape
 from megatron_cg.backends.base import Backend
+from megatron_cg.capture.session import Session
+from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.cpu.data import Batches
 from megatron_cg.cpu.model import build, transformer_layers
 from megatron_cg.cpu.plan import TrainingPlan
-from megatron_cg.megatron.helper import units_of
-from megatron_cg.session import Session
-from megatron_cg.static_inputs import StaticInputs
+from megatron_cg.integrations.megatron.helper import units_of
+from megatron_cg.telemetry.record import Recorder, recording
+from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
+from megatron_cg.telemetry.record_setup import of_tape
 
 
 class Trainer:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cg.agreement import Agreement
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.boundary import Boundary
-from megatron_cg.counters import Counters
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.consensus.boundary import Boundary
+from megatron_cg.consensus.decision import Decision, Level, Verdict
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.cpu.plan import TrainingPlan
 from megatron_cg.cpu.train import Trainer
-from megatron_cg.guard.inputs import STATIC_INPUT
-from megatron_cg.verdict import Decision, Level, Verdict
-from megatron_cg.watch import ReplayPolicy
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guard.inputs import STATIC_INPUT
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 
 
 class VotingTrainer(Trainer):

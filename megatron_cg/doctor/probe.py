@@ -128,7 +128,7 @@ def symbols(backend: str) -> list[dict[str, Any]]:
 def flags(_backend: str) -> None:
     """Whether Megatron's parser has every setting that our rules read."""
     from megatron_cg.arguments.megatron import read_run
-    from megatron_cg.versions import lookup
+    from megatron_cg.upstream.symbols import lookup
 
     fill = lookup(
         "megatron-core",

@@ -1,7 +1,7 @@
 """Every symbol of another package that a module of this one relies on.
 
-The modules say so themselves, in a tuple ``RELIES_ON`` (see ``megatron_cg/versions.py``); here they
-are found, by their source, so that there is no second list to keep.
+The modules say so themselves, in a tuple ``RELIES_ON`` (see ``megatron_cg/upstream/symbols.py``).
+Here they are found, by their source, so that there is no second list to keep.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 
 from megatron_cg.doctor.ask import TE
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.versions import Symbol, installed_version
+from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
 _PACKAGE = Path(__file__).resolve().parents[1]
-_FAST = "megatron_cg.fsdp.fast"
+_FAST = "megatron_cg.fastpath"
 _TE_ONLY = (
-    "megatron_cg.backends.transformer_engine",
-    "megatron_cg.backends.te_replay",
-    f"{_FAST}.adam",
+    "megatron_cg.backends.te.",
+    f"{_FAST}.optimizer.adam",
     f"{_FAST}.heuristics",
-    f"{_FAST}.hidden",
+    f"{_FAST}.gradients.detached",
 )
-_TAPE_ONLY = ("megatron_cg.backends.tape", "megatron_cg.cpu.")
+_TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.cpu.")
 
 
 def modules_that_rely(package: Path = _PACKAGE) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.doctor.ask import Interpreter
-from megatron_cg.versions import installed_version
+from megatron_cg.upstream.symbols import installed_version
 
 TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
 _ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """Megatron-FSDP's hooks, recognised, tagged and given to TE in the phases they belong to."""
 
-from megatron_cg.fsdp.recognise import FsdpRole, classify, fsdp_package_of
+from megatron_cg.fsdp.roles import FsdpRole, classify, fsdp_package_of
 from megatron_cg.fsdp.tag import tag_backward_wrappers
 from megatron_cg.fsdp.transform import CaptureTimeHooks, UnitHooks, transform
 

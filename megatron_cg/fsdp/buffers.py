@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.guard.addresses import Watched
+from megatron_cg.replay.guard.addresses import Watched
 
 RELIES_ON = (
     *in_both(

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.recognise import fsdp_package_of
+from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.undo import put_over
-from megatron_cg.versions import changed
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import changed
 
 _NEEDED = (
     "_replace_param_with_raw_if_needed",

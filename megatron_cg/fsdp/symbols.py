@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_cg.versions import Symbol
+from megatron_cg.upstream.symbols import Symbol
 
 _PLACES = (
     ("megatron-core", "megatron.core.distributed.fsdp.src.megatron_fsdp"),

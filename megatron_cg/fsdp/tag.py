@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.recognise import (
+from megatron_cg.fsdp.roles import (
     BACKWARD_HANDLER,
     BACKWARD_PRE_HANDLER,
     FsdpRole,
@@ -16,7 +16,7 @@ from megatron_cg.fsdp.recognise import (
     wrapped_handler,
 )
 from megatron_cg.hooks.record import module_hooks
-from megatron_cg.undo import set_attribute
+from megatron_cg.upstream.patch import set_attribute
 
 _SENTINEL = {
     FsdpRole.WRAPS_POST_BACKWARD: BACKWARD_HANDLER,

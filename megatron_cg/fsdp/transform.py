@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.errors import HookError
-from megatron_cg.fsdp.recognise import FsdpRole, classify, is_root_handler, wrapped_handler
+from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler, wrapped_handler
 from megatron_cg.hooks.record import HookKind, HookRecord, describe
 
 CaptureTimeHook = Callable[[nn.Module], None]

@@ -1,7 +1,7 @@
 """What a hook is, and how hooks are taken off a module and put back exactly."""
 
-from megatron_cg.hooks.extract import HookSnapshot, ParameterHookSnapshot
 from megatron_cg.hooks.record import HookKind, HookRecord, describe, module_hooks
+from megatron_cg.hooks.snapshot import HookSnapshot, ParameterHookSnapshot
 
 __all__ = [
     "HookKind",

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.versions import Symbol
+from megatron_cg.upstream.symbols import Symbol
 
 
 class HookKind(Enum):

@@ -25,14 +25,14 @@ import torch
 from megatron.core.transformer import cuda_graphs
 from torch.distributions import Distribution
 
+from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
-from megatron_cg.host_reads import HostReads
-from megatron_cg.part import run_part
+from megatron_cg.hooks.schedule import schedule
 from megatron_cg.plan.pool import Pool, round_up
 from megatron_cg.plan.samples import Sample
 from megatron_cg.plan.trace import Trace, tracing
-from megatron_cg.schedule import schedule
-from megatron_cg.undo import set_attribute
+from megatron_cg.replay.region import run_part
+from megatron_cg.upstream.patch import set_attribute
 
 TORCH_GEMM_WORKSPACE = 32 << 20
 """torch 2.11, ``CUDABlas.cpp``: 32 MiB a stream on compute capability 9, taken at the first product

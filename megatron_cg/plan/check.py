@@ -1,6 +1,6 @@
 """A plan's memory against what a run measured. Pure.
 
-A record (``align/record.py``) that can be compared has, under ``graph_memory``::
+A record (``telemetry/record.py``) that can be compared has, under ``graph_memory``::
 
     {"pool_reserved": bytes,               # measure.pool_bytes, when all is captured
      "held_by_forward": {"layer 0": bytes},  # measure.HeldByForward.bytes, by the unit's name

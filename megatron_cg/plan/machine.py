@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_cg.backends.host_reads import host_waits
 from megatron_cg.cpu.standins import (
     FACTORIES,
     METHODS,
@@ -29,7 +30,6 @@ from megatron_cg.cpu.standins import (
     replaced,
 )
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.host_reads import host_waits
 
 _META = torch.device("meta")
 HOPPER = (9, 0)

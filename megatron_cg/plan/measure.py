@@ -88,7 +88,7 @@ def measured_capture(
 
     Args:
         capture: a backend's, of TE.
-        names: of the units, as :attr:`megatron_cg.capture.Unit.name`.
+        names: of the units, as :attr:`megatron_cg.capture.transaction.Unit.name`.
         layers: the units' modules.
         args: static inputs of each graph.
         sample_kwargs: those by keyword.

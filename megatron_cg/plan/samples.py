@@ -1,7 +1,8 @@
 """Which layers are captured, with which static inputs: what our capture helper says itself.
 
 Relied on: megatron-core 0.19.2, ``TECudaGraphHelper._discover_layers`` and
-``_get_cuda_graph_input_data``, by way of :class:`megatron_cg.megatron.helper.FsdpCudaGraphHelper`.
+``_get_cuda_graph_input_data``, by way of
+:class:`megatron_cg.integrations.megatron.helper.FsdpCudaGraphHelper`.
 Without pipeline parallelism, which the rules refuse, Megatron captures one microbatch, and its
 graph is replayed for all.
 """
@@ -17,9 +18,9 @@ import torch
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.megatron.helper import FsdpCudaGraphHelper
-from megatron_cg.megatron.masks import MASK, without_unused_masks
-from megatron_cg.megatron.scopes import give_scopes
+from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+from megatron_cg.integrations.megatron.masks import MASK, without_unused_masks
+from megatron_cg.integrations.megatron.scopes import give_scopes
 
 IN_PLACE = frozenset({"rotary_pos_emb"})
 """Inputs that are one tensor for all layers and steps, so that graphs read them where they are."""

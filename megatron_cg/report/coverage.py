@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
 from megatron_cg.report.story import Story
-from megatron_cg.reporting.coverage import NO_SUCH_PART, NOT_SELECTED
+from megatron_cg.telemetry.coverage_lines import NO_SUCH_PART, NOT_SELECTED
 
 GRAPHED, LEFT_OUT, EAGER, ABSENT = (
     "in a graph",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.align.compare import NOT_COMPARABLE, Comparison, RecordError, Run, compare
-from megatron_cg.align.schema import CAPTURED_AFTER, read_run, record_files
+from megatron_cg.telemetry.record_schema import CAPTURED_AFTER, read_run, record_files
 
 EAGER, GRAPHS = "eager", "graphs"
 

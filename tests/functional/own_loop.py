@@ -38,7 +38,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 
 import megatron_cg
 from megatron_cg.align.presets import load_preset
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from tests.functional.loops import (
     API,
     BATCH,
@@ -318,7 +318,7 @@ def tapes() -> Iterator[None]:
     from megatron.core.transformer import cuda_graphs
 
     from megatron_cg.cpu.standins import replaced
-    from megatron_cg.megatron.own_loops import LoopHelper
+    from megatron_cg.integrations.megatron.own_loops import LoopHelper
 
     with (
         replaced(LoopHelper, "make_backend", staticmethod(TapeBackend)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fast.heuristics import (
+from megatron_cg.fastpath.heuristics import (
     ENTRIES,
     VARIABLE,
     capacity,

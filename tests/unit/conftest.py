@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from megatron_cg.align.command import DETERMINISTIC_ENVIRONMENT
 from megatron_cg.cpu import launch
-from megatron_cg.versions import installed_version
+from megatron_cg.upstream.symbols import installed_version
 
 
 def pytest_configure() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.accumulators import forget_accumulators
+from megatron_cg.capture.accumulators import forget_accumulators
 
 
 def accumulator(parameter: nn.Parameter) -> Any:

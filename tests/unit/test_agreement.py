@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.agreement import (
+from megatron_cg.consensus.exchange import (
     Agreement,
     AgreementError,
     AgreementTime,
@@ -322,8 +322,8 @@ def test_time_is_counted_also_when_a_vote_fails() -> None:
 
 
 def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:
-    from megatron_cg.backends.tape_memory import Pool
-    from megatron_cg.backends.tape_record import recording
+    from megatron_cg.backends.tape.tape_memory import Pool
+    from megatron_cg.backends.tape.tape_recording import recording
 
     votes = Agreement(LONG)
     votes.post(Kind.STEP, Verdict())

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg import boundary
-from megatron_cg.agreement import Agreement, AgreementError, Decision, Kind, Level, Verdict
-from megatron_cg.boundary import Boundary
+from megatron_cg.consensus import boundary
+from megatron_cg.consensus.boundary import Boundary
+from megatron_cg.consensus.exchange import Agreement, AgreementError, Decision, Kind, Level, Verdict
 from megatron_cg.cpu.launch import run_processes
 
 KEEP, RECAPTURE, GIVE_UP = Level
@@ -211,8 +211,8 @@ class Recapturing:
     """A training run in which rank 2 finds, after a step, that it has to capture again."""
 
     def __init__(self, root: Path, agreed: bool) -> None:
-        from megatron_cg.align.record import Recorder
         from megatron_cg.cpu.train import Trainer
+        from megatron_cg.telemetry.record import Recorder
 
         self.trainer = Trainer(plan())
         self.recorder = Recorder(root)
@@ -230,7 +230,7 @@ class Recapturing:
         return Verdict(RECAPTURE if self.wanted else KEEP)
 
     def recapture(self) -> None:
-        from megatron_cg.backends.tape import TapeBackend
+        from megatron_cg.backends.tape.tape_backend import TapeBackend
 
         assert self.trainer.session is not None
         self.trainer.session.close()
@@ -247,7 +247,7 @@ class Recapturing:
             self.recapture()
 
     def run(self) -> None:
-        from megatron_cg.backends.tape import TapeBackend
+        from megatron_cg.backends.tape.tape_backend import TapeBackend
 
         for self.number in range(STEPS):
             hangs = self.boundary is None and self.number == WISH + 1

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_cg import capture
 from megatron_cg.align.compare import Comparison, compare, read_run
+from megatron_cg.capture import transaction as capture
 from megatron_cg.fsdp import FsdpRole, UnitHooks, classify
 from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from megatron_cg import GraphedLayers, graph_units
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.call_arguments import backend_of, several
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ArgumentError, ConfigurationError
-from megatron_cg.reminder import remind_of_steps
+from megatron_cg.integrations.call_arguments import backend_of, several
+from megatron_cg.integrations.reminder import remind_of_steps
 
 MODEL = nn.Linear(1, 1)
 """Not looked at: arguments come first."""
@@ -73,7 +73,7 @@ def test_all_mistakes_come_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["tape", "te", "transformer_engine"])
 def test_a_backend_can_be_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_cg.backends import transformer_engine
+    from megatron_cg.backends.te import te_backend as transformer_engine
 
     monkeypatch.setattr(transformer_engine, "TransformerEngineBackend", lambda: "TE's")
     made: Any = backend_of(name)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.capture_memory import drop_gradients, gradient_copies, let_gradients_go
-from megatron_cg.memory_report import INPUTS, report
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.memory.release import drop_gradients, gradient_copies, let_gradients_go
+from megatron_cg.memory.usage import INPUTS, report
 
 LENGTH, BATCH, STEPS = 16, 2, 3
 
@@ -150,7 +150,7 @@ def layers_of(trainer: Any) -> list[Any]:
 
 
 def observed(trainer: Any) -> Any:
-    from megatron_cg.megatron.masks import ObservedInputs
+    from megatron_cg.integrations.megatron.masks import ObservedInputs
 
     inputs = ObservedInputs(layers_of(trainer))
     stop = inputs.observe_step()
@@ -160,8 +160,8 @@ def observed(trainer: Any) -> Any:
 
 
 def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
-    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
-    from megatron_cg.megatron.masks import without_unused_masks
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.masks import without_unused_masks
 
     inputs = observed(trainer)
     undo = without_unused_masks(layers_of(trainer), inputs) if leave_out else lambda: None
@@ -212,7 +212,7 @@ def test_a_mask_that_comes_later_is_not_left_aside(unmasked: Callable[[], Any]) 
 def test_masks_are_left_out_where_none_was_ever_given_and_until_that_is_undone(
     unmasked: Callable[[], Any],
 ) -> None:
-    from megatron_cg.megatron.masks import MASK, without_unused_masks
+    from megatron_cg.integrations.megatron.masks import MASK, without_unused_masks
 
     trainer = unmasked()
     inputs = observed(trainer)

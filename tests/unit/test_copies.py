@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.copies import look_before
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.hooks.record import FLAG_REGISTRIES, HookKind
-from megatron_cg.storage_reference import StorageReference
-from megatron_cg.undo import set_attribute
+from megatron_cg.memory.storage_reference import StorageReference
+from megatron_cg.upstream.copies import look_before
+from megatron_cg.upstream.patch import set_attribute
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
@@ -188,7 +188,7 @@ def test_an_average_of_the_weights_is_that_of_an_eager_run(
 def test_a_whole_model_is_copied_and_trains_on_without_its_graphs(make: Callable[..., Any]) -> None:
     """Also where layers have scopes of their own, and graphs without masks."""
     from megatron_cg.cpu.model import transformer_layers
-    from megatron_cg.megatron.scopes import give_scopes
+    from megatron_cg.integrations.megatron.scopes import give_scopes
 
     trainer = make("attn mlp")
     trainer.step()

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from megatron_cg import agreement, graphed
-from megatron_cg.counters import Counters
+from megatron_cg.consensus import exchange as agreement
 from megatron_cg.cpu.launch import run_processes
-from megatron_cg.eager_passes import EagerPasses
-from megatron_cg.guard import Mismatch
-from megatron_cg.watch import ReplayPolicy, Watch
+from megatron_cg.replay import guarded_graph as graphed
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
 from tests.unit.test_one_rank_failures import no_hang
 
 pytest.importorskip("megatron_fsdp")
@@ -111,7 +112,7 @@ STEPS: list[tuple[str, Callable[[Any], None] | None, list[str]]] = [
 
 def together(root: Path) -> None:
     """Votes of each step, and the numbers of an eager run and of this one."""
-    from megatron_cg.agreement import Agreement
+    from megatron_cg.consensus.exchange import Agreement
 
     eager, run = with_collectives(), with_collectives()
     run.with_graphs(verify_interval=7)

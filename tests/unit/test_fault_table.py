@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.guard.inputs import FIELDS
+from megatron_cg.replay.guard.inputs import FIELDS
 from tests.functional import cases, test_failures
 from tests.functional.tampered import ACTIONS
 from tests.functional.tampering import replay
@@ -28,8 +28,8 @@ COLUMNS = (
 TAPE, GPUS = "tests/unit", "tests/functional"
 CODE = re.compile(r"`([^`]+)`")
 ERRORS = (
-    *("megatron_cg.errors", "megatron_cg.verdict", "megatron_cg.hook_order"),
-    *("megatron_cg.backends.tape_memory", "megatron_cg.backends.tape_record"),
+    *("megatron_cg.errors", "megatron_cg.consensus.decision", "megatron_cg.capture.hook_order"),
+    *("megatron_cg.backends.tape.tape_memory", "megatron_cg.backends.tape.tape_recording"),
 )
 OTHER_ENDS = (
     *("bit-equal", "memory flat", "it returns", "the replay is refused"),

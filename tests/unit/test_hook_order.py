@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.hook_order import HookOrder, OutOfStepError
 from megatron_cg.cpu.standins import cpu_standins
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
-from megatron_cg.hook_order import HookOrder, OutOfStepError
 
 Call = tuple[int, str, str]
 Capture = Callable[..., Any]
@@ -287,10 +287,10 @@ def test_a_rank_that_failed_issues_the_same_all_gathers(
 
 def captured_all_gathers(trainer: Any, options: dict[str, Any], before: int | None) -> None:
     """Capture on the tape with one warmup, or fail after ``before`` calls and run the rest."""
-    from megatron_cg.capture import capturing
+    from megatron_cg.capture.transaction import capturing
     from megatron_cg.cpu.model import transformer_layers
     from megatron_cg.cpu.train import _megatron_capturing
-    from megatron_cg.megatron.helper import units_of
+    from megatron_cg.integrations.megatron.helper import units_of
 
     layers = transformer_layers(trainer.model)
     backend = TapeBackend()

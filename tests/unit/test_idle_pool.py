@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_cg import idle_pool
-from megatron_cg.idle_pool import SMALL, IdlePool, _bare, _Chunk, side_by_side, take
+from megatron_cg.memory import idle_pool
+from megatron_cg.memory.idle_pool import SMALL, IdlePool, _bare, _Chunk, side_by_side, take
 
 POOL, CAPTURE_STREAM = (0, 7), 0x51
 MIB = (1 << 20) // 4

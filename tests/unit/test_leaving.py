@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import atexit, logging, threading
-from megatron_cg.leaving import leave_without_waiting
+from megatron_cg.consensus.leave import leave_without_waiting
 # What the end of a process out of step meets: something that waits for other ranks for ever.
 atexit.register(threading.Event().wait)
 leave_without_waiting()

@@ -22,11 +22,11 @@ import torch
 
 import megatron_cg
 from megatron_cg.align.compare import Comparison, Run, compare, read_run
-from megatron_cg.align.record import Recorder
-from megatron_cg.align.schema import CAPTURED_AFTER
-from megatron_cg.align.shards import parameter_digests
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.session import close_all_sessions
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import close_all_sessions
+from megatron_cg.telemetry.record import Recorder
+from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
+from megatron_cg.telemetry.record_shards import parameter_digests
 
 STEPS, WARMUP, LAYERS, RANKS = 8, 2, 2, 2
 

@@ -27,10 +27,10 @@ from benchmarks.memory_probe import (
     probing,
 )
 from megatron_cg.align.compare import read_run
-from megatron_cg.align.record import Recorder
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.memory_pools import held_addresses, pools
-from megatron_cg.memory_report import (
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import Session
+from megatron_cg.memory.pools import held_addresses, pools
+from megatron_cg.memory.usage import (
     GRAD_INPUTS,
     GRAD_OUTPUTS,
     INPUTS,
@@ -41,7 +41,7 @@ from megatron_cg.memory_report import (
     report,
     static_tensors,
 )
-from megatron_cg.session import Session
+from megatron_cg.telemetry.record import Recorder
 
 MIB = 2**20
 
@@ -205,10 +205,10 @@ def test_a_session_is_walked_from_graphs_to_buffers(
     assert found.of_kind("states") >= 8 * numel
     text = found.text()
     assert "graphs" in text and "layer 1" not in text
-    with caplog.at_level(logging.INFO, "megatron_cg.memory_report"):
+    with caplog.at_level(logging.INFO, "megatron_cg.memory.usage"):
         log_report(session, "after capture")
     assert not caplog.records
-    with caplog.at_level(logging.DEBUG, "megatron_cg.memory_report"):
+    with caplog.at_level(logging.DEBUG, "megatron_cg.memory.usage"):
         log_report(session, "after capture")
     assert "memory after capture" in caplog.text and "static inputs" in caplog.text
 

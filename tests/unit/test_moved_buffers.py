@@ -29,7 +29,7 @@ def play(root: Path) -> None:
 
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.voting import VotingTrainer
-    from megatron_cg.watch import ReplayPolicy
+    from megatron_cg.replay.mismatch_policy import ReplayPolicy
 
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
     plan = TrainingPlan(model, graphs=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_cg.agreement import Agreement, Kind, Verdict
+from megatron_cg.consensus.exchange import Agreement, Kind, Verdict
 from megatron_cg.errors import PhaseError
 
 
@@ -34,3 +34,20 @@ def test_no_vote_is_begun_in_a_capture(one_rank: None, monkeypatch: pytest.Monke
     monkeypatch.undo()
     votes.post(Kind.STEP, Verdict())
     assert votes.collect() is not None
+
+
+def test_what_was_left_is_undone_as_votes_end(one_rank: None) -> None:
+    votes, undone = Agreement(), list[str]()
+    votes.undo_together(lambda: undone.append("left"))
+    votes.close()
+    assert undone == ["left"]
+
+
+def test_a_capture_awaits_its_start_until_the_vote_on_it(one_rank: None) -> None:
+    votes = Agreement()
+    assert votes.awaits_start
+    votes.ready()
+    assert not votes.awaits_start
+    votes.begin_capture()
+    assert votes.awaits_start
+    votes.close()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_cg.consensus.decision import Level, Verdict, ranks_text
 from megatron_cg.errors import CaptureError
-from megatron_cg.schedule import schedule
-from megatron_cg.verdict import Level, Verdict, ranks_text
+from megatron_cg.hooks.schedule import schedule
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from megatron_cg.backends.tape_record import is_recording
+from megatron_cg.backends.tape.tape_recording import is_recording
 from megatron_cg.cpu.launch import run_processes
 from tests.unit.one_mask import OneMask
 
@@ -67,10 +67,11 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     """Owner, name, and which of its calls; forwards and backwards are two a pass."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg import capture, session
-    from megatron_cg.backends import tape
-    from megatron_cg.fsdp.fast import path
-    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.backends.tape import tape_backend as tape
+    from megatron_cg.capture import session
+    from megatron_cg.capture import transaction as capture
+    from megatron_cg.fastpath import install_parts as path
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
     forward = (TransformerLayer, "_te_cuda_graph_capture")
     backward = (torch.autograd, "backward")
@@ -135,7 +136,7 @@ def new_trainer() -> Any:
 
 
 def new_helper(trainer: Any) -> Any:
-    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
     attributes = {"on_failure": "eager", "make_backend": OneMask}
     kind = type("Helper", (FsdpCudaGraphHelper,), attributes)
@@ -144,7 +145,7 @@ def new_helper(trainer: Any) -> Any:
 
 def step(trainer: Any) -> list[Any]:
     """Loss and gradient norm, every bit of them, and the digest of every parameter shard after."""
-    from megatron_cg.align.shards import parameter_digests
+    from megatron_cg.telemetry.record_shards import parameter_digests
 
     loss, norm = trainer.step()
     return [loss.hex(), norm.hex(), parameter_digests(trainer.model)]

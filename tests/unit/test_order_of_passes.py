@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.backends.tape_graphed import Recorded
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_graphs import Recorded
 from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 from megatron_cg.errors import ReplayMismatchError
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.backends.tape_record import recording
-from megatron_cg.capture import Unit
+from megatron_cg.backends.places import place_of
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_recording import recording
+from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.errors import CaptureError, HookError, HostSyncError
-from megatron_cg.places import place_of
-from megatron_cg.refusals import clear_frames, refusal
+from megatron_cg.replay.unit import Unit
 
 UNSUPPORTED = (
     "CUDA error: operation not permitted when stream is capturing\n"
@@ -104,7 +104,7 @@ def as_cuda_ends_captures(monkeypatch: pytest.MonkeyPatch) -> None:
             except (torch.AcceleratorError, LookupError):
                 raise torch.AcceleratorError(INVALIDATED)  # noqa: B904 - as an end in __exit__
 
-    monkeypatch.setattr("megatron_cg.backends.tape.recording", ending)
+    monkeypatch.setattr("megatron_cg.backends.tape.tape_backend.recording", ending)
 
 
 def failing_capture(way: str, read: Callable[[torch.Tensor], None], *scopes: str) -> CaptureError:
@@ -176,7 +176,7 @@ def test_advice_that_cannot_be_given_does_not_hide_the_error(
     trainer: Any = Trainer(TrainingPlan(model=CpuModelConfig(layers=1, graph_modules=("attn",))))
     attention: Any = transformer_layers(trainer.model)[0].self_attention
     attention.core_attention = Reads(attention.core_attention, as_item, "forward")
-    monkeypatch.setattr("megatron_cg.guarded_capture.refusal", broken)
+    monkeypatch.setattr("megatron_cg.capture.guarded_capture.refusal", broken)
     with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing"):
         trainer.capture(TapeBackend())
 

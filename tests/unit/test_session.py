@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.agreement import Agreement
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import Phase, Session
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.record import FLAG_REGISTRIES
-from megatron_cg.session import Phase, Session
 from tests.unit.identity import Same
 
 
@@ -101,8 +101,8 @@ def stages() -> dict[str, tuple[Any, str, int]]:
     """Where to raise: (owner, name, number of the call). Two warmup iterations of two layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg import session
-    from megatron_cg.backends import tape
+    from megatron_cg.backends.tape import tape_backend as tape
+    from megatron_cg.capture import session
 
     return {
         "first hook": (tape, "_check_hooks", 1),
@@ -158,7 +158,7 @@ def test_close_puts_everything_back_and_is_safe_to_run_twice(trainer: Any) -> No
 
 
 def test_a_session_is_eager_again_if_capture_fails_before_its_first_change(trainer: Any) -> None:
-    from megatron_cg import session as module
+    from megatron_cg.capture import session as module
 
     backend = TapeBackend()
     before = dict(vars(backend))
@@ -220,7 +220,7 @@ def test_a_session_captures_once(trainer: Any) -> None:
 
 
 def test_a_capture_without_graphs_is_an_error_that_names_the_layers(trainer: Any) -> None:
-    from megatron_cg.capture import Unit
+    from megatron_cg.replay.unit import Unit
 
     before = state(trainer)
     units = [Unit(f"layer {i}", layer, ()) for i, layer in enumerate(layers_of(trainer))]

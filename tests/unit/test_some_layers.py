@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 
@@ -22,8 +22,8 @@ CHOSEN = [(0,), (2,), (0, 1), (1, 2), (2, 3), (0, 2), (0, 3), (1, 3), (0, 1, 2),
 def trained(only: tuple[int, ...], fast: bool) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from megatron_cg.align.shards import parameter_digests
     from megatron_cg.cpu.train import Trainer
+    from megatron_cg.telemetry.record_shards import parameter_digests
 
     shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16)
     trainer = Trainer(TrainingPlan(shape, graphs=bool(only), microbatches=2))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.watch import ReplayPolicy
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 
 EXPERTS, TOPK, BEFORE, AFTER, LAYERS = 4, 2, 2, 3, 2
 

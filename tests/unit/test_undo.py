@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_cg.cells import cells_of, put_over_cell, set_cell
-from megatron_cg.megatron.teardown import close_before_process_groups
-from megatron_cg.undo import put_over, run_after, run_before, set_attribute
+from megatron_cg.integrations.megatron.teardown import close_before_process_groups
+from megatron_cg.upstream.closures import cells_of, put_over_cell, set_cell
+from megatron_cg.upstream.patch import put_over, run_after, run_before, set_attribute
 
 Events = list[str]
 
@@ -99,7 +99,7 @@ def test_a_forward_that_somebody_wrapped_stays_wrapped(caplog: pytest.LogCapture
 def test_the_end_of_process_groups_that_somebody_wrapped_stays_wrapped(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from megatron_cg.megatron import teardown
+    from megatron_cg.integrations.megatron import teardown
 
     events = Events()
     group = torch.distributed.new_group(backend="gloo")
@@ -270,3 +270,11 @@ def test_a_unit_whose_forward_somebody_wrapped_is_closed(
     assert vars(layer)["forward"] is theirs and events == ["theirs"] * 2
     graphs.counters.expect(replayed=6)
     assert any("Block.forward is left as it is" in text for text in warned(caplog))
+
+
+def test_a_method_that_something_runs_after_returns_what_it_returned() -> None:
+    owner, events = SimpleNamespace(step=lambda number: number + 1), Events()
+    undo = run_after(owner, "step", lambda: events.append("after"))
+    assert owner.step(1) == 2 and events == ["after"]
+    undo()
+    assert owner.step(1) == 2 and events == ["after"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from megatron_cg.verdict import (
+from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
     Exchange,
@@ -85,7 +85,9 @@ def test_a_digest_is_of_a_set_and_fits_a_row() -> None:
 
 
 def test_a_digest_is_the_same_in_another_process() -> None:
-    code = "from megatron_cg.verdict import digest; print(digest({'layer 0', 'layer 1'}))"
+    code = (
+        "from megatron_cg.consensus.decision import digest; print(digest({'layer 0', 'layer 1'}))"
+    )
     given = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert int(given.stdout) == digest(["layer 1", "layer 0"])
 

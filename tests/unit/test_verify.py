@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture import Unit, without_gradients
+from megatron_cg.capture.transaction import without_gradients
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.verify import _first_difference, verify
-from megatron_cg.watch import ReplayPolicy
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.verify import _first_difference, verify
 
 STEPS, LAYERS = 6, 2
 
@@ -35,7 +36,7 @@ def run(
         get_moe_metrics_tracker,
     )
 
-    from megatron_cg.backends.tape import TapeBackend
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.cpu.model import transformer_layers
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron_cg import agreement
-from megatron_cg.agreement import Agreement
-from megatron_cg.counters import Counters
+from megatron_cg.consensus import exchange as agreement
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.guard import Mismatch
-from megatron_cg.watch import ReplayPolicy, Watch
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
 
 SHAPE = Mismatch("shape", "shape of argument x", "(2,)", "(3,)", "Cause.")
 
@@ -50,9 +50,22 @@ def test_a_recapture_is_asked_for_unless_the_last_one_did_not_help() -> None:
     assert watch.wants_recapture
 
 
+def test_the_first_capture_is_followed_by_another_one() -> None:
+    watch = Watch(ReplayPolicy("recapture"), Counters())
+    found(watch, fresh=True)
+    assert watch.wants_recapture
+
+
 def test_error_ends_the_run() -> None:
     with pytest.raises(ReplayMismatchError, match=r"layer 0, microbatch 0.*--cg-on-mismatch error"):
         found(Watch(ReplayPolicy("error"), Counters()))
+
+
+def test_verification_of_every_step_is_due_in_every_step() -> None:
+    watch = Watch(ReplayPolicy(verify_interval=1), Counters())
+    for _ in range(3):
+        watch.begin_step()
+        assert watch.verifies
 
 
 def test_verification_is_due_at_its_interval() -> None:

@@ -19,7 +19,7 @@ import torch
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.plan.likeness import functions, mamba, modules
 from megatron_cg.plan.trace import compiled
-from megatron_cg.undo import set_attribute
+from megatron_cg.upstream.patch import set_attribute
 
 TE_VERSION = "2.20.2"
 MAMBA_VERSION = "2.3.2"

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_cg.align.record import note
 from megatron_cg.hooks import HookKind
+from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import (
     ForcedError,
     fingerprint,
@@ -68,8 +68,8 @@ def fail_at(place: str) -> None:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg import session
-    from megatron_cg.fsdp.fast import path
+    from megatron_cg.capture import session
+    from megatron_cg.fastpath import install_parts as path
 
     stage, _, only = place.partition("@")
     note_state_around_capture()
@@ -181,7 +181,7 @@ def in_capture_only(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def hooks_without_phase_two() -> None:
     """Hand TE the hooks as Megatron-FSDP made them."""
-    from megatron_cg import capture
+    from megatron_cg.capture import transaction as capture
     from megatron_cg.fsdp.transform import UnitHooks
     from megatron_cg.hooks import module_hooks
 
@@ -212,7 +212,7 @@ def hooks_with_a_wrapper_left_in() -> None:
 
 def parameter_hooks_left_on() -> None:
     """Let the parameters' post-accumulate-grad hooks run in warmup and capture."""
-    from megatron_cg import capture
+    from megatron_cg.capture import transaction as capture
 
     wrap(capture, "_quiet_parameters", lambda _old: lambda _parameters: lambda: None)
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_cg.align.record import note
-from megatron_cg.align.shards import digest
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.record import FLAG_REGISTRIES
+from megatron_cg.telemetry.record import note
+from megatron_cg.telemetry.record_shards import digest
 from tests.functional.tampering.places import wrap
 
 KEPT = 0.9

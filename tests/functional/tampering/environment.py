@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.align.record import note
+from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import before_capture, wrap
 
 _BUSY_CYCLES = 50_000_000  # some 30 ms of a GPU

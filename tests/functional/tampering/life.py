@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_cg import session
-from megatron_cg.align.record import note
+from megatron_cg.capture import session
+from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import (
     ForcedError,
     before_capture,

@@ -30,7 +30,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def helper_class() -> Any:
-    from megatron_cg.megatron import helper
+    from megatron_cg.integrations.megatron import helper
 
     return helper.FsdpCudaGraphHelper
 

@@ -129,7 +129,7 @@ def under_autocast(model: nn.Module) -> None:
 
 def wrong_bit(layer: str) -> None:
     """From the first replay on, one bit of the first output of that layer's graphs is wrong."""
-    from megatron_cg.graphed import GuardedGraph
+    from megatron_cg.replay.guarded_graph import GuardedGraph
 
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, graph: Any, guard: Any, unit: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,8 +146,8 @@ def wrong_gradient(detail: str) -> None:
 
     ``detail`` is ``input`` or ``weight``, and after another @ the layer.
     """
-    from megatron_cg.backends import transformer_engine
-    from megatron_cg.backends.te_replay import replay_function
+    from megatron_cg.backends.te import te_backend as transformer_engine
+    from megatron_cg.backends.te.te_replay import replay_function
 
     which, _, layer = detail.partition("@")
 

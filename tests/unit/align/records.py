@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cg.align.record import exact
-from megatron_cg.align.schema import FORMAT
+from megatron_cg.telemetry.record import exact
+from megatron_cg.telemetry.record_schema import FORMAT
 
 Record = dict[str, Any]
 

@@ -21,8 +21,8 @@ from megatron_cg.align.compare import (
     missing_ranks,
     read_run,
 )
-from megatron_cg.align.record import exact
-from megatron_cg.align.schema import FORMAT
+from megatron_cg.telemetry.record import exact
+from megatron_cg.telemetry.record_schema import FORMAT
 from tests.unit.align.records import Record, make_rank
 
 

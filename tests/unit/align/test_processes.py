@@ -21,7 +21,7 @@ from megatron_cg.align.processes import (
     named_error,
     run_and_compare,
 )
-from megatron_cg.align.record import exact
+from megatron_cg.telemetry.record import exact
 from tests.unit.align.records import make_rank
 
 RECORD = """

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.align.record import exact, install_recorder, note
-from megatron_cg.align.shards import digest, parameter_digests
 from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.telemetry.record import exact, install_recorder, note
+from megatron_cg.telemetry.record_shards import digest, parameter_digests
 
 
 @pytest.fixture

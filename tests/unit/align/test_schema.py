@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.align.schema import RecordError, read_run
 from megatron_cg.cli.main import main
+from megatron_cg.telemetry.record_schema import RecordError, read_run
 from tests.unit.report.made_up import make_record
 
 Keys = tuple[str | int, ...]

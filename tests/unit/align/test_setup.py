@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_cg.align import setup
-from megatron_cg.align.setup import of_megatron, of_tape
 from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+from megatron_cg.telemetry import record_setup as setup
+from megatron_cg.telemetry.record_setup import of_megatron, of_tape
 
 PLAN = TrainingPlan()
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends import transformer_engine
+from megatron_cg.backends.te import te_backend as transformer_engine
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.guard.parts import Parts
-from megatron_cg.undo import garbage_collection_kept, set_attribute
+from megatron_cg.replay.guard.objects import Parts
+from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
 
 
 class QuantizationState:

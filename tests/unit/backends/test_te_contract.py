@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_cg.capture import Unit, read_hooks
+from megatron_cg.capture.transaction import read_hooks
+from megatron_cg.replay.unit import Unit
 
 CONTRACT = ("_canonicalize_capture_time_hooks", "_run_capture_time_hooks")
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_cg.backends.te_replay import replay_function
+from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.errors import UpstreamChangedError
 from tests.unit.backends import test_te_contract
 
@@ -239,7 +239,7 @@ def test_all_is_undone_after_a_reset_too(code: dict[str, Any]) -> None:
 def test_a_variable_that_is_gone_is_named_with_package_and_version(
     graph_source: ast.Module, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_cg.versions.installed_version", lambda _: "2.99")
+    monkeypatch.setattr("megatron_cg.upstream.symbols.installed_version", lambda _: "2.99")
     captured = Captured(te_code(graph_source, renamed=name))
     with pytest.raises(UpstreamChangedError) as found:
         replay_function(captured.function)

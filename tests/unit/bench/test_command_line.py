@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatron_cg.bench import INCOMPLETE
 from megatron_cg.bench.contenders import CONTENDERS, EAGER, GRAPHS
 from megatron_cg.bench.figures import tables
 from megatron_cg.bench.windows import given
-from megatron_cg.cli.bench import INCOMPLETE
 from megatron_cg.cli.main import USAGE_ERROR, main
 
 TAPE = "--backend tape --shapes llama-tiny --nproc 1 --timed-steps 2 --settle-steps 1"

@@ -58,9 +58,9 @@ def test_functions_that_are_not_there_are_named() -> None:
 
 
 def test_nested_functions_are_found_below_decorated_ones() -> None:
-    code = find_code("megatron_cg.undo:put_over/undo")
+    code = find_code("megatron_cg.upstream.patch:put_over/undo")
     assert code is not None and code.co_qualname == "put_over.<locals>.undo"
-    decorated = find_code("megatron_cg.undo:garbage_collection_kept")
+    decorated = find_code("megatron_cg.upstream.patch:garbage_collection_kept")
     assert decorated is not None and decorated.co_name == "garbage_collection_kept"
 
 

@@ -20,7 +20,7 @@ from megatron_cg.bench.captures import CaptureMeter
 from megatron_cg.bench.idle import STEPS
 from megatron_cg.bench.measurement import Measurement
 from megatron_cg.bench.windows import Windows
-from megatron_cg.undo import set_attribute
+from megatron_cg.upstream.patch import set_attribute
 
 WINDOWS = Windows(warmup=1, settle=1, timed=2, probed=2, sampled=1, profiled=1)
 Loop = Callable[..., Any]

@@ -138,7 +138,7 @@ def test_absent_pages_leave_the_navigation() -> None:
 def test_the_reference_takes_its_place_in_the_navigation() -> None:
     ((entry,),) = [site_hooks.with_reference([{"Change": [{"API": "reference"}]}])]
     pages = entry["Change"][0]["API"]
-    assert {"guard": "reference/guard.md"} in pages
+    assert {"replay": "reference/replay.md"} in pages
     assert {"megatron_cg": "reference/megatron_cg.md"} in pages
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_cg.cli.main import main
-from megatron_cg.versions import installed_version
+from megatron_cg.upstream.symbols import installed_version
 from tests.unit.doctor.systems import ROOT
 
 

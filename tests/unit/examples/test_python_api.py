@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import megatron_cg
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.session import open_sessions
-from megatron_cg.versions import installed_version
+from megatron_cg.upstream.symbols import installed_version
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "python_api.py"
 
@@ -69,7 +69,7 @@ def model(one_rank: None) -> Any:
 
 
 def test_a_model_that_cannot_be_graphed_is_refused_for_every_reason(model: Any) -> None:
-    from megatron_cg.api import GraphedLayers
+    from megatron_cg.integrations.megatron.loop import GraphedLayers
 
     model.config.gradient_accumulation_fusion = True
     sizes: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2}
@@ -115,11 +115,11 @@ def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
 ) -> None:
     from megatron.core import num_microbatches_calculator as calculator
 
-    from megatron_cg import api
-    from megatron_cg.capture_memory import _KEEPS
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
     from megatron_cg.fsdp.model import find_megatron_fsdp
+    from megatron_cg.integrations.megatron import loop as api
+    from megatron_cg.memory.release import _KEEPS
 
     def failing(*_given: Any) -> None:
         raise MemoryError

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture import Unit, read_hooks
+from megatron_cg.capture.transaction import read_hooks
 from megatron_cg.errors import HookError, UnknownFsdpHookError
 from megatron_cg.fsdp import FsdpRole, classify, tag_backward_wrappers, transform
-from megatron_cg.fsdp.recognise import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER
+from megatron_cg.fsdp.roles import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.hooks.record import innermost
-from megatron_cg.versions import installed_version
+from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.symbols import installed_version
 
 
 def layers_of(model: nn.Module) -> list[Any]:

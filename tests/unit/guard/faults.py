@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.guard import Mismatch
-from megatron_cg.guard import inputs as inputs_module
-from megatron_cg.guard.addresses import Addresses
-from megatron_cg.guard.inputs import Inputs
-from megatron_cg.guard.modes import Autocast, Autograd, Numerics, Training
-from megatron_cg.guard.parts import Hooks, Parts
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.guard import inputs as inputs_module
+from megatron_cg.replay.guard.addresses import Addresses
+from megatron_cg.replay.guard.inputs import Inputs
+from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
+from megatron_cg.replay.guard.objects import Hooks, Parts
 
 Fault = Callable[[Any], Any]
 """Does its worst to a trainer; may return a context manager for the next step."""
@@ -168,7 +168,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> Mismatch | None:
 @contextmanager
 def switched_off(clause: str) -> Iterator[None]:
     """The guard without one of its clauses."""
-    from megatron_cg import replay
+    from megatron_cg.replay import attach as replay
 
     whole = {
         "structure": (Inputs, "_structure"),

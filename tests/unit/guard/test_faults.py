@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from tests.unit.guard.faults import FAULTS, Case, layer_of, switched_off
 
 BEFORE, AFTER = 2, 2
@@ -64,11 +64,13 @@ def test_each_fault_is_seen_by_its_clause_and_by_no_other(
     """Training stays bit-equal; and without the clause this test would fail: a mutation run."""
     case = FAULTS[clause]
     eager, _ = train(case, graphs=False)
-    with caplog.at_level(logging.WARNING, "megatron_cg.watch"):
+    with caplog.at_level(logging.WARNING, "megatron_cg.replay.mismatch_policy"):
         graphed, counters = train(case, graphs=True)
     assert graphed == eager
     assert counters.mismatched > 0 and counters.eager == counters.mismatched
-    reports = [r.getMessage() for r in caplog.records if r.name == "megatron_cg.watch"]
+    reports = [
+        r.getMessage() for r in caplog.records if r.name == "megatron_cg.replay.mismatch_policy"
+    ]
     assert any(f"({clause})" in report and "layer 0" in report for report in reports), reports
     assert len(set(reports)) == len(reports) <= 2
     with switched_off(clause):

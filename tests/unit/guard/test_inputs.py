@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.guard.inputs import Inputs
+from megatron_cg.replay.guard.inputs import Inputs
 
 
 def inputs() -> tuple[Inputs, tuple[torch.Tensor, ...], dict[str, Any]]:

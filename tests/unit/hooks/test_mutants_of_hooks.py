@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture import Unit, read_hooks
+from megatron_cg.capture.hook_order import HookOrder, OutOfStepError
+from megatron_cg.capture.transaction import read_hooks
 from megatron_cg.errors import HookError, UnknownFsdpHookError
 from megatron_cg.fsdp import FsdpRole, classify, transform
-from megatron_cg.fsdp.recognise import (
+from megatron_cg.fsdp.roles import (
     BACKWARD_HANDLER,
     BACKWARD_PRE_HANDLER,
     is_root_handler,
     wrapped_handler,
 )
-from megatron_cg.hook_order import HookOrder, OutOfStepError
 from megatron_cg.hooks import HookKind, HookRecord, HookSnapshot, ParameterHookSnapshot
 from megatron_cg.hooks import module_hooks as hooks_of
+from megatron_cg.replay.unit import Unit
 
 
 def plain(*_args: object) -> None:

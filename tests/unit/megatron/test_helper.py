@@ -43,7 +43,7 @@ def trainer(one_rank: None, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def helper_for(trainer: Any, *layers: str, on_failure: str = "error") -> Any:
-    from megatron_cg.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
     kind = type(
         "Helper",
@@ -117,7 +117,7 @@ def test_a_model_in_fp32_replays(trainer: Any) -> None:
 
 
 def test_samples_that_were_one_tensor_are_one_again() -> None:
-    from megatron_cg.megatron.samples import in_type
+    from megatron_cg.integrations.megatron.samples import in_type
 
     one, other = (torch.ones(2, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     made = in_type([(one,), (other,), (one,)], torch.float32)

@@ -14,9 +14,9 @@ import pytest
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
 import megatron_cg
+from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.session import open_sessions
-from megatron_cg.watch import ReplayPolicy
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from tests.unit.one_mask import OneMask
 
 LENGTH, BATCH, LAYERS = 16, 2, 2
@@ -29,7 +29,7 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
-    from megatron_cg.megatron.own_loops import LoopHelper
+    from megatron_cg.integrations.megatron.own_loops import LoopHelper
 
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
@@ -71,7 +71,7 @@ def test_steps_are_followed_by_the_optimizer(trainer: Any) -> None:
 def test_a_wish_to_capture_again_is_done_between_two_steps(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.megatron.own_loops import LoopHelper
+    from megatron_cg.integrations.megatron.own_loops import LoopHelper
 
     monkeypatch.setattr(LoopHelper, "policy", ReplayPolicy("recapture"))
     helper = helper_for(trainer)
@@ -148,7 +148,7 @@ def test_the_rules_are_asked_with_the_settings_that_were_given(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_cg.arguments.schema import GraphArguments
-    from megatron_cg.megatron.own_loops import settings_for_own_loops
+    from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
 
     undo = settings_for_own_loops({"given": GraphArguments(cg_layers=("no_such_scope:0",))})
     with pytest.raises(ConfigurationError, match="no_such_scope"):
@@ -158,7 +158,7 @@ def test_the_rules_are_asked_with_the_settings_that_were_given(
 
 
 def test_flags_of_the_command_line_hold_here_too() -> None:
-    from megatron_cg.megatron.own_loops import LoopHelper, settings_for_own_loops
+    from megatron_cg.integrations.megatron.own_loops import LoopHelper, settings_for_own_loops
 
     undo = settings_for_own_loops({"on_failure": "eager"})
     assert LoopHelper.on_failure == "eager"

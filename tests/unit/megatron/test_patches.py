@@ -12,7 +12,7 @@ import pytest
 
 import megatron_cg
 from megatron_cg.errors import ConfigurationError, UpstreamChangedError
-from megatron_cg.megatron import patches
+from megatron_cg.integrations.megatron import patches
 
 PLACES = (
     ("megatron.training.arguments", "add_megatron_arguments"),
@@ -151,7 +151,7 @@ def test_the_launcher_runs_a_script_as_python_would(
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, beside\n"
-        "from megatron_cg.megatron import patches\n"
+        "from megatron_cg.integrations.megatron import patches\n"
         "print(__name__, sys.argv[1:], beside.word, patches._active is not None)\n"
     )
     monkeypatch.setattr(sys, "argv", ["megatron_cg", str(script), "--lr", "1"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.megatron.steps import follow_steps
+from megatron_cg.integrations.megatron.steps import follow_steps
 
 
 class Optimizer:

@@ -14,9 +14,9 @@ import torch
 from torch.distributed import distributed_c10d
 
 import megatron_cg
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.megatron import teardown
-from megatron_cg.session import Phase, close_all_sessions
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import Phase, close_all_sessions
+from megatron_cg.integrations.megatron import teardown
 
 ROOT = Path(__file__).parents[3]
 
@@ -187,7 +187,7 @@ def report():
 atexit.register(report)
 
 import megatron_cg
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.cpu.standins import cpu_standins
 
 megatron_cg.enable()

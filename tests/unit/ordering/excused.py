@@ -7,7 +7,7 @@ from __future__ import annotations
 
 Reasons = dict[str, dict[tuple[str, ...], str]]
 _OWN: Reasons = {
-    "megatron_cg/agreement.py": {
+    "megatron_cg/consensus/exchange.py": {
         ("pending.work.wait()", "pending.work.wait(timeout)"): (
             "the host waits for a vote, in a gloo group on CPU tensors"
         )
@@ -21,20 +21,22 @@ _OWN: Reasons = {
         ): "the host waits for a process",
         ("run.record", "runs[0].record", "runs[-1].record"): "where a run's record is",
     },
-    "megatron_cg/align/shards.py": {
+    "megatron_cg/telemetry/record_shards.py": {
         ("torch.cuda.synchronize()",): "at the end of a run, before shards are copied to the host"
     },
-    "megatron_cg/backends/tape.py": {("run.record()",): "it records tapes"},
-    "megatron_cg/backends/tape_record.py": {("value.wait()",): "of the tape; no GPU has it"},
-    "megatron_cg/backends/transformer_engine.py": {
+    "megatron_cg/backends/tape/tape_backend.py": {("run.record()",): "it records tapes"},
+    "megatron_cg/backends/tape/tape_recording.py": {
+        ("value.wait()",): "of the tape; no GPU has it"
+    },
+    "megatron_cg/backends/te/te_backend.py": {
         ("torch.cuda.synchronize()",): "graphs are not destroyed while they run; no step follows"
     },
-    "megatron_cg/session.py": {
+    "megatron_cg/capture/session.py": {
         ("self._backend.synchronize()", "self._backend.synchronize"): (
             "graphs are not destroyed while they run; no step follows"
         )
     },
-    "megatron_cg/megatron/teardown.py": {
+    "megatron_cg/integrations/megatron/teardown.py": {
         ("stream.record_event()",): "at the end, whether the device comes to rest; nothing follows"
     },
     "megatron_cg/bench/device.py": {("torch.cuda.synchronize()",): "around what is timed"},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from tests.unit.ordering.doubles.device import modelled_device
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.trace import Trace
@@ -55,7 +55,7 @@ def traced(run: Run) -> Trace:
 
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
-    from megatron_cg.fsdp.fast import install
+    from megatron_cg.fastpath import install
 
     with ExitStack() as stack:
         stack.callback(parallel_state.destroy_model_parallel)
@@ -95,7 +95,7 @@ def traced(run: Run) -> Trace:
 
 def traced_grouped_gemms(way: str) -> Trace:
     """The trace of experts whose weights autograd does not see; ``way`` as in ``test_hidden``."""
-    from megatron_cg.fsdp import fast
+    from megatron_cg import fastpath as fast
     from tests.unit.fsdp.fast import test_hidden
 
     with modelled_device() as notes, pytest.MonkeyPatch.context() as patch:
@@ -126,9 +126,9 @@ def on_another_stream(name: str, trainer: Any, notes: Notes) -> Iterator[None]:
     branch begins with the backward pass, for whose stream it waits, and its end is waited for
     when the pass is over (torch 2.11, ``engine.cpp``: leaf streams).
     """
-    from megatron_cg.cells import set_cell
-    from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
-    from megatron_cg.undo import run_after, run_before
+    from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
+    from megatron_cg.upstream.closures import set_cell
+    from megatron_cg.upstream.patch import run_after, run_before
 
     names = {id(p): n for n, p in trainer.model.module.raw_param.items()}
     main: Any = torch.cuda.current_stream()

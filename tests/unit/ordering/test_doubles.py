@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, Work, _coalescing_manager
 
-from megatron_cg.fsdp.fast import gradients
-from megatron_cg.fsdp.fast import streams as fast_streams
+from megatron_cg.fastpath.gradients import bucketing as gradients
+from megatron_cg.fastpath.gradients import streams as fast_streams
 from tests.unit.ordering.check import races
 from tests.unit.ordering.doubles.collectives import Collectives
 from tests.unit.ordering.doubles.device import modelled_device

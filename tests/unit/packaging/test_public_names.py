@@ -22,8 +22,8 @@ NAMES = {
 
 
 def test_the_names_are_listed_and_there() -> None:
-    from megatron_cg.api import GraphedLayers
-    from megatron_cg.standalone import GraphedUnits, graph_units
+    from megatron_cg.integrations.megatron.loop import GraphedLayers
+    from megatron_cg.integrations.standalone import GraphedUnits, graph_units
 
     assert set(megatron_cg.__all__) == NAMES and set(dir(megatron_cg)) >= NAMES
     assert megatron_cg.GraphedLayers is GraphedLayers

@@ -19,7 +19,7 @@ def read(name: str) -> dict[str, Any]:
     from megatron_cg.arguments.schema import Environment, GraphArguments
     from megatron_cg.arguments.validation import violations
     from megatron_cg.cpu.standins import replaced
-    from megatron_cg.megatron import model_rules
+    from megatron_cg.integrations.megatron import model_rules
     from megatron_cg.plan.machine import simulated_gpus
     from megatron_cg.plan.model import built_model
     from megatron_cg.plan.request import read_request

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.capture.unit_guard import _with_first, _with_last
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
 from megatron_cg.plan.check import CheckError, check
 from megatron_cg.plan.measure import Allocator, HeldByForward, measured_capture, pool_bytes
-from megatron_cg.unit_guard import _with_first, _with_last
 
 MIB = 2**20
 PLAN: dict[str, Any] = {

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.align.record import exact
-from megatron_cg.align.schema import FORMAT
-from megatron_cg.counters import Counters
-from megatron_cg.reporting.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED
+from megatron_cg.replay.counters import Counters
+from megatron_cg.telemetry.coverage_lines import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED
+from megatron_cg.telemetry.record import exact
+from megatron_cg.telemetry.record_schema import FORMAT
 
 MIB = 2**20
 MISMATCH = (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_cg.align.record import Recorder, recording
-from megatron_cg.align.schema import CAPTURED_AFTER
 from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 from megatron_cg.cpu.voting import VotingTrainer
+from megatron_cg.telemetry.record import Recorder, recording
+from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
 
 MODEL = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=16)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_cg.align.compare import RecordError
-from megatron_cg.align.record import exact
 from megatron_cg.report.series import (
     Series,
     counted_steps,
@@ -20,6 +19,7 @@ from megatron_cg.report.series import (
     thin,
 )
 from megatron_cg.report.story import Story, read_story
+from megatron_cg.telemetry.record import exact
 from tests.unit.report.made_up import make_record, write
 
 

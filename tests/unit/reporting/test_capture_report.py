@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.align.record import Recorder, recording
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import CaptureError, UpstreamChangedError
-from megatron_cg.megatron.helper import units_of
-from megatron_cg.megatron.scopes import give_scopes
-from megatron_cg.reporting import capture as reporting
-from megatron_cg.reporting.capture import summary
-from megatron_cg.reporting.coverage import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED, coverage
-from megatron_cg.session import close_all_sessions
+from megatron_cg.integrations.megatron.helper import units_of
+from megatron_cg.integrations.megatron.scopes import give_scopes
+from megatron_cg.telemetry import capture_report as reporting
+from megatron_cg.telemetry.capture_report import summary
+from megatron_cg.telemetry.coverage_lines import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED, coverage
+from megatron_cg.telemetry.record import Recorder, recording
 
 MIB = 2**20
 

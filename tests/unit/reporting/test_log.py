@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.agreement import AgreementTime
-from megatron_cg.counters import Counters
+from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.reporting.log import follow_log, log_line, totals
-from megatron_cg.reporting.phases import StepPhases
+from megatron_cg.replay.counters import Counters
+from megatron_cg.telemetry.phases import StepPhases
+from megatron_cg.telemetry.step_log import follow_log, log_line, totals
 
 
 class Helper:

@@ -13,8 +13,8 @@ from typing import TextIO
 
 import pytest
 
-from megatron_cg.reporting import progress
-from megatron_cg.reporting.progress import capture_bar
+from megatron_cg.telemetry import progress
+from megatron_cg.telemetry.progress import capture_bar
 
 
 @pytest.fixture

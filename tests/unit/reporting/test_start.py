@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import megatron_cg
-from megatron_cg.align.record import Recorder, install_recorder, note_step, recording
-from megatron_cg.reporting.memory import memory
+from megatron_cg.telemetry.memory_lines import memory
+from megatron_cg.telemetry.record import Recorder, install_recorder, note_step, recording
 
 
 @pytest.fixture
@@ -107,7 +107,10 @@ def assert_empty(directory: Path) -> None:
 
 def test_warnings_of_this_package_are_in_the_record_and_no_others(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    ours, others = logging.getLogger("megatron_cg.watch"), logging.getLogger("elsewhere")
+    ours, others = (
+        logging.getLogger("megatron_cg.replay.mismatch_policy"),
+        logging.getLogger("elsewhere"),
+    )
     with recording(recorder):
         recorder.add_step({"lm loss": 1.0}, None, False, 0.0)
         ours.warning("no replay of %s", "layer 3")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.standalone import GraphedUnits, graph_units
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.integrations.standalone import GraphedUnits, graph_units
 
 WIDTH, BATCH = 8, 3
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.standalone.flight import Flight
+from megatron_cg.replay.in_flight import Flight
 
 
 class Replay(torch.autograd.Function):

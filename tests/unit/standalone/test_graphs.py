@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, ConfigurationError
-from megatron_cg.session import open_sessions
 from tests.unit.standalone.networks import BATCH, WIDTH, Run, assert_equal
 
 pytest.importorskip("megatron_fsdp")

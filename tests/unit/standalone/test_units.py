@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.standalone import graph_units
+from megatron_cg.integrations.standalone import graph_units
 from tests.unit.standalone.networks import Run
 
 pytest.importorskip("megatron_fsdp")

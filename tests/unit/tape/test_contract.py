@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.backends.tape_record import is_recording, recorded_action
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
 from megatron_cg.errors import CaptureError, HookError, HostSyncError
-from megatron_cg.schedule import Step, schedule
+from megatron_cg.hooks.schedule import Step, schedule
 
 KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_cg.backends.tape_memory import POISON, FreedStorageError, Pool
+from megatron_cg.backends.tape.tape_memory import POISON, FreedStorageError, Pool
 
 
 def poisoned(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_cg.cpu.launch import run_processes
-from megatron_cg.versions import installed_version
+from megatron_cg.upstream.symbols import installed_version
 from tests.functional.loops import (
     API,
     DRIVERS,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.backends.tape_graphed import GraphResetError, StaleReplayError, TapeCallable
-from megatron_cg.backends.tape_memory import FreedStorageError
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_graphs import GraphResetError, StaleReplayError, TapeCallable
+from megatron_cg.backends.tape.tape_memory import FreedStorageError
 
 
 class Block(nn.Module):

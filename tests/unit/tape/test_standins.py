@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.cpu import standins
 from megatron_cg.cpu.standins import cpu_standins, replaced, to_cpu
 

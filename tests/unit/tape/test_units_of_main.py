@@ -41,7 +41,7 @@ def as_main(wrap: Any, *args: Any, **kwargs: Any) -> Any:
 def train_all(root: Path) -> None:
     from megatron_cg.cpu import model
     from megatron_cg.cpu.train import train
-    from megatron_cg.undo import set_attribute
+    from megatron_cg.upstream.patch import set_attribute
 
     wrap = vars(model)["FullyShardedDataParallel"]
     set_attribute(model, "FullyShardedDataParallel", partial(as_main, wrap))

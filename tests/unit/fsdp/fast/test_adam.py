@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.cpu.standins import cpu_standins
-from megatron_cg.fsdp.fast.adam import LocalStep, install_adam
-from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.optimizer.adam import LocalStep, install_adam
 
 fused_adam = pytest.importorskip(
     "transformer_engine.pytorch.optimizers.fused_adam",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fast.buckets import Together
+from megatron_cg.fastpath.gradients.buckets import Together
 
 Gradients = list[torch.Tensor | None]
 

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.cpu.launch import run_processes
-from megatron_cg.fsdp.fast.clip import install_clip
-from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.optimizer.clip import install_clip
 
 Change = Callable[[Any, pytest.MonkeyPatch], Any]
 STEPS = range(1, 8)

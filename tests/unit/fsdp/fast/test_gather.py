@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.cpu.standins import StandInStream, cpu_standins
-from megatron_cg.fsdp.fast.gather import Gathers, install_gathers
-from megatron_cg.fsdp.fast.kept import install_kept
-from megatron_cg.fsdp.fast.known import KnownModules
-from megatron_cg.fsdp.fast.late import LatePrefetch
-from megatron_cg.fsdp.fast.unshard import install_unshard
+from megatron_cg.fastpath.params.cached_lists import KnownModules
+from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.gather import Gathers, install_gathers
+from megatron_cg.fastpath.params.last_unit import install_kept
+from megatron_cg.fastpath.params.unshard import install_unshard
 
 Events = list[tuple[Any, ...]]
 GATHER = "gather"

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.fsdp.fast.heuristics import VARIABLE, capacity, install_heuristics
-from megatron_cg.fsdp.fast.hidden import MODULE
-from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
+from megatron_cg.fastpath.gradients.detached_weights import MODULE
+from megatron_cg.fastpath.heuristics import VARIABLE, capacity, install_heuristics
+from megatron_cg.fastpath.not_applicable import StepsAsideError
 
 
 class Experts(nn.Module):

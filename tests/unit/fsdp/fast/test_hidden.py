@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.accumulators import forget_accumulators
+from megatron_cg.capture.accumulators import forget_accumulators
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import FastPathError
-from megatron_cg.fsdp.fast.hidden import HiddenWeights, hide_in
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, hide_in
 
 pytest.importorskip("megatron_fsdp")
 
@@ -105,8 +105,8 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
     from megatron_fsdp import fully_shard_model, fully_shard_optimizer
     from torch.distributed.device_mesh import init_device_mesh
 
-    from megatron_cg.fsdp import fast as fast_path
-    from megatron_cg.fsdp.fast.gradients import GradientHandOff
+    from megatron_cg import fastpath as fast_path
+    from megatron_cg.fastpath.gradients.bucketing import GradientHandOff
 
     torch.manual_seed(0)
     taken: list[int] = []

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError, UpstreamChangedError
-from megatron_cg.fsdp.fast.hidden import HiddenWeights, hide_in
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, hide_in
 from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 from tests.unit.fsdp.fast.test_hidden import PARTS, WIDTH, Grouped
 

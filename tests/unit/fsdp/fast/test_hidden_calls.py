@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.fsdp.fast.hidden import MANY, HiddenWeights, hide_in
+from megatron_cg.fastpath.gradients.detached_weights import MANY, HiddenWeights, hide_in
 from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 
 WIDTH = 3

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.tape import TapeBackend
-from megatron_cg.backends.tape_graphed import StaleReplayError, TapeCallable, storage_keys
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_graphs import StaleReplayError, TapeCallable, storage_keys
 from megatron_cg.errors import FastPathError
-from megatron_cg.fsdp.fast.gradients import GradientHandOff
-from megatron_cg.fsdp.fast.hidden import HiddenWeights
-from megatron_cg.fsdp.fast.hidden_graphs import install_hidden_graphs
+from megatron_cg.fastpath.gradients.bucketing import GradientHandOff
+from megatron_cg.fastpath.gradients.detached_in_graphs import install_hidden_graphs
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights
 from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 from tests.unit.fsdp.fast.test_hand_off import SIZE, Megatron
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import FastPathError
-from megatron_cg.fsdp.fast.hidden import HiddenWeights, hide_in
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, hide_in
 from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 
 pytest.importorskip("megatron_fsdp")
@@ -202,7 +202,7 @@ def fit(way: str, fast: bool) -> list[str]:
     """Losses; those up to an error, and its name, where there is one."""
     from megatron_fsdp import fully_shard_optimizer
 
-    from megatron_cg.fsdp import fast as fast_path
+    from megatron_cg import fastpath as fast_path
 
     torch.manual_seed(0)
     layers = [Layer(way), Layer(way)]

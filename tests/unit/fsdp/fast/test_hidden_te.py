@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fast.hidden import HiddenWeights, install_hidden
-from megatron_cg.fsdp.fast.views import in_one_piece
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, install_hidden
+from megatron_cg.fastpath.gradients.views import in_one_piece
 from tests.unit.fsdp.fast.keeping import HandOff, hook_weights
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="TE is not installed")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.fsdp.fast.kept import install_kept, keep_no_more
-from megatron_cg.fsdp.fast.steps_aside import StepsAsideError
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.params.last_unit import install_kept, keep_no_more
 
 
 class Pipeline:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fast.known import KnownModules, KnownParameters, ParameterLists
-from megatron_cg.fsdp.fast.unshard import _gathered, _of_units, _shown
+from megatron_cg.fastpath.params.cached_lists import KnownModules, KnownParameters, ParameterLists
+from megatron_cg.fastpath.params.unshard import _gathered, _of_units, _shown
 
 MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": True}
 

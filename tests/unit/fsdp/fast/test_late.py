@@ -15,9 +15,9 @@ from torch import nn
 
 from megatron_cg.cpu import standins
 from megatron_cg.cpu.launch import run_processes
-from megatron_cg.fsdp.fast import hidden_graphs
-from megatron_cg.fsdp.fast.gather import Gathers
-from megatron_cg.fsdp.fast.late import LatePrefetch
+from megatron_cg.fastpath.gradients import detached_in_graphs as hidden_graphs
+from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.gather import Gathers
 
 UNITS = 3
 

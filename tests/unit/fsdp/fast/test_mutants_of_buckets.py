@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fast.buckets import Bucket, Together
+from megatron_cg.fastpath.gradients.buckets import Bucket, Together
 
 
 def bucket(size: int) -> Bucket:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_cg.cpu.standins import cpu_standins
-from megatron_cg.fsdp.fast.adam import install_adam
+from megatron_cg.fastpath.optimizer.adam import install_adam
 
 fused_adam = pytest.importorskip(
     "transformer_engine.pytorch.optimizers.fused_adam",

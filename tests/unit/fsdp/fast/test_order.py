@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.cpu.launch import run_processes
-from megatron_cg.guard import Mismatch
+from megatron_cg.replay.guard import Mismatch
 
 LAYERS = 3
 WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
@@ -58,7 +58,7 @@ def no_graphs(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
 
 def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     """A verification that finds another number on this rank."""
-    from megatron_cg import graphed
+    from megatron_cg.replay import guarded_graph as graphed
 
     patch.setattr(graphed, "verify", lambda *_, **__: WRONG)
     patch.setattr(type(trainer.session.watch), "verifies", True)

@@ -13,17 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.cells import set_cell
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.fsdp.fast import install
-from megatron_cg.fsdp.fast.buffers import FreedBuffers
-from megatron_cg.fsdp.fast.closures import find_cell, hook_functions
-from megatron_cg.fsdp.fast.known import KnownParameters
-from megatron_cg.fsdp.fast.unshard import _fetched
-from megatron_cg.fsdp.fast.views import BucketViews
-from megatron_cg.fsdp.fast.weights import _GroupGradients, _Row, install_main_gradients
-from megatron_cg.idle_pool import _Chunk
+from megatron_cg.fastpath import install
+from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
+from megatron_cg.fastpath.gradients.views import BucketViews
+from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
+from megatron_cg.fastpath.optimizer.main_weights import (
+    _GroupGradients,
+    _Row,
+    install_main_gradients,
+)
+from megatron_cg.fastpath.params.cached_lists import KnownParameters
+from megatron_cg.fastpath.params.unshard import _fetched
+from megatron_cg.memory.idle_pool import _Chunk
+from megatron_cg.upstream.closures import set_cell
 from tests.unit.identity import Same
 
 CELLS = (
@@ -69,8 +73,8 @@ def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
     fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = state(fsdp)
-    for module in ("gradients", "unshard"):
-        monkeypatch.setattr(f"megatron_cg.fsdp.fast.{module}.find_cell", without(cell))
+    for module in ("gradients.bucketing", "params.unshard"):
+        monkeypatch.setattr(f"megatron_cg.fastpath.{module}.find_cell", without(cell))
     with pytest.raises(UpstreamChangedError, match=rf"megatron-core 0\.19\.2: .*{cell}"):
         install(fsdp)
     assert state(fsdp) == before
@@ -371,8 +375,8 @@ def test_views_are_kept_only_where_memory_stays(allocator: str, sharded: bool, k
 def test_float8_weights_are_left_to_megatron_fsdp(
     fsdp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("unshard", "weights"):
-        monkeypatch.setattr(f"megatron_cg.fsdp.fast.{module}.is_float8", lambda _: lambda _p: True)
+    for module in ("params.unshard", "optimizer.main_weights"):
+        monkeypatch.setattr(f"megatron_cg.fastpath.{module}.is_float8", lambda _: lambda _p: True)
     path = install(fsdp)
     assert "FP8" in path.left_out["main weights"]
     buffers = (g.model_weight_buffer for g in fsdp.param_and_grad_buffer.parameter_groups)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.cpu.launch import run_processes
 
 Forward = Callable[[], torch.Tensor]
@@ -148,9 +148,9 @@ def trained(name: str, *, graphs: bool) -> Any:
     """Numbers of the steps, and digests of the weights after them."""
     from megatron.core import parallel_state
 
-    from megatron_cg.align.shards import parameter_digests
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
+    from megatron_cg.telemetry.record_shards import parameter_digests
 
     shape = CpuModelConfig(LAYERS, 16, 16, graph_modules=("attn", "mlp"))
     trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))

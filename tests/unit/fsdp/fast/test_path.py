@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.cpu.launch import run_processes
-from megatron_cg.fsdp.fast import FastPath, install
+from megatron_cg.fastpath import FastPath, install
 
 STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
 PARTS = [
@@ -56,10 +56,10 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
     """Numbers and shards of a run, and what the fast path did."""
     from megatron.core import parallel_state
 
-    from megatron_cg.align.shards import parameter_digests
     from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
     from megatron_cg.cpu.train import Trainer
-    from megatron_cg.fsdp.fast import gradients
+    from megatron_cg.fastpath.gradients import bucketing as gradients
+    from megatron_cg.telemetry.record_shards import parameter_digests
 
     options = dict(options)
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)

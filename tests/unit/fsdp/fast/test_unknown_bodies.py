@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.backends.tape import TapeBackend
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.doctor import ask, relied_on, symbols
 from megatron_cg.doctor.finding import Level
-from megatron_cg.fingerprints import of_source
-from megatron_cg.fsdp.fast import adam, path
-from megatron_cg.versions import Symbol, installed_version, lookup
+from megatron_cg.fastpath import install_parts as path
+from megatron_cg.fastpath.optimizer import adam
+from megatron_cg.upstream.fingerprints import of_source
+from megatron_cg.upstream.symbols import Symbol, installed_version, lookup
 from tests.unit.doctor.systems import of_level, system
 from tools import fingerprints
 
@@ -104,7 +105,7 @@ def changed(target: str, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(trainer: Any, *, graphs: bool) -> list[Any]:
-    from megatron_cg.align.shards import parameter_digests
+    from megatron_cg.telemetry.record_shards import parameter_digests
 
     numbers = [trainer.step()]
     if graphs:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.cpu.launch import run_processes
-from megatron_cg.fsdp.fast import zero
-from megatron_cg.fsdp.fast.zero import install_zero
+from megatron_cg.fastpath.optimizer import zero
+from megatron_cg.fastpath.optimizer.zero import install_zero
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "cast": {},

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.tape_record import Tape, _leaves, _written
+from megatron_cg.backends.host_reads import _reads as _reads_on_host
+from megatron_cg.backends.tape.tape_recording import Tape, _leaves, _written
 from megatron_cg.cpu.standins import replaced
-from megatron_cg.host_reads import _reads as _reads_on_host
 from tests.unit.ordering.doubles.collectives import Collectives
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.doubles.streams import Streams

@@ -1,0 +1,120 @@
+"""Refuses what makes the host wait for the device, by name, when a capture is followed on a CPU.
+
+The tape and a plan see the ATen operations of what is captured. torch's own tags and the arguments
+show which of them a GPU could not run in a capture.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.backends.places import place_of
+from megatron_cg.errors import HostSyncError
+from megatron_cg.upstream.patch import set_attribute
+
+#: Torch tags them as data dependent, but they are so only for some of their arguments.
+_SOMETIMES = frozenset(
+    {"index", "index_put", "index_put_", "_index_put_impl_", "repeat_interleave"}
+)
+#: Methods that read memory on the host without calling an ATen operation.
+_METHODS = ("tolist", "numpy", "__array__")
+_refusing: list[HostReads] = []
+
+
+class HostReads:
+    """Refuses reads on the host and waits for the device in one pass of a captured module.
+
+    Args:
+        root: what is captured.
+        label: which pass of it, for messages.
+        device: the type of the device whose memory the host must not read; None is every one,
+            where the CPU plays the GPU's part.
+    """
+
+    def __init__(self, root: nn.Module, label: str, device: str | None = None) -> None:
+        self._root, self._label, self._device = root, label, device
+
+    @contextmanager
+    def waits_refused(self) -> Iterator[None]:
+        """Let :func:`host_waits` raise HostSyncError."""
+        _refusing.append(self)
+        try:
+            yield
+        finally:
+            _refusing.pop()
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Let methods of tensors that read, and :func:`host_waits`, raise HostSyncError."""
+        with self.waits_refused(), ExitStack() as undo:
+            for name in _METHODS:
+                undo.callback(set_attribute(torch.Tensor, name, self._method(name)))
+            yield
+
+    def check(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Raise HostSyncError where a CUDA kernel for this call would make the host wait."""
+        given = torch.utils._pytree.tree_leaves([args, kwargs]) if self._device else args
+        if _reads(func, args, kwargs) and any(map(self._is_on_device, given)):
+            raise self.error(str(func))
+
+    def error(self, what: str) -> HostSyncError:
+        """The error for a read or a wait by ``what``, with the place of the call."""
+        return HostSyncError(f"{what} in {self._place()}")
+
+    def upload_error(self, what: str) -> HostSyncError:
+        """The same for a tensor of the host that ``what`` gives to the device."""
+        return HostSyncError(f"{what} on a tensor of the host in {self._place()}", upload=True)
+
+    def _place(self) -> str:
+        place = place_of(traceback.walk_stack(sys._getframe(1)), self._root)
+        owner = place.owner if place is not None else type(self._root).__name__
+        at = f" at {place.source}" if place is not None and place.source else ""
+        return f"{owner} (captured as {self._label}){at}"
+
+    def _is_on_device(self, value: Any) -> bool:
+        if self._device is None:
+            return True
+        return isinstance(value, torch.Tensor) and value.device.type == self._device
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._is_on_device(tensor):
+                raise self.error(f"Tensor.{name}")
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+
+def host_waits(what: str) -> None:
+    """The host waits for all work of a stream; raises HostSyncError in a capture."""
+    if _refusing:
+        raise _refusing[-1].error(what)
+
+
+def _reads(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    name = func._schema.name.partition("::")[2]
+    if name == "_to_copy" and kwargs.get("device") is not None:
+        # torch 2.11 copies into new pinned memory then, and the host does not wait.
+        to_host = torch.device(kwargs["device"]).type == "cpu"
+        return to_host and args[0].device.type != "cpu" and not kwargs.get("non_blocking")
+    if name not in _SOMETIMES:
+        return any(tag in func.tags for tag in tags)
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if name == "index":
+        return masks
+    # Torch turns a masked put of one value into masked_fill, which needs no count.
+    return masks and args[2].numel() != 1

@@ -1,0 +1,1 @@
+"""A recording of ATen operations, for machines without a GPU."""

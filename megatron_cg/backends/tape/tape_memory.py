@@ -1,0 +1,127 @@
+"""Memory as a tape sees it: addresses, a pool of its own, and what lies outside the pool.
+
+A CUDA graph reads and writes addresses. It does not follow a Python tensor whose ``.data`` was
+moved, and the memory of its pool belongs to whichever graph of that pool ran last. :class:`Slot`
+and :class:`Pool` give a tape the same two properties on a CPU, with one mercy: a read of outside
+memory that was freed is an error here, where a GPU would return whatever lies there now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_cg.backends.tape.tape_host import Host
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.memory.storage_reference import StorageReference
+
+#: Every byte of poisoned memory: NaN in each of torch's floating dtypes, -1 in the signed ones.
+POISON = 0xFF
+
+
+class FreedStorageError(MegatronCGError):
+    """A tape was about to touch memory outside its pool that was freed or allocated anew."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A strided window on one storage: what a kernel is given in place of a tensor.
+
+    ``key`` names the storage in the pool that made the slot; ``offset``, ``size`` and ``stride``
+    are in elements of ``dtype``.
+    """
+
+    key: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass
+class _Outside:
+    """Memory that somebody else owns: known by a weak reference and the address it had."""
+
+    reference: StorageReference
+    address: int
+    nbytes: int
+    first_use: str
+
+
+class Pool:
+    """The storages made while the tapes of one capture were recorded, and those they only use."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, torch.UntypedStorage] = {}
+        self._outside: dict[int, _Outside] = {}
+        self._lent: set[int] = set()
+        self.host = Host()
+        """Those tensors of the capture that are on the host."""
+
+    def owns(self, key: int) -> bool:
+        """Return whether the storage was made by a tape of this pool."""
+        return key in self._own
+
+    def adopt(self, tensor: torch.Tensor) -> int:
+        """Take the storage of a tensor that an op has just made into the pool; return its key."""
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        self._own.setdefault(key, storage)
+        return key
+
+    def slot(self, tensor: torch.Tensor, used_by: str) -> Slot:
+        """Return the window that ``tensor`` is now; ``used_by`` names the op, for errors."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._own and key not in self._outside:
+            # The weak reference keeps the key from being given to another storage.
+            self._outside[key] = _Outside(
+                StorageReference(storage), storage.data_ptr(), storage.nbytes(), used_by
+            )
+        offset = int(tensor.storage_offset())
+        return Slot(key, tensor.dtype, offset, tuple(tensor.size()), tensor.stride())
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """Return a fresh tensor on the slot's memory.
+
+        Raises FreedStorageError when that memory is outside the pool and no longer there.
+        """
+        storage = self._own.get(slot.key)
+        if storage is None:
+            storage = self._outside_storage(slot.key)
+        window = torch.empty(0, dtype=slot.dtype)
+        return window.set_(storage, slot.offset, slot.size, slot.stride)
+
+    def _outside_storage(self, key: int) -> torch.UntypedStorage:
+        outside = self._outside[key]
+        storage = outside.reference.storage()
+        if storage is None or (storage.nbytes() == 0 and outside.nbytes > 0):
+            problem = "was freed since"
+        elif storage.data_ptr() != outside.address:
+            problem = "was freed and allocated again at another address since"
+        else:
+            return storage
+        raise FreedStorageError(
+            f"the memory of {outside.nbytes} bytes that {outside.first_use} used when it was "
+            f"recorded {problem}; a CUDA graph would read or write whatever lies at the old "
+            "address. Keep the buffer in place: with Megatron-FSDP type --fsdp-double-buffer "
+            "--fsdp-db-use-persist-buf-on-alloc-fail."
+        )
+
+    def poison(self, keys: Iterable[int]) -> None:
+        """Overwrite every byte of the pool's storages among ``keys`` with :data:`POISON`."""
+        for key in keys:
+            storage = self._own.get(key)
+            if storage is not None and storage.nbytes():
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
+
+    def poison_before_next_replay(self, keys: Iterable[int]) -> None:
+        """Do that once a tape of this pool is about to run, which may use this memory."""
+        self._lent.update(keys)
+
+    def take_back(self) -> None:
+        """A tape is about to run."""
+        self.poison(self._lent)
+        self._lent.clear()

@@ -1,0 +1,251 @@
+"""A tape: the ATen operations of one forward or backward, to be run again without its Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_cg.backends.host_reads import HostReads
+from megatron_cg.backends.tape.tape_memory import Pool, Slot
+
+#: ATen factories that leave their result unset: nothing to do again, the memory is just there.
+_UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One ATen call: arguments with slots for tensors, and where its fresh results belong."""
+
+    function: torch._ops.OpOverload
+    args: list[Any]
+    kwargs: dict[str, Any]
+    #: Per flattened result: the slot to copy it into, or None where nothing is to be copied.
+    results: tuple[Slot | None, ...]
+
+
+@dataclass
+class Tape:
+    """Recorded operations over one pool.
+
+    ``made`` holds the keys of the storages first made here, ``used`` of all that it touches.
+    """
+
+    pool: Pool
+    label: str
+    entries: list[_Operation | Callable[[], None]] = field(default_factory=list)
+    made: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
+
+    def replay(self) -> None:
+        """Run the operations again, in order, on the memory that they were recorded on.
+
+        Raises FreedStorageError when memory outside the pool is gone.
+        """
+        self.pool.take_back()
+        self.pool.poison(self.made)
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for entry in self.entries:
+                if isinstance(entry, _Operation):
+                    self._run(entry)
+                else:
+                    entry()
+
+    def _run(self, operation: _Operation) -> None:
+        def real(value: Any) -> Any:
+            return self.pool.tensor(value) if isinstance(value, Slot) else value
+
+        args, kwargs = _mapped(real, operation.args, operation.kwargs)
+        flat = _leaves(operation.function(*args, **kwargs))
+        _wait_for_collectives(operation.function, flat)
+        for value, slot in zip(flat, operation.results, strict=True):
+            if slot is not None:
+                self.pool.tensor(slot).copy_(value)
+
+
+_recording: list[Tape] = []
+
+
+def recorded_action(action: Callable[[], None]) -> None:
+    """Run ``action`` now and, where a tape is being recorded, again at each of its replays.
+
+    For host-side state that a CUDA graph carries with it, such as the generator that a random
+    kernel draws from (``CUDAGraph.register_generator_state``).
+    """
+    action()
+    if _recording:
+        _recording[-1].entries.append(action)
+
+
+def is_recording() -> bool:
+    """Return whether a tape is being recorded, as ``torch.cuda.is_current_stream_capturing``."""
+    return bool(_recording)
+
+
+@contextmanager
+def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]:
+    """Record what runs in the block on a new tape over ``pool``.
+
+    Memory outside the pool that the block writes is put back at the end: a CUDA graph's capture
+    runs no kernel. Raises HostSyncError inside the block where the host reads a tensor of the
+    device, or gives one of its own to it; see ``tape_host.py``.
+    """
+    tape = Tape(pool, label)
+    reads = HostReads(module, label)
+    recorder = _Recorder(tape, reads)
+    _recording.append(tape)
+    try:
+        with (
+            reads.waits_refused(),
+            pool.host.watched(reads.error, reads.upload_error),
+            recorder,
+        ):
+            yield tape
+    finally:
+        _recording.pop()
+        recorder.put_back()
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every ATen call below autograd, runs it and writes it on the tape."""
+
+    def __init__(self, tape: Tape, reads: HostReads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+        self._reads = reads
+        self._host = tape.pool.host
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = _leaves([args, *kwargs.values()])
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        collective = func.namespace == "c10d"
+        writes = tensors if collective else _written(func, args, kwargs)
+        if self._is_of_host(func, tensors, writes):
+            result = func(*args, **kwargs)
+            self._host.add(_leaves(result))
+            return result
+        self._reads.check(func, args, kwargs)
+        # Slots first: the call may resize or set what it is given.
+        slots = _mapped(self._slot_for(func), args, kwargs)
+        self._save_outside(writes)
+        result = func(*args, **kwargs)
+        flat = _leaves(result)
+        _wait_for_collectives(func, flat)
+        inputs = {t.untyped_storage()._cdata for t in tensors}
+        results = tuple(self._result_slot(value, inputs, func) for value in flat)
+        if not writes and not any(slot is not None for slot in results):
+            return result  # a view, or nothing but host values: there is no kernel to run again
+        if func._schema.name.partition("::")[2] not in _UNSET:
+            self._tape.entries.append(_Operation(func, *slots, results))
+        return result
+
+    def _is_of_host(
+        self,
+        func: torch._ops.OpOverload,
+        tensors: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> bool:
+        """Whether a call is the host's own work, which no graph holds.
+
+        Raises HostSyncError where it would copy between the host and the device.
+        """
+        # torch.tensor(...) ends in it; its argument was made from the host's data.
+        if func is torch.ops.aten.lift_fresh.default or (self._host.makes and not tensors):
+            return True
+        here = sum(map(self._host.has, tensors))
+        if 0 < here < len(tensors) and not self._host.can_be_read_by(func, tensors, writes):
+            reads = any(map(self._host.has, writes))
+            raise (self._reads.error if reads else self._reads.upload_error)(str(func))
+        return 0 < here == len(tensors)
+
+    def _slot_for(self, func: torch._ops.OpOverload) -> Callable[[Any], Any]:
+        def slot_for(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if self._host.has(value):
+                # A constant: the kernel keeps its current value, and nothing else owns it.
+                value = value.clone()
+                self._tape.pool.adopt(value)
+            slot = self._tape.pool.slot(value, f"{func} of {self._tape.label}")
+            self._tape.used.add(slot.key)
+            return slot
+
+        return slot_for
+
+    def _result_slot(
+        self, value: Any, inputs: set[int], func: torch._ops.OpOverload
+    ) -> Slot | None:
+        """Return where a fresh result lives, or None for one that aliases an argument."""
+        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in inputs:
+            return None
+        self._tape.made.add(self._tape.pool.adopt(value))
+        return self._tape.pool.slot(value, str(func))
+
+    def _save_outside(self, writes: list[torch.Tensor]) -> None:
+        for tensor in writes:
+            storage = tensor.untyped_storage()
+            if self._tape.pool.owns(storage._cdata) or storage._cdata in self._before:
+                continue
+            window = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._before[storage._cdata] = (window, window.clone())
+
+    def put_back(self) -> None:
+        """Undo what recording wrote outside the pool."""
+        for window, before in self._before.values():
+            window.copy_(before)
+        self._before.clear()
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is in the lists and tuples of an ATen call, all that such a call nests.
+
+    torch's own walk over trees of any kind takes several times as long, once an argument.
+    """
+    if isinstance(value, list | tuple):
+        return [leaf for one in value for leaf in _leaves(one)]
+    return [value]
+
+
+def _mapped(
+    change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with each leaf changed; tuples become lists, which ATen takes as well."""
+
+    def one(value: Any) -> Any:
+        return [one(inner) for inner in value] if isinstance(value, list | tuple) else change(value)
+
+    return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}
+
+
+def _written(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return the tensors among the arguments that the op's schema says it writes."""
+    written: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written.extend(_leaves(value))
+    return [value for value in written if isinstance(value, torch.Tensor)]
+
+
+def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
+    """Finish a collective before anything after it reads, as a stream's order would."""
+    if func.namespace != "c10d":
+        return
+    for value in flat:
+        if not isinstance(value, torch.Tensor) and hasattr(value, "wait"):
+            value.wait()

@@ -1,0 +1,291 @@
+"""CUDA graphs by Transformer Engine: the only file that imports TE.
+
+Relied on: transformer-engine >= 2.19 (seen with 2.20.2), ``transformer_engine.pytorch.graph``:
+``make_graphed_callables`` with ``capture_time_hooks``, ``set_capture_end``, ``is_graph_capturing``;
+``transformer_engine.pytorch.distributed.get_all_rng_states``; ``get_fp8_meta_tensors``,
+``reset_fp8_meta_tensors`` and ``fp8_meta`` of ``TransformerEngineBaseModule``;
+``transformer_engine.pytorch.quantization.FP8GlobalStateManager``.
+
+Note [A generator can stay in a capture]
+    A capture that CUDA refuses (a host read in it, for one) raises in ``capture_end`` before the
+    generators are told, and every later draw fails with "Offset increment outside graph capture"
+    (torch 2.11, ``CUDAGeneratorImpl``). A clone of a generator's state is not in a capture, so one
+    that cannot draw is given a clone of its own state. One that can is left as it is, since graphs
+    of another model may be registered with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.backends.te.te_replay import replay_function
+from megatron_cg.fsdp.transform import CaptureTimeHooks
+from megatron_cg.memory.idle_pool import IdlePool, Room
+from megatron_cg.replay.guard.objects import Entry
+from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+_PACKAGE = "transformer-engine"
+_GRAPH = "transformer_engine.pytorch.graph"
+_FP8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
+_MAKE = Symbol(
+    _PACKAGE,
+    f"{_GRAPH}:make_graphed_callables",
+    "TE's capture of modules, which TE 2.19 is the first to do around hooks",
+    parameters=("capture_time_hooks",),
+)
+_IS_CAPTURING = Symbol(_PACKAGE, f"{_GRAPH}:is_graph_capturing", "a query of TE's capturing flag")
+_END_CAPTURING = Symbol(_PACKAGE, f"{_GRAPH}:set_capture_end", "a setter of TE's capturing flag")
+_RNG_STATES = Symbol(
+    _PACKAGE,
+    "transformer_engine.pytorch.distributed:get_all_rng_states",
+    "the generators of TE's RNG tracker",
+)
+_FP8_ENABLED = Symbol(_PACKAGE, f"{_FP8}.is_fp8_enabled", "whether quantization is on")
+_FP8_RECIPE = Symbol(_PACKAGE, f"{_FP8}.get_fp8_recipe", "the recipe in use")
+_AUTOCAST = Symbol(_PACKAGE, f"{_FP8}.get_autocast_state", "a snapshot of what autocast sets")
+_SET_AUTOCAST = Symbol(_PACKAGE, f"{_FP8}.set_autocast_state", "what puts such a snapshot back")
+_FP8_STATE = Symbol(
+    _PACKAGE, _FP8, "FP8 state of all modules", attributes=("reduce_and_update_fp8_tensors",)
+)
+_MODULE = Symbol(
+    _PACKAGE,
+    "transformer_engine.pytorch.module.base:TransformerEngineBaseModule",
+    "a module of TE with FP8 state",
+    attributes=("fp8_meta", "get_fp8_meta_tensors", "reset_fp8_meta_tensors"),
+)
+_POOL = tuple(
+    Symbol("torch", f"torch._C:{name}", "the allocator's end of a capture that CUDA refused")
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
+)
+RELIES_ON = (
+    _MAKE,
+    _IS_CAPTURING,
+    _END_CAPTURING,
+    _RNG_STATES,
+    _FP8_ENABLED,
+    _FP8_RECIPE,
+    _AUTOCAST,
+    _SET_AUTOCAST,
+    _FP8_STATE,
+    _MODULE,
+    *_POOL,
+)
+
+
+class TransformerEngineBackend:
+    """Captures through TE's ``make_graphed_callables`` and cleans up what it leaves on failure."""
+
+    name = "transformer_engine"
+
+    def __init__(self) -> None:
+        """Raises UpstreamChangedError where this TE has no capture-time hooks."""
+        self._pool: tuple[int, int] | None = None
+        self._make: Callable[..., Any] = _MAKE.find()
+        self._is_capturing: Callable[[], bool] = _IS_CAPTURING.find()
+        self._end_capturing: Callable[[], None] = _END_CAPTURING.find()
+        self._rng_states: Callable[[], dict[str, Any]] = _RNG_STATES.find()
+        self._fp8_enabled: Callable[[], bool] = _FP8_ENABLED.find()
+        self._fp8_recipe: Callable[[], Any] = _FP8_RECIPE.find()
+        self._autocast_state: Callable[[], Any] = _AUTOCAST.find()
+        self._set_autocast_state: Callable[[Any], None] = _SET_AUTOCAST.find()
+        self._fp8_state: Any = _FP8_STATE.find()
+
+    def capture(
+        self,
+        callables: tuple[nn.Module, ...],
+        sample_args: Sequence[tuple[Any, ...]],
+        *,
+        capture_time_hooks: Sequence[CaptureTimeHooks],
+        **options: Any,
+    ) -> tuple[Callable[..., Any], ...]:
+        """See :class:`megatron_cg.backends.base.Backend`."""
+        pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
+        # Here too, since a rank that failed runs other hooks before its state is put back.
+        with _stream_kept():
+            try:
+                graphs: tuple[Callable[..., Any], ...] = self._make(
+                    callables,
+                    sample_args,
+                    capture_time_hooks=list(capture_time_hooks),
+                    **options,
+                )
+            except BaseException:
+                _leave_pool(pool)
+                raise
+        self._pool = pool
+        return graphs
+
+    def replay_function(self, graph: Any) -> ReplayFunction:
+        """See :class:`megatron_cg.backends.base.Backend`."""
+        return replay_function(graph)
+
+    def room(self) -> Room | None:
+        """The idle memory of the graphs' pool."""
+        return IdlePool(self._pool) if self._pool is not None else None
+
+    def numerics(self) -> Any:
+        """TE's recipe where FP8 is on, else None."""
+        return self._fp8_recipe() if self._fp8_enabled() else None
+
+    def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
+        """What Megatron asked TE for; its names ``enabled`` and ``recipe`` are TE's newer ones."""
+        enabled = options.get("fp8_enabled", options.get("enabled", False))
+        if isinstance(enabled, tuple | list):
+            enabled = enabled[index]
+        return options.get("fp8_recipe", options.get("recipe")) if enabled else None
+
+    def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
+        """Scales and amax histories of delayed scaling, which graphs read and write in place."""
+        found: list[Entry] = []
+        module: Any
+        for module in modules:
+            if hasattr(module, "get_fp8_meta_tensors") and _has_delayed_scaling(module):
+                for key in ("scaling_fwd", "scaling_bwd"):
+                    what = f"{key} of a {type(module).__name__}"
+                    found.append((module.fp8_meta, key, "fp8 state", what))
+                    found += [
+                        (vars(module.fp8_meta[key]), name, "fp8 state", f"{name} of {what}")
+                        for name in ("scale", "amax_history")
+                    ]
+        return found
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
+    @contextmanager
+    def without_updates(self) -> Iterator[None]:
+        """See :class:`megatron_cg.backends.base.Backend`.
+
+        The backward pass of the first module under an autocast reduces the amax of all modules over
+        all ranks and updates their scales (TE 2.20.2, ``reduce_and_update_fp8_tensors``); graphs
+        do so in Python, too (``graph.py``, ``Graphed.backward``).
+        """
+        nothing = staticmethod(lambda *_args, **_kwargs: None)
+        undo = set_attribute(self._fp8_state, "reduce_and_update_fp8_tensors", nothing)
+        try:
+            yield
+        finally:
+            undo()
+
+    @contextmanager
+    def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
+        """Keep RNG, FP8 scales, TE's capturing flag and patched classes, the stream, and gc.
+
+        TE restores the first three itself when capture succeeds, and nothing when it fails
+        (2.20.2: ``make_graphed_callables`` has no ``finally``).
+        """
+        with ExitStack() as stack:
+            stack.enter_context(garbage_collection_kept())
+            stack.enter_context(_class_calls_kept({type(module) for module in callables}))
+            stack.enter_context(self._generators_kept())
+            stack.enter_context(_fp8_kept(callables))
+            # With it whether the next module is the first one, which updates FP8 scales.
+            stack.callback(self._set_autocast_state, self._autocast_state())
+            if not self._is_capturing():
+                stack.callback(self._end_capturing)
+            # Last, so that what the others do on leaving is on the stream it was before.
+            stack.enter_context(_stream_kept())
+            yield
+
+    @contextmanager
+    def _generators_kept(self) -> Iterator[None]:
+        """See Note [A generator can stay in a capture]."""
+        on_device: list[torch.Generator] = []
+        if torch.cuda.is_available():
+            on_device.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        on_device += [
+            state for state in self._rng_states().values() if isinstance(state, torch.Generator)
+        ]
+        generators = [torch.default_generator, *on_device]
+        saved = [generator.get_state() for generator in generators]
+        try:
+            yield
+        except BaseException:
+            for generator in on_device:
+                _end_capture_of(generator)
+            raise
+        finally:
+            for generator, state in zip(generators, saved, strict=True):
+                generator.set_state(state)
+
+
+def _end_capture_of(generator: torch.Generator) -> None:
+    """See Note [A generator can stay in a capture]. The number drawn is put back by the caller."""
+    try:
+        torch.empty(1, device=generator.device).uniform_(generator=generator)
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def _leave_pool(pool: tuple[int, int]) -> None:
+    """Let the allocator go of a capture that CUDA refused to end; torch 2.11.
+
+    ``CUDAGraph.capture_end`` raises before it tells the allocator, which from then on takes a
+    capture for running and defers frees, and keeps the pool's memory.
+    """
+    device = torch.cuda.current_device()
+    # The first raises when every capture that was begun has been ended: then nothing is held.
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+
+
+@contextmanager
+def _stream_kept() -> Iterator[None]:
+    """``torch.cuda.graph`` stays on its capture stream when ending a capture raises.
+
+    torch 2.11, ``torch/cuda/graphs.py``: ``graph.__exit__`` leaves the stream after
+    ``capture_end`` and has no ``finally``.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
+
+
+@contextmanager
+def _class_calls_kept(classes: set[type]) -> Iterator[None]:
+    """TE wraps ``__call__`` of the callables' classes and, on failure, leaves it wrapped."""
+    saved = {cls: cls.__dict__.get("__call__") for cls in classes}
+    try:
+        yield
+    finally:
+        for cls, call in saved.items():
+            if call is not None:
+                setattr(cls, "__call__", call)  # noqa: B010 - mypy refuses the plain assignment
+            elif "__call__" in cls.__dict__:
+                delattr(cls, "__call__")
+
+
+@contextmanager
+def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
+    """Scales and amax histories of delayed scaling, of every TE module below the callables."""
+    saved: list[tuple[Any, Any]] = []
+    for root in callables:
+        module: Any
+        for module in root.modules():
+            if hasattr(module, "get_fp8_meta_tensors") and _has_delayed_scaling(module):
+                saved.append((module, module.get_fp8_meta_tensors()))
+    try:
+        yield
+    finally:
+        for module, tensors in saved:
+            if tensors is not None:
+                module.reset_fp8_meta_tensors(tensors)
+
+
+def _has_delayed_scaling(module: Any) -> bool:
+    meta = getattr(module, "fp8_meta", {})
+    return all(hasattr(meta.get(key), "amax_history") for key in ("scaling_fwd", "scaling_bwd"))

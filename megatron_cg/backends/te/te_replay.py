@@ -1,0 +1,72 @@
+"""The function of autograd's inside of what TE's ``make_graphed_callables`` returns.
+
+Relied on: transformer-engine 2.20.2, ``transformer_engine.pytorch.graph``: the function that is
+returned for each sample calls ``graphed``, which applies the class ``Graphed`` to three arguments
+of its own, ``len_user_args`` of the caller's and the weights; the class's ``backward`` returns
+copies of those gradients that ``returned_param_grad_clone_slots`` names, and the others as they
+lie in the graph's memory. All of these are closure variables, of each sample's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import CellType
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.upstream.closures import cells_of, set_cell
+from megatron_cg.upstream.symbols import Symbol, changed
+
+_PACKAGE = "transformer-engine"
+_MAKER = (
+    "transformer_engine.pytorch.graph:_make_graphed_callables.<locals>"
+    ".make_graphed_autograd_function"
+)
+_FUNCTION = Symbol(_PACKAGE, f"{_MAKER}.<locals>.Graphed", "what replays a graph")
+_CALLED = Symbol(_PACKAGE, f"{_MAKER}.<locals>.functionalized", "what applies it")
+RELIES_ON = (_FUNCTION, _CALLED)
+_OWN_ARGUMENTS = 3
+"""Whether FP8 weights are cast, a stream and an event."""
+
+
+def replay_function(graph: Any) -> ReplayFunction:
+    """How autograd sees the replays of ``graph``.
+
+    Args:
+        graph: what ``make_graphed_callables`` returned for one sample.
+
+    Raises:
+        UpstreamChangedError: a closure variable is not where it is looked for.
+    """
+    called = graph.forward if isinstance(graph, nn.Module) else graph
+    applied = _cell(_cell(called, "graphed").cell_contents, "Graphed")
+    function = applied.cell_contents
+    clones = _cell(function.backward, "returned_param_grad_clone_slots")
+    return ReplayFunction(
+        function,
+        _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
+        replace=lambda stand_in: set_cell(applied, stand_in),
+        lend=_lending(clones),
+    )
+
+
+def _lending(clones: CellType) -> Callable[[], Callable[[], None]]:
+    """What lends, in each backward pass of each graph: it writes the variable, and no more."""
+    none = (False,) * len(clones.cell_contents)
+
+    def lend() -> Callable[[], None]:
+        own, clones.cell_contents = clones.cell_contents, none
+        return partial(setattr, clones, "cell_contents", own)
+
+    return lend
+
+
+def _cell(function: Any, name: str) -> CellType:
+    cells = cells_of(inspect.unwrap(function))
+    if name not in cells:
+        raise changed(_PACKAGE, _MAKER, f"{_FUNCTION.expected}, with a variable {name} around it")
+    return cells[name]

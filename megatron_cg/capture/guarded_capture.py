@@ -1,0 +1,220 @@
+"""The backend's capture, with all noted that a replay depends on: every graph gets its guard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.backends.base import Backend
+from megatron_cg.capture.accumulators import forget_accumulators
+from megatron_cg.capture.hook_order import HookOrder
+from megatron_cg.capture.refusals import clear_frames, refusal
+from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.capture.transaction import buffers_kept, without_gradients
+from megatron_cg.capture.unit_guard import UnitGuard
+from megatron_cg.errors import CaptureError
+from megatron_cg.fsdp.model import training_states
+from megatron_cg.fsdp.transform import CaptureTimeHooks, UnitHooks
+from megatron_cg.hooks.schedule import schedule
+from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.replay.guard import Guard
+from megatron_cg.replay.guard.inputs import Inputs
+from megatron_cg.replay.guard.moe_metrics import metric_entries, metrics_kept
+from megatron_cg.replay.guarded_graph import GuardedGraph
+from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+Args = list[tuple[torch.Tensor, ...]]
+Kwargs = list[dict[str, torch.Tensor]]
+
+
+class GuardedCapture:
+    """One capture of given units; made while their hooks are still on them.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        units: the layers, in the order of their forward passes.
+        backend: what captures.
+        watch: what the graphs do about a mismatch.
+        static_inputs: what is known of the units' inputs, in the same order.
+    """
+
+    def __init__(
+        self,
+        fsdp: nn.Module,
+        units: Sequence[Unit],
+        backend: Backend,
+        watch: Watch,
+        static_inputs: StaticInputs,
+    ) -> None:
+        self._fsdp, self._units, self._backend = fsdp, tuple(units), backend
+        self._watch, self._static_inputs = watch, static_inputs
+        self._guards = tuple(UnitGuard(unit) for unit in self._units)
+        self.eager_passes: tuple[EagerPasses, ...] = ()
+        """One for each unit, once its graphs are captured."""
+
+    def run(
+        self,
+        hooks: Sequence[UnitHooks],
+        args: Args,
+        kwargs: Kwargs,
+        options: Mapping[str, Any],
+        *,
+        begin: Callable[[], None],
+        joins: bool,
+    ) -> tuple[GuardedGraph, ...]:
+        """Capture; returns a guarded graph for each sample.
+
+        Args:
+            hooks: of each unit.
+            args: static inputs of each graph.
+            kwargs: those by keyword.
+            options: other arguments of TE's ``make_graphed_callables``.
+            begin: called when all is ready and before the first hook runs; may raise.
+            joins: whether to run, after a failure, the hooks that other ranks wait for.
+
+        Raises:
+            OutOfStepError: it failed in a way that leaves other ranks waiting.
+        """
+        numbers_of = self._samples_of_units(len(args), options)
+        borrowed = self._borrow(numbers_of, kwargs)
+        order = HookOrder(
+            [unit.layer for unit in self._units], len(args), _capture_time(hooks), options
+        )
+        # Outside of the order: a rank that failed has nothing to note.
+        pairs = zip(self._guards, order.wrapped, strict=True)
+        observed = [guard.observe(self._fsdp, wrapped) for guard, wrapped in pairs]
+        forget_accumulators(module for unit in self._units for module in unit.graphed)
+        begin()
+        try:
+            graphs = self._capture(order, observed, args, kwargs, options)
+        except Exception as error:
+            refused = self._refusal(error, order)
+            if joins:
+                # The frames hold half-made graphs, whose memory the hooks may need.
+                clear_frames(error)
+                order.run_rest()
+            if refused is None:
+                raise
+            raise refused from error
+        self.eager_passes = tuple(
+            EagerPasses(unit.name, self._watch, collectives=guard.collectives)
+            for unit, guard in zip(self._units, self._guards, strict=True)
+        )
+        return self._guarded_graphs(
+            graphs, numbers_of, args, kwargs, borrowed=borrowed, options=options
+        )
+
+    def _capture(
+        self,
+        order: HookOrder,
+        hooks: Sequence[CaptureTimeHooks],
+        args: Args,
+        kwargs: Kwargs,
+        options: Mapping[str, Any],
+    ) -> Sequence[Any]:
+        layers = tuple(unit.layer for unit in self._units)
+        graphs = self._backend.capture(
+            layers, args, sample_kwargs=kwargs, capture_time_hooks=hooks, **options
+        )
+        order.check_finished()
+        return graphs
+
+    def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
+        """What CUDA refused, by module and line; None for any other error.
+
+        Raises nothing: the advice comes from Megatron's code, and the hooks that other ranks wait
+        for have still to run.
+        """
+        under_way = order.under_way
+        if under_way is None:
+            return None
+        index, in_backward = under_way
+        try:
+            return refusal(error, self._units[index], in_backward)
+        except Exception:
+            logger.exception("megatron_cg: the place of a failed capture could not be found")
+            return None
+
+    def _samples_of_units(self, samples: int, options: Mapping[str, Any]) -> list[list[int]]:
+        """Which samples belong to each unit, by microbatch."""
+        passes = schedule(
+            len(self._units), samples, options.get("_order"), options.get("_num_layers_per_chunk")
+        )
+        numbers: list[list[int]] = [[] for _ in self._units]
+        for step in passes:
+            if step.forward:
+                numbers[step.layer].append(step.sample)
+        return numbers
+
+    def _borrow(self, numbers_of: Sequence[Sequence[int]], kwargs: Kwargs) -> list[torch.Tensor]:
+        """Put the model's own tensors in the place of samples that never change; return them."""
+        borrowed: list[torch.Tensor] = []
+        for index, numbers in enumerate(numbers_of):
+            for number in numbers:
+                own = self._static_inputs.replace_in(index, kwargs[number])
+                borrowed += [own[name] for name in own if own[name] is not kwargs[number][name]]
+                kwargs[number] = own
+        return borrowed
+
+    def _guarded_graphs(
+        self,
+        graphs: Sequence[Any],
+        numbers_of: Sequence[Sequence[int]],
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        borrowed: Sequence[torch.Tensor],
+        options: Mapping[str, Any],
+    ) -> tuple[GuardedGraph, ...]:
+        made: list[GuardedGraph | None] = [None] * len(graphs)
+        for index, numbers in enumerate(numbers_of):
+            names = self._units[index].inputs
+            inputs = [Inputs(args[n], kwargs[n], borrowed, names) for n in numbers]
+            guards = self._guards[index].guards(
+                inputs,
+                args[numbers[0]][0].device.type,
+                self._backend.numerics,
+                self._backend.captured_numerics(index, options),
+                [*metric_entries(), *self._backend.entries(self._units[index].graphed)],
+            )
+            for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
+                made[number] = self._guarded(index, microbatch, graphs[number], guard)
+        return tuple(graph for graph in made if graph is not None)
+
+    def _guarded(self, index: int, microbatch: int, graph: Any, guard: Guard) -> GuardedGraph:
+        unit = self._units[index]
+        return GuardedGraph(
+            graph,
+            guard,
+            unit,
+            microbatch,
+            self._watch,
+            eager_passes=self.eager_passes[index],
+            replay=self._backend.replay_function(graph),
+            kept=lambda: self._kept(unit),
+        )
+
+    @contextmanager
+    def _kept(self, unit: Unit) -> Iterator[None]:
+        """Put back all that one pass through ``unit`` changes."""
+        modules = list(unit.layer.modules())
+        with ExitStack() as stack:
+            stack.enter_context(training_states(modules))
+            stack.enter_context(buffers_kept(modules))
+            stack.enter_context(metrics_kept())
+            stack.enter_context(without_gradients(list(unit.layer.parameters())))
+            stack.enter_context(self._backend.preserved([unit.layer]))
+            stack.enter_context(self._backend.without_updates())
+            yield
+
+
+def _capture_time(hooks: Sequence[UnitHooks]) -> list[CaptureTimeHooks]:
+    return [unit.capture_time for unit in hooks]

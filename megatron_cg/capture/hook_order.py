@@ -1,0 +1,152 @@
+"""The order of capture-time hooks, and what a rank that failed half-way does with the rest.
+
+Source of the order: ``_make_graphed_callables`` of transformer-engine 2.20.2 (``graph.py``,
+``_run_warmup_forward``, ``_run_warmup_backward`` and the capture loops below them). It runs the
+passes of a schedule ``num_warmup_iters`` times to warm up, and once more to capture. Each time a
+forward pass calls forward_pre_hooks and then forward_hooks of its callable, and a backward pass
+backward_pre_hooks and then backward_hooks. What is captured has no part in the order.
+
+Note [A failed rank runs the rest]
+    Megatron-FSDP's hooks issue all-gathers. When one rank fails, the others do not know: they run
+    their hooks to the end and only then vote. Unless the failed rank joins each of their
+    all-gathers, they wait for it for ever. Which all-gathers there will be depends on hooks alone
+    (the buckets' states, set by hooks; gradients' hooks are off), and the order of hooks is fixed
+    before capture begins. So the failed rank runs all hooks that the others will yet run, in the
+    same order and without the modules' work, and votes after that. This matches every collective
+    of the others where the modules have none themselves; with tensor or context parallelism inside
+    what is captured, the other ranks of such a group wait in their modules' collectives, and the
+    vote ends by its timeout.
+
+Note [A hook that raised]
+    One that raised may or may not have issued its collectives, and nobody can tell. Running it
+    again could issue them twice. That rank is out of step for good, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.errors import CaptureError, UpstreamChangedError
+from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
+from megatron_cg.hooks.schedule import schedule
+from megatron_cg.upstream.symbols import changed
+
+_AFTER_A_PASS = ("forward_hooks", "backward_hooks")
+_WARMUP_ITERS = 3
+"""TE 2.20.2's default of ``num_warmup_iters``."""
+
+
+class OutOfStepError(CaptureError):
+    """A rank that can no longer issue the collectives that the others issue: it must not go on."""
+
+
+class HookOrder:
+    """Every call of a capture-time hook from the first warmup to the last backward capture.
+
+    Give ``wrapped`` to the backend in the place of the hooks: each call is then checked against
+    the order that is expected.
+
+    Args:
+        callables: what is captured, as given to ``make_graphed_callables``.
+        samples: how many sample arguments it is given.
+        hooks: the capture-time hooks, one entry a callable.
+        options: ``make_graphed_callables``'s other arguments; ``num_warmup_iters``, ``_order`` and
+            ``_num_layers_per_chunk`` are read.
+
+    Raises:
+        CaptureError: callables, samples and order do not fit; see ``megatron_cg.hooks.schedule``.
+    """
+
+    def __init__(
+        self,
+        callables: Sequence[nn.Module],
+        samples: int,
+        hooks: Sequence[CaptureTimeHooks],
+        options: Mapping[str, Any],
+    ) -> None:
+        steps = schedule(
+            len(callables), samples, options.get("_order"), options.get("_num_layers_per_chunk")
+        )
+        keys = {True: CAPTURE_TIME_KEYS[:2], False: CAPTURE_TIME_KEYS[2:]}
+        once = [(step.layer, key) for step in steps for key in keys[step.forward]]
+        self._entries = once * (options.get("num_warmup_iters", _WARMUP_ITERS) + 1)
+        self._position = 0
+        self._raised = ""
+        self._callables = tuple(callables)
+        self._hooks = tuple(hooks)
+        # One function a key, also where there are no hooks, so that no call goes unseen.
+        self.wrapped: list[CaptureTimeHooks] = [
+            {key: {0: partial(self._called, layer, key)} for key in CAPTURE_TIME_KEYS}
+            for layer in range(len(self._callables))
+        ]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every hook has run."""
+        return self._position == len(self._entries)
+
+    @property
+    def under_way(self) -> tuple[int, bool] | None:
+        """Which callable's pass runs now, and whether it is its backward; None between passes."""
+        if self.finished or self._position == 0:
+            return None
+        layer, key = self._entries[self._position]
+        return (layer, key == "backward_hooks") if key in _AFTER_A_PASS else None
+
+    def check_finished(self) -> None:
+        """Raise UpstreamChangedError when a capture ended before the order did."""
+        if not self.finished:
+            raise self._other_order("nothing")
+
+    def run_rest(self) -> None:
+        """Run all hooks that have not run yet; see Note [A failed rank runs the rest].
+
+        Raises OutOfStepError when a hook raises, or raised during capture.
+        """
+        try:
+            while not self.finished and not self._raised:
+                layer, key = self._entries[self._position]
+                self._run(layer, key, self._callables[layer])
+        except Exception as error:
+            raise self._out_of_step() from error
+        if self._raised:
+            raise self._out_of_step()
+
+    def _called(self, layer: int, key: str, module: nn.Module) -> None:
+        if self.finished or self._entries[self._position] != (layer, key):
+            raise self._other_order(f"{key} of callable {layer}")
+        self._run(layer, key, module)
+
+    def _run(self, layer: int, key: str, module: nn.Module) -> None:
+        try:
+            for hook in self._hooks[layer].get(key, {}).values():
+                hook(module)
+        except BaseException as error:
+            self._raised = f"{type(error).__name__}: {error}"
+            raise
+        self._position += 1
+
+    def _other_order(self, found: str) -> UpstreamChangedError:
+        expected = "no more hooks"
+        if not self.finished:
+            layer, key = self._entries[self._position]
+            expected = f"{key} of callable {layer}"
+        return changed(
+            "transformer-engine",
+            "transformer_engine.pytorch.graph:_make_graphed_callables",
+            f"at call {self._position + 1} of capture-time hooks, of {len(self._entries)}: "
+            f"{expected}, where {found} came",
+        )
+
+    def _out_of_step(self) -> OutOfStepError:
+        layer, key = self._entries[self._position]
+        return OutOfStepError(
+            f"one of the {key} of callable {layer} ({type(self._callables[layer]).__name__}) "
+            f"raised {self._raised}. So this rank may have left out collectives that the other "
+            "ranks wait for, and training cannot go on. To train without graphs: "
+            "--cuda-graph-impl none"
+        )

@@ -1,0 +1,111 @@
+"""Reports what CUDA refused in a capture, by module and line.
+
+Note [Two errors]
+    CUDA refuses a read on the host, such as ``.item()``, in the call itself, so its error is raised
+    in the model's own frame. Ending the capture then raises a second error, "operation failed due
+    to a previous error during capture", and the caller gets that one (``torch.cuda.graph``, torch
+    2.11, cannot end an invalidated capture in another way). Python keeps the first as its context.
+
+Note [Backward passes]
+    Autograd runs them without any module: only a ``torch.autograd.Function`` written in Python has
+    a line. Capture-time hooks show which unit it was.
+
+Relied on: every text of CUDA's errors 900 to 908 (``cudaErrorStreamCapture*``) and of torch's own
+checks ("during CUDA graph capture") has "captur" in it. Python code of other packages (Triton, TE)
+raises them as a RuntimeError with that text.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from megatron_cg.backends.places import Place, place_of
+from megatron_cg.errors import CaptureError, MegatronCGError
+from megatron_cg.replay.unit import Unit
+
+_REASON = (
+    "A graph holds kernels and no host code: what reads or waits for the GPU (.item(), .cpu(), a "
+    "condition on a tensor, printing one) cannot be in it, nor can a copy from memory that is not "
+    "pinned or a kernel that is compiled or loaded at its first call"
+)
+_AS_BEFORE = "Model, hooks, gradients, RNG and FP8 state are as before."
+
+
+def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError | None:
+    """What CUDA refused in the capture of ``unit``, or None where ``error`` is something else.
+
+    Where another error, such as too little memory, ended the capture and CUDA refused only what
+    followed, the returned error says that one instead: ``error`` itself would hide it.
+
+    Args:
+        error: as it came out of the capture, its frames not cleared yet.
+        unit: whose pass was being captured.
+        in_backward: whether it was the backward pass.
+    """
+    errors = list(chain(error))
+    if isinstance(error, MegatronCGError) or not any(map(_is_refusal, errors)):
+        return None
+    first, place = _first(errors, unit.layer)
+    where = f"the {'backward' if in_backward else 'forward'} pass of {unit.name}"
+    module: nn.Module | None = None
+    if place is not None:
+        module = place.module
+        # A unit's backward pass has no module, so only its line is known.
+        said = place.source if module is None else str(place)
+        where += f", in {said}" if said else ""
+    text = str(first).partition("\n")[0]
+    if not _is_refusal(first):
+        return CaptureError(
+            f"Capture of {where} failed ({type(first).__name__}: {text}). {_AS_BEFORE}"
+        )
+    return CaptureError(
+        f"CUDA cannot capture {where} ({type(first).__name__}: {text}). {_REASON}. "
+        f"{unit.leave_out(module)} {_AS_BEFORE}"
+    )
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and the errors that it came from, back to the first."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def clear_frames(error: BaseException) -> None:
+    """Release what the frames of ``error`` and of its chain hold, such as half-made graphs.
+
+    Places have to be read before.
+    """
+    for one in chain(error):
+        traceback.clear_frames(one.__traceback__)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    # Any other class is an error of the model, whatever its text says.
+    package = type(error).__module__.partition(".")[0]
+    made_for_it = isinstance(error, RuntimeError) and package in ("builtins", "torch")
+    return made_for_it and "captur" in str(error)
+
+
+def _first(errors: Sequence[BaseException], root: nn.Module) -> tuple[BaseException, Place | None]:
+    """The error that ended the capture.
+
+    The first refusal in a module's code, else the first error there, else the first of all.
+    """
+    earliest = errors[::-1]
+    placed = [(error, _place(error, root)) for error in earliest]
+    inside = [(error, place) for error, place in placed if place is not None]
+    refused = [(error, place) for error, place in inside if _is_refusal(error)]
+    outside = [(error, place) for error, place in placed if _is_refusal(error)]
+    return [*refused, *inside, *outside][0]
+
+
+def _place(error: BaseException, root: nn.Module) -> Place | None:
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return place_of(reversed(frames), root)

@@ -1,0 +1,338 @@
+"""One model's graphs, from before capture until they are released.
+
+Note [Where ranks vote on a capture]
+    They vote before the first hook runs, and again when nothing is left that can fail on one rank:
+    the graphs are complete, the changes of capture are undone, the fast path is installed. Undoing
+    the changes may issue all-gathers, on a rank that failed as on the others. So a rank that failed
+    before the first vote votes at once, where the others wait for it. One that failed later votes
+    after it has undone all changes. If training may not go on without graphs (``joins`` is false),
+    a rank that failed among the hooks ends, and its launcher ends the others. After the hooks the
+    others come to the vote in any case, so the rank votes and all end with the cause.
+
+Note [Graphs that one rank deletes]
+    A rank may delete its graphs by itself, between two steps. All ranks find that out a step later
+    and give up theirs (``consensus/boundary.py``). Until then this rank runs eagerly what the
+    others replay. If a graph held collectives, that needs a vote. So a hook on the layer votes
+    until all ranks have agreed on what follows (Note [Undone by all ranks together] in
+    ``consensus/exchange.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.backends.base import Backend
+from megatron_cg.capture.guarded_capture import GuardedCapture
+from megatron_cg.capture.hook_order import OutOfStepError
+from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.capture.transaction import capturing
+from megatron_cg.consensus.decision import Verdict, digest
+from megatron_cg.consensus.exchange import Agreement, AgreementError
+from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
+from megatron_cg.fastpath import FastPath
+from megatron_cg.fastpath import install as install_fast_path
+from megatron_cg.fastpath.params.last_unit import keep_no_more
+from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.replay.attach import attach_replay
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guarded_graph import GuardedGraph
+from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
+from megatron_cg.replay.unit import Unit
+from megatron_cg.telemetry.capture_report import CaptureReport
+from megatron_cg.upstream.patch import run_before, set_attribute
+
+logger = logging.getLogger(__name__)
+
+_SESSIONS: list[Session] = []
+"""Sessions with graphs; a strong reference, since the layers replay whether or not anybody else
+holds their session, and :func:`close_all_sessions` must find it."""
+
+
+class Phase(Enum):
+    """Where a session is. EAGER goes to CAPTURING, and back (failure) or on to REPLAYING."""
+
+    EAGER = "eager"
+    CAPTURING = "capturing"
+    REPLAYING = "replaying"
+    CLOSED = "closed"
+
+
+class Session:
+    """The graphs of one Megatron-FSDP model.
+
+    Args:
+        model: the ``MegatronFSDP``, or any module that contains exactly one.
+        units: the layers to be captured, in the order of their forward passes.
+        backend: what captures them.
+        agreement: the votes of all ranks, for a model that several ranks train.
+        joins: a capture that fails here still runs what other ranks wait for; see
+            ``hook_order.py``. For a caller that goes on after a failure.
+        policy: what follows when a graph must not be replayed.
+        static_inputs: what is known of the units' inputs, in the same order.
+        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs live; see
+            ``megatron_cg/fsdp/fast``.
+        optimizers: of the model's parameters, for the fast path.
+
+    Raises:
+        HookError: ``model`` holds no ``MegatronFSDP``.
+        UpstreamChangedError: it holds one that lacks a member we rely on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        backend: Backend,
+        agreement: Agreement | None = None,
+        *,
+        joins: bool = False,
+        policy: ReplayPolicy | None = None,
+        static_inputs: StaticInputs | None = None,
+        fast_path: bool = True,
+        optimizers: Sequence[Any] = (),
+    ) -> None:
+        fsdp = find_megatron_fsdp(model)
+        if fsdp is None:
+            raise HookError(
+                f"{type(model).__name__} holds no MegatronFSDP: wrap the model before capture "
+                "(--use-megatron-fsdp), or use Megatron's own CUDA graphs without this package."
+            )
+        self._model, self._fsdp = model, fsdp
+        self._units = tuple(units)
+        self._backend = backend
+        self._agreement, self._joins = agreement, joins
+        self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
+        self._wants_fast_path, self._optimizers = fast_path, tuple(optimizers)
+        self.fast_path: FastPath | None = None
+        self._undo = ExitStack()
+        self._hooks: tuple[UnitHooks, ...] = ()
+        self._capture: GuardedCapture | None = None
+        self.phase = Phase.EAGER
+        self.counters = Counters()
+        all_leave = agreement.leave_together if agreement is not None else None
+        self.watch = Watch(policy or ReplayPolicy(), self.counters, all_leave)
+
+    @property
+    def digest(self) -> int:
+        """A number for the set of graphs, equal on ranks that hold the same set."""
+        return digest(f"{unit.name}: {len(unit.graphed)} modules" for unit in self._units)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The transaction in which the caller captures the units and gives them their graphs.
+
+        In the body the caller calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit.
+        Left normally, the units replay from then on; left by an exception, everything is as it
+        was before and the session can try again.
+
+        Raises:
+            PhaseError: graphs exist already, or the session is closed.
+            EarlierWorkError: the GPU was in an error state already.
+            HookError, UnknownFsdpHookError: a hook cannot be carried over; nothing was changed.
+            CaptureError: the body ended without a graph for some unit.
+        """
+        self._require(Phase.EAGER)
+        self._wait_for_earlier_work()
+        votes = self._agreement.time if self._agreement is not None else None
+        report = CaptureReport(self._fsdp, self._units, self._backend, votes)
+        whole = False
+        try:
+            self.phase = Phase.CAPTURING
+            keep_no_more(self._fsdp)  # All ranks capture, or none, so they are at one place.
+            self._capture = GuardedCapture(
+                self._fsdp, self._units, self._backend, self.watch, self._static_inputs
+            )
+            with capturing(self._units, self._fsdp, self._backend) as (hooks, lasting):
+                self._hooks = hooks
+                for unit in self._units:
+                    lasting.callback(set_attribute(unit.layer, "cuda_graphs", [], shared=True))
+                with self._failed_start_shared():
+                    yield
+                self._check_whole()
+                for unit, unit_hooks in zip(self._units, hooks, strict=True):
+                    attach = unit.attach or attach_replay
+                    lasting.callback(attach(unit, unit_hooks.before_replay, self.watch))
+                self._undo, whole = lasting.pop_all(), True
+            # Only now are FSDP's hooks, by which the fast path is found, back in place.
+            self._install_fast_path()
+            if self._agreement is not None:
+                self._agreement.confirm()
+        except BaseException as error:
+            self._undo.close()
+            self.phase = Phase.EAGER
+            report.failed(error)
+            self._share_failure(error, whole=whole)
+            raise
+        _SESSIONS.append(self)
+        self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
+        self.phase = Phase.REPLAYING
+        report.finished(self.counters)
+
+    def capture(
+        self,
+        callables: Sequence[nn.Module],
+        sample_args: Sequence[tuple[torch.Tensor, ...]],
+        *,
+        sample_kwargs: Sequence[Mapping[str, torch.Tensor]] | None = None,
+        **options: Any,
+    ) -> tuple[GuardedGraph, ...]:
+        """Capture the units by the backend, with FSDP's hooks outside of the graphs.
+
+        Args:
+            callables: the units' layers, in order.
+            sample_args: static inputs of each graph, tensors on the device.
+            sample_kwargs: those by keyword.
+            **options: other arguments of TE's ``make_graphed_callables``.
+
+        Returns:
+            A guarded graph for each sample.
+
+        Raises:
+            PhaseError: outside of :meth:`capturing`, or for other layers than the units'.
+            CaptureError: another rank cannot capture, or would capture something else.
+            OutOfStepError: this rank failed in a way that leaves the others waiting.
+        """
+        self._require(Phase.CAPTURING)
+        assert self._capture is not None
+        if [id(layer) for layer in callables] != [id(unit.layer) for unit in self._units]:
+            raise PhaseError("the layers to be captured are not this session's units, in order")
+        # Lists, since TE puts buffers that it shares between graphs into the very ones it is given.
+        args = list(sample_args)
+        kwargs = [dict(item) for item in sample_kwargs] if sample_kwargs else [{} for _ in args]
+
+        def begin() -> None:
+            if self._agreement is not None:
+                self._agreement.ready(Verdict(size=args[0][0].numel(), graphs=self.digest))
+
+        return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
+
+    def _install_fast_path(self) -> None:
+        if not self._wants_fast_path:
+            return
+        agreement = self._agreement
+        self.fast_path = install_fast_path(
+            self._fsdp,
+            self._backend.room(),
+            self._optimizers,
+            self._graphed(),
+            self._replay_functions(),
+            model=self._model,
+            together=agreement.undo_together if agreement is not None else None,
+        )
+        self._undo.callback(self.fast_path.close)
+        self.watch.issue_held = self.fast_path.late.issue
+
+    @contextmanager
+    def _failed_start_shared(self) -> Iterator[None]:
+        """See Note [Where ranks vote on a capture]."""
+        try:
+            yield
+        except Exception:
+            if self._joins and self._agreement is not None and self._agreement.awaits_start:
+                self._agreement.report_failure()
+            raise
+
+    def _share_failure(self, error: BaseException, *, whole: bool) -> None:
+        """See Note [Where ranks vote on a capture]."""
+        if self._agreement is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, OutOfStepError | AgreementError):
+            return
+        if self._joins:
+            self._agreement.report_failure()
+        elif whole:
+            with suppress(CaptureError):
+                self._agreement.report_failure()
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Let :meth:`close` run ``undo`` too, before what was changed earlier is undone."""
+        self._require(Phase.REPLAYING)
+        self._undo.callback(undo)
+
+    def close(self) -> None:
+        """Release the graphs and undo, in reverse, all that capture changed. Safe to run twice.
+
+        The host waits for the GPU first: a graph must not be destroyed while it replays.
+        """
+        if self.phase is Phase.CAPTURING:
+            raise PhaseError("a session cannot be closed from inside its own capture")
+        replaying, self.phase = self.phase is Phase.REPLAYING, Phase.CLOSED
+        if not replaying:
+            return
+        _SESSIONS.remove(self)
+        with ExitStack() as votes, self._undo, ExitStack() as release:
+            votes.callback(self._vote_when_eager)  # Last, and also if a graph cannot be released.
+            for unit in self._units:
+                for graph in _graphs(unit.layer):
+                    release.callback(graph.reset)
+            # Last in, first out: the wait comes first, and what it raises keeps no graph alive.
+            release.callback(self._backend.synchronize)
+
+    def _vote_when_eager(self) -> None:
+        """See Note [Graphs that one rank deletes]."""
+        if self._agreement is None or self._capture is None:
+            return
+        for unit, passes in zip(self._units, self._capture.eager_passes, strict=True):
+            if passes.collectives:
+                vote = partial(passes.for_no_replay, "its graphs were deleted")
+                self._agreement.undo_together(run_before(unit.layer, "forward", vote))
+
+    def _require(self, phase: Phase) -> None:
+        if self.phase is not phase:
+            raise PhaseError(
+                f"this session is {self.phase.value}, and has to be {phase.value} for that. To "
+                "capture again, delete its graphs and open a new session"
+            )
+
+    def _graphed(self) -> set[nn.Module]:
+        """All modules inside of graphs."""
+        return {module for unit in self._units for top in unit.graphed for module in top.modules()}
+
+    def _replay_functions(self) -> list[ReplayFunction]:
+        graphs = (graph for unit in self._units for graph in _graphs(unit.layer))
+        return [self._backend.replay_function(graph.graph) for graph in graphs]
+
+    def _wait_for_earlier_work(self) -> None:
+        """An error of the GPU shows at the next wait, which would otherwise be one of capture."""
+        try:
+            self._backend.synchronize()
+        except Exception as error:
+            raise EarlierWorkError(
+                f"work queued before capture failed: {type(error).__name__}: {error}. Capture had "
+                "not begun. To see which operation it was, run with CUDA_LAUNCH_BLOCKING=1"
+            ) from error
+
+    def _check_whole(self) -> None:
+        missing = [unit.name for unit in self._units if not _graphs(unit.layer)]
+        if missing:
+            raise CaptureError(
+                f"capture ended without a graph for {', '.join(missing)}; no layer was changed, "
+                "training can go on eagerly"
+            )
+
+
+def open_sessions() -> int:
+    """How many models of this process have graphs."""
+    return len(_SESSIONS)
+
+
+def close_all_sessions() -> None:
+    """Close every session that has graphs, also when closing one of them raises."""
+    with ExitStack() as stack:
+        for session in _SESSIONS:
+            stack.callback(session.close)
+
+
+def _graphs(layer: nn.Module) -> Sequence[Any]:
+    graphs: Sequence[Any] = getattr(layer, "cuda_graphs", ())
+    return graphs

@@ -1,0 +1,83 @@
+"""Inputs that are the same tensor in every pass, so that a graph can read them where they are.
+
+A rotary table is computed once and given to every layer of every step. Captured as a made-up
+sample, it would be copied into the graph's own memory before each replay. Captured as itself, it
+is not.
+
+Note [A borrowed input is never written]
+    TE copies an input that lies elsewhere into the static one (``Graphed.forward``), which here
+    would be the model's own table. So the guard forbids the replay when a borrowed input is not
+    the very memory that was captured; see ``replay/guard/inputs.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.upstream.copies import look_before
+
+
+class StaticInputs:
+    """Finds, by looking at whole training steps, which keyword inputs of layers never change."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = tuple(layers)
+        self._seen: dict[tuple[int, str], weakref.ref[torch.Tensor]] = {}
+        self._changed: set[tuple[int, str]] = set()
+        self._steps = 0
+
+    def observe_step(self) -> Callable[[], None]:
+        """Look at every call of the layers until the returned function is called."""
+        stack = ExitStack()
+        for index, layer in enumerate(self._layers):
+
+            def look(_module: Any, _args: Any, kwargs: Any, index: int = index) -> None:
+                self._look(index, kwargs)
+
+            stack.callback(look_before(layer, look))
+        self._steps += 1
+        return stack.close
+
+    def forget(self) -> None:
+        """Take no input for unchanging any more, after one has changed."""
+        self._seen.clear()
+        self._steps = 0
+
+    def replace_in(
+        self, index: int, samples: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """``samples`` of the layer ``index`` with what never changed in the place of made-up ones.
+
+        Nothing is replaced before two steps were seen: a mask may be one tensor for all
+        microbatches of a step and another in the next.
+        """
+        found = dict(samples)
+        for name, sample in samples.items():
+            reference = self._seen.get((index, name))
+            tensor = reference() if reference is not None else None
+            if self._steps < 2 or tensor is None or (index, name) in self._changed:
+                continue
+            if _alike(tensor, sample):
+                found[name] = tensor
+        return found
+
+    def _look(self, index: int, kwargs: Mapping[str, Any]) -> None:
+        for name, value in kwargs.items():
+            key = (index, name)
+            if not isinstance(value, torch.Tensor) or value.requires_grad:
+                self._changed.add(key)
+            elif key not in self._seen:
+                self._seen[key] = weakref.ref(value)
+            elif self._seen[key]() is not value:
+                self._changed.add(key)
+
+
+def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    same = one.shape == two.shape and one.dtype == two.dtype and one.stride() == two.stride()
+    return same and one.device == two.device and not two.requires_grad

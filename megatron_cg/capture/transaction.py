@@ -1,0 +1,144 @@
+"""Capture as a transaction: plan and validate everything, then change things, undo on failure.
+
+Note [Two stacks]
+    Some changes must always be taken back, capture or no capture: hooks cleared, parameters made
+    whole, RNG and FP8 state advanced by made-up inputs, TE's flags. They are on a stack that is
+    unwound before :func:`capturing` ends, whatever happened. Lasting changes (the graphs, the
+    replay in the place of forward) are on a second one: unwound when anything raised, and handed
+    to the session when all went well, so that closing the session takes them back in reverse.
+
+Note [Order of entering]
+    The raw parameters come before the parameters' hooks, which sit on the raw ones. The backend's
+    state comes last, so that it is put back first, while hooks are still off: restoring RNG and
+    FP8 state runs no module code, but a hook that fires for it would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from megatron_cg.backends.base import Backend
+from megatron_cg.fsdp.model import gather_alone, raw_parameters, training_states
+from megatron_cg.fsdp.roles import fsdp_package_of
+from megatron_cg.fsdp.tag import tag_backward_wrappers
+from megatron_cg.fsdp.transform import UnitHooks, transform
+from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
+from megatron_cg.replay.unit import Unit
+
+
+def read_hooks(unit: Unit) -> UnitHooks:
+    """Phase 2 on a unit's hooks as they are now; changes nothing.
+
+    Raises HookError or UnknownFsdpHookError, naming the hook.
+    """
+    inner = {
+        module: tuple(module_hooks(module))
+        for module in unit.layer.modules()
+        if module is not unit.layer
+    }
+    return transform(unit.layer, tuple(module_hooks(unit.layer)), inner, unit.graphed, unit.name)
+
+
+@contextmanager
+def capturing(
+    units: Sequence[Unit], fsdp: nn.Module, backend: Backend
+) -> Iterator[tuple[tuple[UnitHooks, ...], ExitStack]]:
+    """The state in which ``units`` can be captured.
+
+    Yields each unit's hooks for the backend, and the stack of lasting changes: what the caller
+    pushes there is undone if the body raises, and otherwise the caller's to keep (``pop_all``).
+
+    Args:
+        units: the layers, in the order of their forward passes.
+        fsdp: the ``MegatronFSDP`` that wraps them.
+        backend: whose traces are to be put back.
+
+    Raises:
+        HookError, UnknownFsdpHookError: before anything has been changed.
+    """
+    modules = _unique(module for unit in units for module in unit.layer.modules())
+    hooks = tuple(read_hooks(unit) for unit in units)
+    with ExitStack() as lasting, ExitStack() as always:
+        always.callback(tag_backward_wrappers(modules))
+        always.enter_context(training_states(fsdp.modules()))
+        always.enter_context(raw_parameters(fsdp))
+        parameters = _unique(p for unit in units for p in unit.layer.parameters())
+        always.callback(gather_alone(fsdp, parameters))
+        always.enter_context(gradients_kept(parameters))
+        always.enter_context(buffers_kept(modules))
+        always.callback(_quiet_parameters(parameters))
+        always.callback(_quiet_modules(units, modules))
+        always.enter_context(backend.preserved([unit.layer for unit in units]))
+        yield hooks, lasting
+
+
+def _quiet_modules(units: Sequence[Unit], modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Take off the units' hooks, and FSDP's hooks on modules below; returns what puts all back.
+
+    All modules are remembered, since TE hangs hooks of its own on every module below a callable
+    during warmup and leaves them there when it fails.
+    """
+    snapshots = [HookSnapshot(module) for module in modules]
+    captured = {unit.layer for unit in units}
+    for snapshot in snapshots:
+        made_by_fsdp = any(fsdp_package_of(record.fn) for record in snapshot.records)
+        if snapshot.module in captured or made_by_fsdp:
+            snapshot.clear()
+    return _restore_all(snapshots)
+
+
+def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Remove the parameters' hooks; returns the undo."""
+    snapshot = ParameterHookSnapshot(parameters)
+    snapshot.clear()
+    return snapshot.restore
+
+
+def _restore_all(snapshots: Sequence[HookSnapshot]) -> Callable[[], None]:
+    def restore() -> None:
+        for snapshot in snapshots:
+            snapshot.restore()
+
+    return restore
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """No parameter has a gradient or a hook; what a backward pass leaves on them is removed."""
+    with gradients_kept(parameters), ExitStack() as stack:
+        stack.callback(_quiet_parameters(parameters))
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+
+
+@contextmanager
+def gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Gradients of made-up inputs never stay on a parameter."""
+    saved = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in saved:
+            parameter.grad = gradient
+
+
+@contextmanager
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """What made-up inputs add to buffers (a router's token counts, for one) is taken back."""
+    buffers = _unique(buffer for module in modules for buffer in module.buffers(recurse=False))
+    saved = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in saved:
+                buffer.copy_(values)
+
+
+def _unique[T](items: Iterator[T]) -> list[T]:
+    return list({id(item): item for item in items}.values())

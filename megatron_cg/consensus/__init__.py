@@ -1,0 +1,1 @@
+"""What all ranks do together: requests, votes and the decision."""

@@ -1,0 +1,379 @@
+"""One decision for all ranks, before anything that all of them must do together.
+
+A rank that captures, or leaves its graphs, while another does not enters collectives that the
+other never joins. So every rank, also one that failed, puts its verdict into one small exchange,
+and a pure function of all verdicts decides (``consensus/decision.py``). The exchange has a
+gloo group of its own: CPU tensors, never NCCL, never inside a graph.
+
+Note [Undone by all ranks together]
+    What changes a rank's collectives may not be undone by one rank alone, as when it deletes its
+    graphs by itself. Its undo is left here, and run when all ranks have agreed on what follows, or
+    the votes are over.
+
+Note [Two exchanges]
+    A synchronous vote is two exchanges: the time of the first is waiting for the last rank, that
+    of the second the exchange itself. An asynchronous vote is one, hidden behind other work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_cg.consensus.decision import (
+    AgreementError,
+    Decision,
+    Exchange,
+    Kind,
+    Level,
+    Verdict,
+    decide,
+    digest,
+    encode,
+    name_of,
+    ranks_text,
+)
+from megatron_cg.errors import CaptureError, PhaseError
+
+__all__ = (
+    "TIMEOUT",
+    "Agreement",
+    "AgreementError",
+    "AgreementTime",
+    "Decision",
+    "Kind",
+    "Level",
+    "Verdict",
+    "decide",
+    "digest",
+)
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others' verdicts, as long as NCCL waits by default: capture of a
+large model takes minutes, and ranks differ."""
+
+LEAVING = timedelta(seconds=60)
+"""How long a rank waits for the others to leave a graph for a mismatch: they find the same at the
+same call."""
+
+
+@dataclass
+class AgreementTime:
+    """What votes cost this rank's main thread, in milliseconds, summed over all votes."""
+
+    votes: int = 0
+    issuing_ms: float = 0.0
+    """Posting asynchronous votes."""
+    waiting_ms: float = 0.0
+    """Until the last rank had come; for asynchronous votes, blocked in ``collect``."""
+    exchanging_ms: float = 0.0
+    """Exchanging verdicts when all were there; synchronous votes only."""
+
+    def as_dict(self) -> dict[str, float]:
+        """The figures by name."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """The figures in one line to read."""
+        return (
+            f"{self.votes} votes: {self.issuing_ms:.1f} ms posting, {self.waiting_ms:.1f} ms "
+            f"waiting, {self.exchanging_ms:.1f} ms exchanging"
+        )
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the block's duration to the field of that name, also when the block raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = (time.perf_counter() - start) * 1e3
+            setattr(self, name, getattr(self, name) + spent)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An exchange on its way: gloo writes into ``rows`` until ``work`` is done."""
+
+    work: dist.Work
+    rows: torch.Tensor
+
+
+class Agreement:
+    """The votes of all ranks of the default process group; made by all ranks together.
+
+    Every rank must come to the same votes in the same order: gloo pairs exchanges by the order in
+    which each rank issued them, whatever is still under way. Votes of one capture are two:
+    :meth:`ready` before it and :meth:`confirm` at its end; a rank that fails between them calls
+    :meth:`report_failure`. A capture that is given up is one place for :meth:`together`.
+    :meth:`begin_capture` opens the next capture.
+
+    Args:
+        timeout: how long a vote waits for a rank that does not come.
+    """
+
+    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout = timeout
+        self._broken = ""
+        self._pending: _Pending | None = None
+        self._captures = 1
+        self._next: Kind | None = Kind.CAPTURE_START
+        self.time = AgreementTime()
+        self._together: list[Callable[[], None]] = []
+        self._left = 0
+
+    def undo_together(self, undo: Callable[[], None]) -> None:
+        """Leave ``undo`` until :meth:`together`; see Note [Undone by all ranks together]."""
+        self._together.append(undo)
+        self._left += 1
+
+    @property
+    def left(self) -> int | None:
+        """Which of all undos was left last; None where none is left now."""
+        return self._left if self._together else None
+
+    def together(self) -> None:
+        """All ranks are at this place, between two steps: undo what was left for that."""
+        with ExitStack() as undos:
+            while self._together:
+                undos.callback(self._together.pop(0))
+
+    def agree(
+        self,
+        kind: Kind,
+        verdict: Verdict,
+        *,
+        serial: int = 0,
+        timeout: timedelta | None = None,
+    ) -> Decision:
+        """Vote now and wait for all ranks. A vote posted before stays posted.
+
+        Args:
+            kind: what is voted on.
+            verdict: this rank's.
+            serial: what the caller counts, a training step for one. Ranks whose counts differ
+                are at different votes.
+            timeout: in the place of the agreement's own.
+
+        Raises:
+            AgreementError: a rank is gone or did not come in time, or came to another vote. No
+                vote can follow: ranks no longer do the same.
+            PhaseError: a CUDA graph is being captured.
+        """
+        _require_no_capture()
+        self.time.votes += 1
+        with self.time.measure("waiting_ms"):
+            arriving = self._issue(encode(kind, serial, verdict, Exchange.ARRIVING), timeout)
+            self._finish(arriving)
+        with self.time.measure("exchanging_ms"):
+            row = encode(kind, serial, verdict, Exchange.VOTING)
+            return self._finish(self._issue(row, timeout))
+
+    def post(self, kind: Kind, verdict: Verdict, *, serial: int = 0) -> None:
+        """Vote without waiting; :meth:`collect` gives the decision. One at a time.
+
+        Raises AgreementError and PhaseError as :meth:`agree`; PhaseError also when the vote
+        posted before has not been collected.
+        """
+        _require_no_capture()
+        if self._pending is not None:
+            raise PhaseError("a vote is posted already: collect() its decision before the next")
+        self.time.votes += 1
+        with self.time.measure("issuing_ms"):
+            self._pending = self._issue(encode(kind, serial, verdict), None)
+
+    def collect(self, timeout: timedelta | None = None) -> Decision | None:
+        """The decision of the posted vote, waiting for it if need be; None when none was posted.
+
+        Args:
+            timeout: wait no longer than this, instead of until the vote's own time is over.
+                gloo cannot call an exchange off, so a process that ends after that may wait
+                for the rest of the vote's own time.
+
+        Raises AgreementError and PhaseError as :meth:`agree`; the vote is gone then.
+        """
+        _require_no_capture()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        with self.time.measure("waiting_ms"):
+            return self._finish(pending, timeout)
+
+    def begin_capture(self) -> None:
+        """Open the next capture; a new agreement has opened its first. Not a vote.
+
+        All ranks are at this place, so what was left to undo together is undone here.
+        """
+        self.together()
+        self._captures += 1
+        self._next = Kind.CAPTURE_START
+
+    @property
+    def awaits_start(self) -> bool:
+        """Whether the vote on this capture's start is still to come."""
+        return self._next is Kind.CAPTURE_START
+
+    def ready(self, verdict: Verdict | None = None, timeout: timedelta | None = None) -> None:
+        """Say that this rank can begin to capture; returns when all ranks can.
+
+        Args:
+            verdict: the static size and the graphs that this rank is about to capture.
+            timeout: as in :meth:`agree`.
+
+        Raises:
+            CaptureError: a rank failed or would capture something else; on all ranks.
+            AgreementError: as :meth:`agree`.
+            PhaseError: this capture has voted on that; :meth:`begin_capture` opens another.
+        """
+        self._require_next(Kind.CAPTURE_START)
+        self._vote_on_capture(Kind.CAPTURE_START, verdict or Verdict(), timeout)
+
+    def confirm(self, verdict: Verdict | None = None, timeout: timedelta | None = None) -> None:
+        """Say that this rank's capture is whole; returns when all ranks' are.
+
+        A caller that did not come to :meth:`ready` does so here, with the same verdict. Arguments
+        and exceptions as there.
+        """
+        if self._next is Kind.CAPTURE_START:
+            self.ready(verdict, timeout)
+        self._require_next(Kind.CAPTURE_END)
+        self._vote_on_capture(Kind.CAPTURE_END, verdict or Verdict(), timeout)
+
+    def report_failure(self) -> None:
+        """Say that this rank's capture failed, in the next of its votes, so that all give up.
+
+        Does nothing when the capture has been decided already.
+
+        Raises:
+            CaptureError: the others do not answer. They are then inside collectives that this
+                rank will not join, and going on would pair it with the wrong ones.
+        """
+        kind = self._next
+        try:
+            if self._broken:
+                raise AgreementError(self._broken)
+            if kind is not None:
+                with suppress(CaptureError):
+                    self._vote_on_capture(kind, Verdict(Level.GIVE_UP), None)
+        except AgreementError as error:
+            raise CaptureError(
+                "this rank's capture failed, and the other ranks did not come to agree on it "
+                f"({error}). Training cannot go on, since ranks no longer do the same. To train "
+                "without graphs: --cuda-graph-impl none"
+            ) from error
+
+    def leave_together(self, name: str, timeout: timedelta | None = None) -> None:
+        """Return when all ranks want to leave the graph of that name now.
+
+        Args:
+            name: of the graph and the reason.
+            timeout: how long to wait for a rank that does not come; :data:`LEAVING` if None.
+
+        Raises AgreementError when a rank does not, and after ``timeout`` when one does not come:
+        it is waiting for a collective in its replay then.
+        """
+        # Without groups there is no rank that could wait for this one.
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        verdict = Verdict(graphs=digest([name]))
+        decision = self.agree(Kind.MISMATCH, verdict, timeout=timeout or LEAVING)
+        if decision.odd:
+            self._broken = f"{ranks_text(decision.odd)} found another mismatch than {name}"
+            raise AgreementError(self._broken)
+
+    def close(self) -> None:
+        """Let the group go. Safe to run twice, and after the process groups were destroyed."""
+        self.together()
+        group, self._group = self._group, None
+        self._pending = None
+        if group is not None:
+            # torch 2.11 raises ValueError for a group that destroy_process_group() took along.
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
+
+    def _vote_on_capture(self, kind: Kind, verdict: Verdict, timeout: timedelta | None) -> None:
+        decision = self.agree(kind, verdict, serial=self._captures, timeout=timeout)
+        self._next = None
+        if decision.level is Level.GIVE_UP or not decision.sizes_agree:
+            self.together()
+        if decision.asked:
+            raise CaptureError(
+                f"capture failed on {ranks_text(decision.asked)}, whose own log has the reason. "
+                "All ranks give their graphs up; hooks and state are as before"
+            )
+        if decision.odd or not decision.sizes_agree:
+            raise CaptureError(
+                f"ranks would not capture the same ({decision.reason()}), and their collectives "
+                "would not pair. All ranks give their graphs up; hooks and state are as before. "
+                "Give all ranks the same --cg-layers and the same sequence length"
+            )
+        if kind is Kind.CAPTURE_START:
+            self._next = Kind.CAPTURE_END
+
+    def _require_next(self, kind: Kind) -> None:
+        self._require_sound()
+        if self._next is not kind:
+            raise PhaseError(
+                f"the vote on {name_of(kind)} {self._captures} is over: begin_capture() opens the "
+                "votes of another capture"
+            )
+
+    def _require_sound(self) -> dist.ProcessGroup:
+        if self._broken:
+            raise AgreementError(self._broken)
+        if self._group is None:
+            raise PhaseError("this agreement is closed: make another, on all ranks together")
+        return self._group
+
+    def _issue(self, row: torch.Tensor, timeout: timedelta | None) -> _Pending:
+        group = self._require_sound()
+        rows = row.new_empty(group.size() * len(row))
+        # An exchange keeps the time that was set when it was issued (torch 2.11, gloo). A shorter
+        # time for ``work.wait`` would not do: the exchange goes on, and holds up the process's end.
+        group.set_timeout(timeout or self._timeout)
+        with self._naming_lost_ranks():
+            work = dist.all_gather_into_tensor(rows, row, group, async_op=True)
+        assert work is not None
+        return _Pending(work, rows.view(group.size(), -1))
+
+    def _finish(self, pending: _Pending, timeout: timedelta | None = None) -> Decision:
+        with self._naming_lost_ranks():
+            if timeout is None:
+                pending.work.wait()
+            else:
+                pending.work.wait(timeout)
+        try:
+            return decide(pending.rows)
+        except AgreementError as error:
+            self._broken = str(error)
+            raise
+
+    @contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        """Make what gloo raises in the block an AgreementError; no vote follows it."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._broken = (
+                f"a rank is gone, or did not come to a vote in time (gloo: {error}). This rank "
+                "ends: it cannot know what the others do, and its next collective would wait for "
+                "ever. The reason is in the log of the rank that ended first."
+            )
+            raise AgreementError(self._broken) from error
+
+
+def _require_no_capture() -> None:
+    try:
+        capturing = torch.cuda.is_current_stream_capturing()
+    except RuntimeError:
+        # No CUDA, or a CUDA that failed: a rank where that happened has to vote all the more.
+        return
+    if capturing:
+        raise PhaseError("ranks cannot vote while a CUDA graph is captured: vote before or after")

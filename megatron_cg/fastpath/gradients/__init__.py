@@ -1,0 +1,1 @@
+"""Gradients on their way into the buckets that are reduced."""

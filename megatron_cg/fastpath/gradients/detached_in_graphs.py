@@ -1,0 +1,87 @@
+"""Weights of graphs that autograd does not see.
+
+A graph's backward replay computes the gradients of all its weights. The backend returns copies of
+them, autograd visits each weight by itself, and from there they are copied once more, into
+Megatron-FSDP's bucket. Here a graph is replayed without its weights among autograd's inputs, as a
+grouped GEMM is run (``detached_weights.py``), and the gradients go from the graph's own memory
+into the bucket by one copy.
+
+See Note [Gradients that are lent] in ``megatron_cg/replay/lending.py``: where they cannot go into
+their bucket at once, since a weight is used in another way too for one, they are copied as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, call_hidden
+from megatron_cg.replay.lending import ReplayFunction
+
+
+def install_hidden_graphs(
+    hidden: HiddenWeights, replays: Sequence[ReplayFunction], launched: Callable[[], None]
+) -> Callable[[], None]:
+    """Hide the weights of graphs; returns the undo.
+
+    Args:
+        hidden: knows which weights can be hidden.
+        replays: how autograd sees each graph.
+        launched: called after each replay of a forward pass was launched.
+    """
+    with ExitStack() as undo:
+        undo.callback(hidden.close)
+        for replay in replays:
+            stand_in = _StandIn(hidden, replay, launched)
+            undo.callback(replay.replace(stand_in))
+            undo.callback(stand_in.end)
+        return undo.pop_all().close
+
+
+class _StandIn:
+    """Applied in the place of a graph's function."""
+
+    def __init__(
+        self, hidden: HiddenWeights, replay: ReplayFunction, launched: Callable[[], None]
+    ) -> None:
+        self._hidden, self._replay, self._launched = hidden, replay, launched
+        self._lending = _Lending(replay)
+        self._ended = False
+
+    def end(self) -> None:
+        """Hide nothing any more, even if something still refers to this object."""
+        self._ended = True
+
+    def apply(self, *args: Any) -> Any:
+        """What the function's own ``apply`` does."""
+        if self._ended:
+            return self._replay.function.apply(*args)
+        first = self._replay.first_weight
+        tail = args[first:]
+        weights = None
+        if torch.is_grad_enabled():
+            weights = self._hidden.together(tail, of_graph=True)
+        if weights is None:
+            outputs = self._replay.function.apply(*args)
+        else:
+            outputs = call_hidden(self._lending, weights, args[:first], tail, lent=True)
+        self._launched()
+        return outputs
+
+
+class _Lending:
+    """The function, whose ``backward`` returns gradients where the graph left them."""
+
+    def __init__(self, replay: ReplayFunction) -> None:
+        self.forward, self._replay = replay.function.forward, replay
+
+    def backward(self, ctx: Any, *gradients: Any) -> Any:
+        """See :class:`.ReplayFunction`."""
+        take_back = self._replay.lend()
+        try:
+            return self._replay.function.backward(ctx, *gradients)
+        finally:
+            take_back()

@@ -1,0 +1,354 @@
+"""Weights of a grouped GEMM that autograd does not see.
+
+A grouped GEMM computes the gradients of all its experts' weights at once, as pieces of one tensor.
+Autograd then visits each weight by itself: a node of the graph, a hook, a gradient stored and taken
+away again, a thousand times a step. Here the operation runs without its weights among autograd's
+inputs, and its own backward function hands all their gradients over in one call.
+
+Note [What autograd would have done]
+    It would have added up what comes from all uses of a weight in one backward pass, and only then
+    called the weight's hook. Another use can be the same operation, called twice, or anything else
+    that reads a weight, a penalty on weights for one. Which of them a backward pass comes to, the
+    engine says (``_will_engine_execute_node``), so gradients of one pass wait for each other:
+    those of the operation for its last call, and that of a weight that is used in another way for
+    the weight's own hook, or the other way round. A sum of two is the same sum in either order; one
+    of three or more may be added up in another order than autograd's. What is one pass is told by
+    the engine's number for it; a pass inside another (reentrant recompute) has its own.
+    A weight that has hooks of its own, or whose gradient is computed later, is not hidden.
+
+Note [Passes that name their inputs]
+    ``torch.autograd.grad``, or ``backward`` with ``inputs``, wants gradients of some tensors only.
+    Whether hidden weights are among them nothing tells. The operation has one more input, a leaf
+    that nobody can name: a pass that does not come to it ends with an error.
+
+Note [Nodes that are kept]
+    A weight has one AccumulateGrad node for as long as anything refers to it, and asking for one
+    that nobody refers to makes it, which costs thirty times as much as the question itself. So they
+    are kept. Were a weight given another one in spite of that, its own hook would come after its
+    gradient was handed over, and ends the pass with an error (``GradientHandOff``).
+
+Relied on: transformer-engine 2.20.2, ``_GroupedLinear``, which ``GroupedLinear.forward`` looks up
+in its module for each call: ``forward`` takes weights and biases last, and ``backward`` returns
+their gradients last; it does not ask which of its inputs need gradients but the tensors themselves.
+torch 2.11: ``torch._C._will_engine_execute_node``, ``torch.autograd.graph.get_gradient_edge``, and
+that ``save_for_backward`` takes tensors that are no inputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Container, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from megatron_cg.errors import FastPathError
+from megatron_cg.fastpath.gradients.bucketing import GradientHandOff
+from megatron_cg.fastpath.hook_closures import hooks_of_gradient
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.symbols import Symbol, changed
+
+MODULE, _NAME = "transformer_engine.pytorch.module.grouped_linear", "_GroupedLinear"
+NO_EXPERTS = "no grouped GEMM of Transformer Engine's is there"
+_FORWARD = Symbol(
+    "transformer-engine",
+    f"{MODULE}:{_NAME}.forward",
+    "a grouped GEMM",
+    parameters=("ctx", "inp", "weights_and_biases"),
+)
+_BACKWARD = Symbol(
+    "transformer-engine", f"{MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",)
+)
+_EXECUTES = Symbol("torch", "torch._C:_will_engine_execute_node", "what a backward pass comes to")
+_PASS = Symbol("torch", "torch._C:_current_graph_task_id", "which backward pass is under way")
+_NO_PASS = -1
+RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, _PASS)
+MANY = 4
+"""Weights of one operation from which on it is worth hiding them."""
+Gradients = Sequence[torch.Tensor | None]
+
+
+def install_hidden(hidden: HiddenWeights) -> Callable[[], None]:
+    """Hide the weights of Transformer Engine's grouped GEMMs; returns the undo.
+
+    Args:
+        hidden: knows which weights can be hidden.
+
+    Raises:
+        StepsAsideError: no grouped GEMM is loaded.
+        UpstreamChangedError: it is not the one that this relies on.
+    """
+    module = sys.modules.get(MODULE)
+    if module is None:
+        raise StepsAsideError(NO_EXPERTS)
+    for symbol in RELIES_ON:
+        symbol.find()
+    return hide_in(module, _NAME, hidden)
+
+
+def hide_in(module: Any, name: str, hidden: HiddenWeights) -> Callable[[], None]:
+    """Let a function of autograd's, looked up in ``module``, be run without its weights.
+
+    Several models share one stand-in. The returned function undoes it for this one.
+    """
+    stand_in: Any = getattr(module, name)
+    if not isinstance(stand_in, _StandIn):
+        stand_in = _StandIn(stand_in)
+        stand_in.undo = set_attribute(module, name, stand_in)
+    stand_in.models.add(hidden)
+
+    def undo() -> None:
+        stand_in.models.discard(hidden)
+        hidden.close()
+        if not stand_in.models:
+            stand_in.undo()
+
+    return undo
+
+
+class _StandIn:
+    """Stands in the place of the function: ``apply`` without weights, all else its own."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._first = _place_of_weights(function)
+        self.models: weakref.WeakSet[HiddenWeights] = weakref.WeakSet()
+        self.undo: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_function"], name)
+
+    def apply(self, *args: Any) -> Any:
+        """What the function's own ``apply`` does."""
+        tail = args[self._first :]
+        for model in self.models:
+            weights = model.together(tail)
+            if weights is not None:
+                return call_hidden(self._function, weights, args[: self._first], tail)
+        return self._function.apply(*args)
+
+
+def _place_of_weights(function: Any) -> int:
+    """How many arguments come before the weights, the context not counted."""
+    kinds = [one.kind for one in inspect.signature(function.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        expected = f"{_FORWARD.expected}, whose weights come last"
+        raise changed(_FORWARD.distribution, _FORWARD.path, expected)
+    return kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
+
+
+def call_hidden(
+    function: Any,
+    weights: Weights,
+    shown: Sequence[Any],
+    tail: Sequence[Any],
+    *,
+    lent: bool = False,
+) -> Any:
+    """What ``function.apply(*shown, *tail)`` does, with weights that autograd is not given.
+
+    Args:
+        function: of autograd's, or what has its ``forward`` and ``backward``.
+        weights: those in ``tail``.
+        shown: the arguments before ``tail``.
+        tail: the last arguments.
+        lent: whether gradients of ``tail`` are lent (:class:`.ReplayFunction`).
+    """
+    apply: Callable[..., Any] = _Hidden.apply
+    return apply(function, weights, tail, lent, weights.leaf, *shown)
+
+
+class _Hidden(torch.autograd.Function):
+    """The function itself, called with weights that autograd was not given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: Any,
+        weights: Weights,
+        tail: Sequence[Any],
+        lent: bool,
+        _leaf: Any,
+        *shown: Any,
+    ) -> Any:
+        ctx.hidden, ctx.computed_in = (function, weights, lent, len(shown)), _NO_PASS
+        weights.is_used_by(ctx)
+        return function.forward(ctx, *shown, *tail)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        function, weights, lent, shown = ctx.hidden
+        found = function.backward(ctx, *gradients)
+        weights.computed(ctx, found[shown:], lent=lent)
+        return (None, None, None, None, None, *found[:shown])
+
+
+class HiddenWeights:
+    """Which weights of one model are hidden.
+
+    Args:
+        model: what Megatron-FSDP wraps.
+        hand_off: takes the gradients.
+        graphed: modules that are left as they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, hand_off: GradientHandOff, graphed: Container[nn.Module] = ()
+    ) -> None:
+        self._modules = [module for module in model.modules() if module not in graphed]
+        self._hand_off = hand_off
+        self._eager: frozenset[int] | None = None
+        self._of: dict[int, Weights] = {}
+
+    def together(self, tail: Sequence[Any], *, of_graph: bool = False) -> Weights | None:
+        """The weights among last arguments, of an operation or a graph; None: they stay visible."""
+        if not tail or not torch.is_tensor(tail[0]):
+            return None
+        weights = self._of.get(id(tail[0]))
+        if weights is not None and not weights.are(tail):
+            if weights.are_used():
+                return None  # its calls and this one may be of one pass
+            self._of.pop(id(tail[0])).close()
+            weights = None
+        if weights is None:
+            weights = self._add(tail, of_graph=of_graph)
+        return weights if weights is not None and weights.may_hide() else None
+
+    def close(self) -> None:
+        """Let go of the weights."""
+        for weights in self._of.values():
+            weights.close()
+        self._of.clear()
+
+    def _add(self, tail: Sequence[Any], *, of_graph: bool) -> Weights | None:
+        needed = [place for place, needs in enumerate(_needs(tail)) if needs]
+        if not needed or not all(self._hand_off.knows(tail[place]) for place in needed):
+            return None
+        ids = {id(tail[place]) for place in needed}
+        if len(ids) < len(needed):
+            return None
+        if not of_graph and (len(needed) < MANY or not ids <= self._ids_outside_of_graphs()):
+            return None
+        if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
+            return None  # those of another operation, which their own hooks wait for
+        weights = Weights(tail, needed, self._hand_off)
+        self._of[id(tail[0])] = weights
+        return weights
+
+    def _ids_outside_of_graphs(self) -> frozenset[int]:
+        if self._eager is None:
+            # Between two steps modules may hold the optimizer's DTensors; in a pass they do not.
+            own = (p for module in self._modules for p in module.parameters(recurse=False))
+            self._eager = frozenset(map(id, own))
+        return self._eager
+
+
+class Weights:
+    """Weights of one operation, and what is known of them in a backward pass."""
+
+    def __init__(self, tail: Sequence[Any], needed: list[int], hand_off: GradientHandOff) -> None:
+        self._places, self._hand_off = needed, hand_off
+        self._needs = _needs(tail)
+        self.parameters = [tail[place] for place in needed]
+        self.leaf = torch.zeros((), device=self.parameters[0].device, requires_grad=True)
+        """See Note [Passes that name their inputs]."""
+        self._executes: Callable[[Any], bool] = _EXECUTES.find()
+        self._number_of_pass: Callable[[], int] = _PASS.find()
+        self._of_leaf = get_gradient_edge(self.leaf).node
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self._calls: list[weakref.ref[Any]] = []
+        """Nodes of calls that a backward pass may come to."""
+        self._before: dict[int, list[torch.Tensor | None]] = {}
+        """Sums of the gradients of calls that a backward pass has come to, by its number."""
+        self._together = hand_off.hide(self.parameters, self.is_still_to_come)
+
+    def are(self, tail: Sequence[Any]) -> bool:
+        """Whether they are all that needs gradients among an operation's last arguments."""
+        return _needs(tail) == self._needs and all(
+            map(is_, map(tail.__getitem__, self._places), self.parameters)
+        )
+
+    def may_hide(self) -> bool:
+        """Whether nobody but Megatron-FSDP waits for their gradients."""
+        return (
+            not any(one._backward_hooks for one in self.parameters)
+            and all(len(hooks_of_gradient(one)) == 1 for one in self.parameters)
+            and not any(getattr(one, "skip_backward_post_hook", False) for one in self.parameters)
+        )
+
+    def close(self) -> None:
+        """Let autograd see them again."""
+        self._hand_off.show(self._together)
+
+    def is_used_by(self, node: Any) -> None:
+        """A call has been made, whose backward pass may come."""
+        self._calls = [one for one in self._calls if one() is not None]
+        self._calls.append(weakref.ref(node))
+        if self._number_of_pass() == _NO_PASS:
+            self._before.clear()
+
+    def are_used(self) -> bool:
+        """Whether there is a call whose backward pass may come."""
+        return any(call() is not None for call in self._calls)
+
+    def is_still_to_come(self) -> bool:
+        """Whether this backward pass comes to a call that it has not come to yet."""
+        now = self._number_of_pass()
+        if now == _NO_PASS:
+            return False
+        calls = (call() for call in self._calls)
+        return any(
+            node is not None and node.computed_in != now and self._executes(node) for node in calls
+        )
+
+    def computed(self, node: Any, gradients: Gradients, *, lent: bool = False) -> None:
+        """A call's gradients, of weights and what else came last; see the notes above."""
+        now = node.computed_in = self._number_of_pass()
+        if not self._executes(self._of_leaf):
+            raise FastPathError(
+                "A backward pass that names its inputs, as torch.autograd.grad does, came to a "
+                "graph or a grouped GEMM whose weights the FSDP fast path has hidden from "
+                "autograd, and cannot be told whether it names them. Type "
+                "--cg-no-fsdp-fast-path, or in Python fast_path=False."
+            )
+        if not self.may_hide():
+            raise FastPathError(
+                "A weight of a graph or a grouped GEMM was given a hook, or another way to its "
+                "gradient, after the forward pass that uses it began. Give it before, or type "
+                "--cg-no-fsdp-fast-path, or in Python fast_path=False."
+            )
+        found = [
+            _cast(gradients[place], one)
+            for place, one in zip(self._places, self.parameters, strict=True)
+        ]
+        before = self._before.pop(now, None)
+        if before is not None:
+            found = [_sum(one, other) for one, other in zip(before, found, strict=True)]
+        if self.is_still_to_come():
+            self._before[now] = [one.clone() if lent and one is not None else one for one in found]
+        else:
+            used = [self._executes(one) for one in self._nodes]
+            self._hand_off.take_hidden(self._together, found, used, lent=lent)
+
+
+def _needs(tail: Sequence[Any]) -> list[bool]:
+    return [getattr(one, "requires_grad", False) for one in tail]
+
+
+def _cast(gradient: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
+    """As autograd casts what a function returns."""
+    if gradient is None or gradient.dtype is weight.dtype:
+        return gradient
+    return gradient.to(weight.dtype)
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -1,0 +1,74 @@
+"""A buffer for a bucket's gradients, once no reduction reads it.
+
+Note [A buffer that is still read]
+    With double buffers a unit's gradients go where those of the unit before last were reduced
+    from. Megatron-FSDP frees that buffer on the stream of the reductions alone, so a copy on the
+    stream of the backward pass is not ordered after the reduction that still reads it; a host that
+    runs far enough ahead would overwrite what is being sent. So each copy waits, on the device, for
+    the last reduction whose buffer was freed, whatever freed it: this copy's own call, one for
+    another gradient of the same bucket, or a reduction. Reductions run in order on one stream, so
+    waiting for the last one is enough. It was issued two units ago and is usually over. A stream
+    waits for each of them once.
+    (NVIDIA/Megatron-LM#5222 is about another way to the same overwriting.)
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``GradReducePipeline.grad_reduce_queue``
+(event, function, bucket), ``wait_for_previous_grad_reduce``, which takes reductions from the front
+of the queue and frees their buffers, and ``_enforce_double_buffer_limit``, which calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.upstream.patch import put_over
+
+_FREES = "wait_for_previous_grad_reduce"
+RELIES_ON = in_both(
+    "param_and_grad_buffer:GradReducePipeline",
+    "what reduces gradients",
+    attributes=("grad_reduce_queue", "_enforce_double_buffer_limit", _FREES),
+)
+
+
+class FreedBuffers:
+    """Which reduction a copy must wait for; see Note [A buffer that is still read].
+
+    Args:
+        pipeline: the ``GradReducePipeline``; its queue holds an event for each reduction.
+    """
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._last: Any = None
+        """The event of the last reduction whose buffer was freed."""
+        self._waited: set[int] = set()
+        """Streams that have waited for it, by raw handle."""
+
+    def install(self) -> Callable[[], None]:
+        """Note each reduction whose buffer is freed; returns the undo."""
+        original = getattr(self._pipeline, _FREES)
+
+        def wait_for_previous_grad_reduce(*args: Any, **kwargs: Any) -> None:
+            queue = self._pipeline.grad_reduce_queue
+            before = list(queue)
+            original(*args, **kwargs)
+            freed = len(before) - len(queue)
+            if freed:
+                self._last, _, _ = before[freed - 1]
+                self._waited.clear()
+
+        return put_over(self._pipeline, _FREES, wait_for_previous_grad_reduce)
+
+    def make_room(self, bucket: int, stream: int) -> None:
+        """Let Megatron-FSDP free a buffer for ``bucket``; the current stream may write it then.
+
+        Args:
+            bucket: a bucket's number.
+            stream: the raw handle of the current stream.
+        """
+        self._pipeline._enforce_double_buffer_limit([bucket])
+        if self._last is not None and stream not in self._waited:
+            self._last.wait()
+            self._waited.add(stream)

@@ -1,0 +1,50 @@
+"""Closure variables of Megatron-FSDP's hooks, found by name.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP._register_fsdp_hooks``:
+the functions inside it share its local variables as closure cells, one set for each model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import CellType
+from typing import Any
+
+from megatron_cg.fsdp.roles import fsdp_package_of
+from megatron_cg.hooks.record import innermost
+from megatron_cg.upstream.closures import cells_of
+from megatron_cg.upstream.symbols import changed
+
+_SCOPE = "MegatronFSDP._register_fsdp_hooks"
+
+
+def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
+    """The functions behind Megatron-FSDP's hooks of modules and parameters, raw ones in place."""
+    yield fsdp.post_backward_release_module
+    for module in fsdp.module.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            yield from hooks.values()
+    for parameter in fsdp.param_and_grad_buffer.params:
+        yield from hooks_of_gradient(parameter)
+
+
+def hooks_of_gradient(parameter: Any) -> Collection[Callable[..., Any]]:
+    """What runs once the parameter's gradient is accumulated, Megatron-FSDP's own first."""
+    hooks: dict[int, Callable[..., Any]] = parameter._post_accumulate_grad_hooks or {}
+    return hooks.values()
+
+
+def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
+    """The cell of the local variable ``name`` of ``_register_fsdp_hooks``.
+
+    Raises UpstreamChangedError when no hook has one.
+    """
+    distribution = "megatron-core"
+    for hook in functions:
+        package = fsdp_package_of(hook)
+        if package is None:
+            continue
+        distribution, cells = package, cells_of(innermost(hook))
+        if name in cells:
+            return cells[name]
+    raise changed(distribution, f"{_SCOPE}.<locals>.{name}", "a variable that its hooks refer to")

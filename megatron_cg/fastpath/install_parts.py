@@ -1,0 +1,189 @@
+"""The parts of the fast path, put in together and taken out in reverse."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Container, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.fastpath.gradients import bucketing as gradients
+from megatron_cg.fastpath.gradients.bucketing import GradientHandOff, install_gradients
+from megatron_cg.fastpath.gradients.detached_in_graphs import install_hidden_graphs
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, install_hidden
+from megatron_cg.fastpath.heuristics import install_heuristics
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.optimizer import adam, clip, zero
+from megatron_cg.fastpath.optimizer import main_weights as weights
+from megatron_cg.fastpath.optimizer.adam import install_adam
+from megatron_cg.fastpath.optimizer.clip import install_clip
+from megatron_cg.fastpath.optimizer.main_weights import install_main_gradients, install_main_weights
+from megatron_cg.fastpath.optimizer.zero import install_zero
+from megatron_cg.fastpath.params import gather, swap, unshard
+from megatron_cg.fastpath.params import last_unit as kept
+from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.gather import install_gathers
+from megatron_cg.fastpath.params.last_unit import install_kept
+from megatron_cg.fastpath.params.swap import install_swap
+from megatron_cg.fastpath.params.unshard import install_unshard
+from megatron_cg.fsdp.symbols import unknown_bodies
+from megatron_cg.memory.idle_pool import Room
+from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.upstream.symbols import Symbol
+
+logger = logging.getLogger(__name__)
+Undo = Callable[[], None]
+_OF_GRAPHS = "hidden weights of graphs"
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_once(part: str, why: str) -> None:
+    if (part, why) not in _warned:
+        _warned.add((part, why))
+        logger.warning(
+            "FSDP fast path: %s stays off, because %s. Training goes on without it. "
+            "megatron-cg doctor names all such functions.",
+            part,
+            why,
+        )
+
+
+class FastPath:
+    """What was put in the place of Megatron-FSDP's bookkeeping for one model.
+
+    ``close`` puts everything back, but for what the caller undoes with all ranks. A part that does
+    not apply is left out, and ``left_out`` says why, by the part's name.
+    """
+
+    def __init__(self, fsdp: Any) -> None:
+        self._fsdp = fsdp
+        self.parts: list[str] = []
+        self.left_out: dict[str, str] = {}
+        self.hand_off: GradientHandOff | None = None
+        self.late = LatePrefetch()
+        """Holds gathers; they have to be issued before a graphed unit runs eagerly."""
+        self._hidden: HiddenWeights | None = None
+        self._undo = ExitStack()
+
+    def close(self) -> None:
+        """Put Megatron-FSDP's own functions back, in reverse. Safe to run twice."""
+        self._undo.close()
+
+    def _add(
+        self,
+        name: str,
+        put_in: Callable[[], Undo],
+        replaces: Sequence[Symbol] = (),
+        undo_with: Callable[[Undo], object] | None = None,
+    ) -> None:
+        unknown = unknown_bodies(replaces, self._fsdp)
+        if unknown:
+            self.left_out[name] = "; ".join(unknown)
+            _warn_once(name, self.left_out[name])
+            return
+        try:
+            (undo_with or self._undo.callback)(put_in())
+        except StepsAsideError as why:
+            self.left_out[name] = str(why)
+        else:
+            self.parts.append(name)
+
+    def _add_around_units(
+        self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
+    ) -> None:
+        """Add what runs around the passes of units: hidden weights, unshards and gathers."""
+        fsdp, late = self._fsdp, LatePrefetch(graphed)
+        self._add("hidden weights", lambda: install_hidden(self._hides(fsdp, graphed)))
+        if replays:
+            self._add(
+                _OF_GRAPHS,
+                lambda: install_hidden_graphs(self._hides(fsdp, graphed), replays, late.launched),
+            )
+        self._add("GEMM heuristics", lambda: install_heuristics(fsdp.module))
+        if _OF_GRAPHS in self.parts and not unknown_bodies(unshard.REPLACES, fsdp):
+            self.late = late
+        self._add(
+            "unshard",
+            lambda: install_unshard(fsdp, self._unit_is_done, self.late),
+            unshard.REPLACES,
+        )
+        self._add("gathers", lambda: install_gathers(fsdp, self.late), gather.REPLACES)
+
+    def _gradients(self, fsdp: Any) -> Undo:
+        strategy = fsdp.data_parallel_sharding_strategy
+        if strategy != "optim_grads_params":
+            raise StepsAsideError(
+                f"the sharding strategy is {strategy}, in which no hook tells that a unit's "
+                "backward pass is done"
+            )
+        self.hand_off, undo = install_gradients(fsdp)
+        return undo
+
+    def _hides(self, fsdp: Any, graphed: Container[nn.Module]) -> HiddenWeights:
+        """The same for all parts: a weight is hidden once, whoever uses it."""
+        if self.hand_off is None:
+            raise StepsAsideError("gradients are left to Megatron-FSDP")
+        if self._hidden is None:
+            self._hidden = HiddenWeights(fsdp.module, self.hand_off, graphed)
+        return self._hidden
+
+    def _unit_is_done(self, unit: nn.Module) -> None:
+        if self.hand_off is not None:
+            self.hand_off.unit_is_done(unit)
+
+
+def install(
+    fsdp: Any,
+    room: Room | None = None,
+    optimizers: Sequence[Any] = (),
+    graphed: Collection[nn.Module] = (),
+    replays: Sequence[ReplayFunction] = (),
+    *,
+    model: nn.Module | None = None,
+    together: Callable[[Undo], object] | None = None,
+) -> FastPath:
+    """Put in every part that applies to ``fsdp``, between two steps.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        room: where what lives between two steps may lie; ordinary memory where there is none.
+        optimizers: of its parameters, Megatron's or torch's.
+        graphed: modules whose Python no longer runs.
+        replays: how autograd sees each graph of theirs.
+        model: what holds ``fsdp``.
+        together: takes the undo of what may be undone by all ranks together only; see Note [On all
+            ranks, or on none] in ``params/last_unit.py``. Where it is left out this process is
+            alone, and ``close`` undoes that too.
+
+    Returns:
+        What was put in; its ``close`` takes it out.
+
+    Raises:
+        UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.
+    """
+    path = FastPath(fsdp)
+    try:
+        path._add("kept unit", lambda: install_kept(fsdp), kept.REPLACES, together)
+        path._add("swap", lambda: install_swap(fsdp), swap.REPLACES)
+        # Without "unshard" nothing reports the end of a unit's backward pass.
+        replaces = (*gradients.REPLACES, *unshard.REPLACES)
+        path._add("gradients", lambda: path._gradients(fsdp), replaces)
+        path._add_around_units(graphed, replays)
+        path._add(
+            "main gradients",
+            lambda: install_main_gradients(fsdp, room),
+            weights.REPLACES_ATTACHING,
+        )
+        path._add("main weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)
+        path._add("zero gradients", lambda: install_zero(fsdp, model), zero.REPLACES)
+        if optimizers:
+            path._add("clipping", lambda: install_clip(optimizers), clip.REPLACES)
+            path._add("optimizer", lambda: install_adam(optimizers), adam.REPLACES)
+    except BaseException:
+        path.close()
+        raise
+    for name, why in path.left_out.items():
+        logger.info("FSDP fast path: %s left to Megatron-FSDP, because %s.", name, why)
+    return path

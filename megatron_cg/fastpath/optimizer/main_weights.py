@@ -1,0 +1,336 @@
+"""Main gradients and main weights between FSDP's buffers and the optimizer, from a table.
+
+Note [Once by Megatron-FSDP, then from a table]
+    In every step Megatron-FSDP works out anew which slice of which buffer belongs to which
+    parameter. Buffers of shards are allocated once, so a slice is cut once and used again for as
+    long as its buffer is the same tensor, which is asked in every step.
+    Megatron-FSDP's copies would lie beside the graphs' memory, once, and the allocator would keep
+    what they took (2.4 GiB of the preset ``qwen3-moe``). So where copies can be lent memory, it is
+    asked for gradients as the precision-aware optimizer takes them, which it does not copy.
+
+Note [Copies in lent memory]
+    The copies that the optimizer reads live from the end of a step's last backward pass to the
+    next ``zero_grad``, in which time no graph runs. So they may lie in the graphs' own memory
+    (``idle_pool.py``). A script that keeps gradients beyond that, into the next forward pass, finds
+    them moved before the pass begins. Only gradients are moved: whatever else shares their memory
+    (``p.grad.detach()``, a local tensor) is overwritten by the replay that follows. That is found
+    before the replay, too late for what is held, and ends the lending with a warning.
+    Each parameter has a piece of its own, and a bucket has none: small pieces fit into what other
+    tensors left, and large ones need memory of their own (3.6 GiB more reserved, measured on the
+    preset ``qwen3-moe``). Pieces that come to lie side by side are cut from one allocation.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
+``update_main_grads``, ``copy_main_weights_to_model_weights``, ``optimizer_named_parameters`` (each
+with ``orig_param``), ``dist_main_grad``, ``use_decoupled_grad``, ``bucketing_policy``,
+``parameter_groups`` and ``param_to_param_group``; ``DataParallelBuffer``: ``data``, ``get_item``,
+``param_idx``, ``dtype`` and ``is_data_distributed``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.params.unshard import is_float8
+from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.memory.idle_pool import Room
+from megatron_cg.upstream.patch import put_over, run_before, set_attribute
+
+logger = logging.getLogger(__name__)
+
+_ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
+REPLACES_ATTACHING = in_both(
+    f"param_and_grad_buffer:ParamAndGradBuffer.{_ATTACH}",
+    "what gives the optimizer its gradients",
+    fingerprints=("bfef5848565df378",),
+)
+REPLACES_INSTALLING = in_both(
+    f"param_and_grad_buffer:ParamAndGradBuffer.{_INSTALL}",
+    "what copies main weights",
+    fingerprints=("64c2878b6e09f195",),
+)
+RELIES_ON = (
+    *REPLACES_ATTACHING,
+    *REPLACES_INSTALLING,
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "the model's buffers",
+        attributes=(
+            _ATTACH,
+            _INSTALL,
+            "optimizer_named_parameters",
+            "dist_main_grad",
+            "use_decoupled_grad",
+            "bucketing_policy",
+            "parameter_groups",
+            "param_to_param_group",
+        ),
+    ),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer",
+        "one kind of weights",
+        attributes=("data", "get_item", "param_idx", "dtype", "is_data_distributed"),
+    ),
+)
+
+
+def install_main_gradients(fsdp: Any, room: Room | None) -> Callable[[], None]:
+    """Attach gradients to the optimizer's parameters from a table; returns the undo.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        room: where the copies for the optimizer go, if not into ordinary memory; see
+            Note [Copies in lent memory].
+    """
+    store = fsdp.param_and_grad_buffer
+    table = _GradientTable(store, room)
+
+    def come_home() -> None:
+        if table.lent and fsdp.training and torch.is_grad_enabled():
+            table.come_home()
+
+    with ExitStack() as undo:
+        undo.callback(put_over(store, _ATTACH, table))
+        undo.callback(run_before(fsdp, "forward", come_home))
+        return undo.pop_all().close
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One parameter of the optimizer."""
+
+    parameter: Any
+    gradient: Any
+    """A DTensor that Megatron-FSDP made, or None where this rank's shard is empty. Its local
+    tensor is None from ``zero_grad`` on."""
+    start: int
+    shape: torch.Size
+    """Of the shard, which begins at element ``start`` of its buffer."""
+
+
+Kind = tuple[torch.device, torch.dtype, torch.dtype] | None
+"""Where gradients lie, and what they are cast from and to; None where they are read in place."""
+
+
+class _GradientTable:
+    """Stands in the place of ``update_main_grads``."""
+
+    def __init__(self, store: Any, room: Room | None) -> None:
+        self._store, self._original, self._room = store, store.update_main_grads, room
+        self._groups: list[_GroupGradients] = []
+        self._kinds: list[_OneKind] = []
+        self.lent = False
+        """Whether copies may lie where the next replay writes."""
+
+    def __call__(self) -> None:
+        if not self._groups or any(group.moved for group in self._groups):
+            if not self._can_read_in_place():
+                self._original()
+                self.use(self._read(cast=not self._store.use_decoupled_grad))
+                return
+            self.use(self._read_in_place())
+        attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
+        for one_kind in self._kinds:
+            one_kind.attach(attribute, self._room)
+        self.lent = self._room is not None and self._room.lends()
+
+    def use(self, groups: list[_GroupGradients]) -> None:
+        """Attach these from now on, all of one kind together."""
+        self._groups = groups
+        kinds: dict[Kind, list[_GroupGradients]] = {}
+        for group in groups:
+            kinds.setdefault(group.kind, []).append(group)
+        self._kinds = [_OneKind(kind, of_it) for kind, of_it in kinds.items()]
+
+    def come_home(self) -> None:
+        """Move copies that somebody still holds to ordinary memory."""
+        self.lent = False
+        for one_kind in self._kinds:
+            one_kind.come_home()
+        held = self._room.still_held() if self._room is not None else 0
+        if held and self._room is not None:
+            self._room.lend_no_more()
+            logger.warning(
+                "megatron_cg: as a forward pass begins, at least %d tensors are still held that "
+                "share memory with the optimizer's gradients. It is the graphs' now, and their "
+                "numbers are lost: clone what is to be kept. Gradients get memory of their own "
+                "now.",
+                held,
+            )
+
+    def _can_read_in_place(self) -> bool:
+        """Whether Megatron-FSDP has made all its DTensors, whose dtype is that of the copies."""
+        known = self._store.dist_main_grad
+        return (
+            self._room is not None
+            and not self._store.use_decoupled_grad
+            and all(name in known or self._buffer_of(p) is None for name, p in self._named())
+        )
+
+    def _read_in_place(self) -> list[_GroupGradients]:
+        """See Note [Once by Megatron-FSDP, then from a table]."""
+        with ExitStack() as undo:
+            undo.callback(set_attribute(self._store, "use_decoupled_grad", True))
+            for _, parameter in self._named():
+                undo.callback(set_attribute(parameter, "decoupled_grad", None, shared=True))
+            self._original()
+            return self._read(cast=True)
+
+    def _named(self) -> list[tuple[str, Any]]:
+        named: list[tuple[str, Any]] = self._store.optimizer_named_parameters
+        return named
+
+    def _buffer_of(self, parameter: Any) -> Any:
+        number = self._store.param_to_param_group[parameter.orig_param]
+        return self._store.parameter_groups[number].main_grad_buffer
+
+    def _read(self, *, cast: bool) -> list[_GroupGradients]:
+        """How Megatron-FSDP has just attached them."""
+        store = self._store
+        rows: dict[int, list[_Row]] = {}
+        for name, parameter in self._named():
+            number = store.param_to_param_group[parameter.orig_param]
+            buffer = self._buffer_of(parameter)
+            if buffer is None:
+                continue
+            gradient = store.dist_main_grad[name]
+            shape = gradient._local_tensor.shape
+            item = buffer.param_idx[parameter.orig_param]
+            piece = buffer.get_item(item, only_shard=self._shards_only())
+            start = piece.storage_offset() - buffer.data.storage_offset()
+            row = _Row(parameter, gradient if shape.numel() else None, start, shape)
+            rows.setdefault(number, []).append(row)
+        return [
+            _GroupGradients(store.parameter_groups[number], found, cast=cast)
+            for number, found in rows.items()
+        ]
+
+    def _shards_only(self) -> bool:
+        strategy = self._store.bucketing_policy.data_parallel_sharding_strategy
+        return bool(strategy != "no_shard")
+
+
+class _GroupGradients:
+    """The gradients of one bucket, as pieces of its buffer."""
+
+    def __init__(self, group: Any, rows: list[_Row], *, cast: bool) -> None:
+        self._buffer = group.main_grad_buffer
+        self._data = self._buffer.data
+        dtype = rows[0].parameter.dtype
+        casts = cast and group.main_weight_buffer is not None and dtype != self._data.dtype
+        self.kind: Kind = (self._data.device, self._data.dtype, dtype) if casts else None
+        self.empty = [row.parameter for row in rows if row.gradient is None]
+        self.rows = [row for row in rows if row.gradient is not None]
+        self.pieces = [
+            self._data[row.start : row.start + row.shape.numel()].view(row.shape)
+            for row in self.rows
+        ]
+
+    @property
+    def moved(self) -> bool:
+        """Whether the buffer is another tensor now."""
+        return self._buffer.data is not self._data
+
+
+class _OneKind:
+    """Gradients of several buckets that are all read in place, or all cast in the same way."""
+
+    def __init__(self, kind: Kind, groups: list[_GroupGradients]) -> None:
+        self._kind = kind
+        self._parameters = [row.parameter for group in groups for row in group.rows]
+        self._gradients = [row.gradient for group in groups for row in group.rows]
+        self._pieces = [piece for group in groups for piece in group.pieces]
+        self._empty = [parameter for group in groups for parameter in group.empty]
+
+    def attach(self, attribute: str, room: Room | None) -> None:
+        """Set every parameter's gradient, as a DTensor on its piece of the buffer or a copy."""
+        pieces = self._pieces
+        if self._kind is not None and pieces:
+            pieces = self._copies(self._kind[-1], room)
+        for parameter, gradient, piece in zip(
+            self._parameters, self._gradients, pieces, strict=True
+        ):
+            gradient._local_tensor = piece
+            setattr(parameter, attribute, gradient)
+        for parameter in self._empty:
+            setattr(parameter, attribute, None)
+
+    def _copies(self, dtype: torch.dtype, room: Room | None) -> list[torch.Tensor]:
+        for gradient in self._gradients:
+            # Copies of this very step, where gradients are scaled after they were reduced.
+            gradient._local_tensor = None
+        if room is None:
+            copies = [torch.empty_like(piece, dtype=dtype) for piece in self._pieces]
+        else:
+            copies = room.empty(self._kind, self._pieces, dtype)
+        torch._foreach_copy_(copies, self._pieces)
+        return copies
+
+    def come_home(self) -> None:
+        """See :meth:`_GradientTable.come_home`."""
+        for gradient in self._gradients if self._kind is not None else ():
+            copy = gradient._local_tensor
+            if copy is not None:
+                gradient._local_tensor = copy.clone()
+
+
+def install_main_weights(fsdp: Any) -> Callable[[], None]:
+    """Copy main weights into model weights by one fused call a bucket; returns the undo.
+
+    Raises StepsAsideError where weights are quantised, which Megatron-FSDP does itself.
+    """
+    store = fsdp.param_and_grad_buffer
+    if any(is_float8(fsdp)(p) for group in store.parameter_groups for p in group.params):
+        raise StepsAsideError("primary weights are FP8, and quantised after each step")
+    for group in store.parameter_groups:
+        if group.main_weight_buffer is not None and group.model_weight_buffer is None:
+            raise StepsAsideError("parameters are not sharded, and no buffer holds model weights")
+    return put_over(store, _INSTALL, _WeightTable(store))
+
+
+class _WeightTable:
+    def __init__(self, store: Any) -> None:
+        self._groups = [
+            _GroupWeights(group)
+            for group in store.parameter_groups
+            if group.main_weight_buffer is not None
+        ]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for group in self._groups:
+            model, main = group.pieces()
+            if model:
+                torch._foreach_copy_(model, main)
+
+
+class _GroupWeights:
+    """The shards of one bucket's parameters, in its model weights and in its main weights."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._cut_from: tuple[Any, Any] = (None, None)
+        self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+
+    def pieces(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Equal numbers of flat tensors to copy to and from; none for an empty shard."""
+        model, main = self._group.model_weight_buffer, self._group.main_weight_buffer
+        if self._cut_from[0] is not model.data or self._cut_from[1] is not main.data:
+            shard = bool(model.is_data_distributed or main.is_data_distributed)
+            pairs = [
+                (
+                    model.get_item(main.param_idx[p], only_shard=shard),
+                    main.get_item(main.param_idx[p], only_shard=shard),
+                )
+                for p in self._group.params
+            ]
+            pairs = [(to, source.view(to.shape)) for to, source in pairs if to.numel() > 0]
+            self._pieces = [to for to, _ in pairs], [source for _, source in pairs]
+            self._cut_from = (model.data, main.data)
+        return self._pieces

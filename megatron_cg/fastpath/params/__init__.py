@@ -1,0 +1,1 @@
+"""Unsharding and gathering parameters."""

@@ -1,0 +1,308 @@
+"""All-gathers of weights, asked for without working out each time which buckets they are.
+
+Note [Which buckets a list of parameters stands for]
+    With the buckets of a list Megatron-FSDP gathers some that follow. Which they are depends on the
+    model alone, and is asked of Megatron-FSDP itself, once for each list and way of asking: of a
+    copy of its pipeline in which every bucket is ready, so that it looks at each and gathers none.
+    Which of them have to be gathered depends on the moment, and is looked up each time. Mostly
+    there are none.
+
+Note [A group of one bucket]
+    Megatron-FSDP coalesces the gathers of a bucket group. Most groups are one bucket, and then
+    there is nothing to coalesce: it is gathered as such, by the same collective on the same
+    stream. What is more than that (several buckets, gathers across outer groups) Megatron-FSDP is
+    asked for, without any that follow.
+
+Note [As a pass begins]
+    The first unit's weights are gathered when its own hook runs, and the host has the embedding to
+    go through before that, while the GPU has little to do. So they are gathered as the model's
+    forward pass begins, where the pass before has shown that no other gather comes first: the
+    order of collectives stays, and what a script does to weights between two passes is seen. Not
+    with shards of outer groups, which are gathered in the first pass of a step and in no other.
+    A pass that begins with another unit after all (the first one is skipped) lets them go, since
+    they would take one of two buffers. A pass that fails before it comes to them leaves them to the
+    next one, which a rank alone may be in, unless they have changed.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline`` with the methods and
+attributes named below, and ``BucketStatus``. A bucket that it keeps past a reset, ``PRESERVED``, is
+left to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.upstream.patch import put_over, run_before
+
+Key = tuple[int, bool]
+"""A bucket's number, and whether its transposed weights are meant."""
+_ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
+
+REPLACES = (
+    *in_both(
+        "param_and_grad_buffer:AllGatherPipeline.all_gather_params",
+        "what gathers the buckets of parameters",
+        parameters=(
+            "self",
+            "params",
+            "prefetch",
+            "prefetch_order",
+            _ASYNC,
+            _OUTER,
+        ),
+        fingerprints=("65e4250c4171bbcb",),
+    ),
+    *in_both(
+        "param_and_grad_buffer:AllGatherPipeline.async_bucket_gather",
+        "what gathers one bucket",
+        parameters=("self", "bucket_id", "bwd"),
+        fingerprints=("06e64a21ea1903bf",),
+    ),
+)
+RELIES_ON = (
+    *REPLACES,
+    *in_both(
+        "param_and_grad_buffer:AllGatherPipeline",
+        "what gathers weights",
+        attributes=(
+            "buffer",
+            "bucket_status",
+            "bucket_can_be_released",
+            "bucket_to_bucket_group",
+            "param_gather_event_map",
+            "ag_stream",
+            "get_bucket_key",
+            "get_fsdp_buffer",
+            "recycle_unused_buckets",
+        ),
+    ),
+    *in_both(
+        "param_and_grad_buffer:BucketStatus",
+        "how far a bucket is",
+        attributes=("EMPTY", "PRESERVED", "COMMUNICATING", "READY_TO_USE"),
+    ),
+)
+
+
+def install_gathers(fsdp: Any, late: LatePrefetch) -> Callable[[], None]:
+    """Replace what asks for all-gathers of ``fsdp``'s weights; returns the undo.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        late: holds gathers for the next unit until the graph of this one is launched.
+
+    Raises StepsAsideError where weights are not sharded.
+    """
+    if fsdp.data_parallel_sharding_strategy == "no_shard":
+        raise StepsAsideError("the sharding strategy is no_shard, in which nothing is gathered")
+    pipeline = fsdp.all_gather_pipeline
+    gathers = Gathers(pipeline, late, lambda: bool(fsdp.training))
+    with ExitStack() as undo:
+        undo.callback(late.drop)
+        undo.callback(run_before(fsdp, "forward", gathers.begin_pass))
+        for name in ("all_gather_params", "async_bucket_gather"):
+            undo.callback(put_over(pipeline, name, getattr(gathers, name)))
+        return undo.pop_all().close
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """See Note [Which buckets a list of parameters stands for]."""
+
+    listed: dict[Key, bool]
+    """Those of the list itself, with what Megatron-FSDP notes of each: it may not be released."""
+    looked_at: tuple[Key, ...]
+    """These and those that follow, in Megatron-FSDP's order."""
+    before_graph: bool
+    """Whether it is for a forward pass that begins with a graph."""
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """How the first gather of a forward pass was asked for."""
+
+    before: list[_Plan]
+    """Of calls that found all there."""
+    plan: _Plan
+    options: Mapping[str, Any]
+
+
+class Gathers:
+    """What asks an ``AllGatherPipeline`` for buckets, in the place of its own methods.
+
+    Args:
+        pipeline: the ``AllGatherPipeline``.
+        late: see there.
+        replays: whether graphs are replayed in this pass.
+    """
+
+    def __init__(self, pipeline: Any, late: LatePrefetch, replays: Callable[[], bool]) -> None:
+        self._pipeline, self._late, self._replays = pipeline, late, replays
+        self._all_gather_params = pipeline.all_gather_params
+        self._async_bucket_gather = pipeline.async_bucket_gather
+        module: Any = inspect.getmodule(type(pipeline))
+        self._status = module.BucketStatus
+        self._absent = (self._status.EMPTY, self._status.PRESERVED)
+        self._forward = module.PrefetchOrder.FORWARD_PASS_ORDER
+        self._stands_for = {
+            bucket: parameter for parameter, bucket in pipeline.buffer.param_to_param_group.items()
+        }
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._before: list[_Plan] | None = None
+        """Of the calls of this pass, until one of them gathers; None from then on."""
+        self._early: _Plan | None = None
+        """Gathered as this pass began."""
+        self._unasked: dict[Key, int] = {}
+        """What was gathered so until it is asked for, and the version of its shard."""
+        self._opening: _Opening | None = None
+        self._has_outer_shards = pipeline.buffer.ddp_config.outer_dp_sharding_strategy != "no_shard"
+
+    def begin_pass(self) -> None:
+        """The model's forward pass begins; see Note [As a pass begins]."""
+        self._late.drop()
+        self._before = self._early = None
+        if any(self._version_of(key) != version for key, version in self._unasked.items()):
+            self._let_unasked_go()
+            self._pipeline.recycle_unused_buckets()
+        if self._has_outer_shards or not self._replays():
+            return
+        self._before = []
+        opening, self._opening = self._opening, None
+        if opening is None or any(map(self._absent_of, opening.before)):
+            return
+        absent = self._absent_of(opening.plan)
+        if absent and self._can_gather(absent, opening.options):
+            self._early = opening.plan
+            now, _ = self._now_and_later(opening.plan, absent)
+            self._unasked = {key: self._version_of(key) for key in now}
+            self._gather(now)
+
+    def all_gather_params(
+        self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
+    ) -> None:
+        """Gather the buckets of ``params`` that are not there, as the pipeline's own would."""
+        self._late.issue()
+        asked = (tuple(params), prefetch, *options.items())
+        plan = self._plans.get(asked)
+        if plan is None:
+            plan = self._plans[asked] = self._plan(params, prefetch=prefetch, **options)
+        self._pipeline.bucket_can_be_released.update(plan.listed)
+        absent = self._absent_of(plan)
+        ours = self._can_gather(absent, options)
+        gathers = bool(absent) or plan is self._early
+        if gathers and self._unasked:
+            self._let_unasked_go(plan)
+        if self._before is not None:
+            if gathers:
+                self._opening = _Opening(self._before, plan, options) if ours else None
+                self._before = None
+            else:
+                self._before.append(plan)
+        if not absent:
+            return
+        if ours:
+            now, later = self._now_and_later(plan, absent)
+            if later:
+                self._late.hold(partial(self._gather, later))
+            if now:
+                self._gather(now)
+        elif any(self._pipeline.bucket_status[key] is self._status.PRESERVED for key in absent):
+            self._all_gather_params(params, prefetch=prefetch, **options)
+        else:
+            self._all_gather_params([self._stands_for[bucket] for bucket, _ in absent], **options)
+
+    def _let_unasked_go(self, plan: _Plan | None = None) -> None:
+        """Let what was gathered as a pass began be freed, unless ``plan`` is for it."""
+        wanted = () if plan is None else plan.looked_at
+        for key in self._unasked:
+            if key not in wanted:
+                self._pipeline.bucket_can_be_released[key] = True
+        self._unasked = {}
+
+    def _version_of(self, key: Key) -> int:
+        """How often torch has seen the shard of that bucket change."""
+        return int(self._pipeline.get_fsdp_buffer(*key).get_shard_from_local_buffer()._version)
+
+    def _absent_of(self, plan: _Plan) -> list[Key]:
+        status = self._pipeline.bucket_status
+        return [key for key in plan.looked_at if status[key] in self._absent]
+
+    def _can_gather(self, absent: Sequence[Key], options: Mapping[str, Any]) -> bool:
+        """Whether these are gathered here; see Note [A group of one bucket]."""
+        status, group_of = self._pipeline.bucket_status, self._pipeline.bucket_to_bucket_group
+        return (
+            not options.get(_OUTER)
+            and options.get(_ASYNC, True)
+            and all(status[key] is self._status.EMPTY for key in absent)
+            and len({group_of[bucket] for bucket, _ in absent}) == len(absent)
+        )
+
+    def _now_and_later(self, plan: _Plan, absent: list[Key]) -> tuple[list[Key], list[Key]]:
+        """Which of them are gathered at once, and which once a graph is launched."""
+        if not plan.before_graph or not self._replays():
+            return absent, []
+        now = [key for key in absent if key in plan.listed]
+        return now, [key for key in absent if key not in plan.listed]
+
+    def _gather(self, buckets: Sequence[Key], since: Any = None) -> None:
+        """Gather these, each a group; see Note [A group of one bucket].
+
+        Args:
+            buckets: none of them is there.
+            since: the event that they wait for, in the place of what was launched until now.
+        """
+        current = torch.cuda.current_stream()
+        stream = self._pipeline.ag_stream or current
+        if since is None:
+            stream.wait_stream(current)
+        else:
+            stream.wait_event(since)
+        with torch.cuda.stream(stream):
+            for bucket, transposed in buckets:
+                self.async_bucket_gather(bucket, transposed)
+
+    def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
+        """Gather one bucket; Megatron-FSDP makes a function for each that says it is there."""
+        pipeline = self._pipeline
+        key = pipeline.get_bucket_key(bucket_id, bwd)
+        status = pipeline.bucket_status
+        if status[key] is not self._status.EMPTY:
+            self._async_bucket_gather(bucket_id, bwd)
+            return
+        pipeline.bucket_can_be_released[key] = False
+        status[key] = self._status.COMMUNICATING
+        weights = pipeline.get_fsdp_buffer(bucket_id, bwd)
+        pipeline.recycle_unused_buckets()
+        with torch.no_grad():
+            work = dist.all_gather_into_tensor(
+                output_tensor=weights.fetch_bucket(set_param_data=True).data,
+                input_tensor=weights.get_shard_from_local_buffer(),
+                group=weights.data_parallel_group,
+                async_op=True,
+            )
+        is_there = partial(status.__setitem__, key, self._status.READY_TO_USE)
+        pipeline.param_gather_event_map[key] = (work, is_there)
+
+    def _plan(self, params: Sequence[nn.Parameter], **options: Any) -> _Plan:
+        asked = copy(self._pipeline)
+        listed: dict[Key, bool] = {}
+        looked_at: dict[Key, Any] = defaultdict(lambda: self._status.READY_TO_USE)
+        asked.bucket_can_be_released, asked.bucket_status = listed, looked_at
+        type(asked).all_gather_params(asked, params, **options)
+        order = options.get("prefetch_order")
+        before_graph = order is self._forward and self._late.begins_with_graph(params)
+        return _Plan(listed, tuple(looked_at), before_graph)

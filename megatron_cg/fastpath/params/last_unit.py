@@ -1,0 +1,175 @@
+"""The weights of the last unit, kept from its forward pass to its backward pass.
+
+A backward pass begins with the unit that a forward pass ended with. In between Megatron-FSDP frees
+its weights and gathers them again; and that gather has to wait, since the reduction of the output
+layer's gradients goes through the same communicator before it. So the GPU does nothing but
+communicate until both are done (0.8 ms a microbatch of the preset ``llama`` on two H200s). With
+double buffers the memory stays where it is either way. So the weights are left there, as FSDP2
+does (``fully_shard`` of torch, ``reshard_after_forward`` of a root's last unit).
+
+Note [Learned from the pass before]
+    The unit that is kept is the one whose forward pass ended last before the backward pass whose
+    first unit it was. Where that changes, as with pipeline stages that begin, a pass is as
+    Megatron-FSDP has it, and the next one is right again. If no backward pass comes, what was kept
+    is freed when the next forward pass gathers its first unit, so weights that were changed
+    meanwhile are gathered anew. That takes a second unit. Weights that are changed between a
+    forward pass and its own backward pass are not; no gradient is right then.
+
+Note [On all ranks, or on none]
+    One gather less a pass: a rank that did without it alone would pair its collectives with the
+    wrong ones of the others, of the same size, without an error. So this stays in place when a
+    rank gives up its graphs by itself, until all ranks have agreed on going on without graphs
+    (``Agreement.together``), or capture again, where hooks run in another order.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline.release_bucket``,
+``recycle_unused_buckets``, ``bucket_can_be_released``; ``ParamAndGradBuffer.double_buf_units``,
+``parameter_groups``; ``ParameterGroup.fsdp_unit_id``, ``transpose_weight_buffer``;
+``MegatronFSDP._root_pre_backward_hook_issued`` (in a backward pass).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.upstream.patch import put_over, set_attribute
+
+_RELEASE, _RECYCLE = "release_bucket", "recycle_unused_buckets"
+_KEPT = "_megatron_cg_kept"
+REPLACES = (
+    *in_both(
+        f"param_and_grad_buffer:AllGatherPipeline.{_RELEASE}",
+        "what frees a bucket of weights",
+        parameters=("self", "bucket_id", "bwd", "lazy"),
+        fingerprints=("222977e833880906",),
+    ),
+    *in_both(
+        f"param_and_grad_buffer:AllGatherPipeline.{_RECYCLE}",
+        "what frees buckets before a gather",
+        fingerprints=("415ebdf448a75f2d",),
+    ),
+)
+"""Functions that a kept unit does not call."""
+RELIES_ON = (
+    *REPLACES,
+    *in_both(
+        "param_and_grad_buffer:AllGatherPipeline",
+        "what gathers weights",
+        attributes=("bucket_can_be_released",),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "the model's buffers",
+        attributes=("double_buf_units", "parameter_groups"),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParameterGroup",
+        "parameters in one bucket",
+        attributes=("fsdp_unit_id", "transpose_weight_buffer"),
+    ),
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("_root_pre_backward_hook_issued",),
+    ),
+)
+
+
+def install_kept(fsdp: Any) -> Callable[[], None]:
+    """Keep the last unit's weights between its passes; returns the undo.
+
+    The undo may come at any time between two steps, and on all ranks at the same.
+
+    Raises:
+        StepsAsideError: weights are not freed, or would be memory on top, or others are gathered
+            for backward passes.
+    """
+    strategy = fsdp.data_parallel_sharding_strategy
+    if strategy != "optim_grads_params":
+        raise StepsAsideError(f"the sharding strategy is {strategy}, which frees no weights")
+    store = fsdp.param_and_grad_buffer
+    if not store.double_buf_units:
+        raise StepsAsideError("without double buffers the last unit would take memory of its own")
+    if len({group.fsdp_unit_id for group in store.parameter_groups} - {None}) < 2:
+        raise StepsAsideError("there is one unit only, and none whose gather shows a new pass")
+    if any(group.transpose_weight_buffer is not None for group in store.parameter_groups):
+        raise StepsAsideError("transposed weights are gathered for backward passes")
+    kept = _Kept(fsdp)
+    pipeline = fsdp.all_gather_pipeline
+    with ExitStack() as undo:
+        undo.callback(set_attribute(pipeline, _KEPT, kept))
+        undo.callback(put_over(pipeline, _RELEASE, kept.release_bucket))
+        undo.callback(put_over(pipeline, _RECYCLE, kept.recycle_unused_buckets))
+        undo.callback(kept.free)
+        kept.undo = undo.pop_all().close
+    return kept.undo
+
+
+def keep_no_more(fsdp: Any) -> None:
+    """Undo :func:`install_kept` before a capture, whoever has its undo; on all ranks."""
+    kept = vars(fsdp.all_gather_pipeline).get(_KEPT)
+    if isinstance(kept, _Kept):
+        kept.undo()
+
+
+class _Kept:
+    """Stands in the place of an ``AllGatherPipeline``'s ways to free buckets."""
+
+    def __init__(self, fsdp: Any) -> None:
+        self.undo: Callable[[], None] = lambda: None
+        self._fsdp, self._pipeline = fsdp, fsdp.all_gather_pipeline
+        self._release: Callable[..., None] = getattr(self._pipeline, _RELEASE)
+        self._recycle: Callable[[], None] = getattr(self._pipeline, _RECYCLE)
+        store = fsdp.param_and_grad_buffer
+        self._unit_of = [group.fsdp_unit_id for group in store.parameter_groups]
+        self._units = frozenset(store.double_buf_units)
+        self._ended: int | None = None
+        """The unit whose forward pass ended last, until a backward pass is through one."""
+        self._last: int | None = None
+        """See Note [Learned from the pass before]."""
+        self._held: set[int] = set()
+        """Buckets that were not freed."""
+        self._recycling = False
+
+    def release_bucket(self, bucket_id: int, bwd: bool, lazy: bool = False) -> None:
+        """Free a bucket, unless it is kept for the backward pass that comes next."""
+        unit = self._unit_of[bucket_id]
+        if not self._recycling and not lazy and unit is not None:
+            if self._fsdp._root_pre_backward_hook_issued:
+                self._backward_ended(unit)
+            elif self._is_kept_after_forward(unit):
+                self._held.add(bucket_id)
+                return
+        self._held.discard(bucket_id)
+        self._release(bucket_id, bwd, lazy)
+
+    def recycle_unused_buckets(self) -> None:
+        """Free what may be freed before a gather, and what no backward pass has come for."""
+        if self._held and not self._fsdp._root_pre_backward_hook_issued:
+            self.free()
+        self._recycling = True
+        try:
+            self._recycle()
+        finally:
+            self._recycling = False
+
+    def free(self) -> None:
+        """Free what is kept."""
+        while self._held:
+            self._release(self._held.pop(), False)
+
+    def _backward_ended(self, unit: int) -> None:
+        if self._ended is not None:
+            self._last = unit if unit == self._ended else None
+            self._ended = None
+
+    def _is_kept_after_forward(self, unit: int) -> bool:
+        if not (self._fsdp.training and torch.is_grad_enabled()):
+            return False
+        self._ended = unit
+        return unit == self._last and unit in self._units

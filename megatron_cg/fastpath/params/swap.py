@@ -1,0 +1,86 @@
+"""Raw and sharded parameters put in each other's place by a table.
+
+Between steps Megatron-FSDP's modules hold DTensors, and in a step the raw parameters. Its own way
+walks over the names of all parameters twice, asks for attributes, and follows every name from the
+root. What it does is the same each time, so it is done once, looked at, and from then on repeated.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
+``_replace_param_with_raw_if_needed``, ``_replace_param_with_distributed_if_needed`` and
+``is_param_fsdp_distributed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.upstream.patch import put_over
+
+Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
+"""A module's own table of parameters, a name in it, and what belongs there."""
+
+_RAW, _DISTRIBUTED = (
+    "_replace_param_with_raw_if_needed",
+    "_replace_param_with_distributed_if_needed",
+)
+REPLACES = (
+    *in_both(
+        f"megatron_fsdp:MegatronFSDP.{_RAW}",
+        "what puts raw parameters in place",
+        fingerprints=("2dd6f630faf574bb",),
+    ),
+    *in_both(
+        f"megatron_fsdp:MegatronFSDP.{_DISTRIBUTED}",
+        "what puts DTensors in place",
+        fingerprints=("d5c8b3ca8a0bcd12",),
+    ),
+)
+RELIES_ON = (
+    *REPLACES,
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("is_param_fsdp_distributed",),
+    ),
+)
+
+
+def install_swap(fsdp: Any) -> Callable[[], None]:
+    """Replace both exchanges for ``fsdp``, leaving its modules as found; returns the undo."""
+    was_distributed = fsdp.is_param_fsdp_distributed
+    getattr(fsdp, _DISTRIBUTED)()
+    distributed = _slots(fsdp.module)
+    getattr(fsdp, _RAW)()
+    raw = _slots(fsdp.module)
+    if was_distributed:
+        getattr(fsdp, _DISTRIBUTED)()
+    with ExitStack() as undo:
+        undo.callback(put_over(fsdp, _RAW, _exchange(fsdp, raw, is_distributed=False)))
+        undo.callback(
+            put_over(fsdp, _DISTRIBUTED, _exchange(fsdp, distributed, is_distributed=True))
+        )
+        return undo.pop_all().close
+
+
+def _slots(model: nn.Module) -> list[Slot]:
+    return [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _exchange(fsdp: Any, slots: Sequence[Slot], *, is_distributed: bool) -> Callable[[], None]:
+    def exchange() -> None:
+        if fsdp.is_param_fsdp_distributed is is_distributed:
+            return
+        fsdp.is_param_fsdp_distributed = is_distributed
+        for table, name, parameter in slots:
+            table[name] = parameter
+
+    return exchange

@@ -1,0 +1,226 @@
+"""Unsharding and resharding with a few calls a bucket, where Megatron-FSDP makes a few a parameter.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``MegatronFSDP``
+``.all_gather_and_wait_parameters_ready``, the local functions of ``_register_fsdp_hooks`` and the
+variables of its hooks named below; ``DataParallelBuffer.fetch_bucket`` and
+``get_item_from_bucket``; ``param_and_grad_buffer.is_float8tensor``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.params.cached_lists import (
+    STATE,
+    KnownModules,
+    KnownParameters,
+    ParameterLists,
+)
+from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler
+from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.hooks.record import module_hooks
+from megatron_cg.upstream.closures import put_over_cell, set_cell
+from megatron_cg.upstream.patch import put_over
+
+_LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
+_ROOT, _HANDLER = "root_module", "custom_backward_handler"
+REPLACES = (
+    *(
+        symbol
+        for name, fingerprint in (
+            (_LISTED, "58e78d8b964985ee"),
+            (_RELEASE, "52f2f0ae05776b96"),
+            ("_pre_backward_param_unshard", "f9cab4dfe76d1d76"),
+            ("_root_pre_backward", "d22a2f9ba18eb095"),
+        )
+        for symbol in in_both(
+            f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{name}",
+            "what walks over parameters or modules",
+            fingerprints=(fingerprint,),
+        )
+    ),
+    *in_both(
+        "megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
+        "what waits for parameters and marks them",
+        fingerprints=("02036854c30821b7",),
+    ),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer.fetch_bucket",
+        "what points parameters at their bucket",
+        fingerprints=("00cb9ee24111bcad",),
+    ),
+)
+"""The fast path chooses their modules and parameters, or how often they run."""
+RELIES_ON = (
+    *REPLACES,
+    *in_both("megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=("pre_backward", STATE)),
+    *in_both(
+        "param_and_grad_buffer:DataParallelBuffer",
+        "one kind of weights",
+        attributes=("get_item_from_bucket",),
+    ),
+    *in_both("param_and_grad_buffer:is_float8tensor", "whether a parameter is FP8"),
+)
+
+
+def install_unshard(
+    fsdp: Any, after_backward: Callable[[nn.Module], None], late: LatePrefetch
+) -> Callable[[], None]:
+    """Replace what walks over parameters before and after a unit's passes; returns the undo.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+        after_backward: called with a unit after its backward pass, before its buckets are freed.
+        late: may hold gathers, which are issued at the latest as a unit is released.
+
+    Raises:
+        StepsAsideError: weights are not sharded, so that nothing is unsharded.
+        UpstreamChangedError: a symbol is gone; nothing is changed then.
+    """
+    if fsdp.data_parallel_sharding_strategy == "no_shard":
+        raise StepsAsideError("the sharding strategy is no_shard, in which nothing is unsharded")
+    functions = list(hook_functions(fsdp))
+    listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
+    root = find_cell([fsdp.pre_backward], _ROOT)
+    lists = ParameterLists(_of_units(listed.cell_contents), _bucket_of(fsdp), is_float8(fsdp))
+    whole = ParameterLists(
+        lambda module, _: list(module.parameters()), _bucket_of(fsdp), is_float8(fsdp)
+    )
+    gather = "all_gather_and_wait_parameters_ready"
+    with ExitStack() as undo:
+        undo.callback(set_cell(root, KnownModules(root.cell_contents)))
+        undo.callback(_show_known_modules(fsdp))
+        undo.callback(put_over_cell(listed, lists))
+        undo.callback(
+            put_over_cell(release, _released(release.cell_contents, whole, after_backward, late))
+        )
+        undo.callback(put_over(fsdp, gather, _gathered(getattr(fsdp, gather))))
+        for group in fsdp.param_and_grad_buffer.parameter_groups:
+            buffer = group.model_weight_buffer
+            if buffer is not None and not any(map(is_float8(fsdp), group.params)):
+                undo.callback(put_over(buffer, "fetch_bucket", _fetched(buffer)))
+        return undo.pop_all().close
+
+
+def _show_known_modules(fsdp: Any) -> Callable[[], None]:
+    """Show each handler that comes before a module's backward pass one module for all of its own.
+
+    It is the hook's closure variable, so that hooks stay those that were recorded.
+    """
+    with ExitStack() as undo:
+        for module in fsdp.module.modules():
+            for record in module_hooks(module):
+                if classify(record) is FsdpRole.WRAPS_PRE_BACKWARD:
+                    cell = find_cell([record.fn], _HANDLER)
+                    if not is_root_handler(cell.cell_contents):
+                        undo.callback(put_over_cell(cell, _shown(module, cell.cell_contents)))
+        return undo.pop_all().close
+
+
+def _shown(unit: nn.Module, handler: Callable[..., None]) -> Callable[..., None]:
+    known = KnownModules(unit)
+
+    @wraps(handler)
+    def before_backward(module: Any, *unused: Any) -> None:
+        handler(known if module is unit else module, *unused)
+
+    return before_backward
+
+
+def _of_units(
+    listed: Callable[[nn.Module, str], list[nn.Parameter]],
+) -> Callable[[Any, str], list[nn.Parameter]]:
+    def list_of_unit(module: Any, direction: str) -> list[nn.Parameter]:
+        return listed(module.unit if isinstance(module, KnownModules) else module, direction)
+
+    return list_of_unit
+
+
+def is_float8(fsdp: Any) -> Callable[[nn.Parameter], bool]:
+    """Megatron-FSDP's own question whether a parameter is FP8."""
+    module: Any = inspect.getmodule(type(fsdp.param_and_grad_buffer))
+    asked: Callable[[nn.Parameter], bool] = module.is_float8tensor
+    return asked
+
+
+def _bucket_of(fsdp: Any) -> Callable[[nn.Parameter], int]:
+    found: Callable[[nn.Parameter], int] = (
+        fsdp.param_and_grad_buffer.param_to_param_group.__getitem__
+    )
+    return found
+
+
+def _gathered(original: Callable[..., None]) -> Callable[..., None]:
+    def all_gather_and_wait_parameters_ready(
+        params: Sequence[nn.Parameter], *args: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(params, KnownParameters):
+            original(params, *args, **kwargs)
+            return
+        original(params.shown, *args, **kwargs)
+        if not params.marked:
+            # These marks stay, but for the first, which every backward pass begins by clearing.
+            params.marked = True
+            for parameter in params.others:
+                target: Any = parameter
+                target.grad_added_to_main_grad = False
+                target.__fsdp_param__ = True
+                target.overwrite_main_grad = True
+
+    return all_gather_and_wait_parameters_ready
+
+
+def _released(
+    original: Callable[..., None],
+    lists: ParameterLists,
+    after_backward: Callable[..., None],
+    late: LatePrefetch,
+) -> Callable[..., None]:
+    def release_module_parameters(
+        module: nn.Module, bwd: bool, lazy: bool = False, *unused: Any
+    ) -> None:
+        if bwd:
+            after_backward(module)
+        else:
+            # Of a unit that came to no graph, before anything of it is freed or kept.
+            late.issue()
+        original(lists(module, "whole"), bwd, lazy)
+
+    return release_module_parameters
+
+
+def _fetched(buffer: Any) -> Callable[..., Any]:
+    """``fetch_bucket`` that points parameters at their bucket only where they are not there yet.
+
+    With double buffers a bucket comes back to the same memory, and Megatron-FSDP sets the data of
+    every parameter again.
+    """
+    original = buffer.fetch_bucket
+    addresses: list[int] = []
+
+    def fetch_bucket(
+        dtype: Any = None, set_param_data: bool = False, strict_assignments: bool = True
+    ) -> Any:
+        bucket = original(dtype, False, strict_assignments)
+        if not set_param_data:
+            return bucket
+        if (
+            not addresses
+            or bucket.data.data_ptr() != addresses[0]
+            or addresses[1:] != [parameter.data_ptr() for parameter in buffer.params]
+        ):
+            bucket = original(dtype, True, strict_assignments)
+            addresses[:] = [bucket.data.data_ptr()]
+            addresses.extend(parameter.data_ptr() for parameter in buffer.params)
+        return bucket
+
+    return fetch_bucket

@@ -1,0 +1,1 @@
+"""Who drives a session: Megatron, or a training loop of the user."""

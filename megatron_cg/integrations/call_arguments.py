@@ -1,0 +1,97 @@
+"""Checks the arguments of the Python API: every mistake at once, and what to type instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+from megatron_cg.backends.base import Backend
+from megatron_cg.errors import ArgumentError, Violation
+
+OnFailure = Literal["error", "eager"]
+OnMismatch = Literal["eager", "recapture", "error"]
+BackendName = Literal["transformer_engine", "te", "tape"]
+
+
+def check_policy(
+    on_failure: object,
+    on_mismatch: object,
+    verify_interval: object,
+    backend: object,
+    fast_path: object,
+) -> list[Violation]:
+    """What is wrong with the arguments that both APIs have."""
+    return [
+        *one_of("on_failure", on_failure, get_args(OnFailure)),
+        *one_of("on_mismatch", on_mismatch, get_args(OnMismatch)),
+        *at_least("verify_interval", verify_interval, 0),
+        *_backend(backend),
+        *_true_or_false("fast_path", fast_path),
+    ]
+
+
+def refuse(broken: Sequence[Violation]) -> None:
+    """Raise ArgumentError with every mistake, if there is any."""
+    if broken:
+        raise ArgumentError(broken)
+
+
+def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Violation]:
+    """An argument that is one of some words."""
+    if value not in known:
+        close = difflib.get_close_matches(str(value), known, n=1)
+        asked = f"did you mean {close[0]!r}? " if close else ""
+        yield Violation(
+            "argument",
+            f"{name}={value!r}",
+            f"{asked}it is one of {', '.join(map(repr, known))}",
+            f"{name}={(close or known)[0]!r}",
+        )
+
+
+def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
+    """An argument that is a whole number and not below ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        reason = f"it is a whole number from {least} on"
+        yield Violation("argument", f"{name}={value!r}", reason, f"{name}={least}")
+
+
+def _true_or_false(name: str, value: object) -> Iterator[Violation]:
+    if not isinstance(value, bool):
+        yield Violation("argument", f"{name}={value!r}", "it is True or False", f"{name}=True")
+
+
+def several(value: Any) -> tuple[Any, ...]:
+    """The value as a tuple: one alone becomes a tuple of one, and so does a string."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return (value,)
+    return tuple(value)
+
+
+def _backend(value: object) -> Iterator[Violation]:
+    if isinstance(value, str):
+        yield from one_of("backend", value, get_args(BackendName))
+    elif value is not None and not callable(getattr(value, "capture", None)):
+        yield Violation(
+            "argument",
+            f"backend={value!r}",
+            "it is a name, or an object with the method capture (megatron_cg.backends.base)",
+            'backend="transformer_engine", or leave it out',
+        )
+
+
+def backend_of(value: Backend | BackendName | None) -> Backend:
+    """The backend that was named; Transformer Engine's if none was.
+
+    Raises UpstreamChangedError where Transformer Engine is wanted and not installed.
+    """
+    if value == "tape":
+        from megatron_cg.backends.tape.tape_backend import TapeBackend
+
+        return TapeBackend()
+    if value is None or isinstance(value, str):
+        from megatron_cg.backends.te.te_backend import TransformerEngineBackend
+
+        return TransformerEngineBackend()
+    return value

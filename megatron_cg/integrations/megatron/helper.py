@@ -1,0 +1,329 @@
+"""Megatron's capture helper for models under Megatron-FSDP.
+
+Relied on: megatron-core 0.19.2, ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper``
+with ``_discover_layers``, ``_get_sample_arguments``, ``create_cudagraphs`` (which sets
+``layer.cuda_graphs``), ``delete_cuda_graphs`` and ``graphs_created``; the module globals
+``make_graphed_callables``, ``_layer_is_graphable``, ``_set_capture_end``. Megatron's own method
+does the capture; this class puts the transaction around it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments
+from megatron_cg.backends.base import Backend
+from megatron_cg.backends.te.te_backend import TransformerEngineBackend
+from megatron_cg.capture.hook_order import OutOfStepError
+from megatron_cg.capture.refusals import clear_frames
+from megatron_cg.capture.session import Session
+from megatron_cg.consensus.exchange import Agreement, AgreementTime
+from megatron_cg.consensus.leave import leave_without_waiting
+from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
+from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
+from megatron_cg.integrations.megatron.samples import hidden_type, in_type
+from megatron_cg.integrations.megatron.scopes import LayerConfig, give_scopes, leave_out
+from megatron_cg.integrations.megatron.steps import StepRoutine
+from megatron_cg.memory.release import drop_gradients, let_gradients_go
+from megatron_cg.memory.usage import log_report
+from megatron_cg.replay.counters import Counters, counts_text
+from megatron_cg.replay.guard.inputs import STATIC_INPUT
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.replay.unit import Unit
+from megatron_cg.telemetry.record import note, note_capture
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol, changed
+
+logger = logging.getLogger(__name__)
+
+
+RELIES_ON = tuple(
+    Symbol("megatron-core", f"megatron.core.{path}", expected)
+    for path, expected in (
+        ("transformer.cuda_graphs:TECudaGraphHelper._discover_layers", "which layers are captured"),
+        ("transformer.cuda_graphs:TECudaGraphHelper._get_sample_arguments", "static inputs"),
+        ("transformer.cuda_graphs:TECudaGraphHelper._reset_after_capture", "gradients cleared"),
+        ("transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"),
+        ("transformer.cuda_graphs:_set_capture_end", "the setter of the capturing flag"),
+        (
+            "transformer.module:GraphableMegatronModule._should_call_te_cudagraph",
+            "asked in __call__",
+        ),
+        ("transformer.module:GraphableMegatronModule._te_cuda_graph_replay", "the replay"),
+        (
+            "transformer.module:GraphableMegatronModule._get_submodules_under_cudagraphs",
+            "the scope",
+        ),
+    )
+)
+for _symbol in RELIES_ON:
+    _symbol.find()
+
+
+class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
+    """``TECudaGraphHelper`` that can capture under Megatron-FSDP; elsewhere Megatron's own."""
+
+    given: GraphArguments = GraphArguments()
+    """All settings as given, for the rules; the members below are what is read of them."""
+    selection: LayerSelection = LayerSelection.parse(())
+    on_failure: str = "error"
+    policy: ReplayPolicy = ReplayPolicy()
+    fast_path: bool = True
+    make_backend: Callable[[], Backend] = TransformerEngineBackend
+    live: list[FsdpCudaGraphHelper] | None = None
+    """Where helpers of models under FSDP put themselves, to be told of training steps."""
+    callables_per_chunk: list[list[Any]]
+    callables_per_chunk_is_mtp: list[list[bool]]
+    flattened_callables: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._scopes: dict[nn.Module, list[Any]] = {}
+        self.session: Session | None = None
+        self.counters = Counters()
+        """Of all sessions that were closed; a second capture opens another session."""
+        super().__init__(*args, **kwargs)
+        self.undo = ExitStack()
+        """Of what is changed for as long as the run lasts."""
+        self.steps: StepRoutine | None = None
+        if self._fsdp is not None:
+            # Made by all ranks, since all make this helper.
+            self._agreement = Agreement()
+            self._static_inputs = ObservedInputs(self.flattened_callables)
+            self.undo.callback(let_gradients_go(self._fsdp))
+            self.steps = StepRoutine(self, self._agreement, self._static_inputs)
+            if self.live is not None:
+                self.live.append(self)
+
+    def _discover_layers(self) -> None:
+        super()._discover_layers()
+        self._fsdp = find_megatron_fsdp(self.model[0])
+        if self._fsdp is None:
+            return
+        if self.flattened_callables:
+            layers = list(self.chunks_with_decoder[0].decoder.layers)
+            for index, layer in enumerate(layers):
+                self._scopes[layer] = self._scopes_of(index, len(layers))
+        self._keep_only(self._is_selected)
+
+    def _scopes_of(self, index: int, num_layers: int) -> list[Any]:
+        by_name = {module.name: module for module in self.config.cuda_graph_modules}
+        names = self.selection.scopes(index, num_layers, tuple(by_name))
+        return [by_name.get(name, name) for name in names]
+
+    def _layer_scopes(self, layer: nn.Module) -> list[Any]:
+        """What is captured of one layer; all that the run captures for a layer not counted."""
+        return self._scopes.get(layer, self._run_scopes())
+
+    def _run_scopes(self) -> list[Any]:
+        return list(self.config.cuda_graph_modules) or [WHOLE_LAYER]
+
+    def _is_selected(self, layer: nn.Module) -> bool:
+        scopes = self._layer_scopes(layer)
+        if scopes == self._run_scopes():
+            return True
+        view = LayerConfig(self.config, scopes)
+        return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
+
+    def _keep_only(self, wanted: Callable[[nn.Module], bool]) -> None:
+        pairs = [
+            [(c, mtp) for c, mtp in zip(*chunk, strict=True) if wanted(c)]
+            for chunk in zip(self.callables_per_chunk, self.callables_per_chunk_is_mtp, strict=True)
+        ]
+        self.callables_per_chunk = [[c for c, _ in chunk] for chunk in pairs]
+        self.callables_per_chunk_is_mtp = [[mtp for _, mtp in chunk] for chunk in pairs]
+        self.num_layers_per_chunk = [len(chunk) for chunk in pairs]
+        self.flattened_callables = [c for chunk in pairs for c, _ in chunk]
+        self.flattened_callables_is_mtp = [mtp for chunk in pairs for _, mtp in chunk]
+
+    def _get_sample_arguments(self, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+        """Megatron's in the model's type, less the rotary table of layers without attention.
+
+        Megatron decides on the table once for the model; with ``--cg-layers`` it depends on the
+        layer, and TE demands at replay every keyword that it saw at capture.
+        """
+        sample_args, sample_kwargs = super()._get_sample_arguments(*args, **kwargs)
+        if self._fsdp is not None:
+            sample_args = in_type(sample_args, hidden_type(self.config))
+            for index, layer in enumerate(self.flattened_callables):
+                scopes = self._layer_scopes(layer)
+                if scopes != self._run_scopes() and CudaGraphModule.attn not in scopes:
+                    kept = dict(sample_kwargs[index])
+                    kept.pop("rotary_pos_emb", None)
+                    sample_kwargs[index] = kept
+        return sample_args, sample_kwargs
+
+    def create_cudagraphs(self) -> None:
+        """Capture, as Megatron does, inside a transaction; see ``Session.capturing``.
+
+        Raises CaptureError, unless ``--cg-on-failure eager`` was given: then the failure is
+        logged and training goes on without graphs.
+        """
+        if self._fsdp is None:
+            super().create_cudagraphs()
+            return
+        self._agreement.begin_capture()
+        try:
+            self._create_cudagraphs_under_fsdp()
+        except Exception as error:
+            self._give_up(error)
+
+    def _create_cudagraphs_under_fsdp(self) -> None:
+        backend = type(self).make_backend()
+        session = Session(
+            self.model[0],
+            units_of(self.flattened_callables),
+            backend,
+            self._agreement,
+            joins=self.on_failure == "eager",
+            policy=type(self).policy,
+            static_inputs=self._static_inputs,
+            fast_path=self.fast_path,
+            optimizers=self.optimizers,
+        )
+        captured: list[int] = []
+        drop_gradients(self._fsdp)
+
+        def capture(callables: Any, *args: Any, **kwargs: Any) -> Any:
+            captured.append(len(callables))
+            return session.capture(callables, *args, **kwargs)
+
+        with ExitStack() as scopes:
+            masks = without_unused_masks(self.flattened_callables, self._static_inputs)
+            scopes.callback(masks)
+            for layer in self.flattened_callables:
+                if self._layer_scopes(layer) != self._run_scopes():
+                    scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
+            with session.capturing(), ExitStack() as stack:
+                stack.callback(put_over(cuda_graphs, "make_graphed_callables", capture))
+                stack.callback(cuda_graphs._set_capture_end)
+                super().create_cudagraphs()
+                layers = len(self.flattened_callables)
+                if captured != ([layers] if layers else []):
+                    raise changed(
+                        "megatron-core",
+                        "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.create_cudagraphs",
+                        "one call of that module's make_graphed_callables for all layers",
+                    )
+            session.on_close(scopes.pop_all().close)
+        self.session = session
+        log_report(session, "after capture")
+        note_capture()
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Nothing under Megatron-FSDP, whose own hooks run around each replay; else Megatron's."""
+        if self._fsdp is None:
+            super().cuda_graph_set_manual_hooks()
+
+    def capture_again(self) -> None:
+        """Delete the graphs and capture anew; on all ranks, between two steps."""
+        if self.session is not None:
+            # A mask that was never given before capture breaks the clause of structure.
+            if self.session.watch.saw(STATIC_INPUT) or self.session.watch.saw("structure"):
+                self._static_inputs.forget()
+            self.delete_cuda_graphs()
+        self._capture_finished = False
+        self.create_cudagraphs()
+        if self.session is not None:
+            self.session.watch.captured_again = True
+            self.session.counters.recaptured += 1
+
+    def counted(self) -> tuple[Counters, AgreementTime]:
+        """All counts so far, those of the session that runs included, and what votes cost."""
+        total = Counters()
+        for counters in (self.counters, self.session.counters if self.session else Counters()):
+            total.add(counters)
+        return total, self._agreement.time
+
+    def _give_up(self, error: Exception) -> None:
+        """Leave no trace of a failed capture; raise, or log where going on was asked for.
+
+        Raises CaptureError or the error itself where it is one of this package's.
+        """
+        self._graphs_created = False
+        failure = _as_capture_error(error)
+        # What the traceback's frames hold of half-made graphs is what going on needs most.
+        clear_frames(error)
+        if self.on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
+            # At once: the launcher ends the other ranks, and waiting for their votes helps nobody.
+            if isinstance(error, OutOfStepError):
+                leave_without_waiting()
+            raise failure from (error if failure is not error else error.__cause__)
+        self._agreement.report_failure()
+        logger.error("%s Training goes on eagerly (--cg-on-failure eager).", failure)
+        self._reset_after_capture()
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._capture_finished = True
+
+    def delete_cuda_graphs(self) -> None:
+        """Delete the graphs and undo all that capture changed."""
+        if self.session is None:
+            super().delete_cuda_graphs()
+            return
+        self.counters.add(self.session.counters)
+        note("graphs", self.counters.as_dict())
+        note("agreement", self._agreement.time.as_dict())
+        if torch.distributed.get_rank() == 0:
+            counts, votes = counts_text(self.session.counters.as_dict()), self._agreement.time
+            print(f"megatron_cg: graphs of rank 0: {counts}. {votes.text()}.", flush=True)
+        self.session.close()
+        self.session = None
+        self._graphs_created = False
+
+
+def units_of(layers: Sequence[Any]) -> list[Unit]:
+    """Megatron's layers as units of a capture, named by their index from 0."""
+    return [
+        Unit(
+            f"layer {layer.layer_number - 1}",
+            layer,
+            _graphed(layer),
+            direct=_is_direct(layer),
+            collectives=_has_collectives(layer.config),
+            leave_out=partial(leave_out, layer),
+        )
+        for layer in layers
+    ]
+
+
+def _is_direct(layer: Any) -> bool:
+    """Whether nothing of ``layer`` runs before its graph: attention does where it is not in it."""
+    scopes = layer.config.cuda_graph_modules
+    before = isinstance(layer, TransformerLayer) and bool(scopes)
+    return not before or any(scope is CudaGraphModule.attn for scope in scopes)
+
+
+def _has_collectives(config: Any) -> bool:
+    """Whether graphs hold communication that torch does not count; see ``collectives.py``."""
+    return bool(config.context_parallel_size > 1 or config.tensor_model_parallel_size > 1)
+
+
+def _graphed(layer: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules below ``layer`` whose forward runs inside its graph."""
+    covered = cast(Sequence[nn.Module], cast(Any, layer)._get_submodules_under_cudagraphs())
+    found = {id(m): m for root in covered for m in root.modules() if m is not layer}
+    return tuple(found.values())
+
+
+def _as_capture_error(error: Exception) -> MegatronCGError:
+    if isinstance(error, MegatronCGError):
+        return error
+    return CaptureError(
+        f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG and "
+        "FP8 state are as before. To train without graphs: --cuda-graph-impl none, or "
+        "--cg-on-failure eager."
+    )

@@ -1,0 +1,176 @@
+"""Layerwise graphs from a training loop of one's own on megatron-core, without megatron.training.
+
+For models of the standalone megatron_fsdp package see :mod:`megatron_cg.integrations.standalone`.
+
+Relied on: megatron-core 0.19.2, ``cuda_graphs.HAVE_TE_GRAPHS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+from torch import nn
+
+from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.schema import GraphArguments
+from megatron_cg.backends.base import Backend
+from megatron_cg.integrations.call_arguments import (
+    BackendName,
+    OnFailure,
+    OnMismatch,
+    at_least,
+    backend_of,
+    check_policy,
+    refuse,
+    several,
+)
+from megatron_cg.integrations.megatron.model_rules import check_model
+from megatron_cg.integrations.reminder import remind_of_steps
+from megatron_cg.integrations.standalone.ending import graphs_close_in_time
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.upstream.patch import set_attribute
+
+
+class GraphedLayers:
+    """The graphs of a megatron-core model's layers, over the steps of a training loop.
+
+    All ranks make it together, after the model was wrapped and before the first step. Steps inside
+    :meth:`step` train eagerly until ``config.cuda_graph_warmup_steps`` of them are done; what is
+    captured then is what ``config.cuda_graph_modules`` says.
+
+    Args:
+        model: megatron-core's ``FullyShardedDataParallel`` around one model, whose config has
+            ``cuda_graph_impl="transformer_engine"``.
+        optimizer: whose gradients are cleared after capture (``zero_grad()``).
+        seq_length: tokens of a sequence.
+        micro_batch_size: sequences of a microbatch. Megatron's number of microbatches has to be
+            set (``init_num_microbatches_calculator``).
+        layers: as ``--cg-layers``, such as ``("attn:0-23", "moe_router:4-")``.
+        backend: what captures, as an object or by name (``"transformer_engine"`` or ``"te"``,
+            ``"tape"``); Transformer Engine if None.
+        on_failure: as ``--cg-on-failure``.
+        on_mismatch: as ``--cg-on-mismatch``.
+        verify_interval: as ``--cg-verify-interval``.
+        fast_path: False is as ``--cg-no-fsdp-fast-path``.
+
+    Raises:
+        ArgumentError: with every argument that is wrong.
+        ConfigurationError: with every reason why this model cannot be graphed.
+        HookError: ``model`` holds no ``MegatronFSDP``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        layers: str | Sequence[str] = (),
+        backend: Backend | BackendName | None = None,
+        on_failure: OnFailure = "error",
+        on_mismatch: OnMismatch = "eager",
+        verify_interval: int = 0,
+        fast_path: bool = True,
+    ) -> None:
+        refuse(
+            [
+                *at_least("seq_length", seq_length, 1),
+                *at_least("micro_batch_size", micro_batch_size, 1),
+                *check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path),
+            ]
+        )
+        given = GraphArguments(
+            cg_layers=several(layers),
+            cg_on_failure=on_failure,
+            cg_on_mismatch=on_mismatch,
+            cg_verify_interval=verify_interval,
+            cg_no_fsdp_fast_path=not fast_path,
+        )
+        captures = backend_of(backend)
+        check_model(model, optimizer, given, captures.name)
+        config: Any = model.config
+        self._warmup_steps = int(config.cuda_graph_warmup_steps)
+        self._steps = 0
+        with ExitStack() as undo:
+            self._helper = _make_helper(
+                undo, (model, optimizer, seq_length, micro_batch_size), given, captures
+            )
+            undo.callback(self._helper.undo.close)
+            self._stepped = remind_of_steps(model, self._warmup_steps)
+            undo.callback(self._stepped)
+            undo.callback(graphs_close_in_time())
+            undo.callback(self._helper.steps.close)
+            undo.callback(self._delete)
+            self._undo = undo.pop_all()
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of all captures so far."""
+        total = Counters()
+        total.add(self._helper.counters)
+        if self._helper.session is not None:
+            total.add(self._helper.session.counters)
+        return total
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step of all ranks: every microbatch, and the optimizer's step.
+
+        On entering, graphs are captured if they are due, or what ranks decided is done.
+
+        Raises:
+            CaptureError, AgreementError, ReplayMismatchError: as a run of Megatron's does.
+        """
+        self._stepped()
+        if self._steps == self._warmup_steps and not self._helper.capture_finished():
+            self._helper.create_cudagraphs()
+        routine = self._helper.steps
+        routine.before_step()
+        try:
+            yield
+        finally:
+            routine.after_step()
+        self._steps += 1
+        routine.vote(self._steps)
+
+    def close(self) -> None:
+        """Delete the graphs and undo all that was changed. Safe to run twice."""
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _delete(self) -> None:
+        if self._helper.session is not None:
+            self._helper.delete_cuda_graphs()
+
+
+def _make_helper(
+    undo: ExitStack, subject: tuple[Any, ...], given: GraphArguments, backend: Backend
+) -> Any:
+    """Megatron's capture helper, ours, for one model."""
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+
+    members: dict[str, Any] = {
+        "given": given,
+        "selection": LayerSelection.parse(given.cg_layers),
+        "on_failure": given.cg_on_failure,
+        "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
+        "fast_path": not given.cg_no_fsdp_fast_path,
+        "make_backend": staticmethod(lambda: backend),
+    }
+    if backend.name != "transformer_engine":
+        # Asked by Megatron's own helper, which knows of no other backend.
+        undo.callback(set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True))
+    model, optimizer, seq_length, micro_batch_size = subject
+    kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
+    return kind([model], model.config, seq_length, micro_batch_size, [optimizer])

@@ -1,0 +1,123 @@
+"""No attention mask for a graph whose layer is never given one.
+
+Relied on: megatron-core 0.19.2, ``TransformerLayer.get_layer_static_inputs`` (a causal mask beside
+the hidden states), ``GraphableMegatronModule.get_layer_static_inputs`` (the hidden states alone),
+``_get_te_cuda_graph_replay_args`` (a mask of zeros where the keyword is there and None).
+
+Note [A mask that nobody reads]
+    With ``--no-create-attention-mask-in-dataloader`` a layer is called with None: its attention is
+    causal by its own setting. Megatron captures it with a mask of (1, 1, s, s) bytes for every
+    layer and microbatch all the same, 16 MiB each at a sequence of 4,096 and 1 GiB at 32,768, and
+    makes another one, all zeros, for every replay, which TE copies into the first. TE's attention
+    reads neither, being causal. An attention that does read its mask is told by the zeros to mask
+    nothing, and trains something else than the eager layer without a word. Without the keyword a
+    graph computes what the eager layer computes for None, since it is recorded so.
+
+Note [A mask that comes later]
+    is an input that the graph does not have: the guard sees it, and that pass runs eagerly, with
+    the mask. So a wrong guess costs time and no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol
+
+MASK = "attention_mask"
+
+_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_SAMPLES = Symbol(
+    "megatron-core",
+    f"{_LAYER}.get_layer_static_inputs",
+    "where Megatron makes attention masks for captures",
+    fingerprints=("79b27aa0a43a2949",),
+)
+_REPLAY_ARGS = Symbol(
+    "megatron-core",
+    f"{_LAYER}._get_te_cuda_graph_replay_args",
+    "where Megatron makes attention masks for replays",
+)
+RELIES_ON = (_SAMPLES, _REPLAY_ARGS)
+for _symbol in RELIES_ON:
+    _symbol.find()
+
+
+class ObservedInputs(StaticInputs):
+    """Of the inputs of layers, also which keywords were None in every call of all whole steps."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__(layers)
+        self._none: set[tuple[int, str]] = set()
+        self._given: set[tuple[int, str]] = set()
+
+    def forget(self) -> None:
+        """Also take no input for one that is never given any more."""
+        super().forget()
+        self._none.clear()
+
+    def is_never_given(self, index: int, name: str) -> bool:
+        """Whether the layer ``index`` was called with that keyword, and always with None."""
+        return (index, name) in self._none - self._given
+
+    def _look(self, index: int, kwargs: Mapping[str, Any]) -> None:
+        super()._look(index, kwargs)
+        for name, value in kwargs.items():
+            (self._none if value is None else self._given).add((index, name))
+
+
+class Observations(Protocol):
+    """What is known of the inputs of layers."""
+
+    def is_never_given(self, index: int, name: str) -> bool:
+        """See :meth:`ObservedInputs.is_never_given`."""
+
+
+def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> Callable[[], None]:
+    """Capture and replay each layer without a mask that it was never given; returns the undo.
+
+    Call it before sample inputs are made, and undo it when the graphs are gone.
+
+    Args:
+        layers: what is captured, as ``inputs`` counts them.
+        inputs: what the layers were called with in the steps before.
+    """
+    with ExitStack() as undo:
+        for index, layer in enumerate(layers):
+            if isinstance(layer, TransformerLayer) and inputs.is_never_given(index, MASK):
+                undo.callback(_without_mask(layer))
+        return undo.pop_all().close
+
+
+def _without_mask(layer: Any) -> Callable[[], None]:
+    with ExitStack() as undo:
+        samples = partial(_samples, layer, layer.get_layer_static_inputs)
+        undo.callback(put_over(layer, "get_layer_static_inputs", samples))
+        replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
+        undo.callback(put_over(layer, "_get_te_cuda_graph_replay_args", replay))
+        return undo.pop_all().close
+
+
+def _samples(layer: Any, make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
+    own = type(layer).get_layer_static_inputs is TransformerLayer.get_layer_static_inputs
+    if own and _SAMPLES.unknown_body() is None:
+        # Not even made: the masks of all layers would lie beside each other until the last is.
+        return GraphableMegatronModule.get_layer_static_inputs(layer, *args, **kwargs)
+    made = make(*args, **kwargs)
+    made.pop(MASK, None)
+    return made
+
+
+def _replay_args(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get(MASK, make) is None:
+        del kwargs[MASK]
+    return make(*args, **kwargs)

@@ -1,0 +1,136 @@
+"""Megatron's capture helper in a training loop that is not Megatron's own.
+
+Such a loop makes ``megatron.core.transformer.cuda_graphs.TECudaGraphHelper`` itself and has no
+``train_step`` to follow. While the package is enabled, a helper for a model under Megatron-FSDP
+becomes ours, even if its class was imported before.
+
+Note [A step of such a loop]
+    ends when the optimizer's ``step`` returns. What the ranks decided is then done at once: all of
+    them are at this place, and between two steps no work is pending.
+
+Note [How long a helper votes]
+    All ranks must stop voting at one place, and garbage collectors run at different times. So a
+    helper is held until ``close()`` or ``disable()``, also if the loop keeps no reference to it.
+    A second helper for the same model closes the first one, after deleting its graphs.
+
+Relied on: megatron-core 0.19.2, ``TECudaGraphHelper.__init__`` and its parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import Any
+
+from megatron_cg.capture.session import Phase
+from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+from megatron_cg.integrations.megatron.model_rules import check_model
+from megatron_cg.upstream.patch import run_after, set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+_HELPER = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.cuda_graphs:TECudaGraphHelper",
+    "the capture helper of a loop of one's own",
+)
+_INIT = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.__init__",
+    "what it is made with",
+    parameters=("model", "optimizers"),
+)
+RELIES_ON = (_HELPER, _INIT)
+
+
+class LoopHelper(FsdpCudaGraphHelper):
+    """Our helper; the optimizer reports its training steps. See Note [A step of such a loop]."""
+
+    steps: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steps_done = 0
+        for optimizer in self.optimizers[-1:]:
+            self.undo.callback(run_after(optimizer, "step", self.step_done))
+        self.steps.before_step()
+
+    def create_cudagraphs(self) -> None:
+        """Capture as Megatron does, between two steps; the next step begins afterwards."""
+        self.steps.after_step()
+        super().create_cudagraphs()
+        if self.session is not None:
+            self.session.watch.begin_step()
+
+    def of_model(self, fsdp: Any) -> bool:
+        """Whether this helper captures the model in that ``MegatronFSDP``."""
+        return self._fsdp is fsdp
+
+    def step_done(self) -> None:
+        """End the step, vote, do what was decided, and begin the next one."""
+        self.steps.after_step()
+        self._steps_done += 1
+        self.steps.vote(self._steps_done)
+        self.steps.before_step()
+
+    def close(self) -> None:
+        """Delete the graphs, and stop following steps and voting; on all ranks at one place.
+
+        Safe to run twice.
+        """
+        with self.undo, ExitStack() as ending:
+            ending.callback(self.steps.close)
+            # disable() has closed the session, maybe after the process groups had gone.
+            if self.session is not None and self.session.phase is Phase.REPLAYING:
+                self.delete_cuda_graphs()
+
+
+def help_own_loops() -> Callable[[], None]:
+    """Let ``TECudaGraphHelper`` of a model under Megatron-FSDP be ours; returns the undo.
+
+    Making one raises ConfigurationError or HookError as ``model_rules.check_model``. Raises
+    UpstreamChangedError when the helper is not there or takes other arguments.
+    """
+    kind, old = _HELPER.find(), _INIT.find()
+    signature = inspect.signature(old)
+    # See Note [How long a helper votes].
+    helpers: list[LoopHelper] = []
+
+    @wraps(old)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is not kind:
+            old(self, *args, **kwargs)
+            return
+        given = signature.bind(self, *args, **kwargs).arguments
+        model = given["model"][0]
+        fsdp = find_megatron_fsdp(model)
+        if fsdp is None:
+            old(self, *args, **kwargs)
+            return
+        optimizers = given.get("optimizers") or [None]
+        check_model(model, optimizers[-1], LoopHelper.given, LoopHelper.make_backend().name)
+        for earlier in [helper for helper in helpers if helper.of_model(fsdp)]:
+            earlier.close()
+        self.__class__ = LoopHelper
+        LoopHelper.__init__(self, *args, **kwargs)
+        helpers.append(self)
+        self.undo.callback(partial(helpers.remove, self))
+
+    undo = set_attribute(kind, "__init__", init)
+
+    def stop() -> None:
+        undo()
+        for helper in list(helpers):
+            helper.close()
+
+    return stop
+
+
+def settings_for_own_loops(settings: Mapping[str, Any]) -> Callable[[], None]:
+    """Give the flags' settings to helpers made from here on; returns the undo."""
+    with ExitStack() as undo:
+        for name, value in settings.items():
+            undo.callback(set_attribute(LoopHelper, name, value))
+        return undo.pop_all().close

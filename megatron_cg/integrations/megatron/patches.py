@@ -1,0 +1,230 @@
+"""What ``enable()`` changes in Megatron, and how all of it is undone.
+
+Relied on: megatron-core 0.19.2. ``megatron.training.arguments.add_megatron_arguments`` and
+``validate_args`` (called by ``parse_and_validate_args`` as globals of that module),
+``megatron.training.training.TECudaGraphHelper`` (looked up when ``train`` runs) and
+``megatron.core.datasets.utils.compile_helpers`` (imported when ``initialize_megatron`` runs).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.capture.session import close_all_sessions
+from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.integrations.megatron.teardown import (
+    close_at_exit,
+    close_before_process_groups,
+    close_for_the_end,
+)
+from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+_PARSER = Symbol(
+    "megatron-core", "megatron.training.arguments:add_megatron_arguments", "what fills the parser"
+)
+_RULES = Symbol(
+    "megatron-core", "megatron.training.arguments:validate_args", "Megatron's own rules"
+)
+_YAML_RULES = Symbol(
+    "megatron-core",
+    "megatron.training.yaml_arguments:validate_yaml",
+    "Megatron's rules for --yaml-cfg",
+)
+_HELPER = Symbol(
+    "megatron-core",
+    "megatron.training.training:TECudaGraphHelper",
+    "the capture helper that train() makes",
+)
+_COMPILE = Symbol(
+    "megatron-core",
+    "megatron.core.datasets.utils:compile_helpers",
+    "what runs make for datasets",
+)
+RELIES_ON = (_PARSER, _RULES, _YAML_RULES, _HELPER, _COMPILE)
+_YAML_VIOLATION = Violation(
+    "yaml-config",
+    "--yaml-cfg asks for layerwise graphs under Megatron-FSDP",
+    "the settings of a YAML file do not pass the rules that keep a replay correct",
+    "give the run's settings on the command line, or set cuda_graph_impl to none in the file",
+)
+_active: ExitStack | None = None
+
+
+def enable() -> None:
+    """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
+
+    Adds our argument group and its rules to Megatron's parser, puts our capture helper in the
+    place of Megatron's, also where a loop of one's own makes it, and lets graphs go before the
+    process groups. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
+    before the arguments are parsed, and before a helper is made; a second call changes nothing.
+
+    Raises UpstreamChangedError when a symbol that we replace is not there; nothing is changed
+    then.
+    """
+    global _active
+    if _active is not None:
+        return
+    with ExitStack() as undo:
+        undo.callback(_extend_parser())
+        undo.callback(_extend_validation())
+        undo.callback(_refuse_yaml_with_graphs())
+        undo.callback(_allow_prebuilt_dataset_helpers())
+        undo.callback(_help_own_loops())
+        undo.callback(close_before_process_groups())
+        undo.callback(close_at_exit())
+        _active = undo.pop_all()
+
+
+def disable() -> None:
+    """Release all graphs and undo all that :func:`enable` did. Safe to run twice.
+
+    Where an exception is being handled, as in a ``finally`` that a failed run passes through,
+    graphs that cannot be released are logged and nothing is raised, so that the exception stays.
+    """
+    global _active
+    try:
+        if sys.exception() is None:
+            close_all_sessions()
+        else:
+            close_for_the_end()
+    finally:
+        active, _active = _active, None
+        if active is not None:
+            active.close()
+
+
+def _replace(symbol: Symbol, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace what ``symbol`` names, an attribute of a module, by ``make(old)``; returns the undo.
+
+    Raises UpstreamChangedError when it is not there.
+    """
+    module_name, _, name = symbol.path.partition(":")
+    old = symbol.find()
+    new = make(old)
+    put_in = set_attribute if isinstance(new, type) else put_over
+    return put_in(sys.modules[module_name], name, new)
+
+
+def _extend_parser() -> Callable[[], None]:
+    from megatron_cg.arguments.megatron import add_arguments
+
+    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(old)
+        def add_megatron_arguments(parser: Any) -> Any:
+            return add_arguments(old(parser))
+
+        return add_megatron_arguments
+
+    return _replace(_PARSER, extended)
+
+
+def _extend_validation() -> Callable[[], None]:
+    from megatron_cg.arguments import megatron as flags
+
+    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(old)
+        def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            flags.validate(args)
+            result = old(args, *rest, **kwargs)
+            _start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
+            return result
+
+        return validate_args
+
+    return _replace(_RULES, extended)
+
+
+def _refuse_yaml_with_graphs() -> Callable[[], None]:
+    """``--yaml-cfg`` goes by another way than the command line, on which none of our rules is."""
+    from megatron_cg.arguments.megatron import wants_graphs
+
+    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(old)
+        def validate_yaml(*args: Any, **kwargs: Any) -> Any:
+            result = old(*args, **kwargs)
+            if wants_graphs(result):
+                raise ConfigurationError([_YAML_VIOLATION])
+            return result
+
+        return validate_yaml
+
+    return _replace(_YAML_RULES, extended)
+
+
+def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
+    """After validation: the recorder, and our helper, for the run that asks for them."""
+    if _active is None:
+        return
+    if settings.cg_record is not None:
+        from megatron_cg.telemetry.record import install_recorder
+
+        _active.callback(install_recorder(settings.cg_record))
+    if settings.cg_report is not None:
+        from megatron_cg.telemetry.start_lines import start_report
+
+        _active.callback(start_report(settings.cg_report, args))
+    if wants_graphs:
+        _active.callback(_replace_helper(settings))
+    elif settings.cg_record is not None or settings.cg_report is not None:
+        from megatron_cg.telemetry.step_log import follow_log
+
+        _active.callback(follow_log(()))
+
+
+def _replace_helper(settings: Any) -> Callable[[], None]:
+    from megatron_cg.arguments.layers import LayerSelection
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
+    from megatron_cg.integrations.megatron.steps import follow_steps
+    from megatron_cg.replay.mismatch_policy import ReplayPolicy
+    from megatron_cg.telemetry.step_log import follow_log
+
+    live: list[FsdpCudaGraphHelper] = []
+    members = {
+        "given": settings,
+        "selection": LayerSelection.parse(settings.cg_layers),
+        "on_failure": settings.cg_on_failure,
+        "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
+        "fast_path": not settings.cg_no_fsdp_fast_path,
+    }
+    helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
+    with ExitStack() as undo:
+        undo.callback(settings_for_own_loops(members))
+        undo.callback(_replace(_HELPER, lambda _old: helper))
+        undo.callback(follow_steps(live))
+        undo.callback(follow_log(live))
+        return undo.pop_all().close
+
+
+def _help_own_loops() -> Callable[[], None]:
+    from megatron_cg.integrations.megatron.own_loops import help_own_loops
+
+    return help_own_loops()
+
+
+def _allow_prebuilt_dataset_helpers() -> Callable[[], None]:
+    """Let an installed megatron-core run, whose wheel has the compiled helpers and no Makefile."""
+
+    def extended(old: Callable[[], None]) -> Callable[[], None]:
+        @wraps(old)
+        def compile_helpers() -> None:
+            folder = Path(old.__code__.co_filename).parent
+            built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+            if (folder / "Makefile").exists() or built is None:
+                old()
+                return
+            print(
+                f"megatron_cg: {folder} has no Makefile, as in every wheel of megatron-core; the "
+                f"dataset helpers that came compiled with it are used ({built.origin})."
+            )
+
+        return compile_helpers
+
+    return _replace(_COMPILE, extended)

@@ -1,0 +1,93 @@
+"""Scopes of one layer: a view of the model's config with ``cuda_graph_modules`` of its own.
+
+All layers of a Megatron model share one ``TransformerConfig``, and what a graph covers is read
+from it at capture and at replay: by the layer itself (``transformer_layer.py``) and by its
+``MoELayer`` (``moe_utils.py``, ``maybe_skip_or_early_return_by_cudagraph``); megatron-core 0.19.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.upstream.patch import set_attribute
+
+
+class LayerConfig:
+    """``config`` with other ``cuda_graph_modules``; every other field is read and written there."""
+
+    def __init__(self, config: Any, modules: Sequence[Any]) -> None:
+        vars(self)["_config"] = config
+        vars(self)["cuda_graph_modules"] = list(modules)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_config"], name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is one of the model's config."""
+        return vars(self)["_config"].__reduce_ex__(protocol)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_config"], name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The config's class, since Megatron asks ``isinstance(config, TransformerConfig)``."""
+        return type(vars(self)["_config"])
+
+
+def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Callable[[], None]:
+    """Let ``layer`` and its MoE layer, if it has one, see ``modules``; returns the undo."""
+    with ExitStack() as undo:
+        for owner in (layer, getattr(layer, "mlp", None)):
+            config = getattr(owner, "config", None)
+            if owner is not None and config is not None:
+                undo.callback(set_attribute(owner, "config", LayerConfig(config, modules)))
+        return undo.pop_all().close
+
+
+def leave_out(layer: Any, module: nn.Module | None) -> str:
+    """What to type so that ``module``, below ``layer``, is in no graph of it.
+
+    Args:
+        layer: a ``GraphableMegatronModule`` that is captured.
+        module: None if it is unknown.
+    """
+    scopes = list(layer.config.cuda_graph_modules)
+    index = layer.layer_number - 1
+    if not scopes:
+        return (
+            "Name the scopes that do not hold it with --cuda-graph-modules, or leave the layer "
+            f"out: --cg-layers layer takes ranges without {index}."
+        )
+    out = {scope for scope in scopes if _holds(scope, layer, module)} or set(scopes)
+    by_name = {scope.name: scope for scope in scopes}
+    if by_name.get("moe_router") in out and "moe_preprocess" in by_name:
+        out.add(by_name["moe_preprocess"])  # Megatron captures it only with the router
+    kept = [scope.name for scope in scopes if scope not in out]
+    names = [scope.name for scope in scopes if scope in out]
+    instead = f"--cuda-graph-modules {' '.join(kept)}" if kept else "--cuda-graph-impl none"
+    return (
+        f"Type {instead}, without {' and '.join(names)}; or, for this layer alone, --cg-layers "
+        f"with ranges of {' and '.join(names)} that leave out {index}."
+    )
+
+
+def _holds(scope: Any, layer: Any, module: nn.Module | None) -> bool:
+    """Whether ``module`` is in what ``scope`` alone captures of ``layer``."""
+    from megatron.core.transformer.cuda_graphs import _layer_is_graphable
+
+    view = LayerConfig(layer.config, [scope])
+    if not _layer_is_graphable(layer, view):
+        return False
+    if scope.name == "moe_preprocess":  # not a module, but code of the MoE layer itself
+        return module is layer.mlp
+    undo = set_attribute(layer, "config", view)
+    try:
+        covered = layer._get_submodules_under_cudagraphs()
+    finally:
+        undo()
+    return any(module is below for root in covered for below in root.modules())

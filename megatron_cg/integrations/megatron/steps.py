@@ -1,0 +1,174 @@
+"""What is done around each of Megatron's training steps.
+
+Note [When ranks vote]
+    What a rank wants is known once its backward passes are done. When the optimizer's step returns
+    the GPU is still at work on it, and the host waits for that next; after ``train_step`` it is the
+    GPU that waits for the host. So ranks vote as the optimizer's step returns, or after the
+    training step where it has none.
+
+Relied on: megatron-core 0.19.2, ``megatron.training.training.train_step``, looked up as a global of
+that module when ``train`` calls it; it calls ``optimizer.step`` at most once. Between two steps
+nothing is under way: Megatron itself captures there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.consensus.boundary import Boundary
+from megatron_cg.consensus.decision import Decision, Level, Verdict
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.upstream.patch import put_over, run_after
+from megatron_cg.upstream.symbols import Symbol
+
+if TYPE_CHECKING:
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+
+logger = logging.getLogger(__name__)
+
+_OPTIMIZER, _ITERATION = "optimizer", "iteration"
+_LOOP = Symbol("megatron-core", "megatron.training.training", "Megatron's training loop")
+_STEP = Symbol(
+    "megatron-core",
+    "megatron.training.training:train_step",
+    "one training step",
+    parameters=(_OPTIMIZER, _ITERATION),
+)
+RELIES_ON = (_LOOP, _STEP)
+
+
+class StepRoutine:
+    """One helper's part before and after each step.
+
+    Args:
+        helper: whose graphs are captured again or given up.
+        agreement: with no vote posted.
+        static_inputs: looks at the steps before capture.
+    """
+
+    def __init__(
+        self, helper: FsdpCudaGraphHelper, agreement: Agreement, static_inputs: StaticInputs
+    ) -> None:
+        self._helper, self._agreement = helper, agreement
+        self._static_inputs = static_inputs
+        self._boundary = Boundary(agreement, self._verdict, helper.capture_again, self._give_up)
+        self._stop_observing: Callable[[], None] | None = None
+
+    def before_step(self) -> None:
+        """Do what all ranks have decided, and begin the step."""
+        self._boundary.before_step()
+        if self._helper.session is not None:
+            self._helper.session.watch.begin_step()
+        elif not self._helper.capture_finished():
+            self._stop_observing = self._static_inputs.observe_step()
+
+    def after_step(self) -> None:
+        """End the step; also after an exception, where nothing is voted on."""
+        stop, self._stop_observing = self._stop_observing, None
+        if stop is not None:
+            stop()
+
+    def vote(self, step: int | None) -> None:
+        """Post what this rank wants, once a step is trained, by Megatron's count of it."""
+        self._boundary.after_step(step)
+
+    def close(self) -> None:
+        """Vote no more, and let the votes' process group go; before the others do."""
+        self.after_step()
+        self._boundary.close()
+        self._agreement.close()
+
+    def _verdict(self) -> Verdict:
+        session = self._helper.session
+        if session is None:
+            return Verdict()
+        wants = Level.RECAPTURE if session.watch.wants_recapture else Level.KEEP
+        return Verdict(wants, graphs=session.digest)
+
+    def _give_up(self, decision: Decision) -> None:
+        logger.error("All ranks train eagerly from here on: %s.", decision.reason())
+        if self._helper.session is not None:
+            self._helper.delete_cuda_graphs()
+
+
+def _vote(routines: Sequence[StepRoutine], step: int | None) -> None:
+    for routine in routines:
+        routine.vote(step)
+
+
+class _Votes:
+    """The vote of the current step, when its optimizer's step returns or afterwards."""
+
+    def __init__(self) -> None:
+        self._due: Callable[[], None] | None = None
+        self._followed: list[Any] = []
+        self.undo = ExitStack()
+
+    def is_due(self, vote: Callable[[], None]) -> Callable[[], None]:
+        """Begin a step in which ``vote`` is to be called once; returns what ends the step."""
+        self._due = vote
+        return self.forget
+
+    def follow(self, optimizer: Any) -> None:
+        """Vote when its steps return, from now on; call it once for each optimizer."""
+        if not any(optimizer is known for known in self._followed):
+            self._followed.append(optimizer)
+            self.undo.callback(run_after(optimizer, "step", self.vote))
+
+    def vote(self) -> None:
+        """Vote, unless this step has."""
+        due, self._due = self._due, None
+        if due is not None:
+            due()
+
+    def forget(self) -> None:
+        """The step has ended, by an exception or not."""
+        self._due = None
+
+
+def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
+    """Let the routines of ``helpers`` run around each training step; returns the undo.
+
+    ``helpers`` is read anew at each step. Raises UpstreamChangedError where ``train_step`` is gone.
+    """
+    old, module = _STEP.find(), _LOOP.find()
+
+    place = list(inspect.signature(old).parameters).index(_OPTIMIZER)
+    votes = _Votes()
+
+    @wraps(old)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        routines = [helper.steps for helper in helpers if helper.steps is not None]
+        optimizer = args[place] if len(args) > place else kwargs[_OPTIMIZER]
+        votes.follow(optimizer)
+        with ExitStack() as undo:
+            for routine in routines:
+                undo.callback(routine.after_step)
+            for routine in routines:
+                routine.before_step()
+            ended = votes.is_due(partial(_vote, routines, kwargs.get(_ITERATION)))
+            try:
+                result = old(*args, **kwargs)
+            except BaseException:
+                ended()
+                raise
+        votes.vote()
+        return result
+
+    undo = put_over(module, "train_step", train_step)
+
+    def stop() -> None:
+        undo()
+        votes.undo.close()
+        for helper in helpers:
+            if helper.steps is not None:
+                helper.steps.close()
+            helper.undo.close()
+
+    return stop

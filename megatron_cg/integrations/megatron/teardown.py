@@ -1,0 +1,138 @@
+"""Graphs go before the process groups and before the interpreter, whichever way a run ends.
+
+Megatron deletes its graphs only where ``train`` ends by itself; an exception or a signal leaves
+them. So closing is also tied to ``destroy_process_group``, and to the end of the process.
+
+Note [Graphs before process groups]
+    A communicator cannot end while a graph holds work of it, and waits for that graph to go
+    (NVIDIA-NeMo/Megatron-Bridge#3395: destroy_process_group hangs). Graphs that a layer still
+    refers to never go by themselves.
+
+Note [Waiting at the end]
+    A graph must not be destroyed while it runs, so closing waits for the GPU. At the end of a
+    failed run that wait can be for ever: a collective that another rank never joined is still
+    queued. The GPU is asked for a limited time first, and if it is not at rest by then the graphs
+    are left to the driver. No thread could do this waiting, since Python 3.12 starts none while it
+    shuts down (docs.python.org, What's New in Python 3.12, "Changes in the Python API").
+
+Relied on: torch 2.11, ``torch.distributed.destroy_process_group``, also a global of
+``torch.distributed.distributed_c10d``, where torch's own callers find it; ``torch.cuda.Stream``,
+which gives out the streams of a pool one after the other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+
+from megatron_cg.capture import session
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol
+
+logger = logging.getLogger(__name__)
+
+_NAME = "destroy_process_group"
+_PLACES = (
+    Symbol("torch", "torch.distributed", "the module of process groups"),
+    Symbol("torch", "torch.distributed.distributed_c10d", "where torch's own callers look"),
+)
+_DESTROY = Symbol(
+    "torch",
+    f"torch.distributed.distributed_c10d:{_NAME}",
+    "the end of process groups",
+    parameters=("group",),
+)
+_MEMBERS = Symbol(
+    "torch",
+    "torch.distributed.distributed_c10d:GroupMember",
+    "what names the default group",
+    attributes=("WORLD",),
+)
+RELIES_ON = (*_PLACES, _DESTROY, _MEMBERS)
+
+SECONDS = 60.0
+"""How long the end of a run waits for the GPU to come to rest."""
+_PAUSE = 0.01
+
+
+def close_before_process_groups() -> Callable[[], None]:
+    """Let destroying the default process group close all graphs first; returns the undo.
+
+    Where a script took the function's name into a module of its own before, that name is not
+    reached. Raises UpstreamChangedError when torch has no such function.
+    """
+    old, members = _DESTROY.find(), _MEMBERS.find()
+
+    @wraps(old)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None or group == members.WORLD:
+            close_for_the_end()
+        old(group)
+
+    with ExitStack() as undo:
+        for place in _PLACES:
+            undo.callback(put_over(place.find(), _NAME, destroy_process_group))
+        return undo.pop_all().close
+
+
+def close_at_exit() -> Callable[[], None]:
+    """Close all graphs before the interpreter takes modules apart; returns the undo."""
+    atexit.register(close_for_the_end)
+    return lambda: atexit.unregister(close_for_the_end)
+
+
+def close_for_the_end() -> None:
+    """Close all graphs as far as that goes, in limited time, and raise nothing.
+
+    For the end of a run, where an error of closing must not stand in the place of the error that
+    ended the run: what went wrong is logged. See Note [Waiting at the end].
+    """
+    if not session.open_sessions():
+        return
+    try:
+        if not _comes_to_rest(SECONDS):
+            logger.error(
+                "megatron_cg: CUDA graphs are not released, since the GPU was still busy after %g "
+                "seconds: most likely a collective that another rank did not join.",
+                SECONDS,
+            )
+            return
+        session.close_all_sessions()
+    except Exception:
+        logger.exception("megatron_cg: CUDA graphs could not all be released in good order.")
+
+
+def _comes_to_rest(seconds: float) -> bool:
+    """Whether all that is queued on the GPU has run by then; after a CUDA error nothing runs."""
+    if not torch.cuda.is_initialized():
+        return True
+    deadline = time.monotonic() + seconds
+    try:
+        queued = [stream.record_event() for stream in _streams()]
+        while not all(event.query() for event in queued):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE)
+    except RuntimeError:
+        logger.exception("megatron_cg: the GPU is in an error state.")
+    return True
+
+
+def _streams() -> list[torch.cuda.Stream]:
+    """The current stream, and every one that torch gives out: NCCL's and Megatron-FSDP's too."""
+    current = torch.cuda.current_stream()
+    found = [current]
+    least, greatest = current.priority_range()
+    for priority in range(greatest, least + 1):
+        pool: dict[int, torch.cuda.Stream] = {}
+        while (stream := torch.cuda.Stream(priority=priority)).cuda_stream not in pool:
+            pool[stream.cuda_stream] = stream
+        found += pool.values()
+    return found

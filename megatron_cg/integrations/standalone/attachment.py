@@ -1,0 +1,104 @@
+"""Where the graph of a plain module sits: in the place of its whole forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.integrations.standalone.call import CallForm
+from megatron_cg.replay.attach import ManualHook
+from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.replay.in_flight import Flight
+from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.patch import put_over
+
+
+class Seat:
+    """One module's forward, eager or replayed.
+
+    Args:
+        index: the unit's place in the order of forward passes.
+        name: the unit's name.
+        module: the unit.
+        form: how it is called.
+        flight: the replays under way, of all units.
+    """
+
+    def __init__(
+        self, index: int, name: str, module: nn.Module, form: CallForm, flight: Flight
+    ) -> None:
+        self._index, self._name, self._module = index, name, module
+        self._form, self._flight = form, flight
+        self._eager: Callable[..., Any] = module.forward
+
+    def unit(self) -> Unit:
+        """The unit of a capture whose graph holds the whole module."""
+        return Unit(
+            self._name,
+            self._module,
+            tuple(self._module.modules()),
+            inputs=self._form.names,
+            run=self._run,
+            in_backward=nullcontext,
+            attach=self._attach,
+        )
+
+    @contextmanager
+    def taking_tensors(self) -> Iterator[None]:
+        """In the block the module is called with its tensors alone, as capture does."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(self._module, args, kwargs)
+
+        undo = put_over(self._module, "forward", forward)
+        try:
+            yield
+        finally:
+            undo()
+
+    def _run(self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        positional, by_name = self._form.join(args, kwargs)
+        return self._eager(*positional, **by_name)
+
+    def _attach(
+        self, unit: Unit, before_replay: Sequence[ManualHook], watch: Watch
+    ) -> Callable[[], None]:
+        """See ``attach`` of :class:`megatron_cg.capture.transaction.Unit`."""
+        target: Any = unit.layer
+        passes: EagerPasses = target.cuda_graphs[0].eager_passes
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not target.training:
+                passes.for_no_replay("it is in evaluation mode")
+                return self._eager(*args, **kwargs)
+            if not target.cuda_graphs:
+                passes.for_no_replay("its graphs were taken away")
+                return self._eager(*args, **kwargs)
+            inputs, by_name, mismatch = self._form.split(args, kwargs)
+            mismatch = mismatch or self._flight.broken(self._index)
+            if mismatch is not None:
+                passes.for_mismatch(mismatch)
+                return self._eager(*args, **kwargs)
+            passes.replay_follows()
+            try:
+                for hook, arguments in before_replay:
+                    hook(*arguments)
+                return self._replay(target.cuda_graphs[0], inputs, by_name, watch)
+            except Exception:
+                watch.issue_held()
+                raise
+
+        return put_over(target, "forward", forward)
+
+    def _replay(
+        self, graph: Any, inputs: Sequence[Any], by_name: Mapping[str, Any], watch: Watch
+    ) -> Any:
+        replayed = watch.counters.replayed
+        outputs = graph(*inputs, **by_name)
+        if watch.counters.replayed > replayed:  # and not run eagerly, for what the guard found
+            self._flight.begin(self._index, self._name, outputs)
+        return outputs

@@ -1,0 +1,126 @@
+"""How a unit is called: which of its arguments are tensors, and which are the same in every call.
+
+A graph takes tensors and nothing else. Modules of plain PyTorch also take flags and None
+(``nn.TransformerEncoder`` gives its layers ``is_causal``). What is no tensor is kept as it was
+seen: the capture is done with it, and a call with another value is not replayed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.guard.inputs import described
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+"""What compares by value and cannot change in place."""
+
+
+class _Tensor:
+    """In the place of an argument that the graph takes."""
+
+
+_TENSOR = _Tensor()
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The form of one unit's calls.
+
+    ``args`` and ``kwargs`` hold a mark for a tensor and else the argument itself; ``names`` are
+    those of the positional tensors.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CallForm:
+        """The form of ``forward(*args, **kwargs)``."""
+        labels = _labels(forward, len(args))
+        return cls(
+            tuple(_marked(value) for value in args),
+            {name: _marked(value) for name, value in kwargs.items()},
+            tuple(n for n, v in zip(labels, args, strict=True) if isinstance(v, torch.Tensor)),
+        )
+
+    def split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], Mismatch | None]:
+        """The tensors of a call, by position and by keyword, and what of it has another form."""
+        if len(args) != len(self.args):
+            found = Mismatch(
+                "structure",
+                "the number of positional arguments",
+                str(len(self.args)),
+                str(len(args)),
+                "The unit is called in another way than at capture.",
+            )
+            return (), {}, found
+        names = [*self.kwargs, *(name for name in kwargs if name not in self.kwargs)]
+        entries = [(f"number {n}", old, args[n]) for n, old in enumerate(self.args)]
+        entries += [(name, self.kwargs.get(name), kwargs.get(name)) for name in names]
+        for name, expected, actual in entries:
+            if not _same(expected, actual):
+                return (), {}, _mismatch(name, expected, actual)
+        positional = tuple(v for v, old in zip(args, self.args, strict=True) if old is _TENSOR)
+        by_name = {name: kwargs[name] for name, old in self.kwargs.items() if old is _TENSOR}
+        return positional, by_name, None
+
+    def join(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The whole arguments of a call with these tensors; the reverse of :meth:`split`."""
+        tensors = iter(args)
+        positional = tuple(next(tensors) if old is _TENSOR else old for old in self.args)
+        by_name = {n: kwargs[n] if old is _TENSOR else old for n, old in self.kwargs.items()}
+        return positional, by_name
+
+    def problems(self) -> list[str]:
+        """What of the form no graph can take, in words; empty where one can."""
+        entries = [(f"number {n}", value) for n, value in enumerate(self.args)]
+        found = [
+            f"argument {name} is {described(value)}"
+            for name, value in [*entries, *self.kwargs.items()]
+            if value is not _TENSOR and not isinstance(value, _CONSTANTS)
+        ]
+        if not self.names:
+            found.append("no argument given by position is a tensor")
+        return found
+
+
+def _marked(value: Any) -> Any:
+    return _TENSOR if isinstance(value, torch.Tensor) else value
+
+
+def _same(expected: Any, actual: Any) -> bool:
+    if expected is _TENSOR or isinstance(actual, torch.Tensor):
+        return expected is _TENSOR and isinstance(actual, torch.Tensor)
+    # 1 and True are equal, and are not the same to a module.
+    return type(expected) is type(actual) and bool(expected == actual)
+
+
+def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
+    return Mismatch(
+        "structure",
+        f"argument {name}",
+        "a tensor" if expected is _TENSOR else described(expected),
+        described(actual),
+        "Only tensors go into a graph; all else is in it as it was at capture.",
+    )
+
+
+def _labels(forward: Callable[..., Any], count: int) -> list[str]:
+    """Names of the first ``count`` positional parameters."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    return names + [f"number {n}" for n in range(len(names), count)]

@@ -1,0 +1,308 @@
+"""The graphs of one model under the standalone Megatron-FSDP, over the steps of a training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from megatron_cg.backends.base import Backend
+from megatron_cg.capture.hook_order import OutOfStepError
+from megatron_cg.capture.refusals import clear_frames
+from megatron_cg.capture.session import Session
+from megatron_cg.consensus.boundary import Boundary
+from megatron_cg.consensus.decision import Decision, Level, Verdict
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.leave import leave_without_waiting
+from megatron_cg.errors import (
+    CaptureError,
+    EarlierWorkError,
+    HookError,
+    MegatronCGError,
+    Violation,
+)
+from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.integrations.call_arguments import (
+    BackendName,
+    OnFailure,
+    OnMismatch,
+    at_least,
+    backend_of,
+    check_policy,
+    refuse,
+    several,
+)
+from megatron_cg.integrations.reminder import remind_of_steps
+from megatron_cg.integrations.standalone.attachment import Seat
+from megatron_cg.integrations.standalone.ending import graphs_close_in_time
+from megatron_cg.integrations.standalone.observe import Observer, Seen
+from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guard.inputs import STATIC_INPUT
+from megatron_cg.replay.in_flight import Flight
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+
+logger = logging.getLogger(__name__)
+
+_NO_UNITS = Violation(
+    "argument",
+    "units names nothing",
+    "no unit would be captured",
+    'units=["layers.*"], with names as in model.module.named_modules()',
+)
+
+
+def graph_units(
+    model: nn.Module,
+    units: UnitName | Iterable[UnitName],
+    *,
+    warmup_steps: int = 3,
+    backend: Backend | BackendName | None = None,
+    on_failure: OnFailure = "error",
+    on_mismatch: OnMismatch = "eager",
+    verify_interval: int = 0,
+    fast_path: bool = True,
+) -> GraphedUnits:
+    """Let ``units`` of a model under ``fully_shard_model`` replay CUDA graphs while it trains.
+
+    Nothing is captured yet: steps inside :meth:`GraphedUnits.step` train eagerly until
+    ``warmup_steps`` of them are done. What the units were called with then is what they are
+    captured with, so no sample inputs are asked for. All ranks call this together::
+
+        with graph_units(model, ["layers.*"]) as graphs:
+            for batch in batches:
+                with graphs.step():
+                    optimizer.zero_grad()
+                    model(batch).mean().backward()
+                    optimizer.step()
+
+    Args:
+        model: what ``fully_shard_model`` returned, made with ``fsdp_double_buffer=True`` and
+            ``fsdp_db_use_persist_buf_on_alloc_fail=True``, or any module around it.
+        units: FSDP units: names as in ``named_modules()`` of the model that was sharded, with
+            ``*`` for one part between dots; modules; or classes. One may be given alone.
+        warmup_steps: eager steps before capture, at least 1. From 3 on, keyword inputs that are
+            one tensor in all steps, such as a mask or a rotary table, are read in place.
+        backend: what captures, as an object or by name (``"transformer_engine"`` or ``"te"``,
+            ``"tape"``); Transformer Engine if None.
+        on_failure: what a failed capture does: raise, or log it and go on without graphs.
+        on_mismatch: what follows when a graph must not be replayed; as ``--cg-on-mismatch``.
+        verify_interval: every so many steps compare replays with eager passes, bit for bit; 0 is
+            never.
+        fast_path: whether Megatron-FSDP's bookkeeping is shortened while graphs replay; False is
+            as ``--cg-no-fsdp-fast-path``.
+
+    Raises:
+        ArgumentError: with every argument that is wrong.
+        HookError: there is no ``MegatronFSDP`` in ``model``.
+        ConfigurationError: with every reason why a unit cannot be captured.
+        UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
+    """
+    wanted = several(units)
+    refuse(
+        [
+            *([] if wanted else [_NO_UNITS]),
+            *at_least("warmup_steps", warmup_steps, 1),
+            *check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path),
+        ]
+    )
+    return GraphedUnits(
+        model,
+        wanted,
+        warmup_steps=warmup_steps,
+        backend=backend_of(backend),
+        on_failure=on_failure,
+        policy=ReplayPolicy(on_mismatch, verify_interval),
+        fast_path=fast_path,
+    )
+
+
+class GraphedUnits:
+    """The graphs of some units of a model; made by :func:`graph_units`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[UnitName],
+        *,
+        warmup_steps: int,
+        backend: Backend,
+        on_failure: OnFailure,
+        policy: ReplayPolicy,
+        fast_path: bool = True,
+    ) -> None:
+        fsdp = find_megatron_fsdp(model)
+        if fsdp is None:
+            raise HookError(
+                f"{type(model).__name__} holds no MegatronFSDP: shard it first, with "
+                "megatron_fsdp.fully_shard_model(model, ...)."
+            )
+        self._units = find_units(fsdp, units, backend.name)
+        self._model, self._backend = model, backend
+        self._warmup_steps, self._on_failure, self._policy = warmup_steps, on_failure, policy
+        self._fast_path = fast_path
+        self._observer = Observer(self._units)
+        self._given_up = False
+        self._earlier = Counters()
+        self.session: Session | None = None
+        """The graphs as they are now; None before capture, and where they were given up."""
+        with ExitStack() as undo:
+            undo.callback(graphs_close_in_time())
+            self._agreement = Agreement()
+            undo.callback(self._agreement.close)
+            self._boundary = Boundary(self._agreement, self._verdict, self._again, self._give_up)
+            undo.callback(self._boundary.close)
+            undo.callback(self._release)
+            self._stepped = remind_of_steps(model, warmup_steps)
+            undo.callback(self._stepped)
+            self._undo = undo.pop_all()
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of all captures so far."""
+        total = Counters()
+        total.add(self._earlier)
+        if self.session is not None:
+            total.add(self.session.counters)
+        return total
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step of all ranks: every pass up to the optimizer's step.
+
+        On entering, graphs are captured if they are due, or what ranks decided is done.
+
+        Raises:
+            ConfigurationError: what was seen of a unit's calls does not make a graph.
+            CaptureError: capture failed, on this rank or another; nothing was changed. Not with
+                ``on_failure="eager"``, unless ranks can no longer go on together.
+            AgreementError: ranks no longer do the same; this one has to end.
+            ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.Watch`.
+        """
+        self._stepped()
+        self._boundary.before_step()
+        if self._is_due():
+            self._capture_or_go_on()
+        with ExitStack() as stack:
+            if self.session is not None:
+                self.session.watch.begin_step()
+            elif not self._given_up:
+                stack.callback(self._observer.observe_step())
+            yield
+        self._boundary.after_step()
+
+    def close(self) -> None:
+        """Release the graphs and undo all that was changed. Safe to run twice.
+
+        Before ``destroy_process_group``, which closes graphs too but waits for them.
+        """
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _is_due(self) -> bool:
+        waits = self.session is None and not self._given_up
+        return waits and self._observer.steps >= self._warmup_steps
+
+    def _capture_or_go_on(self) -> None:
+        try:
+            self._capture()
+        except Exception as error:
+            failure = _as_capture_error(error)
+            # What the traceback's frames hold of half-made graphs is what going on needs most.
+            clear_frames(error)
+            if self._on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
+                if isinstance(error, OutOfStepError):
+                    leave_without_waiting()
+                raise failure from (error if failure is not error else error.__cause__)
+            self._agreement.report_failure()
+            logger.error("%s Training goes on eagerly (on_failure='eager').", failure)
+            self._given_up = True
+
+    def _capture(self) -> None:
+        seen = self._observer.in_order()
+        check_seen(self._units, seen)
+        flight = Flight()
+        seats = [
+            Seat(index, name, self._units[name], call.form, flight)
+            for index, (name, call) in enumerate(seen.items())
+        ]
+        session = Session(
+            self._model,
+            [seat.unit() for seat in seats],
+            self._backend,
+            self._agreement,
+            joins=self._on_failure == "eager",
+            policy=self._policy,
+            static_inputs=self._observer.static_inputs(list(seen)),
+            fast_path=self._fast_path,
+        )
+        with session.capturing(), ExitStack() as stack:
+            stack.enter_context(_autocast(list(seen.values())))
+            for seat in seats:
+                stack.enter_context(seat.taking_tensors())
+            graphs = session.capture(
+                [self._units[name] for name in seen],
+                [call.args for call in seen.values()],
+                sample_kwargs=[call.kwargs for call in seen.values()],
+                allow_unused_input=True,
+                # With an order, even this simplest one, TE returns what it captured; without, it
+                # replaces the modules' forwards itself.
+                _order=[1, -1],
+                _num_layers_per_chunk=[len(seen)],
+            )
+            layer: Any
+            for layer, graph in zip((self._units[name] for name in seen), graphs, strict=True):
+                layer.cuda_graphs = [graph]
+        self.session = session
+
+    def _release(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            self._earlier.add(session.counters)
+            session.close()
+
+    def _verdict(self) -> Verdict:
+        if self.session is None:
+            return Verdict()
+        wants = Level.RECAPTURE if self.session.watch.wants_recapture else Level.KEEP
+        return Verdict(wants, graphs=self.session.digest)
+
+    def _again(self) -> None:
+        if self.session is not None and self.session.watch.saw(STATIC_INPUT):
+            self._observer.forget_static_inputs()
+        self._release()
+        self._agreement.begin_capture()
+        self._capture_or_go_on()
+        if self.session is not None:
+            self.session.watch.captured_again = True
+
+    def _give_up(self, decision: Decision) -> None:
+        logger.error("All ranks train eagerly from here on: %s.", decision.reason())
+        self._given_up = True
+        self._release()
+
+
+def _autocast(seen: list[Seen]) -> Any:
+    """The autocast that the units ran under, without its cache, which no graph may keep."""
+    dtype = seen[0].autocast if seen else None
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(seen[0].args[0].device.type, dtype=dtype, cache_enabled=False)
+
+
+def _as_capture_error(error: Exception) -> MegatronCGError:
+    if isinstance(error, MegatronCGError):
+        return error
+    return CaptureError(
+        f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG and "
+        "FP8 state are as before. To train on without graphs: on_failure='eager'."
+    )

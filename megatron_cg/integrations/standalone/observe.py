@@ -1,0 +1,121 @@
+"""The steps before capture: in which order units are called, with what, and under which autocast.
+
+Samples are made from this, so nobody has to write down shapes of inner modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.integrations.standalone.call import CallForm
+from megatron_cg.upstream.copies import look_before
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last call of one unit in training, with stand-ins of its tensors, and its autocast."""
+
+    form: CallForm
+    args: tuple[torch.Tensor, ...]
+    kwargs: Mapping[str, torch.Tensor]
+    autocast: torch.dtype | None
+
+
+class Observer:
+    """Looks at the units' calls in whole training steps.
+
+    Args:
+        units: name and module of each.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self._units = dict(units)
+        self._seen: dict[str, Seen] = {}
+        self._order: list[str] = []
+        self._static: StaticInputs | None = None
+        self.steps = 0
+
+    def observe_step(self) -> Callable[[], None]:
+        """Look at every call until the returned function is called."""
+        self._order = []
+        with ExitStack() as stack:
+            for name, module in self._units.items():
+
+                def look(owner: Any, args: Any, kwargs: Any, name: str = name) -> None:
+                    self._look(name, owner, args, kwargs)
+
+                stack.callback(look_before(module, look))
+            if self._static is not None:
+                stack.callback(self._static.observe_step())
+            stack.callback(self._end_step)
+            return stack.pop_all().close
+
+    def in_order(self) -> dict[str, Seen]:
+        """The units that were called in the last step, in the order of their first calls."""
+        return {name: self._seen[name] for name in self._order}
+
+    def static_inputs(self, names: Sequence[str]) -> StaticInputs:
+        """What is known of inputs that never change, for units in this order."""
+        if self._static is None or names != list(self._units):
+            return StaticInputs(self._units[name] for name in names)
+        return self._static
+
+    def forget_static_inputs(self) -> None:
+        """Take no input for unchanging any more, after one has changed."""
+        if self._static is not None:
+            self._static.forget()
+
+    def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        form = CallForm.of(module.forward, args, kwargs)
+        tensors, by_name, _ = form.split(args, kwargs)
+        device_type = tensors[0].device.type if tensors else "cpu"
+        enabled = torch.is_autocast_enabled(device_type)
+        self._seen[name] = Seen(
+            form,
+            tuple(_sample(tensor) for tensor in tensors),
+            {key: _sample(tensor) for key, tensor in by_name.items()},
+            torch.get_autocast_dtype(device_type) if enabled else None,
+        )
+        if name not in self._order:
+            self._order.append(name)
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        if self._static is None and self._order:
+            # From now on in the order of calls, by whose index StaticInputs knows the units.
+            rest = [name for name in self._units if name not in self._order]
+            self._units = {name: self._units[name] for name in (*self._order, *rest)}
+            self._static = StaticInputs(self._units.values())
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as in an expanded tensor, which nothing can be copied into."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in pairs)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a graph's input, laid out as ``tensor``.
+
+    Indices and masks keep their values, since made-up ones may be out of range.
+    """
+    if overlaps(tensor):
+        return tensor.detach()
+    sample = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            sample.zero_()
+        else:
+            sample.copy_(tensor)
+    return sample.requires_grad_(tensor.requires_grad)

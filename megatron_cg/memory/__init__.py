@@ -1,0 +1,1 @@
+"""Pools of graph memory, and what is released for a capture."""

@@ -1,0 +1,135 @@
+"""What is held for graphs without need, and how it is let go.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP.zero_grad_buffer`` and
+``param_and_grad_buffer`` with ``ddp_config``, ``optimizer_named_parameters``, ``dist_main_grad``
+and ``parameter_groups``; the field ``megatron_fsdp_cuda_graph_mode`` of ``ddp_config``.
+
+Note [Gradients that outlive their step]
+    ``ParamAndGradBuffer.update_main_grads`` casts each gradient shard to the main weights' dtype
+    for the optimizer: with bf16 gradients and fp32 weights, the defaults of 0.19.2, four bytes a
+    parameter of the shard. ``zero_grad`` lets these copies go before the next forward pass, unless
+    ``megatron_fsdp_cuda_graph_mode`` is set; and Megatron sets it for every ``--cuda-graph-impl``
+    but ``none`` (``megatron.training.training``, where the DDP config is made). A full-iteration
+    graph needs that: it holds the copies' addresses, and no Python runs in its replay. A layer's
+    graph never sees them: ``finish_grad_sync`` makes them anew after all replays of a step, and
+    the optimizer has read them before the next. In that mode they lie beside all activations of
+    the next step, and beside all that a capture makes. No other code reads the field.
+
+Note [Nothing of the last step is needed by a capture]
+    Megatron captures between two steps and clears all gradients afterwards
+    (``TECudaGraphHelper._reset_after_capture``); a step begins with clearing them too. So clearing
+    them before a capture changes no number, also where the capture fails and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.upstream.patch import set_attribute
+
+logger = logging.getLogger(__name__)
+
+_KEEPS = "megatron_fsdp_cuda_graph_mode"
+RELIES_ON = (
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("zero_grad_buffer", "param_and_grad_buffer"),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "the model's buffers",
+        attributes=(
+            "ddp_config",
+            "optimizer_named_parameters",
+            "dist_main_grad",
+            "parameter_groups",
+        ),
+    ),
+)
+
+
+def let_gradients_go(fsdp: Any) -> Callable[[], None]:
+    """Let ``zero_grad`` free the gradient copies of each step, as in a run without graphs.
+
+    Not for a run in which a CUDA graph reads the optimizer's gradients (a full-iteration graph, a
+    graph of the optimizer): see Note [Gradients that outlive their step].
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+
+    Returns:
+        The undo. Changes nothing where this Megatron-FSDP has no such mode.
+    """
+    config = fsdp.param_and_grad_buffer.ddp_config
+    if not hasattr(config, _KEEPS):
+        logger.warning("this Megatron-FSDP has no %s: gradients are left to it", _KEEPS)
+        return _nothing
+    return set_attribute(config, _KEEPS, False)
+
+
+def drop_gradients(fsdp: Any) -> int:
+    """Clear all gradients of the step before, and let the optimizer's copies of them go.
+
+    For the time before a capture, on all ranks or on some: no collective is issued. See
+    Note [Nothing of the last step is needed by a capture].
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+
+    Returns:
+        The bytes that the copies had.
+    """
+    before = _nbytes(gradient_copies(fsdp))
+    undo = let_gradients_go(fsdp)
+    try:
+        fsdp.zero_grad_buffer()
+    finally:
+        undo()
+    return before - _nbytes(gradient_copies(fsdp))
+
+
+def gradient_copies(fsdp: Any) -> list[torch.Tensor]:
+    """Local gradient shards that the optimizer reads and that are no view of FSDP's own buffers."""
+    store = fsdp.param_and_grad_buffer
+    buffers = (group.main_grad_buffer for group in store.parameter_groups)
+    own = {_key(buffer.data) for buffer in buffers if buffer is not None}
+    found: dict[int, torch.Tensor] = {}
+    for tensor in _optimizer_gradients(store):
+        if _key(tensor) not in own:
+            found.setdefault(_key(tensor), tensor)
+    return list(found.values())
+
+
+def _optimizer_gradients(store: Any) -> Iterable[torch.Tensor]:
+    # By both ways: a gradient taken off its parameter is still held by FSDP's own table.
+    for _, parameter in store.optimizer_named_parameters:
+        for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
+            if gradient is not None:
+                yield _local(gradient)
+    for gradient in store.dist_main_grad.values():
+        if gradient._local_tensor is not None:
+            yield gradient._local_tensor
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _nothing() -> None:
+    return None

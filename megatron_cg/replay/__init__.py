@@ -1,0 +1,1 @@
+"""One step of a captured region: guard, replay, or the same region eagerly."""

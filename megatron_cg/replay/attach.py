@@ -1,0 +1,109 @@
+"""What a graphed layer runs instead of its forward.
+
+Note [The replay stands in the place of forward]
+    Megatron's ``GraphableMegatronModule.__call__`` returns ``_te_cuda_graph_replay(...)`` without
+    going through ``torch.nn.Module.__call__``: no hook fires, and under Megatron-FSDP nothing is
+    unsharded. Here the layer's own ``_should_call_te_cudagraph`` answers no, so that its call
+    goes on to ``nn.Module.__call__``; FSDP's hooks run there, and between them, where the forward
+    would run, ``_te_cuda_graph_replay``. Both are attributes of the instance: the class, and
+    every layer that is not graphed, stay as they are.
+
+Relied on: megatron-core 0.19.2, ``GraphableMegatronModule._should_call_te_cudagraph``,
+``_te_cuda_graph_replay``, ``cuda_graphs`` and ``cuda_graph_manual_hooks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.guard.inputs import described
+from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.region import is_running_part
+from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+_LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
+RELIES_ON = (
+    Symbol(
+        "megatron-core",
+        _LAYER,
+        "a layer with graphs",
+        attributes=("cuda_graphs", "cuda_graph_manual_hooks"),
+    ),
+    Symbol("megatron-core", f"{_LAYER}._should_call_te_cudagraph", "what __call__ asks"),
+    Symbol("megatron-core", f"{_LAYER}._te_cuda_graph_replay", "the replay"),
+)
+
+ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
+
+
+def attach_replay(
+    unit: Unit, before_replay: Sequence[ManualHook], watch: Watch
+) -> Callable[[], None]:
+    """Let ``unit`` replay its graphs in training, run eagerly in evaluation; returns the undo.
+
+    Args:
+        unit: a ``GraphableMegatronModule`` whose ``cuda_graphs`` are set.
+        before_replay: (fn, arguments) run before each replay; see
+            :attr:`megatron_cg.fsdp.transform.UnitHooks.before_replay`.
+        watch: of the unit's session.
+    """
+    target: Any = unit.layer
+    eager = target.forward
+    passes: EagerPasses = target.cuda_graphs[0].eager_passes
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_running_part():  # of a layer whose part is its whole forward
+            return eager(*args, **kwargs)
+        if not target.training:
+            passes.for_no_replay("it is in evaluation mode")
+            return eager(*args, **kwargs)
+        if not target.cuda_graphs:
+            passes.for_no_replay("its graphs were taken away")
+            return eager(*args, **kwargs)
+        mismatch = _no_tensor(args, kwargs) if unit.direct else None
+        if mismatch is not None:
+            passes.for_mismatch(mismatch)
+            return eager(*args, **kwargs)
+        passes.replay_follows()
+        try:
+            return target._te_cuda_graph_replay(*args, **kwargs)
+        except Exception:
+            watch.issue_held()
+            raise
+
+    with ExitStack() as undo:
+        undo.callback(put_over(target, "forward", forward))
+        undo.callback(put_over(target, "_should_call_te_cudagraph", _never))
+        undo.callback(set_attribute(target, "cuda_graph_manual_hooks", list(before_replay)))
+        return undo.pop_all().close
+
+
+def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+    """An argument that no graph can take: capture had a tensor there, or nothing.
+
+    Megatron's replay would end in "CUDA graph accepts only Tensor inputs".
+    """
+    positional = ((f"number {index}", value) for index, value in enumerate(args))
+    for name, value in (*positional, *kwargs.items()):
+        if value is not None and not isinstance(value, torch.Tensor):
+            return Mismatch(
+                "object",
+                f"argument {name}",
+                "not given",
+                described(value),
+                "A graph takes only tensors; packed sequences and inference contexts run eagerly.",
+            )
+    return None
+
+
+def _never(*_args: Any, **_kwargs: Any) -> bool:
+    return False

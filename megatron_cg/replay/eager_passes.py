@@ -1,0 +1,75 @@
+"""What happens before a pass in which one unit runs eagerly instead of being replayed.
+
+Note [Before anything runs eagerly]
+    Two things come first, whatever the reason for the eager pass. The gathers that the fast path
+    holds until a launch are issued (Note [Launch first] in
+    ``fastpath/params/deferred_prefetch.py``). If the unit's graphs hold collectives, all ranks vote
+    (Note [A graph with collectives] in ``replay/mismatch_policy.py``).
+
+Note [Turns]
+    Ranks vote on a mismatch in each pass. Evaluation and deleted graphs need no vote in each pass:
+    ranks vote when a unit changes from replays to eager passes and when it changes back. If a rank
+    changes alone, its vote fails, in either direction. A vote on a turn has the long timeout:
+    before the first pass after a turn, ranks may fetch data or write a checkpoint, and one may
+    take minutes longer than another.
+"""
+
+from __future__ import annotations
+
+from megatron_cg.consensus import exchange as agreement
+from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.mismatch_policy import Watch
+
+
+class EagerPasses:
+    """The eager passes of one unit.
+
+    Args:
+        name: the name of the unit.
+        watch: what is done about a mismatch.
+        collectives: whether the unit's graphs hold any, as found when they were captured.
+    """
+
+    def __init__(self, name: str, watch: Watch, *, collectives: bool) -> None:
+        self.collectives = collectives
+        self._name, self._watch = name, watch
+        self._replays = True
+
+    def for_mismatch(self, mismatch: Mismatch, microbatch: int = 0, *, fresh: bool = True) -> None:
+        """Return if this pass is to run eagerly because of ``mismatch``.
+
+        Args:
+            mismatch: what forbids the replay.
+            microbatch: the graph's number within the unit.
+            fresh: whether another capture would not help.
+
+        Raises:
+            ReplayMismatchError: see :meth:`megatron_cg.replay.mismatch_policy.Watch.mismatched`.
+        """
+        self._watch.issue_held()
+        self._watch.mismatched(
+            mismatch, self._name, microbatch, collectives=self.collectives, fresh=fresh
+        )
+        self._watch.counters.eager += 1
+
+    def for_no_replay(self, why: str) -> None:
+        """Return if passes are to run eagerly until :meth:`replay_follows`; ``why`` in words.
+
+        Raises ReplayMismatchError where the graphs hold collectives and other ranks replay.
+        """
+        self._watch.issue_held()
+        self._turn(f"eager passes, since {why}", "eager", replays=False)
+        self._watch.counters.eager += 1
+
+    def replay_follows(self) -> None:
+        """Return if the unit is to be replayed. Raises as :meth:`for_no_replay`."""
+        if not self._replays:
+            self._turn("replays", "replayed", replays=True)
+
+    def _turn(self, words: str, name: str, *, replays: bool) -> None:
+        if self._replays is replays:
+            return
+        if self.collectives:
+            text = f"{self._name} turns to {words}, on this rank."
+            self._watch.leave_together(f"{self._name}/{name}", text, agreement.TIMEOUT)
+        self._replays = replays

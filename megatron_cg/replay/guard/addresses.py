@@ -1,0 +1,109 @@
+"""Memory that a graph reads without being given it: parameters and buffers.
+
+Note [One address a bucket]
+    Under Megatron-FSDP the unsharded parameters of a bucket are views of one storage, and each
+    unshard points them all at it (megatron-fsdp 0.6.1, ``DataParallelBuffer.fetch_bucket`` with
+    ``set_param_data``). So one parameter stands for its bucket. What FSDP does not point anew at
+    each unshard, as with ``optim`` and ``optim_grads``, is watched parameter by parameter.
+
+Note [Twice a pass]
+    A layer's parameters are unsharded once for its forward and once more for its backward pass,
+    and can come to lie elsewhere each time. Capture notes both, right after FSDP's own hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_cg.replay.guard.mismatch import Mismatch
+
+_RAW = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv")
+"""Where TE 2.20.2 keeps the memory of a quantized tensor, whose own address means nothing."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A tensor whose address a graph has in it, what it is, and why it might move."""
+
+    tensor: torch.Tensor
+    name: str
+    cause: str
+
+
+class Addresses:
+    """The tensors of one unit, and where they were in capture's forward and backward passes."""
+
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        self._watched = tuple(watched)
+        self._read: tuple[Callable[[], object], ...] = tuple(
+            _reader(item.tensor) for item in self._watched
+        )
+        self.forward: list[object] = []
+        self.backward: list[object] = []
+
+    def note_forward(self) -> None:
+        """Note where everything is as the forward pass begins; the last note counts."""
+        self.forward = self._now()
+
+    def note_backward(self) -> None:
+        """As :meth:`note_forward`, as the backward pass begins."""
+        self.backward = self._now()
+
+    def broken_in_forward(self) -> Mismatch | None:
+        """The first tensor that lies elsewhere, before a forward replay."""
+        return self._compare(self.forward, "forward")
+
+    def broken_in_backward(self) -> Mismatch | None:
+        """The first tensor that lies elsewhere, before a backward replay."""
+        return self._compare(self.backward, "backward")
+
+    def are_as_in_backward(self) -> bool:
+        """Whether all weights are where the backward pass reads them, without further work.
+
+        Quantized weights do: Megatron-FSDP makes their transposes as it unshards for the backward
+        pass (megatron-fsdp 0.6.1, ``fp8_create_transpose_cache``).
+        """
+        quantized = any(map(_is_quantized, (item.tensor for item in self._watched)))
+        return not quantized and self._now() == self.backward
+
+    def _now(self) -> list[object]:
+        return [read() for read in self._read]
+
+    def _compare(self, expected: list[object], phase: str) -> Mismatch | None:
+        now = self._now()
+        if now == expected:
+            return None
+        index = next(n for n, (a, b) in enumerate(zip(expected, now, strict=True)) if a != b)
+        item = self._watched[index]
+        return Mismatch(
+            "address",
+            f"the memory of {item.name} in the {phase} pass",
+            _hex(expected[index]),
+            _hex(now[index]),
+            item.cause,
+        )
+
+
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    return any(isinstance(getattr(tensor, name, None), torch.Tensor) for name in _RAW)
+
+
+def _reader(tensor: torch.Tensor) -> Callable[[], object]:
+    """What reads the address of ``tensor``, or the addresses of a quantized one."""
+    if not _is_quantized(tensor):
+        return tensor.data_ptr
+
+    def read() -> tuple[int, ...]:
+        raw = (getattr(tensor, name, None) for name in _RAW)
+        return tuple(part.data_ptr() for part in raw if isinstance(part, torch.Tensor))
+
+    return read
+
+
+def _hex(address: object) -> str:
+    if isinstance(address, tuple):
+        return ", ".join(map(hex, address))
+    return hex(address) if isinstance(address, int) else str(address)

@@ -1,0 +1,45 @@
+"""All that must hold for one graph, asked in the order from cheap and telling to the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_cg.replay.guard.addresses import Addresses
+from megatron_cg.replay.guard.inputs import Inputs
+from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
+from megatron_cg.replay.guard.objects import Hooks, Parts
+
+
+class Guard:
+    """One graph's conditions: those of its unit, which its other graphs share, and its inputs."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        addresses: Addresses,
+        unit: Sequence[Training | Autograd | Autocast | Numerics | Parts | Hooks],
+    ) -> None:
+        self.inputs = inputs
+        self._addresses = addresses
+        self._unit = tuple(unit)
+
+    def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        """What forbids a forward replay with these arguments, or None."""
+        found = self.inputs.broken(args, kwargs)
+        if found is not None:
+            return found
+        for clause in self._unit:
+            found = clause.broken()
+            if found is not None:
+                return found
+        return self._addresses.broken_in_forward()
+
+    def is_as_in_backward(self) -> bool:
+        """Whether a backward replay would read the unit's weights now, before its forward pass."""
+        return self._addresses.are_as_in_backward()
+
+    def broken_in_backward(self) -> Mismatch | None:
+        """What forbids the backward replay that is about to begin, or None."""
+        return self._addresses.broken_in_backward()

@@ -1,0 +1,190 @@
+"""The inputs of a graph: which there are, what each is like, and which need no copy.
+
+Note [What a graph does with its inputs]
+    TE 2.20.2 (``graph.py``, ``functionalized`` and ``Graphed.forward``) copies each tensor into
+    the static input that was captured, unless it already lies there. It checks neither shape nor
+    dtype, ``copy_`` broadcasts and converts, and a keyword that was not in the samples is left
+    aside without a word. So all of it is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_cg.replay.guard.mismatch import Mismatch
+
+FIELDS = ("shape", "dtype", "stride", "device")
+"""What must be equal of a tensor, by the clause's name."""
+
+
+def fields(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The values of :data:`FIELDS`, read in one go: this runs for every input of every replay."""
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+
+
+STATIC_INPUT = "static input"
+"""The clause about inputs that never changed before capture; see ``static_inputs.py``."""
+
+NOT_INPUTS = frozenset({"is_first_microbatch", "cuda_graph_stream", "cuda_graph_event"})
+"""Keywords that steer a replay and are no inputs of the graph: ``GraphableMegatronModule.
+_get_te_cuda_graph_replay_args`` of megatron-core 0.19.2 adds them."""
+
+_CAUSE = {
+    "shape": "The sequence length or micro batch is another than at capture",
+    "dtype": "The precision of this input has changed",
+    "stride": "The input is laid out in another way, such as transposed or expanded",
+    "device": "The input lies on another device",
+    "requires_grad": "At capture this input needed no gradient, so the graph computes none for it",
+}
+
+
+@dataclass(frozen=True)
+class _Spec:
+    name: str
+    fields: tuple[Any, ...]
+    requires_grad: bool
+    address: int
+    nbytes: int
+    borrowed: bool
+
+
+class Inputs:
+    """Structure and metadata of one graph's inputs.
+
+    Args:
+        args: the positional sample tensors, as capture left them.
+        kwargs: the sample tensors by keyword.
+        borrowed: the samples that are the model's own tensors; see ``static_inputs.py``.
+        names: names of the positional ones, for messages.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[torch.Tensor],
+        kwargs: Mapping[str, torch.Tensor],
+        borrowed: Sequence[torch.Tensor] = (),
+        names: Sequence[str] = ("hidden_states",),
+    ) -> None:
+        labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
+        own = {id(tensor) for tensor in borrowed}
+        self._positional = len(args)
+        self._keywords = tuple(kwargs)
+        self._specs = tuple(
+            _Spec(
+                name,
+                fields(tensor),
+                tensor.requires_grad,
+                tensor.data_ptr(),
+                tensor.nbytes,
+                id(tensor) in own,
+            )
+            for name, tensor in [*zip(labels, args, strict=False), *kwargs.items()]
+        )
+
+    def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        """The first input that is not as it was at capture."""
+        found = self._structure(args, kwargs)
+        if found is not None:
+            return found
+        tensors = self._flat(args, kwargs)
+        return self._metadata(tensors) or self._gradients(tensors) or self._borrowed(tensors)
+
+    def copied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int, int]:
+        """How many inputs lie in place already, how many are copied, and the bytes of these."""
+        in_place = copies = nbytes = 0
+        for tensor, spec in zip(self._flat(args, kwargs), self._specs, strict=True):
+            if tensor.data_ptr() == spec.address:
+                in_place += 1
+            else:
+                copies += 1
+                nbytes += spec.nbytes
+        return in_place, copies, nbytes
+
+    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        return [*args, *[kwargs[name] for name in self._keywords]]
+
+    def _structure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        if len(args) != self._positional:
+            return Mismatch(
+                "structure",
+                "the number of positional arguments",
+                str(self._positional),
+                str(len(args)),
+                "The layer is called in another way than at capture.",
+            )
+        for name in self._keywords:
+            if kwargs.get(name) is None:
+                return Mismatch(
+                    "structure",
+                    f"argument {name}",
+                    "a tensor",
+                    "missing" if name not in kwargs else "None",
+                    "The layer is called with fewer inputs than at capture.",
+                )
+        if len(kwargs) > len(self._keywords):
+            for name, value in kwargs.items():
+                if value is not None and name not in self._keywords and name not in NOT_INPUTS:
+                    return Mismatch(
+                        "structure",
+                        f"argument {name}",
+                        "not given",
+                        described(value),
+                        "The graph would leave this input aside without a word.",
+                    )
+        return None
+
+    def _metadata(self, tensors: Sequence[Any]) -> Mismatch | None:
+        for tensor, spec in zip(tensors, self._specs, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                return Mismatch(
+                    "structure",
+                    f"argument {spec.name}",
+                    "a tensor",
+                    described(tensor),
+                    "A graph takes only tensors.",
+                )
+            now = fields(tensor)
+            if now != spec.fields:
+                triples = zip(FIELDS, spec.fields, now, strict=True)
+                return next(_field(name, spec, a, b) for name, a, b in triples if a != b)
+        return None
+
+    def _borrowed(self, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
+        for tensor, spec in zip(tensors, self._specs, strict=True):
+            if spec.borrowed and tensor.data_ptr() != spec.address:
+                return Mismatch(
+                    STATIC_INPUT,
+                    f"the memory of argument {spec.name}",
+                    hex(spec.address),
+                    hex(tensor.data_ptr()),
+                    "It was one tensor in all steps before capture, which the graph reads in "
+                    "place; copying another one there would overwrite the model's own.",
+                )
+        return None
+
+    def _gradients(self, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
+        for tensor, spec in zip(tensors, self._specs, strict=True):
+            # The other way round costs a gradient that nobody reads, and is right.
+            if tensor.requires_grad and not spec.requires_grad:
+                return _field("requires_grad", spec, False, True)
+        return None
+
+
+def described(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"
+
+
+def _field(clause: str, spec: _Spec, expected: Any, actual: Any) -> Mismatch:
+    if clause == "shape":
+        expected, actual = tuple(expected), tuple(actual)
+    cause = f"{_CAUSE[clause]}: replaying would compute something else."
+    subject = f"{clause} of argument {spec.name}"
+    return Mismatch(clause, subject, str(expected), str(actual), cause)

@@ -1,0 +1,115 @@
+"""Modes that Python code asks for while a layer runs, and a replay does not.
+
+Dropout and batch statistics follow ``training``, the precision of operations follows autocast and
+TE's FP8 state, and what is kept for the backward pass follows grad mode: each was decided at
+capture, and a replay repeats that decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.replay.guard.mismatch import Mismatch
+
+
+class Training:
+    """Every module inside the graph is in the training state that it was captured in."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [(vars(module), module.training, module) for module in modules]
+
+    def broken(self) -> Mismatch | None:
+        """The first module that was switched."""
+        for attributes, training, module in self._modules:
+            if attributes["training"] is not training:
+                return Mismatch(
+                    "training",
+                    f"the mode of a {type(module).__name__}",
+                    _mode(training),
+                    _mode(not training),
+                    "It was switched by itself; the graph would run it as before. Switch the "
+                    "whole model with model.train() and model.eval().",
+                )
+        return None
+
+
+class Autograd:
+    """Grad mode as at capture, where it is always on."""
+
+    def broken(self) -> Mismatch | None:
+        """Found when the layer runs under ``torch.no_grad()`` or in inference mode."""
+        if torch.is_grad_enabled():
+            return None
+        return Mismatch(
+            "grad mode",
+            "grad mode",
+            "on",
+            "off",
+            "The layer runs in training under torch.no_grad() (activation recompute of whole "
+            "layers does so): a replay would overwrite activations that a backward still needs.",
+        )
+
+
+class Autocast:
+    """``torch.autocast`` as it was in the model's forward passes: on or off, and its dtype."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._state = self._now()
+
+    def broken(self) -> Mismatch | None:
+        """Found when autocast was entered, left, or set to another dtype."""
+        now = self._now()
+        if now == self._state:
+            return None
+        return Mismatch(
+            "autocast",
+            f"torch.autocast for {self._device_type}",
+            _autocast(self._state),
+            _autocast(now),
+            "The graph computes in the precision of capture. Let Megatron choose the precision "
+            "(--bf16), or train without graphs.",
+        )
+
+    def _now(self) -> torch.dtype | None:
+        if not torch.is_autocast_enabled(self._device_type):
+            return None
+        return torch.get_autocast_dtype(self._device_type)
+
+
+class Numerics:
+    """The backend's own state of numerics (TE: FP8 on or off, and its recipe).
+
+    Args:
+        captured: what the graph was captured with.
+        read: what holds now; equal to ``captured`` as long as a replay is right.
+    """
+
+    def __init__(self, captured: Any, read: Callable[[], Any]) -> None:
+        self._captured, self._read = captured, read
+
+    def broken(self) -> Mismatch | None:
+        """Found when FP8 was switched on or off, or has another recipe."""
+        now = self._read()
+        if now == self._captured:
+            return None
+        return Mismatch(
+            "fp8",
+            "the FP8 state",
+            str(self._captured),
+            str(now),
+            "The graph quantizes as it did at capture. Keep --fp8-format and --fp8-recipe for the "
+            "whole run, and call the layer inside Megatron's own FP8 context.",
+        )
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+def _autocast(state: torch.dtype | None) -> str:
+    return "off" if state is None else str(state)

@@ -1,0 +1,142 @@
+"""One graph behind its guard: what Megatron finds in ``layer.cuda_graphs``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.replay.guard import Guard, Mismatch
+from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.verify import Kept, verify
+
+
+class GuardedGraph:
+    """Replays its graph where the guard allows it, and else runs the same part eagerly.
+
+    Args:
+        graph: a backend's graphed callable.
+        guard: what has to hold.
+        unit: the layer.
+        microbatch: the number of this graph within the layer.
+        watch: what is done about a mismatch.
+        eager_passes: what comes before an eager pass of the unit.
+        replay: how autograd sees the graph's replays.
+        kept: see :func:`megatron_cg.replay.verify.verify`.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        guard: Guard,
+        unit: Unit,
+        microbatch: int,
+        watch: Watch,
+        *,
+        eager_passes: EagerPasses,
+        replay: ReplayFunction,
+        kept: Kept,
+    ) -> None:
+        self.eager_passes = eager_passes
+        self._graph, self._guard = graph, guard
+        self._unit, self._microbatch = unit, microbatch
+        self._watch, self._kept = watch, kept
+        self._replay = replay
+        self._replays = 0
+        self._awaited = 0
+        """The replay whose backward may run; 0 where none may."""
+
+    @property
+    def graph(self) -> Any:
+        """What the backend returned."""
+        return self._graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay, or run the part eagerly. Raises ReplayMismatchError; see :class:`Watch`."""
+        counters = self._watch.counters
+        began = time.perf_counter_ns()
+        mismatch = self._guard.broken(args, kwargs)
+        counters.guard_ns += time.perf_counter_ns() - began
+        if mismatch is None and self._watch.verifies:
+            counters.verified += 1
+            self._watch.issue_held()
+            mismatch = self._verify(args, kwargs)
+        if mismatch is not None:
+            self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=self._replays == 0)
+            return self._unit.run(self._unit.layer, args, kwargs)
+        self._replays += 1
+        counters.count_replay(*self._guard.inputs.copied(args, kwargs))
+        outputs = self._graph(*args, **kwargs)
+        self._guard_backward(outputs)
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        # backward_dw, where the backend's callable has it: Megatron asks with hasattr.
+        if name == "_graph":  # of an object without state yet, as while a copy is made
+            raise AttributeError(name)
+        return getattr(self._graph, name)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(
+            f"the graph of {self._unit.name} cannot be copied or pickled: it reads and writes "
+            "fixed addresses. Copy the layer instead: its copy has no graph."
+        )
+
+    def reset(self) -> None:
+        """Release the graph."""
+        self._graph.reset()
+
+    def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
+        counters, gradients = self._watch.counters, self._guard.is_as_in_backward()
+        counters.gradients_verified += gradients
+        # With the function that the backend made, not the one that the fast path puts there.
+        undo = self._replay.replace(self._replay.function)
+        try:
+            return verify(
+                self._unit,
+                self._graph,
+                args,
+                kwargs,
+                self._kept,
+                gradients=gradients,
+                left_out=counters.count_unstable,
+            )
+        finally:
+            undo()
+
+    def _guard_backward(self, outputs: Any) -> None:
+        """Look at addresses once more before the backward replay; FSDP has unsharded by then.
+
+        Its unsharding hook is on the layer's outputs, and a node's own hooks come after those on
+        the gradients that it is given (torch 2.11, ``engine.cpp``, ``call_function``).
+        """
+        for tensor in tree_flatten(outputs)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                self._awaited = self._replays
+                tensor.grad_fn.register_prehook(partial(self._before_backward, self._replays))
+                return
+
+    def _before_backward(self, replay: int, _gradients: Any) -> None:
+        if replay != self._awaited:
+            raise ReplayMismatchError(
+                f"{self._unit.name}: its backward runs after another forward replay of the same "
+                "graph, or a second time; the graph's memory no longer holds what it reads. Run "
+                "each backward once and before the layer's next forward pass, without "
+                "retain_graph, and recompute whole layers or what is outside of graphs. Or: "
+                f"{self._unit.leave_out(None)}"
+            )
+        self._awaited = 0
+        began = time.perf_counter_ns()
+        mismatch = self._guard.broken_in_backward()
+        self._watch.counters.guard_ns += time.perf_counter_ns() - began
+        if mismatch is not None:
+            self._watch.mismatched_in_backward(mismatch, self._unit.name, self._microbatch)

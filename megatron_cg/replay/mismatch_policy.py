@@ -1,0 +1,133 @@
+"""What follows when a guard forbids a replay: counted, reported once, and done as the user asked.
+
+Note [A graph with collectives]
+    One rank must not run a collective eagerly while others replay it (see ``collectives.py``).
+    So where a graph holds any, all ranks vote before the first of them leaves its graph: those
+    that found the same mismatch in the same layer go eagerly together. A rank that finds one
+    alone gets no answer in time, and ends with the reason instead of hanging the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guard import Mismatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReplayPolicy:
+    """What the flags say: ``--cg-on-mismatch`` and ``--cg-verify-interval``."""
+
+    on_mismatch: Literal["eager", "recapture", "error"] = "eager"
+    verify_interval: int = 0
+    """Steps between two verifications; 0 is never."""
+
+
+class Watch:
+    """Over all graphs of one session.
+
+    Args:
+        policy: what the user asked for.
+        counters: where mismatches are counted.
+        all_leave: ``Agreement.leave_together`` of all ranks. None where one rank decides for
+            itself.
+    """
+
+    def __init__(
+        self,
+        policy: ReplayPolicy,
+        counters: Counters,
+        all_leave: Callable[[str, timedelta | None], None] | None = None,
+    ) -> None:
+        self.counters = counters
+        self.wants_recapture = False
+        self.captured_again = False
+        """Whether a mismatch led to this capture: one more is asked for only once it has helped."""
+        self.issue_held: Callable[[], None] = _nothing
+        """Issues the gathers that are held until a launch; has to be called before eager passes."""
+        self._policy = policy
+        self._all_leave = all_leave
+        self._reported: set[tuple[str, tuple[str, str]]] = set()
+        self._step = 0
+
+    def begin_step(self) -> None:
+        """Count training steps, by which verification is due."""
+        self._step += 1
+
+    def saw(self, clause: str) -> bool:
+        """Whether that clause of a guard has forbidden a replay."""
+        return any(seen == clause for _, (seen, _) in self._reported)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether replays of this step are verified."""
+        interval = self._policy.verify_interval
+        return interval > 0 and self._step % interval == 0
+
+    def mismatched(
+        self, mismatch: Mismatch, layer: str, microbatch: int, *, collectives: bool, fresh: bool
+    ) -> None:
+        """Return where the part is to be run eagerly in the place of the replay.
+
+        Args:
+            mismatch: what the guard found.
+            layer: the unit's name.
+            microbatch: the graph's number within the unit.
+            collectives: whether the graph holds any.
+            fresh: whether the graph has never replayed.
+
+        Raises:
+            ReplayMismatchError: ``--cg-on-mismatch error``, or the ranks cannot leave together.
+        """
+        text = self._report(mismatch, layer, microbatch)
+        if self._policy.on_mismatch == "error":
+            raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
+        if collectives:
+            self.leave_together(f"{layer}/{microbatch}/{mismatch.key}", text)
+        if self._policy.on_mismatch == "recapture" and not (fresh and self.captured_again):
+            self.wants_recapture = True
+
+    def mismatched_in_backward(self, mismatch: Mismatch, layer: str, microbatch: int) -> None:
+        """Raise ReplayMismatchError: what a forward replay began, nothing else can end."""
+        text = self._report(mismatch, layer, microbatch)
+        raise ReplayMismatchError(
+            f"{text} The forward pass was replayed, so its backward cannot run eagerly."
+        )
+
+    def leave_together(self, name: str, text: str, timeout: timedelta | None = None) -> None:
+        """Return if all ranks agree, by ``name``, on what to do with a graph with collectives.
+
+        Else raises ReplayMismatchError, whose message begins with ``text``. ``timeout`` is as in
+        ``Agreement.leave_together``.
+        """
+        if self._all_leave is None:
+            return
+        try:
+            self._all_leave(name, timeout)
+        except RuntimeError as error:
+            raise ReplayMismatchError(
+                f"{text} The graph holds collectives, which no rank may run eagerly while others "
+                f"replay them, and not all ranks found the same ({error}). Leave the layer "
+                "out (--cg-layers; units of graph_units), or train without graphs "
+                "(--cuda-graph-impl none; no graph_units)."
+            ) from error
+
+    def _report(self, mismatch: Mismatch, layer: str, microbatch: int) -> str:
+        self.counters.mismatched += 1
+        text = mismatch.text(layer, microbatch)
+        if (layer, mismatch.key) not in self._reported:
+            self._reported.add((layer, mismatch.key))
+            logger.warning("megatron_cg: no replay of %s Reported once.", text)
+        return text
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,74 @@
+"""The part of a layer that its graph holds, run as plain Python.
+
+Relied on: megatron-core 0.19.2, ``GraphableMegatronModule._te_cuda_graph_capture``, which runs
+just what a graph holds and returns what the graph returns, as long as Megatron's capturing flag
+(``megatron.core.transformer.cuda_graphs._set_capture_start`` and ``_set_capture_end``) is set: by
+it a MoE layer knows where to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.replay.guard.inputs import NOT_INPUTS
+from megatron_cg.upstream.symbols import Symbol
+
+_FLAGS = {
+    name: Symbol(
+        "megatron-core",
+        f"megatron.core.transformer.cuda_graphs:{name}",
+        "a function of Megatron's capturing flag",
+    )
+    for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
+}
+RELIES_ON = (
+    *_FLAGS.values(),
+    Symbol(
+        "megatron-core",
+        "megatron.core.transformer.module:GraphableMegatronModule._te_cuda_graph_capture",
+        "the part of a layer that its graph holds",
+    ),
+)
+
+
+def run_part(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the graph of ``layer`` would return for these arguments, with autograd as usual.
+
+    Hooks of FSDP on modules inside the part run as in an eager pass.
+    """
+    target: Any = layer
+    inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
+    _flag("_set_capture_start")()
+    try:
+        return target._te_cuda_graph_capture(*args, **inputs)
+    finally:
+        _flag("_set_capture_end")()
+
+
+@contextmanager
+def part_in_backward() -> Iterator[None]:
+    """The backward pass of a part, in which Megatron also checks whether it is being captured.
+
+    If so, it skips its own recomputation (megatron-core 0.19.2).
+    """
+    _flag("_set_capture_start")()
+    try:
+        yield
+    finally:
+        _flag("_set_capture_end")()
+
+
+def is_running_part() -> bool:
+    """Whether :func:`run_part` runs now, or a capture."""
+    return bool(_flag("is_graph_capturing")())
+
+
+@cache
+def _flag(name: str) -> Callable[[], Any]:
+    found: Callable[[], Any] = _FLAGS[name].find()
+    return found

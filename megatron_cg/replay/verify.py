@@ -1,0 +1,202 @@
+"""A replay beside an eager pass on the same inputs, forward and backward, compared bit for bit.
+
+Note [Outside of training]
+    Both passes run on detached inputs, and everything that they change is put back: random
+    generators, FP8 scales, buffers, MoE metrics, FSDP's states, gradients of parameters. The replay
+    that training uses is a further pass. So a run with verification trains exactly the numbers of
+    one without. The eager pass has autograd on, as in training: without it some kernels round
+    differently (seen with the attention of TE 2.20.2 behind query and key norms).
+
+Note [A backward pass in the forward pass]
+    Gradients are compared before training's own forward replay, while the unit is unsharded and
+    nothing depends on its graph's memory: its backward was captured before those of the units
+    before it, so it does not overwrite what their own backward passes will read. Incoming gradients
+    are synthetic, since the loss is not known yet. Hooks of parameters are off, so nothing is
+    reduced or sharded, and weights that the fast path hides from autograd are shown. If a unit is
+    not unsharded for its backward pass yet, its gradients are not compared: its weights are at
+    another address then, or are quantized, with transposes that FSDP makes only before that pass.
+
+Note [Gradients that differ by themselves]
+    Without deterministic algorithms some backward kernels add in a different order each time
+    (attention, scattered tokens). So a second eager pass shows which gradients have the same bits
+    twice, and the others are not compared. All ranks run it, since it may hold collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.unit import Unit
+
+Kept = Callable[[], AbstractContextManager[None]]
+_Named = list[tuple[str, torch.Tensor | None]]
+_STEPS, _SCALE = 251, 128
+"""Synthetic gradients are multiples of 1/128 from -125/128 to 125/128, which are exact in every
+floating dtype of training."""
+
+
+def verify(
+    unit: Unit,
+    graph: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kept: Kept,
+    *,
+    gradients: bool = True,
+    left_out: Callable[[int], None] = lambda _count: None,
+) -> Mismatch | None:
+    """The first output or gradient in which a replay differs from an eager pass, or None.
+
+    Waits for the GPU once for each output and once for each gradient.
+
+    Args:
+        unit: whose part is run eagerly.
+        graph: its graph, whose weights autograd sees.
+        args: what it is called with; never written to.
+        kwargs: the same by keyword.
+        kept: makes a context that puts back what a pass changes, and in which no parameter has a
+            gradient or a hook.
+        gradients: whether gradients are compared as well, of inputs and of weights.
+        left_out: called with how many gradients differ by themselves; see the note above.
+    """
+
+    def eager(*inputs: Any, **keywords: Any) -> Any:
+        return unit.run(unit.layer, inputs, keywords)
+
+    with kept():
+        first = _Pass(unit, eager, args, kwargs)
+        expected, needs = first.outputs(), first.differentiable()
+        gradients = gradients and any(needs)
+        if gradients:
+            expected += first.gradients(needs)
+    if gradients and not torch.are_deterministic_algorithms_enabled():
+        with kept():
+            second = _Pass(unit, eager, args, kwargs)
+            again = [*second.outputs(), *second.gradients(needs)]
+        unstable = _different(expected[len(needs) :], again[len(needs) :])
+        left_out(len(unstable))
+    else:
+        unstable = set()
+    with kept():
+        replay = _Pass(unit, graph, args, kwargs)
+        found = replay.outputs()
+        if gradients and len(found) == len(needs):
+            found += replay.gradients(needs)
+        # In this block: gradients of inputs are in the graph's own memory.
+        different = _first_difference(expected, found, unstable)
+    if different is None:
+        return None
+    return replace(different, cause=f"{different.cause} Until then: {unit.leave_out(None)}")
+
+
+def _different(one: _Named, two: _Named) -> set[str]:
+    """The names of the tensors whose bits differ."""
+    pairs = zip(one, two, strict=True)
+    return {a[0] for a, b in pairs if _first_difference([a], [b]) is not None}
+
+
+class _Pass:
+    """One forward and, if asked for, backward pass on detached inputs."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._unit, self._run = unit, run
+        self._args, self._kwargs = (
+            tree_map(_detached, list(args)),
+            tree_map(_detached, dict(kwargs)),
+        )
+        self._made: list[Any] = []
+
+    def outputs(self) -> _Named:
+        """Copies of the outputs, which outlive the backward pass."""
+        self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
+        return [
+            (f"output {index}", None if tensor is None else tensor.detach().clone())
+            for index, tensor in enumerate(self._made)
+        ]
+
+    def differentiable(self) -> list[bool]:
+        """Which outputs a backward pass begins with."""
+        return [tensor is not None and tensor.requires_grad for tensor in self._made]
+
+    def gradients(self, needs: Sequence[bool]) -> _Named:
+        """Gradients of inputs and of parameters, from synthetic ones of the outputs ``needs``."""
+        chosen = [tensor for tensor, need in zip(self._made, needs, strict=True) if need]
+        self._made = []
+        with self._unit.in_backward():
+            torch.autograd.backward(chosen, [_made_up(tensor) for tensor in chosen])
+        return [(f"the gradient of {name}", tensor.grad) for name, tensor in self._leaves()]
+
+    def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
+        by_place = [(f"input {index}", value) for index, value in enumerate(self._args)]
+        for name, value in (*by_place, *self._kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                yield name, value
+        for name, parameter in self._unit.layer.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+
+def _detached(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _made_up(output: torch.Tensor) -> torch.Tensor:
+    """A gradient of an output with many values, the same in every pass; draws no number."""
+    steps = torch.arange(output.numel(), device=output.device, dtype=torch.int64) % _STEPS
+    values = (steps - _STEPS // 2).to(torch.float32) / _SCALE
+    return values.to(output.dtype).view(output.shape)
+
+
+def _first_difference(
+    eager: _Named, replayed: _Named, leave_out: Collection[str] = ()
+) -> Mismatch | None:
+    if len(eager) != len(replayed):
+        return _mismatch("the number of outputs", str(len(eager)), str(len(replayed)))
+    for (name, one), (_, two) in zip(eager, replayed, strict=True):
+        if name in leave_out:
+            continue
+        if one is None or two is None:
+            if one is not two:
+                return _mismatch(name, _kind(one), _kind(two))
+        elif one.shape != two.shape or one.dtype != two.dtype:
+            return _mismatch(name, _kind(one), _kind(two))
+        elif not torch.equal(_bytes(one), _bytes(two)):
+            different = int((_bytes(one) != _bytes(two)).sum())
+            text = f"different in {different} of {one.nbytes} bytes"
+            return _mismatch(name, _kind(one), text)
+    return None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of it: NaN is equal to NaN here, and 0.0 is not -0.0."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def _mismatch(subject: str, expected: str, actual: str) -> Mismatch:
+    return Mismatch(
+        "verification",
+        f"{subject}, replayed beside an eager pass on the same inputs,",
+        expected,
+        actual,
+        "The graph computes something else than the layer, though no guard saw a reason: please "
+        "report it, with this line.",
+    )

@@ -1,0 +1,126 @@
+"""Counters of graphs in Megatron's log, in TensorBoard and in Weights & Biases.
+
+Relied on: megatron-core 0.19.2, ``megatron.training.training.training_log``, looked up as a global
+of that module after each step; its parameter ``iteration`` counts steps from 1, and
+``is_first_iteration`` is set for the line that Megatron prints of the very first step, whatever
+``--log-interval``. ``print_rank_last`` is how it prints, on the rank that also has the writers of
+``megatron.training.global_vars``; they are None on others and where they were not asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from megatron_cg.consensus.exchange import AgreementTime
+from megatron_cg.replay.counters import Counters
+from megatron_cg.telemetry.phases import StepPhases
+from megatron_cg.telemetry.record import note_step
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol
+
+if TYPE_CHECKING:
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+
+_TRAINING = "megatron.training.training"
+_VARIABLES = "megatron.training.global_vars"
+_LOOP = Symbol("megatron-core", _TRAINING, "Megatron's training loop")
+_LOG = Symbol(
+    "megatron-core",
+    f"{_TRAINING}:training_log",
+    "what logs after each step",
+    parameters=("iteration", "is_first_iteration"),
+)
+_PRINT = Symbol("megatron-core", f"{_TRAINING}:print_rank_last", "what prints a line of the log")
+_ARGS = Symbol("megatron-core", f"{_VARIABLES}:get_args", "the run's arguments")
+_TENSORBOARD = Symbol("megatron-core", f"{_VARIABLES}:get_tensorboard_writer", "a writer or None")
+_WANDB = Symbol("megatron-core", f"{_VARIABLES}:get_wandb_writer", "a writer or None")
+RELIES_ON = (_LOOP, _LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
+
+_COUNTS = ("captured", "replayed", "eager", "mismatched", "recaptured", "verified")
+_COPIES = ("inputs_copied", "bytes_copied")
+_TIMES = ("waiting_ms", "exchanging_ms")
+Totals = dict[str, float]
+
+
+def follow_log(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
+    """Let Megatron's log and writers show the counters of ``helpers``; returns the undo.
+
+    ``helpers`` is read anew at each step; without any, only the phases of steps are recorded.
+    Raises UpstreamChangedError where a function of Megatron is not as relied on.
+    """
+    old, module = _LOG.find(), _LOOP.find()
+    signature = inspect.signature(old)
+    log = _Log(helpers)
+
+    @wraps(old)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        log.before()
+        result = old(*args, **kwargs)
+        # Megatron prints the first step besides; ours comes with the lines of its interval.
+        log.after(int(given["iteration"]))
+        return result
+
+    return put_over(module, "training_log", training_log)
+
+
+class _Log:
+    def __init__(self, helpers: Sequence[FsdpCudaGraphHelper]) -> None:
+        self._helpers = helpers
+        self._phases = StepPhases()
+        self._last: Totals = {}
+        self._args, self._print = _ARGS.find(), _PRINT.find()
+        self._tensorboard, self._wandb = _TENSORBOARD.find(), _WANDB.find()
+
+    def before(self) -> None:
+        """Before Megatron's timers are set back."""
+        phases = self._phases.of_last_step()
+        if phases:
+            note_step("phases", phases)
+
+    def after(self, iteration: int) -> None:
+        """Write and print what is due after that step."""
+        if not self._helpers:
+            return
+        args = self._args()
+        write = iteration % args.tensorboard_log_interval == 0
+        show = iteration % args.log_interval == 0
+        if not (write or show):
+            return
+        now = totals([helper.counted() for helper in self._helpers])
+        if write:
+            self._write(now, iteration)
+        if show and now["captured"]:
+            self._print(log_line(self._last, now))
+            self._last = now
+
+    def _write(self, now: Totals, iteration: int) -> None:
+        tensorboard, wandb = self._tensorboard(), self._wandb()
+        values = {f"megatron_cg/{name}": value for name, value in now.items()}
+        if tensorboard:
+            for name, value in values.items():
+                tensorboard.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log(values, iteration)
+
+
+def totals(counted: Sequence[tuple[Counters, AgreementTime]]) -> Totals:
+    """What is shown, by name, summed over models: since the run began, on this rank."""
+    found: Totals = dict.fromkeys((*_COUNTS, *_COPIES, *_TIMES), 0)
+    for counters, votes in counted:
+        for name, value in (counters.as_dict() | votes.as_dict()).items():
+            if name in found:
+                found[name] += value
+    return found
+
+
+def log_line(last: Totals, now: Totals) -> str:
+    """One line in the manner of Megatron's: what came since the line before, on this rank."""
+    new = {name: value - last.get(name, 0) for name, value in now.items()}
+    counts = " | ".join(f"{name}: {new[name]:.0f}" for name in _COUNTS)
+    copied = f"copied: {new['inputs_copied']:.0f} tensors, {new['bytes_copied'] / 2**20:.1f} MiB"
+    votes = f"votes (ms): {new['waiting_ms']:.1f} waiting, {new['exchanging_ms']:.1f} exchanging"
+    return f" megatron_cg | {counts} | {copied} | {votes} |"

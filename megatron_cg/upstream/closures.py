@@ -1,0 +1,47 @@
+"""Closure variables of other packages' functions, by name, and set with an undo."""
+
+from __future__ import annotations
+
+from types import CellType
+from typing import Any
+
+from megatron_cg.upstream.patch import Undo, change, described, passing
+
+
+class _Cell:
+    def __init__(self, cell: CellType) -> None:
+        self._cell = cell
+        self.name = "a closure variable of Megatron-FSDP's or Transformer Engine's functions"
+        self.key = (id(cell), "")
+
+    def get(self) -> Any:
+        return self._cell.cell_contents
+
+    def put(self, value: Any) -> None:
+        self._cell.cell_contents = value
+
+
+def cells_of(function: Any) -> dict[str, CellType]:
+    """What ``function`` keeps of enclosing functions; empty where it is no function."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
+
+
+def set_cell(cell: CellType, value: Any) -> Undo:
+    """Let functions that share a closure variable see ``value``; returns the undo."""
+    return change(_Cell(cell), value)
+
+
+def put_over_cell(cell: CellType, function: Any) -> Undo:
+    """Let functions that share a closure variable call ``function`` instead of its value.
+
+    Returns the undo; see Note [Only what is still ours] in ``megatron_cg/upstream/patch.py``.
+    """
+    over, pass_on = passing(function, cell.cell_contents)
+    restore = change(_Cell(cell), over, label=described(function))
+
+    def undo() -> None:
+        pass_on()
+        restore()
+
+    return undo

@@ -1,0 +1,267 @@
+"""Changes with an undo that leaves alone what others have changed since then.
+
+Note [Only what is still ours]
+    An undo restores the old value only if the current value is still ours. If other code has put
+    its own value there since, that stays, and a warning names both. If their function calls ours,
+    ours then only passes calls on to the function that it replaced.
+
+Note [In any order]
+    Several changes of ours may be made to one place and undone in any order. If one that is not the
+    last is undone, the next change then restores the value from before both.
+
+Note [No frame of ours in between]
+    Functions of ours run many times a microbatch, and a Python frame around each of them costs as
+    much as some of them save. So a ``functools.partial`` without arguments, which CPython calls
+    without a frame, stands at the place. Its ``__setstate__`` exchanges what it calls, so a call
+    has nothing to ask (CPython 3.12, ``Modules/_functoolsmodule.c``, ``partial_setstate``).
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import MethodType, ModuleType
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from megatron_cg.upstream.copies import ABSENT, leave_out
+
+logger = logging.getLogger(__name__)
+
+Undo = Callable[[], None]
+
+
+class Place(Protocol):
+    """A place that holds a value."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Identifies the place, as long as it exists."""
+
+    def get(self) -> Any:
+        """The value there; ``ABSENT`` if there is none."""
+
+    def put(self, value: Any) -> None:
+        """Put ``value`` there; ``ABSENT`` removes what is there."""
+
+
+class _Attribute:
+    """An entry in an object's own dictionary."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        self.key = (id(owner), name)
+
+    @property
+    def name(self) -> str:
+        owner = self._owner
+        named = isinstance(owner, type | ModuleType)
+        return f"{owner.__name__ if named else type(owner).__name__}.{self._name}"
+
+    def get(self) -> Any:
+        return vars(self._owner).get(self._name, ABSENT)
+
+    def put(self, value: Any) -> None:
+        if value is not ABSENT:
+            setattr(self._owner, self._name, value)
+        elif self._name in vars(self._owner):
+            delattr(self._owner, self._name)
+
+
+class _Change:
+    def __init__(self, place: Place, value: Any) -> None:
+        self.place, self.value, self.old = place, value, place.get()
+
+
+class _Changes(list[_Change]):
+    """Changes of one place that are not undone yet, in the order in which they were made."""
+
+
+_changes: WeakValueDictionary[tuple[int, str], _Changes] = WeakValueDictionary()
+"""By place. Each undo holds those of its own place: with no undo left, nothing keeps the owner."""
+
+
+def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -> Undo:
+    """Put ``value`` at ``place``; returns the undo, which is safe to run twice.
+
+    Args:
+        place: where.
+        value: what.
+        shared: whether other code also sets it in normal operation. The undo then restores the
+            old value, whatever is there.
+        label: a name for ``value`` in messages.
+    """
+    made = _Change(place, value)
+    place.put(value)
+    mine = _changes.setdefault(place.key, _Changes())
+    mine.append(made)
+
+    def undo() -> None:
+        if made not in mine:
+            return
+        at = mine.index(made)
+        later = mine[at + 1] if at + 1 < len(mine) else None
+        mine.remove(made)
+        if later is not None and (shared or later.old is value):
+            later.old = made.old
+        elif shared or place.get() is value:
+            place.put(made.old)
+        else:
+            theirs = place.get() if later is None else later.old
+            logger.warning(
+                "megatron_cg: %s is left as it is: %s was put there after %s of this package, "
+                "which does nothing any more.",
+                place.name,
+                described(theirs),
+                label or described(value),
+            )
+
+    return undo
+
+
+def set_attribute(
+    owner: Any, name: str, value: Any, *, shared: bool = False, label: str = ""
+) -> Undo:
+    """Set an attribute in ``owner``'s own dictionary; returns the undo.
+
+    An attribute that was only inherited is deleted again, so that nothing of ours stays behind.
+    A copy of a module that is made in between has the old one; see ``copies.py``.
+    ``shared`` and ``label`` are as in :func:`change`. For functions see :func:`put_over`.
+    """
+    place = _Attribute(owner, name)
+    before = place.get()
+    with ExitStack() as undo:
+        undo.callback(change(place, value, shared=shared, label=label))
+        undo.callback(leave_out(owner, name, before))
+        return undo.pop_all().close
+
+
+def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str = "") -> Undo:
+    """Let ``function`` be called instead of the function or method ``name`` of ``owner``.
+
+    It is called in the same way: bound, for a method of an object. The new value has it as
+    ``__wrapped__``. ``label`` is its name in messages.
+
+    Returns:
+        The undo; see Note [Only what is still ours].
+    """
+    over, pass_on = passing(function, getattr(owner, name, None))
+    if not isinstance(owner, type | ModuleType):
+        over.__self__ = owner
+    restore = set_attribute(owner, name, over, label=label or described(function))
+
+    def undo() -> None:
+        pass_on()
+        restore()
+
+    return undo
+
+
+class _Over(partial[Any]):
+    """Calls a function, until it is told to call another; see Note [No frame of ours in between].
+
+    At a place in a class it is a method of the class's objects.
+    """
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else MethodType(self, owner)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """Of a method of an object: a function that takes the object too.
+
+        torch's schedulers take it and bind it to the object themselves (torch 2.11,
+        ``LRScheduler._initial_step``).
+        """
+
+        def function(_owner: Any, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        wrapped: Any = vars(self)["__wrapped__"]
+        return _named_as(function, wrapped, self, bound=True)  # type: ignore[no-any-return]
+
+
+def passing(function: Any, beneath: Any) -> tuple[Any, Undo]:
+    """Something that calls ``function``, and what makes it call ``beneath`` from then on."""
+    over = _named_as(_Over(function), function, beneath)
+
+    def pass_on() -> None:
+        if callable(beneath):
+            over.__setstate__((beneath, (), {}, vars(over)))
+
+    return over, pass_on
+
+
+def run_before(owner: Any, name: str, action: Callable[[], None]) -> Undo:
+    """Let ``action`` run before each call of a method of ``owner``; returns the undo."""
+    method = getattr(owner, name)
+
+    def before(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return method(*args, **kwargs)
+
+    return put_over(owner, name, before, label=described(action))
+
+
+def run_after(owner: Any, name: str, action: Callable[[], None]) -> Undo:
+    """Let ``action`` run as a call of a method of ``owner`` returns; returns the undo."""
+    method = getattr(owner, name)
+
+    def after(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        action()
+        return result
+
+    return put_over(owner, name, after, label=described(action))
+
+
+def described(value: Any) -> str:
+    """A name for a value, for messages."""
+    if value is ABSENT:
+        return "nothing"
+    named = getattr(value, "func", value)  # of a partial
+    code = getattr(named, "__code__", None)
+    if code is not None:  # whose own name is not that of what it wraps
+        return f"{named.__globals__['__name__']}.{code.co_qualname}"
+    kind = named if isinstance(named, type) else type(named)
+    return f"{kind.__module__}.{kind.__qualname__}" if callable(value) else repr(value)
+
+
+def _named_as(over: Any, function: Any, beneath: Any, *, bound: bool = False) -> Any:
+    """``over`` with the name of ``function`` and the signature of ``beneath``."""
+    named = getattr(function, "func", function)
+    named = named if hasattr(named, "__qualname__") else type(named)
+    over.__module__, over.__qualname__ = named.__module__, named.__qualname__
+    over.__name__, over.__doc__ = named.__name__, named.__doc__
+    over.__wrapped__ = function
+    with suppress(TypeError, ValueError):
+        signature = inspect.signature(beneath)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = list(signature.parameters.values())
+        over.__signature__ = signature.replace(parameters=[own] * bound + parameters)
+    return over
+
+
+@contextmanager
+def garbage_collection_kept() -> Iterator[None]:
+    """Put automatic garbage collection back on or off, as it was.
+
+    TE switches it off around each graph and, after an exception in one, not on again
+    (TE 2.20.2, ``graph.py``, ``_graph_context_wrapper``).
+    """
+    enabled = gc.isenabled()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+        else:
+            gc.disable()

@@ -1,0 +1,144 @@
+"""Installed versions, and the one place where a symbol of another package is looked up.
+
+A module that relies on another package declares what it relies on as :class:`Symbol`, uses those
+very objects to get at it, and lists them all in a tuple ``RELIES_ON``: ``megatron-cg doctor`` finds
+the modules that have one and looks up each symbol, so what is checked and what is used are one.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.upstream.fingerprints import of_function
+
+_INSIDE = "<locals>"
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    from importlib import metadata  # Slow to import, and not needed to print a command's help.
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def changed(distribution: str, symbol: str, expected: str) -> UpstreamChangedError:
+    """The error for a symbol that is not what we rely on, with the version that is installed."""
+    version = installed_version(distribution) or "not installed"
+    return UpstreamChangedError(distribution, version, symbol, expected)
+
+
+def lookup(distribution: str, path: str, expected: str) -> Any:
+    """The object at ``module:attribute.path`` that we rely on in ``distribution``.
+
+    Raises UpstreamChangedError, with package, version and symbol, when it is not there.
+    """
+    module_name, _, attributes = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for name in filter(None, attributes.split(".")):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise changed(distribution, path, expected) from error
+    return found
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """What a module of ours relies on in another package."""
+
+    distribution: str
+    path: str
+    """``module:attribute.path``; after ``<locals>.`` the name of a function defined inside."""
+    expected: str
+    """What it is to us, for messages."""
+    parameters: tuple[str, ...] = ()
+    """Names that its signature has, in this order; others may stand between them."""
+    attributes: tuple[str, ...] = ()
+    """Names that a class declares, or that its methods set, on instances or on modules."""
+    fingerprints: tuple[str, ...] = ()
+    """For a function that we replace: fingerprints of its code in the releases that the replacement
+    was written for (``python -m tools.fingerprints`` prints the installed ones). A different
+    fingerprint is no error: the replacement stays off then."""
+
+    def unknown_body(self) -> str | None:
+        """Why our replacement of this function may do something else; None if it does the same.
+
+        Raises UpstreamChangedError as :meth:`find`.
+        """
+        if not self.fingerprints:
+            return None
+        found = of_function(self.find())
+        if found in self.fingerprints:
+            return None
+        version = installed_version(self.distribution) or "not installed"
+        return (
+            f"{self.path} of {self.distribution} {version} has another body than the releases that "
+            f"this was written for (fingerprint {found or 'unknown, as its source is not there'})"
+        )
+
+    def find(self) -> Any:
+        """The object, of a function inside another its code.
+
+        Raises UpstreamChangedError where it is not there, or lacks a parameter or attribute.
+        """
+        outer, _, inner = self.path.partition(f".{_INSIDE}.")
+        found = lookup(self.distribution, outer, self.expected)
+        for name in filter(None, inner.split(f".{_INSIDE}.")):
+            found = next((code for code in _codes_in(found) if code.co_name == name), None)
+            if found is None:
+                raise changed(self.distribution, self.path, self.expected)
+        if self.parameters and not _has_in_order(found, self.parameters):
+            expected = f"{self.expected}, with the parameters {', '.join(self.parameters)}"
+            raise changed(self.distribution, self.path, expected)
+        for name in self.attributes:
+            if not _has_attribute(found, name):
+                expected = f"what has or sets an attribute {name}: {self.expected}"
+                raise changed(self.distribution, f"{self.path}.{name}", expected)
+        return found
+
+
+def _has_in_order(function: Any, names: tuple[str, ...]) -> bool:
+    try:
+        there = iter(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return all(name in there for name in names)
+
+
+def _codes_in(function: Any) -> Iterator[CodeType]:
+    """The code of the functions that a function, or code, defines; not of those inside them."""
+    code = getattr(inspect.unwrap(function), "__code__", function)
+    for constant in getattr(code, "co_consts", ()):
+        if isinstance(constant, CodeType):
+            yield constant
+
+
+def _has_attribute(cls: Any, name: str) -> bool:
+    """Whether instances of ``cls`` have, or its code sets, ``name``; nothing of it is run."""
+    if hasattr(cls, name):
+        return True
+    for owner in getattr(cls, "__mro__", ()):
+        if name in getattr(owner, "__annotations__", {}):
+            return True
+        if any(_sets(member, name) for member in vars(owner).values() if callable(member)):
+            return True
+    return False
+
+
+def _sets(function: Any, name: str) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", function)
+    if not isinstance(code, CodeType):
+        return False
+    if any(step.opname == "STORE_ATTR" and step.argval == name for step in dis.Bytecode(code)):
+        return True
+    return any(_sets(inner, name) for inner in _codes_in(code))

@@ -1,0 +1,63 @@
+"""Which inputs of layers are read in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron_cg.capture.static_inputs import StaticInputs
+
+
+class Layer(nn.Module):
+    def forward(self, x: torch.Tensor, **_more: object) -> torch.Tensor:
+        return x
+
+
+def seen(steps: int, *tables: object) -> tuple[StaticInputs, Layer]:
+    """A layer that is given the tables in turn, one in each step."""
+    layer = Layer()
+    inputs = StaticInputs([layer])
+    for step in range(steps):
+        stop = inputs.observe_step()
+        layer(torch.ones(1), table=tables[min(step, len(tables) - 1)])
+        stop()
+    return inputs, layer
+
+
+def replaced(inputs: StaticInputs, sample: torch.Tensor) -> torch.Tensor:
+    return inputs.replace_in(0, {"table": sample})["table"]
+
+
+def test_a_table_that_never_changes_takes_the_place_of_a_sample_after_two_steps() -> None:
+    table, sample = torch.ones(3), torch.zeros(3)
+    assert replaced(seen(1, table)[0], sample) is sample
+    assert replaced(seen(2, table)[0], sample) is table
+
+
+def test_what_changed_stays_a_sample() -> None:
+    table, sample = torch.ones(3), torch.zeros(3)
+    other, learned = torch.ones(3), torch.ones(3, requires_grad=True)
+    assert replaced(seen(3, table, other)[0], sample) is sample
+    assert replaced(seen(3, table, None, table)[0], sample) is sample
+    assert replaced(seen(2, learned)[0], sample) is sample
+
+
+def test_what_is_forgotten_has_to_be_seen_twice_again() -> None:
+    table, sample = torch.ones(3), torch.zeros(3)
+    inputs, layer = seen(2, table)
+    inputs.forget()
+    assert replaced(inputs, sample) is sample
+    later = torch.ones(3)
+    for expected in (sample, later):
+        stop = inputs.observe_step()
+        layer(torch.ones(1), table=later)
+        stop()
+        assert replaced(inputs, sample) is expected
+
+
+def test_a_table_unlike_the_sample_is_not_read_in_place() -> None:
+    table = torch.ones(3)
+    inputs, _layer = seen(2, table)
+    unlike = (torch.zeros(4), torch.zeros(3).half(), torch.zeros(6)[::2])
+    for sample in (*unlike, torch.zeros(3, device="meta"), torch.zeros(3, requires_grad=True)):
+        assert replaced(inputs, sample) is sample
