@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cg.backends.host_reads import _reads as _reads_on_host
 from megatron_cg.backends.tape import tape_memory
 from megatron_cg.backends.tape.tape_memory import Pool
-from megatron_cg.backends.tape.tape_recording import Tape, _leaves, _written
+from megatron_cg.backends.tape.tape_recording import Tape, _written
 from megatron_cg.cpu.standins import replaced
-from tests.unit.ordering.doubles.collectives import Collectives
+from tests.unit.ordering.doubles.collectives import Collectives, tensors_in
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.doubles.streams import Streams
 from tests.unit.ordering.sites import caller
@@ -58,6 +58,11 @@ def _facts_of(func: torch._ops.OpOverload) -> _Facts:
     )
 
 
+@cache
+def _has_distributed(types: tuple[type, ...]) -> bool:
+    return any(issubclass(kind, DTensor) for kind in types)
+
+
 class Operations(TorchDispatchMode):
     """Records each ATen call, with the bytes that it reads and writes."""
 
@@ -78,7 +83,7 @@ class Operations(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
+        if _has_distributed(types):
             return NotImplemented  # Its work is in operations on local tensors.
         facts = _facts_of(func)
         if not self._notes.on or facts.has_no_kernel:
@@ -87,14 +92,14 @@ class Operations(TorchDispatchMode):
             read, written = self._collectives.uses(func, args)
             self._collectives.launch(func.name(), self._spans(read), self._spans(written))
             return func(*args, **kwargs)
-        given = [v for v in _leaves([args, *kwargs.values()]) if isinstance(v, torch.Tensor)]
+        given = tensors_in([args, *kwargs.values()] if kwargs else args)
         known = {tensor.untyped_storage()._cdata for tensor in given}
         reads_on_host = _reads_on_host(func, args, kwargs)
         writes = self._spans(_written(func, args, kwargs)) if facts.writes else []
         reads = [span for span in self._spans(given) if span not in writes]
         result = func(*args, **kwargs)
-        for value in _leaves(result):
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in known:
+        for value in tensors_in([result]):
+            if value.untyped_storage()._cdata not in known:
                 writes += self._allocated(value, f"{self._replay}{facts.text}")
         if writes or reads_on_host:
             stream = self._streams.current.cuda_stream
