@@ -36,13 +36,13 @@ def ready_to_plan() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(install())
         importlib.import_module("megatron_cg.plan.details")
-        stack.callback(_docstrings_read_once())
+        stack.callback(docstrings_read_once())
         # Megatron-FSDP collects garbage for each model; what was imported is none.
         gc.freeze()
         yield
 
 
-def _docstrings_read_once() -> Callable[[], None]:
+def docstrings_read_once() -> Callable[[], None]:
     """Let Megatron read the docstrings of its configurations once, not for each parser; the undo.
 
     It parses the sources of all of them each time, which takes a third of a small model's plan.

@@ -5,6 +5,7 @@ Both runs of every case, through Megatron's real parser, without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 
 from megatron_cg.align.command import arguments
 from megatron_cg.errors import ConfigurationError
+from megatron_cg.plan.worker import docstrings_read_once
 from tests.functional import cases, test_failures
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of, pytest_xdist_auto_num_workers
 from tests.functional.tampered import ACTIONS, VARIABLES
 
-pytestmark = pytest.mark.usefixtures("hopper")
+pytestmark = pytest.mark.usefixtures("hopper", "quick_parser")
 DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer")
 LIFE = [
     *cases.LIFE.values(),
@@ -27,6 +29,14 @@ LIFE = [
 ]
 ALL = [*cases.CASES, *LIFE, test_failures.case("failing"), test_failures.mixture("mixture")]
 """Every case that a functional test trains; others differ from one of these in their names."""
+
+
+@pytest.fixture(scope="module")
+def quick_parser() -> Iterator[None]:
+    """Megatron's parser reads the sources of its configurations once, not in each test."""
+    undo = docstrings_read_once()
+    yield
+    undo()
 
 
 def validated(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, graphs: bool) -> Any:
