@@ -68,9 +68,10 @@ def note(key: str, value: Any) -> None:
 
 
 def note_capture() -> None:
-    """Record after how many steps the graphs were captured; see :func:`note`."""
+    """Record after how many steps graphs were captured for the first time; see :func:`note`."""
     for recorder in _active:
-        recorder.note(CAPTURED_AFTER, len(recorder.data["steps"]))
+        if CAPTURED_AFTER not in recorder.data:
+            recorder.note(CAPTURED_AFTER, len(recorder.data["steps"]))
 
 
 def note_step(key: str, value: Any) -> None:
