@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -194,6 +195,52 @@ def test_the_hosts_own_work_is_no_part_of_a_graph() -> None:
     out.sum().backward()
     assert module.bias.grad is not None and module.bias.grad.tolist() == [4.0] * 4
     assert seen == [([1, 2, 3, 4], 2.0, 4)] * 2
+
+
+def test_what_the_host_made_at_capture_stays_as_it_was() -> None:
+    """Memory of the tape's own is overwritten as a replay begins; the host's is not."""
+    kept: list[torch.Tensor] = []
+
+    class Making(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.extend([torch.arange(3), torch.zeros(2, device="cpu"), torch.tensor([5.0])])
+            return super().forward(x)
+
+    (graph,) = capture(Making(4, 4), num_warmup_iters=0)
+    graph(torch.ones(2, 4)).sum().backward()
+    assert [tensor.tolist() for tensor in kept] == [[0, 1, 2], [0.0, 0.0], [5.0]]
+
+
+def test_a_new_tensor_like_one_of_the_host_is_the_hosts() -> None:
+    seen: list[Any] = []
+
+    class Making(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = torch.zeros(1).new_tensor([3.0, 4.0])
+            seen.append((made.tolist(), made.dtype))
+            return super().forward(x) + x.new_tensor(x.detach())
+
+    module = Making(4, 4)
+    (graph,) = capture(module, num_warmup_iters=0)
+    assert seen == [([3.0, 4.0], torch.float32)]
+    x = torch.arange(8.0).reshape(2, 4)
+    assert torch.equal(graph(x), module(x))
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_asked_for(
+    retain: bool,
+) -> None:
+    shared = torch.ones(4, requires_grad=True).exp()  # saved for both of them
+
+    class Sharing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * shared
+
+    with nullcontext() if retain else pytest.raises(RuntimeError, match="a second time"):
+        capture(
+            *(Sharing(4, 4), Sharing(4, 4)), num_warmup_iters=0, retain_graph_in_backward=retain
+        )
 
 
 def test_masks_that_need_no_count_are_recorded() -> None:
