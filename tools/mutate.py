@@ -71,10 +71,11 @@ NEAR: dict[str, str] = {
     "fsdp/fast/test_late.py fsdp/fast/test_path.py",
     "fastpath/install_parts.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
     "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
-    "fastpath/params/unshard.py": "fsdp/fast/test_mutants_of_params.py fsdp/fast/test_path.py",
+    "fastpath/params/unshard.py": "fsdp/fast/test_mutants_of_params.py "
+    "fsdp/fast/test_known.py fsdp/fast/test_path.py",
     "fastpath/gradients/views.py": "fsdp/fast/test_views.py fsdp/fast/test_parts.py "
     "fsdp/fast/test_path.py fsdp/fast/test_kept.py",
-    "fastpath/optimizer/main_weights.py": "fsdp/fast/test_parts.py "
+    "fastpath/optimizer/main_weights.py": "fsdp/fast/test_main_weights.py fsdp/fast/test_parts.py "
     "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
     "fastpath/optimizer/zero.py": "fsdp/fast/test_zero.py",
     "fsdp/model.py": "fsdp/fast/test_mutants_of_params.py test_session.py "
