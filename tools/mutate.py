@@ -48,11 +48,11 @@ NEAR: dict[str, str] = {
     "backends/tape/tape_graphs.py": _TAPE,
     "backends/tape/tape_host.py": "tape/test_contract.py tape/test_training.py",
     "backends/tape/tape_memory.py": _TAPE,
-    "backends/tape/tape_recording.py": _TAPE,
+    "backends/tape/tape_recording.py": f"{_TAPE} tape/test_collectives.py",
     "consensus/boundary.py": "test_boundary.py test_verdict.py "
     "test_session.py test_one_rank_failures.py",
     "capture/transaction.py": "test_session.py test_capture_memory.py test_broken_captures.py "
-    "test_token_counts.py tape/test_training.py",
+    "test_token_counts.py test_some_layers.py tape/test_training.py",
     "memory/release.py": "test_capture_memory.py test_broken_captures.py",
     "upstream/copies.py": "test_copies.py standalone/test_copies.py",
     "replay/eager_passes.py": "test_eager_passes.py test_order_of_passes.py",

@@ -70,6 +70,20 @@ def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
     assert vars(WAYS[way](module)).keys() == own.keys()
 
 
+class Listed(Inner, list[str]):
+    """A module that is a list as well."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_of_a_module_that_is_a_list_has_its_items(way: str) -> None:
+    module = Listed()
+    module.extend(["one", "two"])
+    undo = set_attribute(module, "forward", never)
+    made = WAYS[way](module)
+    assert list(made) == ["one", "two"] and "forward" not in vars(made)
+    undo()
+
+
 def test_a_copy_inside_another_is_the_copy_of_the_whole() -> None:
     outer = nn.Sequential(Inner(), Inner())
     undo = set_attribute(outer[0], "forward", never)

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
+from megatron_cg.cpu.standins import cpu_standins
 from megatron_cg.errors import CaptureError, HookError, HostSyncError
 from megatron_cg.hooks.schedule import Step, schedule
 
@@ -127,6 +128,22 @@ def test_a_read_on_the_host_is_refused_with_op_and_module(
 
 
 @pytest.mark.parametrize(
+    ("wait", "named"),
+    [
+        (lambda: torch.cuda.synchronize(), r"torch\.cuda\.synchronize"),
+        (lambda: torch.cuda.current_stream().synchronize(), r"Stream\.synchronize"),
+    ],
+)
+def test_a_wait_for_the_device_is_refused_with_its_module(
+    wait: Callable[[], None], named: str
+) -> None:
+    with cpu_standins():
+        with pytest.raises(HostSyncError, match=rf"{named} in the callable itself \(Reading\)"):
+            capture(Reading(lambda _: wait()))
+        wait()
+
+
+@pytest.mark.parametrize(
     ("upload", "named"),
     [
         (lambda t: torch.tensor([1.0], device=t.device), r"torch\.tensor"),
@@ -204,10 +221,14 @@ def test_what_the_host_made_at_capture_stays_as_it_was() -> None:
     class Making(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             kept.extend([torch.arange(3), torch.zeros(2, device="cpu"), torch.tensor([5.0])])
-            return super().forward(x)
+            # What is made on the device after that is the device's, as what was made before.
+            return super().forward(x) + torch.ones(4, device=x.device)
 
-    (graph,) = capture(Making(4, 4), num_warmup_iters=0)
-    graph(torch.ones(2, 4)).sum().backward()
+    module = Making(4, 4)
+    (graph,) = capture(module, num_warmup_iters=0)
+    out = graph(torch.ones(2, 4))
+    assert torch.equal(out, nn.functional.linear(torch.ones(2, 4), *module.parameters()) + 1)
+    out.sum().backward()
     assert [tensor.tolist() for tensor in kept] == [[0, 1, 2], [0.0, 0.0], [5.0]]
 
 
