@@ -15,7 +15,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.cpu.launch import run_processes
 
 LATE = 0.3
-"""Seconds by which one rank comes later to each of its replays."""
+"""Seconds by which one rank comes later to each collective."""
 
 
 class Summing(nn.Module):
@@ -65,3 +65,30 @@ def test_a_replay_waits_for_the_ranks_that_come_later(tmp_path: Path) -> None:
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found == [[6.0] * 3, [60.0] * 3, [10.0] * 3, [60.0] * 3]
+
+
+class Starting(nn.Linear):
+    """Starts a sum into memory outside of its graph, which nobody waits for."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.total = torch.ones(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(LATE * dist.get_rank())
+        dist.all_reduce(self.total, async_op=True)
+        return super().forward(x)
+
+
+def captured(root: Path) -> None:
+    """What is in that memory after a capture, once all ranks have come to the sum."""
+    module, sample = Starting(), torch.ones(1, 2, requires_grad=True)
+    TapeBackend().capture((module,), [(sample,)], capture_time_hooks=[{}], num_warmup_iters=0)
+    dist.barrier()
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(module.total.tolist()))
+
+
+def test_a_collective_under_way_as_a_capture_ends_changes_nothing(tmp_path: Path) -> None:
+    run_processes(partial(captured, tmp_path))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [1.0, 1.0]
