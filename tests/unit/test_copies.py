@@ -70,6 +70,13 @@ def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
     assert vars(WAYS[way](module)).keys() == own.keys()
 
 
+def test_a_hook_that_was_taken_off_leaves_nothing_on_its_module() -> None:
+    module = Inner()
+    own = dict(vars(module))
+    look_before(module, never)()
+    assert vars(module).keys() == own.keys() and not module._forward_pre_hooks
+
+
 class Listed(Inner, list[str]):
     """A module that is a list as well."""
 
