@@ -205,7 +205,6 @@ class _Recorder(TorchDispatchMode):
         """Undo what recording wrote outside the pool."""
         for window, before in self._before.values():
             window.copy_(before)
-        self._before.clear()
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -247,5 +246,5 @@ def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
     if func.namespace != "c10d":
         return
     for value in flat:
-        if not isinstance(value, torch.Tensor) and hasattr(value, "wait"):
+        if hasattr(value, "wait"):  # the collective's work, and no tensor
             value.wait()
