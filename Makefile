@@ -1,4 +1,5 @@
 # make demo: compare training with and without graphs, here and now.
+# make check: lint, types and the tests of FAST, in less than a minute; for while one works.
 # make test: unit tests (with a browser, if there is one), ruff, mypy, documentation and wheel.
 # make newest: the tape's alignment and the contract tests, with the newest torch that is admitted.
 # make docs: the documentation, as a site in build/site. make wheel: the wheel, in build/dist.
@@ -11,6 +12,15 @@ INSTALL := sh tools/install.sh $(PYTHON)
 # 2 GB and 15 s to start. The tests of a file stay together, since many share processes that are started
 # once for each file.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
+# Tests that neither train a model nor start a process.
+FAST := arguments ordering/test_clocks.py standalone/test_call.py standalone/test_flight.py \
+	test_static_inputs.py test_mutants_of_pure_modules.py hooks/test_extract.py guard/test_inputs.py \
+	$(patsubst %,align/test_%.py,command compare data) \
+	$(patsubst %,bench/test_%.py,budget host host_calls measured results rounds sampling schedule trace) \
+	$(patsubst %,fsdp/fast/test_%.py,buckets heuristics kept known views) \
+	$(patsubst %,plan/test_%.py,check pool request) \
+	$(patsubst %,report/test_%.py,facts series words) \
+	$(patsubst %,reporting/test_%.py,log progress)
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(WANTED)
@@ -24,10 +34,13 @@ NEWEST_STAMP := $(NEWEST)/.installed-$(WANTED)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 DEMO_NEEDS := $(STAMP) $(if $(HAS_GPU),$(STAMP)-gpu)
 
-.PHONY: demo test lint types unit newest docs wheel clean
+.PHONY: demo check test lint types unit newest docs wheel clean
 
 demo: $(DEMO_NEEDS)
 	$(PYTHON) -m megatron_cg.cli.main align $(ALIGN)
+
+check: lint types
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile $(addprefix tests/unit/,$(FAST))
 
 test: lint types docs wheel unit newest
 

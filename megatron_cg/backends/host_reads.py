@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,14 +104,13 @@ def host_waits(what: str) -> None:
 
 
 def _reads(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    name = func._schema.name.partition("::")[2]
+    name, is_tagged = _name_and_tag(func)
     if name == "_to_copy" and kwargs.get("device") is not None:
         # torch 2.11 copies into new pinned memory then, and the host does not wait.
         to_host = torch.device(kwargs["device"]).type == "cpu"
         return to_host and args[0].device.type != "cpu" and not kwargs.get("non_blocking")
     if name not in _SOMETIMES:
-        return any(tag in func.tags for tag in tags)
+        return is_tagged
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
     masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
@@ -118,3 +118,10 @@ def _reads(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
         return masks
     # Torch turns a masked put of one value into masked_fill, which needs no count.
     return masks and args[2].numel() != 1
+
+
+@cache
+def _name_and_tag(func: torch._ops.OpOverload) -> tuple[str, bool]:
+    """The name, and whether torch tags the operation as dependent on data."""
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return func._schema.name.partition("::")[2], any(tag in func.tags for tag in tags)

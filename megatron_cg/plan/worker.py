@@ -13,13 +13,14 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.plan.likeness.packages import install
+from megatron_cg.upstream.patch import put_over
 
 FORMAT = 1
 
@@ -35,9 +36,32 @@ def ready_to_plan() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(install())
         importlib.import_module("megatron_cg.plan.details")
+        stack.callback(_docstrings_read_once())
         # Megatron-FSDP collects garbage for each model; what was imported is none.
         gc.freeze()
         yield
+
+
+def _docstrings_read_once() -> Callable[[], None]:
+    """Let Megatron read the docstrings of its configurations once, not for each parser; the undo.
+
+    It parses the sources of all of them each time, which takes a third of a small model's plan.
+    """
+    from megatron.training import argument_utils
+
+    factory = getattr(argument_utils, "ArgumentGroupFactory", None)
+    name = "_get_field_docstrings"
+    read = getattr(factory, name, None)
+    if read is None:
+        return lambda: None
+    known: dict[type, dict[str, str]] = {}
+
+    def read_once(self: Any, configuration: type) -> dict[str, str]:
+        if configuration not in known:
+            known[configuration] = read(self, configuration)
+        return dict(known[configuration])
+
+    return put_over(factory, name, read_once)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -30,6 +31,7 @@ def of_function(function: Any) -> str | None:
     return of_source(textwrap.dedent(source))
 
 
+@cache
 def of_source(source: str, path: str = "") -> str | None:
     """The fingerprint of Python source, or of the definition in it that ``path`` names.
 

@@ -18,12 +18,35 @@ from megatron_cg.align.command import DETERMINISTIC_ENVIRONMENT
 from megatron_cg.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 
+LONGEST = (
+    "ordering/test_order.py",
+    "plan/test_sweep.py",
+    "tape/test_own_loop.py",
+    "test_life.py",
+    "fsdp/fast/test_path.py",
+    "test_some_layers.py",
+    "plan/test_plans.py",
+    "bench/test_command_line.py",
+    "align/test_schema.py",
+    "megatron/test_teardown.py",
+)
+"""The files that take longest. They begin first, so that none is left to one worker at the end."""
 
-def pytest_configure() -> None:
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order of :data:`LONGEST`, then the others; each in its own order."""
+    folder = Path(__file__).parent
+    places = {folder / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Processes that train come from a server that has imported what they need.
 
     That takes 0.1 s instead of 5. Those of ``align`` and ``bench`` are started as for users.
     """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist would begin with files of the most tests.
     imported = ["megatron_cg.cpu.launch", "megatron_cg.cpu.standins"]
     # Where Transformer Engine is, some of them keep it out of Megatron, before that is imported.
     if importlib.util.find_spec("transformer_engine") is None:

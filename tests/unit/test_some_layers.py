@@ -14,7 +14,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.cpu.launch import run_processes
 from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
 
-LAYERS, STEPS, CAPTURED_AFTER = 4, 4, 2
+LAYERS, STEPS, CAPTURED_AFTER = 4, 3, 1
 CHOSEN = [(0,), (2,), (0, 1), (1, 2), (2, 3), (0, 2), (0, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]
 """Layers without a graph before, between and behind those that have one."""
 

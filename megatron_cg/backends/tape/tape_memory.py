@@ -50,6 +50,11 @@ class _Outside:
     first_use: str
 
 
+def window(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a tensor."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
 class Pool:
     """The storages made while the tapes of one capture were recorded, and those they only use."""
 
@@ -91,8 +96,8 @@ class Pool:
         storage = self._own.get(slot.key)
         if storage is None:
             storage = self._outside_storage(slot.key)
-        window = torch.empty(0, dtype=slot.dtype)
-        return window.set_(storage, slot.offset, slot.size, slot.stride)
+        tensor = torch.empty(0, dtype=slot.dtype)
+        return tensor.set_(storage, slot.offset, slot.size, slot.stride)
 
     def _outside_storage(self, key: int) -> torch.UntypedStorage:
         outside = self._outside[key]
@@ -115,7 +120,7 @@ class Pool:
         for key in keys:
             storage = self._own.get(key)
             if storage is not None and storage.nbytes():
-                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
+                window(storage).fill_(POISON)
 
     def poison_before_next_replay(self, keys: Iterable[int]) -> None:
         """Do that once a tape of this pool is about to run, which may use this memory."""

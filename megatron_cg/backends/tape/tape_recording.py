@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.host_reads import HostReads
-from megatron_cg.backends.tape.tape_memory import Pool, Slot
+from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
 
 #: ATen factories that leave their result unset: nothing to do again, the memory is just there.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -198,14 +199,13 @@ class _Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if self._tape.pool.owns(storage._cdata) or storage._cdata in self._before:
                 continue
-            window = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self._before[storage._cdata] = (window, window.clone())
+            memory = window(storage)
+            self._before[storage._cdata] = (memory, memory.clone())
 
     def put_back(self) -> None:
         """Undo what recording wrote outside the pool."""
-        for window, before in self._before.values():
-            window.copy_(before)
-        self._before.clear()
+        for memory, before in self._before.values():
+            memory.copy_(before)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -234,12 +234,20 @@ def _written(
 ) -> list[torch.Tensor]:
     """Return the tensors among the arguments that the op's schema says it writes."""
     written: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
+    for position, name in _written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
         written.extend(_leaves(value))
     return [value for value in written if isinstance(value, torch.Tensor)]
+
+
+@cache
+def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Positions and names. To read a schema takes longer than most kernels here."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
@@ -247,5 +255,5 @@ def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
     if func.namespace != "c10d":
         return
     for value in flat:
-        if not isinstance(value, torch.Tensor) and hasattr(value, "wait"):
+        if hasattr(value, "wait"):  # the collective's work, and no tensor
             value.wait()

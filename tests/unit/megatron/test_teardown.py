@@ -211,24 +211,66 @@ if {broken}:
 """
 
 
+ENDS = {
+    "raise KeyError('why it ended')": True,
+    "sys.exit(3)": False,
+    "torch.distributed.destroy_process_group()": False,
+    "megatron_cg.disable(); trainer.capture(TapeBackend())": False,
+}
+"""How the script ends, and whether its graphs cannot be closed."""
+IN_FORKS = """
+import os, sys
+import torch
+import megatron.core.distributed.fsdp.mcore_fsdp_adapter
+import megatron.core.models.gpt
+
+for script in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        for stream, name in ((1, "out"), (2, "err")):
+            file = os.open(f"{script}.{name}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, stream)
+        break
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(f"{script}.code", "w") as code:
+        code.write(str(ended))
+else:
+    sys.exit()
+exec(compile(open(script).read(), script, "exec"))
+"""
+"""Runs each script to the end of an interpreter, in forks of one that has imported Megatron."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors of the script, by its end."""
+    folder = tmp_path_factory.mktemp("ends")
+    scripts = {end: folder / f"{number}.py" for number, end in enumerate(ENDS)}
+    for end, script in scripts.items():
+        script.write_text(SCRIPT.format(end=end, broken=ENDS[end]))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-c", IN_FORKS, *map(str, scripts.values())]
+    done = subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+    def read(script: Path, name: str) -> str:
+        return script.with_name(f"{script.name}.{name}").read_text()
+
+    return {
+        end: (int(read(script, "code")), read(script, "out"), read(script, "err"))
+        for end, script in scripts.items()
+    }
+
+
 @pytest.mark.parametrize(
-    ("end", "code", "phase", "closing_fails"),
-    [
-        ("raise KeyError('why it ended')", 1, "closed", True),
-        ("sys.exit(3)", 3, "closed", False),
-        ("torch.distributed.destroy_process_group()", 0, "closed", False),
-        ("megatron_cg.disable(); trainer.capture(TapeBackend())", 0, "replaying", False),
-    ],
+    ("end", "code", "phase"),
+    list(zip(ENDS, (1, 3, 0, 0), ("closed", "closed", "closed", "replaying"), strict=True)),
 )
 def test_the_end_of_the_process_closes_graphs_and_keeps_its_reason(
-    end: str, code: int, phase: str, closing_fails: bool, tmp_path: Path
+    end: str, code: int, phase: str, ended: dict[str, tuple[int, str, str]]
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(end=end, broken=closing_fails))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, str(script)]
-    done = subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stderr
-    assert f"at exit: {phase}" in done.stdout
-    assert ("error of closing" in done.stdout + done.stderr) is closing_fails
-    assert ("KeyError: 'why it ended'" in done.stderr) is (code == 1)
+    exit_code, printed, errors = ended[end]
+    assert exit_code == code, errors
+    assert f"at exit: {phase}" in printed
+    assert ("error of closing" in printed + errors) is ENDS[end]
+    assert ("KeyError: 'why it ended'" in errors) is (code == 1)

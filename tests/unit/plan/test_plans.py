@@ -8,6 +8,7 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -458,19 +459,34 @@ def test_a_process_that_makes_no_plan_is_an_error(monkeypatch: pytest.MonkeyPatc
         make_plans([REQUESTS["llama-tiny"]])
 
 
+@pytest.fixture
+def noisy_worker(plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Let the worker be a script that prints on both streams, and answers with this plan."""
+    made = tmp_path / "made.json"
+    made.write_text(json.dumps([plans["bad value"]]))
+    worker = tmp_path / "worker.sh"
+    worker.write_text(f'#!/bin/sh\necho loud\necho louder >&2\ncp "{made}" "$4"\n')
+    worker.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(worker))
+    return plans["bad value"]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_plan_that_takes_a_while_says_that_it_works(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    terminal: bool,
+    noisy_worker: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     else:
         monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setattr("megatron_cg.plan.process.PATIENCE", 0.0)
-    assert make_plans([REQUESTS["bad value"]])[0]["usage"]
+    assert make_plans([REQUESTS["bad value"]]) == [noisy_worker]
     printed, said = capfd.readouterr()
     assert "Megatron builds the model" in said and printed == ""
     assert terminal or len(said.splitlines()) == 1
     monkeypatch.setattr("megatron_cg.plan.process.PATIENCE", 600.0)
-    make_plans([REQUESTS["bad value"]])
+    assert make_plans([REQUESTS["bad value"]])[0]["usage"]
     assert capfd.readouterr() == ("", "")

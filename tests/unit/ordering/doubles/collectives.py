@@ -72,8 +72,8 @@ class Collectives:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that a collective reads, and those that it writes."""
         if func._schema.name.partition("::")[2] in _FROM_SECOND_TO_FIRST:
-            return _tensors(args[1]), _tensors(args[0])
-        return _tensors(args), _tensors(args)
+            return tensors_in([args[1]]), tensors_in([args[0]])
+        return tensors_in(args), tensors_in(args)
 
     def launch(self, name: str, reads: Sequence[Span], writes: Sequence[Span]) -> None:
         """Its kernel.
@@ -128,10 +128,15 @@ class Collectives:
         return self._of_group[group.group_name]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, list | tuple):
-        return [tensor for one in value for tensor in _tensors(one)]
-    return [value] if isinstance(value, torch.Tensor) else []
+def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors in the lists and tuples of an ATen call."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
 
 
 @contextmanager

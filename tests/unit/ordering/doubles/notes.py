@@ -64,9 +64,14 @@ class Notes:
 
     def span_of(self, tensor: torch.Tensor) -> Span | None:
         """The bytes from the first to the last one that ``tensor`` uses, or None where none."""
-        if tensor.device.type != "cpu" or tensor.numel() == 0:
+        elements = tensor.numel()
+        if not tensor.is_cpu or elements == 0:
             return None
-        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.is_contiguous():
+            reach = elements - 1
+        else:
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            reach = sum((n - 1) * step for n, step in steps)
         start = int(tensor.storage_offset()) * tensor.itemsize
         number = self.number_of(tensor.untyped_storage())
         return Span(number, start, start + (reach + 1) * tensor.itemsize)

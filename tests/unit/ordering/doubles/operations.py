@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends.host_reads import _reads as _reads_on_host
-from megatron_cg.backends.tape.tape_recording import Tape, _leaves, _written
+from megatron_cg.backends.tape import tape_memory
+from megatron_cg.backends.tape.tape_memory import Pool
+from megatron_cg.backends.tape.tape_recording import Tape, _written
 from megatron_cg.cpu.standins import replaced
-from tests.unit.ordering.doubles.collectives import Collectives
+from tests.unit.ordering.doubles.collectives import Collectives, tensors_in
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.doubles.streams import Streams
 from tests.unit.ordering.sites import caller
@@ -21,6 +25,42 @@ from tests.unit.ordering.trace import Allocate, HostReads, Launch, Release, Span
 
 _NO_KERNEL = frozenset({"aten::set_", "aten::set_data", "aten::detach_"})
 """Operations that are declared as writes, but change only a tensor's view of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What an operation's schema says. A look at the schema itself costs more than a small kernel.
+
+    ``has_no_kernel``: it makes views of its arguments, or is one of :data:`_NO_KERNEL`.
+    """
+
+    text: str
+    is_collective: bool
+    has_no_kernel: bool
+    writes: bool
+
+
+@cache
+def _facts_of(func: torch._ops.OpOverload) -> _Facts:
+    schema = func._schema
+    writes = any(
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in schema.arguments
+    )
+    makes_views = bool(schema.returns) and all(
+        value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
+    )
+    return _Facts(
+        text=str(func),
+        is_collective=func.namespace == "c10d",
+        has_no_kernel=schema.name in _NO_KERNEL or (makes_views and not writes),
+        writes=writes,
+    )
+
+
+@cache
+def _has_distributed(types: tuple[type, ...]) -> bool:
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 class Operations(TorchDispatchMode):
@@ -31,6 +71,10 @@ class Operations(TorchDispatchMode):
         self._notes, self._streams, self._collectives = notes, streams, collectives
         self._replay = ""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing is compiled here, and torch's wrapper costs as much as an operation.
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
@@ -39,26 +83,27 @@ class Operations(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
+        if _has_distributed(types):
             return NotImplemented  # Its work is in operations on local tensors.
-        if not self._notes.on or func._schema.name in _NO_KERNEL:
+        facts = _facts_of(func)
+        if not self._notes.on or facts.has_no_kernel:
             return func(*args, **kwargs)
-        if func.namespace == "c10d":
+        if facts.is_collective:
             read, written = self._collectives.uses(func, args)
             self._collectives.launch(func.name(), self._spans(read), self._spans(written))
             return func(*args, **kwargs)
-        given = [v for v in _leaves([args, *kwargs.values()]) if isinstance(v, torch.Tensor)]
+        given = tensors_in([args, *kwargs.values()] if kwargs else args)
         known = {tensor.untyped_storage()._cdata for tensor in given}
         reads_on_host = _reads_on_host(func, args, kwargs)
-        writes = self._spans(_written(func, args, kwargs))
+        writes = self._spans(_written(func, args, kwargs)) if facts.writes else []
         reads = [span for span in self._spans(given) if span not in writes]
         result = func(*args, **kwargs)
-        for value in _leaves(result):
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in known:
-                writes += self._allocated(value, f"{self._replay}{func}")
+        for value in tensors_in([result]):
+            if value.untyped_storage()._cdata not in known:
+                writes += self._allocated(value, f"{self._replay}{facts.text}")
         if writes or reads_on_host:
             stream = self._streams.current.cuda_stream
-            launch = Launch(stream, f"{self._replay}{func}", (*reads,), (*writes,), caller())
+            launch = Launch(stream, f"{self._replay}{facts.text}", (*reads,), (*writes,), caller())
             self._notes.add(launch)
             if reads_on_host:
                 self._notes.add(HostReads(stream, caller()))
@@ -97,6 +142,16 @@ class Operations(TorchDispatchMode):
             self._replay = before
 
 
+def _unseen(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``make``, which gives a tape its tensors, past all modes: it runs no kernel."""
+
+    def made(*args: Any) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            return make(*args)
+
+    return made
+
+
 @contextmanager
 def modelled_operations(operations: Operations) -> Iterator[None]:
     """Let ``operations`` see every call, resize and replay of this thread."""
@@ -113,6 +168,8 @@ def modelled_operations(operations: Operations) -> Iterator[None]:
             replay(tape)
 
     with ExitStack() as stack:
+        for module, name in ((Pool, "tensor"), (tape_memory, "window")):
+            stack.enter_context(replaced(module, name, _unseen(getattr(module, name))))
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize_))
         stack.enter_context(replaced(Tape, "replay", replayed))
         stack.enter_context(operations)
