@@ -129,7 +129,7 @@ class CaptureReport:
         spent = self._votes
         if spent is None:
             return 0.0
-        return (spent.waiting_ms + spent.exchanging_ms + spent.issuing_ms) / 1e3
+        return float(spent.waiting_ms + spent.exchanging_ms + spent.issuing_ms) / 1e3
 
     def _look_at_memory(self) -> None:
         now = memory()

@@ -146,11 +146,11 @@ def test_collectives_of_a_capture_are_counted_in_each_of_its_passes(
     layer = nn.Linear(1, 1)
     guard = UnitGuard(Unit("layer 0", layer, (layer,), collectives=known))
     so_far += 1  # before the capture, as FSDP's gathers are
-    guard._forward_begins(layer)
+    guard.pass_begins(forward=True)
     so_far += in_forward
-    guard._pass_ends(layer)
+    guard.pass_ended()
     so_far += 1  # between the passes
-    guard._backward_begins(layer)
+    guard.pass_begins(forward=False)
     so_far += in_backward
-    guard._pass_ends(layer)
+    guard.pass_ended()
     assert guard.collectives is held
