@@ -116,10 +116,7 @@ class _Probe:
         def capture(backend: Any, layers: Sequence[Any], args: Any, **options: Any) -> Any:
             if not torch.cuda.is_available():
                 return old(backend, layers, args, **options)
-            names = [f"layer {layer.layer_number - 1}" for layer in layers]
-            graphs, figures = measured_capture(
-                partial(old, backend), names, layers, args, **options
-            )
+            graphs, figures = measured_capture(partial(old, backend), layers, args, **options)
             note(GRAPH_MEMORY, figures)
             return graphs
 

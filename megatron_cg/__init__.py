@@ -11,18 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
+from megatron_cg.version import __version__
 
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
 
-__version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "ConfigurationError",
     "GraphedLayers",
     "GraphedUnits",
     "MegatronCGError",
+    "__version__",
     "disable",
     "enable",
     "graph_units",

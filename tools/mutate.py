@@ -48,17 +48,18 @@ NEAR: dict[str, str] = {
     "backends/tape/tape_graphs.py": _TAPE,
     "backends/tape/tape_host.py": "tape/test_contract.py tape/test_training.py",
     "backends/tape/tape_memory.py": _TAPE,
-    "backends/tape/tape_recording.py": _TAPE,
+    "backends/tape/tape_recording.py": f"{_TAPE} tape/test_collectives.py",
     "consensus/boundary.py": "test_boundary.py test_verdict.py "
     "test_session.py test_one_rank_failures.py",
     "capture/transaction.py": "test_session.py test_capture_memory.py test_broken_captures.py "
-    "test_token_counts.py tape/test_training.py",
+    "test_token_counts.py test_some_layers.py tape/test_training.py",
     "memory/release.py": "test_capture_memory.py test_broken_captures.py",
     "upstream/copies.py": "test_copies.py standalone/test_copies.py",
     "replay/eager_passes.py": "test_eager_passes.py test_order_of_passes.py",
     "fastpath/gradients/buckets.py": "fsdp/fast/test_buckets.py "
     "fsdp/fast/test_mutants_of_buckets.py",
-    "fastpath/params/gather.py": "fsdp/fast/test_gather.py fsdp/fast/test_path.py",
+    "fastpath/params/gather.py": "fsdp/fast/test_late.py fsdp/fast/test_gather.py "
+    "fsdp/fast/test_path.py",
     "fastpath/gradients/bucketing.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
     "fsdp/fast/test_order.py",
     "fastpath/gradients/detached_weights.py": "fsdp/fast/test_hidden.py "
@@ -67,15 +68,18 @@ NEAR: dict[str, str] = {
     "fastpath/params/last_unit.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
     "fastpath/params/cached_lists.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
     "fastpath/params/deferred_prefetch.py": "fsdp/fast/test_mutants_of_params.py "
-    "fsdp/fast/test_path.py",
+    "fsdp/fast/test_late.py fsdp/fast/test_path.py",
     "fastpath/install_parts.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
     "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
-    "fastpath/params/unshard.py": "fsdp/fast/test_mutants_of_params.py fsdp/fast/test_path.py",
-    "fastpath/gradients/views.py": "fsdp/fast/test_views.py "
+    "fastpath/params/unshard.py": "fsdp/fast/test_mutants_of_params.py "
+    "fsdp/fast/test_known.py fsdp/fast/test_path.py",
+    "fastpath/gradients/views.py": "fsdp/fast/test_views.py fsdp/fast/test_parts.py "
     "fsdp/fast/test_path.py fsdp/fast/test_kept.py",
-    "fastpath/optimizer/main_weights.py": "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
+    "fastpath/optimizer/main_weights.py": "fsdp/fast/test_main_weights.py fsdp/fast/test_parts.py "
+    "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
     "fastpath/optimizer/zero.py": "fsdp/fast/test_zero.py",
-    "fsdp/model.py": "fsdp/fast/test_mutants_of_params.py test_session.py tape/test_training.py",
+    "fsdp/model.py": "fsdp/fast/test_mutants_of_params.py test_session.py "
+    "test_some_layers.py tape/test_training.py",
     "fsdp/roles.py": _HOOKS,
     "fsdp/tag.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_cg import __version__
 from megatron_cg.bench.device import accelerator, memory, reset_peaks, synchronize
 from megatron_cg.bench.hostwork import PREFIX
 from megatron_cg.bench.idle import STEPS
@@ -23,6 +22,7 @@ from megatron_cg.bench.watching import PhaseRanges, PhaseTimes, watching
 from megatron_cg.bench.windows import TRACED, Windows
 from megatron_cg.files import write_text
 from megatron_cg.upstream.symbols import installed_version
+from megatron_cg.version import __version__
 
 FORMAT = 1
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine", "mamba-ssm")

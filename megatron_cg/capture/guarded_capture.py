@@ -13,13 +13,15 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.accumulators import forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
+from megatron_cg.capture.observers import PassEvents
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import buffers_kept, without_gradients
-from megatron_cg.capture.unit_guard import UnitGuard
+from megatron_cg.capture.unit_guard import UnitGuard, UnitGuards
 from megatron_cg.errors import CaptureError
+from megatron_cg.events import PassesBegin, PassesDone, emit
 from megatron_cg.fsdp.model import training_states
-from megatron_cg.fsdp.transform import CaptureTimeHooks, UnitHooks
+from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.hooks.schedule import schedule
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard
@@ -56,7 +58,7 @@ class GuardedCapture:
     ) -> None:
         self._fsdp, self._units, self._backend = fsdp, tuple(units), backend
         self._watch, self._static_inputs = watch, static_inputs
-        self._guards = tuple(UnitGuard(unit) for unit in self._units)
+        self._guards = UnitGuards(UnitGuard(unit) for unit in self._units)
         self.eager_passes: tuple[EagerPasses, ...] = ()
         """One for each unit, once its graphs are captured."""
 
@@ -86,15 +88,18 @@ class GuardedCapture:
         numbers_of = self._samples_of_units(len(args), options)
         borrowed = self._borrow(numbers_of, kwargs)
         order = HookOrder(
-            [unit.layer for unit in self._units], len(args), _capture_time(hooks), options
+            [unit.layer for unit in self._units],
+            len(args),
+            [unit.capture_time for unit in hooks],
+            options,
+            (PassEvents([unit.name for unit in self._units]), self._guards),
         )
-        # Outside of the order: a rank that failed has nothing to note.
-        pairs = zip(self._guards, order.wrapped, strict=True)
-        observed = [guard.observe(self._fsdp, wrapped) for guard, wrapped in pairs]
+        for guard in self._guards:
+            guard.watch_memory(self._fsdp)
         forget_accumulators(module for unit in self._units for module in unit.graphed)
         begin()
         try:
-            graphs = self._capture(order, observed, args, kwargs, options)
+            graphs = self._capture(order, args, kwargs, options)
         except Exception as error:
             refused = self._refusal(error, order)
             if joins:
@@ -115,16 +120,17 @@ class GuardedCapture:
     def _capture(
         self,
         order: HookOrder,
-        hooks: Sequence[CaptureTimeHooks],
         args: Args,
         kwargs: Kwargs,
         options: Mapping[str, Any],
     ) -> Sequence[Any]:
         layers = tuple(unit.layer for unit in self._units)
+        emit(PassesBegin(order.warmup_passes, order.passes))
         graphs = self._backend.capture(
-            layers, args, sample_kwargs=kwargs, capture_time_hooks=hooks, **options
+            layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
         )
         order.check_finished()
+        emit(PassesDone())
         return graphs
 
     def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
@@ -214,7 +220,3 @@ class GuardedCapture:
             stack.enter_context(self._backend.preserved([unit.layer]))
             stack.enter_context(self._backend.without_updates())
             yield
-
-
-def _capture_time(hooks: Sequence[UnitHooks]) -> list[CaptureTimeHooks]:
-    return [unit.capture_time for unit in hooks]

@@ -30,12 +30,14 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.capture.observers import PassObserver
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.hooks.schedule import schedule
 from megatron_cg.upstream.symbols import changed
 
 _AFTER_A_PASS = ("forward_hooks", "backward_hooks")
+_OF_FORWARD = CAPTURE_TIME_KEYS[:2]
 _WARMUP_ITERS = 3
 """TE 2.20.2's default of ``num_warmup_iters``."""
 
@@ -47,8 +49,8 @@ class OutOfStepError(CaptureError):
 class HookOrder:
     """Every call of a capture-time hook from the first warmup to the last backward capture.
 
-    Give ``wrapped`` to the backend in the place of the hooks: each call is then checked against
-    the order that is expected.
+    Give ``wrapped`` to the backend instead of the hooks. Each call is then checked against the
+    expected order.
 
     Args:
         callables: what is captured, as given to ``make_graphed_callables``.
@@ -56,6 +58,7 @@ class HookOrder:
         hooks: the capture-time hooks, one entry a callable.
         options: ``make_graphed_callables``'s other arguments; ``num_warmup_iters``, ``_order`` and
             ``_num_layers_per_chunk`` are read.
+        observers: see Note [Around a pass] in ``observers.py``.
 
     Raises:
         CaptureError: callables, samples and order do not fit; see ``megatron_cg.hooks.schedule``.
@@ -67,17 +70,21 @@ class HookOrder:
         samples: int,
         hooks: Sequence[CaptureTimeHooks],
         options: Mapping[str, Any],
+        observers: Sequence[PassObserver] = (),
     ) -> None:
         steps = schedule(
             len(callables), samples, options.get("_order"), options.get("_num_layers_per_chunk")
         )
-        keys = {True: CAPTURE_TIME_KEYS[:2], False: CAPTURE_TIME_KEYS[2:]}
+        keys = {True: _OF_FORWARD, False: CAPTURE_TIME_KEYS[2:]}
         once = [(step.layer, key) for step in steps for key in keys[step.forward]]
-        self._entries = once * (options.get("num_warmup_iters", _WARMUP_ITERS) + 1)
+        warmups = options.get("num_warmup_iters", _WARMUP_ITERS)
+        self._entries = once * (warmups + 1)
+        self.warmup_passes, self.passes = len(steps) * warmups, len(steps) * (warmups + 1)
         self._position = 0
         self._raised = ""
         self._callables = tuple(callables)
         self._hooks = tuple(hooks)
+        self._observers = tuple(observers)
         # One function a key, also where there are no hooks, so that no call goes unseen.
         self.wrapped: list[CaptureTimeHooks] = [
             {key: {0: partial(self._called, layer, key)} for key in CAPTURE_TIME_KEYS}
@@ -119,7 +126,14 @@ class HookOrder:
     def _called(self, layer: int, key: str, module: nn.Module) -> None:
         if self.finished or self._entries[self._position] != (layer, key):
             raise self._other_order(f"{key} of callable {layer}")
+        forward = key in _OF_FORWARD
+        if key in _AFTER_A_PASS:
+            for observer in reversed(self._observers):
+                observer.pass_ended(layer, forward=forward)
         self._run(layer, key, module)
+        if key not in _AFTER_A_PASS:
+            for observer in self._observers:
+                observer.pass_begins(layer, forward=forward)
 
     def _run(self, layer: int, key: str, module: nn.Module) -> None:
         try:

@@ -37,6 +37,7 @@ from megatron_cg.capture.transaction import capturing
 from megatron_cg.consensus.decision import Verdict, digest
 from megatron_cg.consensus.exchange import Agreement, AgreementError
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
+from megatron_cg.events import CaptureBegan, CaptureEnded, emit
 from megatron_cg.fastpath import FastPath
 from megatron_cg.fastpath import install as install_fast_path
 from megatron_cg.fastpath.params.last_unit import keep_no_more
@@ -48,7 +49,6 @@ from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.lending import ReplayFunction
 from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
 from megatron_cg.replay.unit import Unit
-from megatron_cg.telemetry.capture_report import CaptureReport
 from megatron_cg.upstream.patch import run_before, set_attribute
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Session:
         self._require(Phase.EAGER)
         self._wait_for_earlier_work()
         votes = self._agreement.time if self._agreement is not None else None
-        report = CaptureReport(self._fsdp, self._units, self._backend, votes)
+        emit(CaptureBegan(self._fsdp, self._units, votes))
         whole = False
         try:
             self.phase = Phase.CAPTURING
@@ -170,13 +170,13 @@ class Session:
         except BaseException as error:
             self._undo.close()
             self.phase = Phase.EAGER
-            report.failed(error)
+            emit(CaptureEnded(error=error))
             self._share_failure(error, whole=whole)
             raise
         _SESSIONS.append(self)
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
         self.phase = Phase.REPLAYING
-        report.finished(self.counters)
+        emit(CaptureEnded(self.counters))
 
     def capture(
         self,

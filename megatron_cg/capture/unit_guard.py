@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.fsdp.buffers import watched_memory
-from megatron_cg.fsdp.transform import CaptureTimeHook, CaptureTimeHooks
 from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
 from megatron_cg.replay.guard.objects import Entry, Hooks, Parts, entries
 from megatron_cg.replay.unit import Unit
-
-_FIRST, _LAST = -1, -2
-"""Keys of our own capture-time hooks; torch counts hook ids from 0."""
 
 
 class UnitGuard:
@@ -36,20 +32,26 @@ class UnitGuard:
         self.collectives = unit.collectives
         """Whether the unit's graphs hold any; complete once they are captured."""
 
-    def observe(self, fsdp: nn.Module, hooks: CaptureTimeHooks) -> CaptureTimeHooks:
-        """``hooks`` with ours innermost: after those before a pass, before those after it.
+    def watch_memory(self, fsdp: nn.Module) -> None:
+        """Find the memory whose addresses the graphs will hold, before the first pass.
 
         ``fsdp`` is the ``MegatronFSDP``, and the modules hold their raw parameters already: the
         sharded ones that they hold between steps are in no graph.
         """
         memory = watched_memory(fsdp, self._unit.layer, self._unit.graphed)
         self._addresses = Addresses(memory)
-        return {
-            "forward_pre_hooks": _with_last(hooks["forward_pre_hooks"], self._forward_begins),
-            "forward_hooks": _with_first(hooks["forward_hooks"], self._pass_ends),
-            "backward_pre_hooks": _with_last(hooks["backward_pre_hooks"], self._backward_begins),
-            "backward_hooks": _with_first(hooks["backward_hooks"], self._pass_ends),
-        }
+
+    def pass_begins(self, *, forward: bool) -> None:
+        """Note the addresses that this pass reads and writes."""
+        if forward:
+            self._addresses.note_forward()
+        else:
+            self._addresses.note_backward()
+        self._before = collectives_so_far()
+
+    def pass_ended(self) -> None:
+        """Note whether the pass issued collectives."""
+        self.collectives = self.collectives or collectives_so_far() > self._before
 
     def guards(
         self,
@@ -80,25 +82,16 @@ class UnitGuard:
         )
         return [Guard(own, self._addresses, unit) for own in inputs]
 
-    def _forward_begins(self, _module: nn.Module) -> None:
-        self._addresses.note_forward()
-        self._before = collectives_so_far()
 
-    def _backward_begins(self, _module: nn.Module) -> None:
-        self._addresses.note_backward()
-        self._before = collectives_so_far()
+class UnitGuards(tuple[UnitGuard, ...]):
+    """The guards of all units, in order, as one observer of capture."""
 
-    def _pass_ends(self, _module: nn.Module) -> None:
-        self.collectives = self.collectives or collectives_so_far() > self._before
+    __slots__ = ()
 
+    def pass_begins(self, unit: int, *, forward: bool) -> None:
+        """See :class:`megatron_cg.capture.observers.PassObserver`."""
+        self[unit].pass_begins(forward=forward)
 
-def _with_last(
-    hooks: Mapping[int, CaptureTimeHook], hook: CaptureTimeHook
-) -> dict[int, CaptureTimeHook]:
-    return {**hooks, _LAST: hook}
-
-
-def _with_first(
-    hooks: Mapping[int, CaptureTimeHook], hook: CaptureTimeHook
-) -> dict[int, CaptureTimeHook]:
-    return {_FIRST: hook, **hooks}
+    def pass_ended(self, unit: int, *, forward: bool) -> None:
+        """See :class:`megatron_cg.capture.observers.PassObserver`."""
+        self[unit].pass_ended()

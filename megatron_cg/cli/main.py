@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_cg import __version__
 from megatron_cg.cli.signals import ended_in_order, interrupts
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.nearest import did_you_mean
+from megatron_cg.version import __version__
 
 COMMANDS = {
     "align": "megatron_cg.cli.align",

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -337,7 +338,7 @@ class Agreement:
         rows = row.new_empty(group.size() * len(row))
         # An exchange keeps the time that was set when it was issued (torch 2.11, gloo). A shorter
         # time for ``work.wait`` would not do: the exchange goes on, and holds up the process's end.
-        group.set_timeout(timeout or self._timeout)
+        _gloo(group).set_timeout(timeout or self._timeout)
         with self._naming_lost_ranks():
             work = dist.all_gather_into_tensor(rows, row, group, async_op=True)
         assert work is not None
@@ -367,6 +368,16 @@ class Agreement:
                 "ever. The reason is in the log of the rank that ended first."
             )
             raise AgreementError(self._broken) from error
+
+
+def _gloo(group: dist.ProcessGroup) -> Any:
+    """The group's gloo backend, out of the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+
+    The wrapper (``_ProcessGroupWrapper``, torch 2.11) has no ``set_timeout`` of its own. Its check
+    before each exchange keeps the time that the group was made with.
+    """
+    backend = group._get_backend(torch.device("cpu"))
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def _require_no_capture() -> None:

@@ -21,8 +21,8 @@ from megatron_cg.cpu.data import Batches
 from megatron_cg.cpu.model import build, transformer_layers
 from megatron_cg.cpu.plan import TrainingPlan
 from megatron_cg.integrations.megatron.helper import units_of
+from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.telemetry.record import Recorder, recording
-from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
 from megatron_cg.telemetry.record_setup import of_tape
 
 
@@ -105,6 +105,7 @@ class Trainer:
 
         Raises what the session and the backend raise; the model is then as it was before.
         """
+        follow_captures()
         layers = transformer_layers(self.model)
         if only is not None:
             layers = [layers[index] for index in only]
@@ -172,7 +173,6 @@ def train(plan: TrainingPlan, directory: Path) -> None:
             for number in range(plan.steps):
                 if plan.graphs and number == plan.warmup_steps:
                     trainer.start()
-                    recorder.note(CAPTURED_AFTER, number)
                 start = time.perf_counter()
                 loss, norm = trainer.step()
                 losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_cg import __version__
 from megatron_cg.doctor.checks import can_run
 from megatron_cg.doctor.finding import FORMAT, Finding, Level
 from megatron_cg.doctor.system import TAPE
+from megatron_cg.version import __version__
 
 _STYLE = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 

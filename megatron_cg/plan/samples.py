@@ -49,7 +49,7 @@ class PlannedHelper(FsdpCudaGraphHelper):
 
     def __init__(self, model: nn.Module, args: Any, selection: LayerSelection) -> None:
         self._scopes: dict[nn.Module, list[Any]] = {}
-        self.session = None
+        self.controller = None
         self.selection = selection
         config = model.config
         # Past our own constructor, which opens a group of all ranks for their votes.

@@ -8,7 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_cg import __version__
 from megatron_cg.report import html, plots, words
 from megatron_cg.report.coverage import Coverage, read_coverage
 from megatron_cg.report.facts import command_lines, facts
@@ -22,6 +21,7 @@ from megatron_cg.report.series import (
     step_times,
 )
 from megatron_cg.report.story import Story
+from megatron_cg.version import __version__
 
 MARKS = {"good": "\u2713", "bad": "\u2717", "note": "\u2022"}
 _ROWS = 60

@@ -1,9 +1,7 @@
-"""One capture as it is seen from outside: progress, seconds and memory by phase, one line.
+"""One capture as a user sees it: progress, seconds and memory by phase, one line.
 
-The passes of warmup and capture are counted by functions of our own among the capture-time hooks,
-which the backend runs outside of what is captured (transformer-engine 2.20.2, ``graph.py``,
-``_run_capture_time_hooks``). Nothing here waits for the GPU or asks anything of it: times are the
-host's, and memory is what torch's allocator knows.
+Nothing here waits for the GPU or asks anything of it. Times are the host's, and memory is what
+torch's allocator knows.
 
 Note [The highest memory during capture]
     torch knows the highest memory since the process began, and asking it to begin anew would
@@ -15,55 +13,75 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
-from megatron_cg.backends.base import Backend
-from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.unit import Unit
+from megatron_cg.events import (
+    CaptureBegan,
+    CaptureEnded,
+    Event,
+    GraphsDeleted,
+    PassEnded,
+    PassesBegin,
+    PassesDone,
+    subscribe,
+)
+from megatron_cg.replay.counters import Counters, counts_text
 from megatron_cg.telemetry.coverage_lines import coverage
 from megatron_cg.telemetry.memory_lines import memory
 from megatron_cg.telemetry.progress import CaptureBar, capture_bar, is_first_rank
-from megatron_cg.telemetry.record import add_capture, follow
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.telemetry.record import add_capture, follow, note, note_capture
 
 logger = logging.getLogger(__name__)
 
-_WARMUP_ITERS = 3
-"""TE 2.20.2's default of ``num_warmup_iters``."""
 PHASES = ("prepare", "warm up", "capture", "publish", "vote")
 """What a capture's seconds are told by; voting is not in the others."""
 MIB = 2**20
 
 
 class CaptureReport:
-    """Begins with a capture, and ends with :meth:`finished` or :meth:`failed`.
+    """One capture, from :class:`CaptureBegan` to :class:`CaptureEnded`."""
 
-    Args:
-        model: the model that is captured.
-        units: its layers to be captured.
-        backend: what captures them; its ``capture`` is watched until the end.
-        votes: what the votes of this rank have cost so far.
-    """
-
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], backend: Backend, votes: AgreementTime | None
-    ) -> None:
-        self._model, self._units, self._votes = model, tuple(units), votes
+    def __init__(self, began: CaptureBegan) -> None:
+        self._model, self._units, self._votes = began.model, tuple(began.units), began.votes
         self._bar: CaptureBar | None = None
         self._memory = {"before": memory()}
         self._highest = 0
+        self._warmup = self._done = 0
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter(), self._voted()
-        self._undo = put_over(backend, "capture", self._watched(backend.capture))
 
-    def finished(self, counters: Counters) -> None:
+    def hear(self, event: Event) -> None:
+        """Take in what comes after the first event."""
+        match event:
+            case PassesBegin():
+                self._pass_to("prepare")
+                self._warmup = event.warmup
+                self._bar = capture_bar(event.total, event.warmup)
+            case PassEnded():
+                self._count_pass()
+            case PassesDone():
+                self._pass_to("capture")
+                self._memory["captured"] = memory()
+            case CaptureEnded(counters=counters, error=None):
+                self._finish(counters)
+            case CaptureEnded(error=error):
+                self._end()
+                add_capture(self._entry() | {"error": f"{type(error).__name__}: {error}"})
+
+    def _count_pass(self) -> None:
+        self._done += 1
+        self._look_at_memory()
+        if self._bar is not None:
+            self._bar.advance()
+        if self._done == self._warmup:
+            self._pass_to("warm up")
+            self._memory["warmed up"] = memory()
+
+    def _finish(self, counters: Counters) -> None:
         """All graphs are whole and replay from now on; ``counters`` are those of their session."""
-        self._end("publish")
+        self._end()
         entry = self._entry() | {
             "layers": len(self._units),
             "graphs": sum(len(getattr(unit.layer, "cuda_graphs", ())) for unit in self._units),
@@ -71,13 +89,9 @@ class CaptureReport:
         }
         follow(counters, self._votes)
         add_capture(entry)
+        note_capture()
         if self._units and is_first_rank():
             print(f"megatron_cg: {summary(entry)}", flush=True)
-
-    def failed(self, error: BaseException) -> None:
-        """No graph came of it."""
-        self._end("publish")
-        add_capture(self._entry() | {"error": f"{type(error).__name__}: {error}"})
 
     def _entry(self) -> dict[str, Any]:
         return {
@@ -97,11 +111,10 @@ class CaptureReport:
             logger.warning("megatron_cg: what was graphed is not recorded: %s", error)
             return []
 
-    def _end(self, phase: str) -> None:
-        self._undo()
+    def _end(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._pass_to(phase)
+        self._pass_to("publish")
         self._memory["after"] = memory()
         self._memory["highest"] = self._highest_memory()
 
@@ -116,39 +129,7 @@ class CaptureReport:
         spent = self._votes
         if spent is None:
             return 0.0
-        return (spent.waiting_ms + spent.exchanging_ms + spent.issuing_ms) / 1e3
-
-    def _watched(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def capture(
-            callables: tuple[nn.Module, ...],
-            sample_args: Sequence[tuple[Any, ...]],
-            *,
-            capture_time_hooks: Sequence[Mapping[str, Mapping[int, Any]]],
-            **options: Any,
-        ) -> Any:
-            self._pass_to("prepare")
-            passes = 2 * len(sample_args)
-            warmup = passes * int(options.get("num_warmup_iters", _WARMUP_ITERS))
-            self._bar = capture_bar(warmup + passes, warmup)
-            done = 0
-
-            def passed(_module: nn.Module) -> None:
-                nonlocal done
-                done += 1
-                self._look_at_memory()
-                if self._bar is not None:
-                    self._bar.advance()
-                if done == warmup:
-                    self._pass_to("warm up")
-                    self._memory["warmed up"] = memory()
-
-            hooks = [_with(hooks, passed) for hooks in capture_time_hooks]
-            graphs = old(callables, sample_args, capture_time_hooks=hooks, **options)
-            self._pass_to("capture")
-            self._memory["captured"] = memory()
-            return graphs
-
-        return capture
+        return float(spent.waiting_ms + spent.exchanging_ms + spent.issuing_ms) / 1e3
 
     def _look_at_memory(self) -> None:
         now = memory()
@@ -186,9 +167,26 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _with(hooks: Mapping[str, Mapping[int, Any]], passed: Callable[[nn.Module], None]) -> Any:
-    """``hooks``, with ``passed`` as the last to run after each forward and backward pass."""
-    ends = ("forward_hooks", "backward_hooks")
-    return dict(hooks) | {
-        key: {**hooks.get(key, {}), max(hooks.get(key, {}), default=-1) + 1: passed} for key in ends
-    }
+_under_way: list[CaptureReport] = []
+_following: list[Callable[[], None]] = []
+
+
+def follow_captures() -> None:
+    """Report the captures and deletions of this process from now on; a second call does nothing."""
+    if not _following:
+        _following.append(subscribe(_hear))
+
+
+def _hear(event: Event) -> None:
+    if isinstance(event, CaptureBegan):
+        _under_way[:] = [CaptureReport(event)]
+    elif isinstance(event, GraphsDeleted):
+        note("graphs", event.total.as_dict())
+        note("agreement", event.votes.as_dict())
+        if is_first_rank():
+            counts = counts_text(event.counters.as_dict())
+            print(f"megatron_cg: graphs of rank 0: {counts}. {event.votes.text()}.", flush=True)
+    elif _under_way:
+        _under_way[0].hear(event)
+        if isinstance(event, CaptureEnded):
+            _under_way.clear()

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
-from megatron_cg.integrations.megatron.scopes import LayerConfig
 from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.symbols import Symbol
 
 NOT_SELECTED = "not selected (--cg-layers)"

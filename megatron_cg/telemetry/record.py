@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from megatron_cg import __version__
 from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.files import write_text
 from megatron_cg.replay.counters import Counters
@@ -41,6 +40,7 @@ from megatron_cg.telemetry.record_setup import Setup, of_megatron
 from megatron_cg.telemetry.record_shards import parameter_digests
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
+from megatron_cg.version import __version__
 
 _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
@@ -68,9 +68,10 @@ def note(key: str, value: Any) -> None:
 
 
 def note_capture() -> None:
-    """Record after how many steps the graphs were captured; see :func:`note`."""
+    """Record after how many steps graphs were captured for the first time; see :func:`note`."""
     for recorder in _active:
-        recorder.note(CAPTURED_AFTER, len(recorder.data["steps"]))
+        if CAPTURED_AFTER not in recorder.data:
+            recorder.note(CAPTURED_AFTER, len(recorder.data["steps"]))
 
 
 def note_step(key: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from megatron_cg.align.outcome import Outcome
 from tests.functional.cases import LIFE
 
 SCRIPT = Path(__file__).with_name("tampered.py")
-SECONDS = 560.0
+SECONDS = 1_800.0
 LAYERS, WARMUP = 2, 3
 RECAPTURED = (2_000, 4_500, 7_500)
 

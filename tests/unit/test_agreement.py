@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import set_debug_level_from_env
 
 from megatron_cg.consensus.exchange import (
     Agreement,
@@ -188,6 +189,21 @@ SCENARIOS = (
 )
 
 
+def vote_in_detail(root: Path) -> None:
+    """In one process, where torch checks each collective: votes of both, then one of rank 0."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    set_debug_level_from_env()
+    rank = dist.get_rank()
+    votes, alone = Agreement(LONG), Agreement(SHORT)
+    decision = votes.agree(Kind.STEP, wish(rank))
+    votes.post(Kind.STEP, Verdict())
+    result = [decision.level.name, str(votes.collect()), *said(votes.ready, votes.confirm)]
+    missed = said(alone.ready) if rank == 0 else []
+    (root / f"{rank}.json").write_text(json.dumps([result, missed]))
+    # Both end together: rank 0's exchange has rank 1 to connect to.
+    dist.barrier()
+
+
 def play(root: Path) -> None:
     """In one process: every scenario with an agreement of its own; what came of it into files."""
     rank = dist.get_rank()
@@ -355,3 +371,15 @@ def test_an_agreement_closes_after_the_process_groups(tmp_path: Path) -> None:
     dist.destroy_process_group()
     votes.close()
     assert votes.collect() is None
+
+
+def test_votes_work_where_torch_checks_each_collective(tmp_path: Path) -> None:
+    run_processes(partial(vote_in_detail, tmp_path), RANKS)
+    (first, [missed]), (second, _) = (
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)
+    )
+    level, posted, *rest = first
+    assert first == second
+    assert (level, rest) == (Level.RECAPTURE.name, ["went on"] * 2)
+    assert posted != "None"
+    assert missed.startswith("AgreementError: a rank is gone, or did not come to a vote in time")

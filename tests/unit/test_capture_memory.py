@@ -81,6 +81,24 @@ def test_gradients_dropped_before_a_capture_are_counted_and_the_mode_stays(one_r
     assert config.megatron_fsdp_cuda_graph_mode is True
 
 
+def test_a_gradient_taken_off_its_parameter_is_still_held_by_fsdp(one_rank: None) -> None:
+    trainer = as_megatron_sets_it()
+    trainer.step()
+    for _, parameter in trainer._fsdp.param_and_grad_buffer.optimizer_named_parameters:
+        parameter.grad = None
+    assert copied(trainer) == cast_bytes(trainer)
+    assert drop_gradients(trainer._fsdp) == cast_bytes(trainer) and copied(trainer) == 0
+
+
+def test_gradients_that_fsdp_does_not_clear_are_not_counted(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = as_megatron_sets_it()
+    trainer.step()
+    monkeypatch.setattr(trainer._fsdp, "zero_grad_buffer", lambda: None)
+    assert drop_gradients(trainer._fsdp) == 0 and copied(trainer) == cast_bytes(trainer)
+
+
 def test_gradients_that_are_views_of_fsdps_buffer_are_no_copies(one_rank: None) -> None:
     trainer = make_trainer(megatron_fsdp_main_grads_dtype=torch.float32)
     trainer.step()

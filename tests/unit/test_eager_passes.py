@@ -169,6 +169,18 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
     assert [given[1] for given in asked] == [waits] * (2 if turn else 1)
 
 
+def test_each_eager_pass_is_counted() -> None:
+    watch = Watch(ReplayPolicy(), Counters())
+    passes = EagerPasses(UNIT, watch, collectives=False)
+    for eager in (1, 2):
+        passes.for_no_replay("it is in evaluation mode")
+        watch.counters.expect(eager=eager, mismatched=0)
+    passes.replay_follows()
+    for mismatched in (1, 2):
+        passes.for_mismatch(WRONG)
+        watch.counters.expect(eager=2 + mismatched, mismatched=mismatched)
+
+
 def alone(root: Path, change: Callable[[Any], None]) -> None:
     """Rank 1 changes something by itself; rank 0 waits in its replay, until rank 1 has ended."""
     from megatron_cg.errors import ReplayMismatchError

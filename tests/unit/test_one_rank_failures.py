@@ -135,10 +135,10 @@ def new_trainer() -> Any:
     return trainer
 
 
-def new_helper(trainer: Any) -> Any:
+def new_helper(trainer: Any, on_failure: str = "eager") -> Any:
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
-    attributes = {"on_failure": "eager", "make_backend": OneMask}
+    attributes = {"on_failure": on_failure, "make_backend": OneMask}
     kind = type("Helper", (FsdpCudaGraphHelper,), attributes)
     return kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
 
@@ -281,8 +281,7 @@ def capture_or_end(root: Path) -> None:
     trainer = new_trainer()
     trainer.step()
     with megatron_with_tapes(), no_hang(), ExitStack() as faults:
-        helper = new_helper(trainer)
-        helper.on_failure = "error"
+        helper = new_helper(trainer, "error")
         if dist.get_rank() == 1:
             stage = call_that_fails("installing the fast path")
             faults.enter_context(failing(*stage, RuntimeError("no fast path")))

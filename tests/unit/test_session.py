@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_graphs import GraphResetError
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.record import FLAG_REGISTRIES
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from tests.unit.identity import Same
 
 
@@ -185,6 +188,87 @@ def test_ranks_vote_on_lost_graphs_also_if_one_cannot_be_released(trainer: Any) 
         undo()
     assert votes.left is not None
     votes.close()
+
+
+def test_a_closed_session_has_released_its_graphs(trainer: Any) -> None:
+    session = trainer.capture(TapeBackend())
+    graphs = [graph.graph for layer in layers_of(trainer) for graph in layer.cuda_graphs]
+    assert len(graphs) == 2
+    session.close()
+    for graph in graphs:
+        with pytest.raises(GraphResetError):
+            graph.backward_dw()
+
+
+def test_another_capture_is_asked_for_only_once_the_last_one_has_replayed(trainer: Any) -> None:
+    session = trainer.capture(TapeBackend(), policy=ReplayPolicy("recapture"))
+    session.watch.captured_again = True
+    hook = layers_of(trainer)[0].self_attention.register_forward_hook(lambda *_: None)
+    trainer.step()
+    session.counters.expect(replayed=1, mismatched=1)
+    assert not session.watch.wants_recapture
+    hook.remove()
+    trainer.step()
+    session.counters.expect(replayed=3, mismatched=1)
+    layers_of(trainer)[0].self_attention.register_forward_hook(lambda *_: None)
+    trainer.step()
+    session.counters.expect(replayed=4, mismatched=2)
+    assert session.watch.wants_recapture
+
+
+class Alone(Agreement):
+    """Votes of a rank whose others do not answer once it has failed."""
+
+    def report_failure(self) -> None:
+        raise CaptureError("the others do not answer")
+
+
+def test_a_failure_after_the_graphs_is_told_also_if_no_other_rank_answers(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    votes = Alone()
+    before = state(trainer)
+    monkeypatch.setattr(Session, "_install_fast_path", forced)
+    with pytest.raises(Forced):
+        trainer.capture(TapeBackend(), votes)
+    monkeypatch.undo()
+    assert_same(before, state(trainer))
+    votes.close()
+
+
+def forced(*_args: object) -> None:
+    raise Forced
+
+
+class HalfMade(TapeBackend):
+    """Fails with a graph half made, which only its own frame holds."""
+
+    def __init__(self) -> None:
+        self.memory: weakref.ref[torch.Tensor] | None = None
+
+    def capture(self, *_args: Any, **_options: Any) -> Any:
+        graph = torch.ones(1)
+        self.memory = weakref.ref(graph)
+        raise Forced
+
+
+def test_half_made_graphs_are_let_go_before_the_hooks_that_other_ranks_wait_for(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, fsdp = HalfMade(), trainer.model.module
+    alive: list[bool] = []
+    own = fsdp.all_gather_and_wait_parameters_ready
+
+    def gather(*args: Any, **options: Any) -> None:
+        if backend.memory is not None:
+            alive.append(backend.memory() is not None)
+        own(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsdp, "all_gather_and_wait_parameters_ready", gather)
+        with pytest.raises(Forced):
+            trainer.capture(backend, joins=True)
+    assert alive and not any(alive)
 
 
 def test_hooks_are_back_while_graphs_replay(trainer: Any) -> None:

@@ -16,6 +16,7 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import _first_difference, verify
+from tests.unit.fsdp.fast.test_late import noted
 
 STEPS, LAYERS = 6, 2
 
@@ -201,6 +202,26 @@ def test_gradients_that_differ_by_themselves_are_no_mismatch(
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+def test_arguments_that_are_no_tensors_are_passed_on() -> None:
+    layer = nn.Linear(4, 4)
+    given: list[Any] = []
+
+    def run(_module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
+        given.append((args[1], kwargs["flag"]))
+        out: torch.Tensor = layer(args[0]) * args[1]
+        return out
+
+    unit = Unit("layer 0", layer, (), run=run, in_backward=nullcontext)
+
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        return run(layer, args, kwargs)
+
+    args, kwargs = [torch.ones(2, 4, requires_grad=True), 3.0], {"flag": "a flag"}
+    kept = partial(without_gradients, list(layer.parameters()))
+    assert verify(unit, replay, args, kwargs, kept) is None
+    assert len(given) >= 2 and set(given) == {(3.0, "a flag")}
+
+
 def twice(weight: torch.Tensor) -> torch.Tensor:
     """The weight, and twice its gradient."""
     return weight + weight - weight.detach()
@@ -209,6 +230,34 @@ def twice(weight: torch.Tensor) -> torch.Tensor:
 def test_one_wrong_bit_ends_the_run_where_that_was_asked_for(one_rank: None) -> None:
     with pytest.raises(ReplayMismatchError, match=r"layer 1.*output 0.*different in 1 of"):
         run(ReplayPolicy("error", 3), corrupt=wrong_output)
+
+
+def test_a_verification_runs_once_the_next_unit_is_gathered(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
+
+    model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"))
+    trainer: Any = Trainer(TrainingPlan(model, graphs=True))
+    trainer.step()
+    session = trainer.capture(TapeBackend(), policy=ReplayPolicy("error", verify_interval=2))
+    trainer.step()
+    events = noted(trainer.model.module, monkeypatch)
+
+    def noting(*args: Any, **options: Any) -> Any:
+        events.append("verify")
+        return verify(*args, **options)
+
+    monkeypatch.setattr("megatron_cg.replay.guarded_graph.verify", noting)
+    trainer.step()
+    session.close()
+    assert [event for event in events if "None" not in event] == [
+        *("forward: gather 0", "forward: gather 1", "verify", "launch"),
+        *("forward: gather 2", "verify", "launch", "verify", "launch"),
+        *("backward: gather 1", "backward: gather 0"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,6 @@ class _Recorder(TorchDispatchMode):
         """Undo what recording wrote outside the pool."""
         for memory, before in self._before.values():
             memory.copy_(before)
-        self._before.clear()
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -256,5 +255,5 @@ def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
     if func.namespace != "c10d":
         return
     for value in flat:
-        if not isinstance(value, torch.Tensor) and hasattr(value, "wait"):
+        if hasattr(value, "wait"):  # the collective's work, and no tensor
             value.wait()

@@ -9,14 +9,11 @@ does the capture; this class puts the transaction around it.
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
-import torch
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphModule
@@ -27,29 +24,23 @@ from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
-from megatron_cg.capture.hook_order import OutOfStepError
-from megatron_cg.capture.refusals import clear_frames
+from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement, AgreementTime
-from megatron_cg.consensus.leave import leave_without_waiting
-from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.samples import hidden_type, in_type
-from megatron_cg.integrations.megatron.scopes import LayerConfig, give_scopes, leave_out
+from megatron_cg.integrations.megatron.scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.memory.usage import log_report
-from megatron_cg.replay.counters import Counters, counts_text
-from megatron_cg.replay.guard.inputs import STATIC_INPUT
+from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
-from megatron_cg.telemetry.record import note, note_capture
+from megatron_cg.telemetry.capture_report import follow_captures
+from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
-
-logger = logging.getLogger(__name__)
-
 
 RELIES_ON = tuple(
     Symbol("megatron-core", f"megatron.core.{path}", expected)
@@ -92,21 +83,34 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._scopes: dict[nn.Module, list[Any]] = {}
-        self.session: Session | None = None
-        self.counters = Counters()
-        """Of all sessions that were closed; a second capture opens another session."""
+        self.controller: GraphController | None = None
+        """Of a model under Megatron-FSDP."""
         super().__init__(*args, **kwargs)
         self.undo = ExitStack()
         """Of what is changed for as long as the run lasts."""
         self.steps: StepRoutine | None = None
         if self._fsdp is not None:
+            follow_captures()
             # Made by all ranks, since all make this helper.
             self._agreement = Agreement()
             self._static_inputs = ObservedInputs(self.flattened_callables)
             self.undo.callback(let_gradients_go(self._fsdp))
-            self.steps = StepRoutine(self, self._agreement, self._static_inputs)
+            self.controller = GraphController(
+                self._agreement,
+                self._capture_under_fsdp,
+                self._static_inputs.forget,
+                goes_on=self.on_failure == "eager",
+                option="--cg-on-failure eager",
+                clean_up=self._after_failure,
+            )
+            self.steps = StepRoutine(self.controller, self._static_inputs)
             if self.live is not None:
                 self.live.append(self)
+
+    @property
+    def session(self) -> Session | None:
+        """The graphs under Megatron-FSDP as they are now; None where there are none."""
+        return self.controller.session if self.controller is not None else None
 
     def _discover_layers(self) -> None:
         super()._discover_layers()
@@ -172,16 +176,24 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         Raises CaptureError, unless ``--cg-on-failure eager`` was given: then the failure is
         logged and training goes on without graphs.
         """
-        if self._fsdp is None:
+        if self.controller is None:
             super().create_cudagraphs()
             return
-        self._agreement.begin_capture()
-        try:
-            self._create_cudagraphs_under_fsdp()
-        except Exception as error:
-            self._give_up(error)
+        self.controller.capture()
 
-    def _create_cudagraphs_under_fsdp(self) -> None:
+    def _capture_under_fsdp(self) -> Session:
+        self._capture_finished = False
+        try:
+            return self._capture_in_a_session()
+        except Exception:
+            self._graphs_created = False
+            raise
+
+    def _after_failure(self) -> None:
+        self._reset_after_capture()
+        self._capture_finished = True
+
+    def _capture_in_a_session(self) -> Session:
         backend = type(self).make_backend()
         session = Session(
             self.model[0],
@@ -219,70 +231,29 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                         "one call of that module's make_graphed_callables for all layers",
                     )
             session.on_close(scopes.pop_all().close)
-        self.session = session
+            session.on_close(self._graphs_are_gone)
         log_report(session, "after capture")
-        note_capture()
+        return session
+
+    def _graphs_are_gone(self) -> None:
+        self._graphs_created = False
 
     def cuda_graph_set_manual_hooks(self) -> None:
         """Nothing under Megatron-FSDP, whose own hooks run around each replay; else Megatron's."""
         if self._fsdp is None:
             super().cuda_graph_set_manual_hooks()
 
-    def capture_again(self) -> None:
-        """Delete the graphs and capture anew; on all ranks, between two steps."""
-        if self.session is not None:
-            # A mask that was never given before capture breaks the clause of structure.
-            if self.session.watch.saw(STATIC_INPUT) or self.session.watch.saw("structure"):
-                self._static_inputs.forget()
-            self.delete_cuda_graphs()
-        self._capture_finished = False
-        self.create_cudagraphs()
-        if self.session is not None:
-            self.session.watch.captured_again = True
-            self.session.counters.recaptured += 1
-
     def counted(self) -> tuple[Counters, AgreementTime]:
-        """All counts so far, those of the session that runs included, and what votes cost."""
-        total = Counters()
-        for counters in (self.counters, self.session.counters if self.session else Counters()):
-            total.add(counters)
-        return total, self._agreement.time
-
-    def _give_up(self, error: Exception) -> None:
-        """Leave no trace of a failed capture; raise, or log where going on was asked for.
-
-        Raises CaptureError or the error itself where it is one of this package's.
-        """
-        self._graphs_created = False
-        failure = _as_capture_error(error)
-        # What the traceback's frames hold of half-made graphs is what going on needs most.
-        clear_frames(error)
-        if self.on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
-            # At once: the launcher ends the other ranks, and waiting for their votes helps nobody.
-            if isinstance(error, OutOfStepError):
-                leave_without_waiting()
-            raise failure from (error if failure is not error else error.__cause__)
-        self._agreement.report_failure()
-        logger.error("%s Training goes on eagerly (--cg-on-failure eager).", failure)
-        self._reset_after_capture()
-        gc.collect()
-        torch.cuda.empty_cache()
-        self._capture_finished = True
+        """All counts so far, and what votes cost."""
+        assert self.controller is not None
+        return self.controller.counters, self._agreement.time
 
     def delete_cuda_graphs(self) -> None:
         """Delete the graphs and undo all that capture changed."""
-        if self.session is None:
+        if self.controller is None or self.session is None:
             super().delete_cuda_graphs()
             return
-        self.counters.add(self.session.counters)
-        note("graphs", self.counters.as_dict())
-        note("agreement", self._agreement.time.as_dict())
-        if torch.distributed.get_rank() == 0:
-            counts, votes = counts_text(self.session.counters.as_dict()), self._agreement.time
-            print(f"megatron_cg: graphs of rank 0: {counts}. {votes.text()}.", flush=True)
-        self.session.close()
-        self.session = None
-        self._graphs_created = False
+        self.controller.delete()
 
 
 def units_of(layers: Sequence[Any]) -> list[Unit]:
@@ -317,13 +288,3 @@ def _graphed(layer: nn.Module) -> tuple[nn.Module, ...]:
     covered = cast(Sequence[nn.Module], cast(Any, layer)._get_submodules_under_cudagraphs())
     found = {id(m): m for root in covered for m in root.modules() if m is not layer}
     return tuple(found.values())
-
-
-def _as_capture_error(error: Exception) -> MegatronCGError:
-    if isinstance(error, MegatronCGError):
-        return error
-    return CaptureError(
-        f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG and "
-        "FP8 state are as before. To train without graphs: --cuda-graph-impl none, or "
-        "--cg-on-failure eager."
-    )

@@ -104,17 +104,14 @@ class GraphedLayers:
             undo.callback(self._stepped)
             undo.callback(graphs_close_in_time())
             undo.callback(self._helper.steps.close)
-            undo.callback(self._delete)
+            undo.callback(self._helper.controller.delete)
             self._undo = undo.pop_all()
 
     @property
     def counters(self) -> Counters:
         """The counts of all captures so far."""
-        total = Counters()
-        total.add(self._helper.counters)
-        if self._helper.session is not None:
-            total.add(self._helper.session.counters)
-        return total
+        counters: Counters = self._helper.controller.counters
+        return counters
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -146,10 +143,6 @@ class GraphedLayers:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
-
-    def _delete(self) -> None:
-        if self._helper.session is not None:
-            self._helper.delete_cuda_graphs()
 
 
 def _make_helper(

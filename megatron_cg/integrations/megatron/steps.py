@@ -14,23 +14,18 @@ nothing is under way: Megatron itself captures there.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.decision import Decision, Level, Verdict
-from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.upstream.patch import put_over, run_after
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
-
-logger = logging.getLogger(__name__)
 
 _OPTIMIZER, _ITERATION = "optimizer", "iteration"
 _LOOP = Symbol("megatron-core", "megatron.training.training", "Megatron's training loop")
@@ -44,28 +39,23 @@ RELIES_ON = (_LOOP, _STEP)
 
 
 class StepRoutine:
-    """One helper's part before and after each step.
+    """What one helper does before and after each step.
 
     Args:
-        helper: whose graphs are captured again or given up.
-        agreement: with no vote posted.
+        controller: of the helper's graphs.
         static_inputs: looks at the steps before capture.
     """
 
-    def __init__(
-        self, helper: FsdpCudaGraphHelper, agreement: Agreement, static_inputs: StaticInputs
-    ) -> None:
-        self._helper, self._agreement = helper, agreement
-        self._static_inputs = static_inputs
-        self._boundary = Boundary(agreement, self._verdict, helper.capture_again, self._give_up)
+    def __init__(self, controller: GraphController, static_inputs: StaticInputs) -> None:
+        self._controller, self._static_inputs = controller, static_inputs
         self._stop_observing: Callable[[], None] | None = None
 
     def before_step(self) -> None:
         """Do what all ranks have decided, and begin the step."""
-        self._boundary.before_step()
-        if self._helper.session is not None:
-            self._helper.session.watch.begin_step()
-        elif not self._helper.capture_finished():
+        self._controller.before_step()
+        if self._controller.session is not None:
+            self._controller.session.watch.begin_step()
+        elif self._controller.awaits_capture:
             self._stop_observing = self._static_inputs.observe_step()
 
     def after_step(self) -> None:
@@ -76,25 +66,12 @@ class StepRoutine:
 
     def vote(self, step: int | None) -> None:
         """Post what this rank wants, once a step is trained, by Megatron's count of it."""
-        self._boundary.after_step(step)
+        self._controller.after_step(step)
 
     def close(self) -> None:
         """Vote no more, and let the votes' process group go; before the others do."""
         self.after_step()
-        self._boundary.close()
-        self._agreement.close()
-
-    def _verdict(self) -> Verdict:
-        session = self._helper.session
-        if session is None:
-            return Verdict()
-        wants = Level.RECAPTURE if session.watch.wants_recapture else Level.KEEP
-        return Verdict(wants, graphs=session.digest)
-
-    def _give_up(self, decision: Decision) -> None:
-        logger.error("All ranks train eagerly from here on: %s.", decision.reason())
-        if self._helper.session is not None:
-            self._helper.delete_cuda_graphs()
+        self._controller.close()
 
 
 def _vote(routines: Sequence[StepRoutine], step: int | None) -> None:

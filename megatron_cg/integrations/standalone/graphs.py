@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
@@ -11,20 +10,10 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.capture.hook_order import OutOfStepError
-from megatron_cg.capture.refusals import clear_frames
+from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
-from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.decision import Decision, Level, Verdict
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.consensus.leave import leave_without_waiting
-from megatron_cg.errors import (
-    CaptureError,
-    EarlierWorkError,
-    HookError,
-    MegatronCGError,
-    Violation,
-)
+from megatron_cg.errors import HookError, Violation
 from megatron_cg.fsdp.model import find_megatron_fsdp
 from megatron_cg.integrations.call_arguments import (
     BackendName,
@@ -42,11 +31,9 @@ from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.guard.inputs import STATIC_INPUT
 from megatron_cg.replay.in_flight import Flight
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
-
-logger = logging.getLogger(__name__)
+from megatron_cg.telemetry.capture_report import follow_captures
 
 _NO_UNITS = Violation(
     "argument",
@@ -146,17 +133,19 @@ class GraphedUnits:
         self._warmup_steps, self._on_failure, self._policy = warmup_steps, on_failure, policy
         self._fast_path = fast_path
         self._observer = Observer(self._units)
-        self._given_up = False
-        self._earlier = Counters()
-        self.session: Session | None = None
-        """The graphs as they are now; None before capture, and where they were given up."""
+        follow_captures()
         with ExitStack() as undo:
             undo.callback(graphs_close_in_time())
             self._agreement = Agreement()
-            undo.callback(self._agreement.close)
-            self._boundary = Boundary(self._agreement, self._verdict, self._again, self._give_up)
-            undo.callback(self._boundary.close)
-            undo.callback(self._release)
+            self._controller = GraphController(
+                self._agreement,
+                self._capture,
+                self._observer.forget_static_inputs,
+                goes_on=on_failure == "eager",
+                option="on_failure='eager'",
+            )
+            undo.callback(self._controller.close)
+            undo.callback(self._controller.delete)
             self._stepped = remind_of_steps(model, warmup_steps)
             undo.callback(self._stepped)
             self._undo = undo.pop_all()
@@ -164,11 +153,12 @@ class GraphedUnits:
     @property
     def counters(self) -> Counters:
         """The counts of all captures so far."""
-        total = Counters()
-        total.add(self._earlier)
-        if self.session is not None:
-            total.add(self.session.counters)
-        return total
+        return self._controller.counters
+
+    @property
+    def session(self) -> Session | None:
+        """The graphs as they are now; None before capture, and where they were given up."""
+        return self._controller.session
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -184,16 +174,16 @@ class GraphedUnits:
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.Watch`.
         """
         self._stepped()
-        self._boundary.before_step()
-        if self._is_due():
-            self._capture_or_go_on()
+        self._controller.before_step()
+        if self._controller.awaits_capture and self._observer.steps >= self._warmup_steps:
+            self._controller.capture()
         with ExitStack() as stack:
             if self.session is not None:
                 self.session.watch.begin_step()
-            elif not self._given_up:
+            elif self._controller.awaits_capture:
                 stack.callback(self._observer.observe_step())
             yield
-        self._boundary.after_step()
+        self._controller.after_step()
 
     def close(self) -> None:
         """Release the graphs and undo all that was changed. Safe to run twice.
@@ -208,26 +198,7 @@ class GraphedUnits:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _is_due(self) -> bool:
-        waits = self.session is None and not self._given_up
-        return waits and self._observer.steps >= self._warmup_steps
-
-    def _capture_or_go_on(self) -> None:
-        try:
-            self._capture()
-        except Exception as error:
-            failure = _as_capture_error(error)
-            # What the traceback's frames hold of half-made graphs is what going on needs most.
-            clear_frames(error)
-            if self._on_failure != "eager" or isinstance(error, OutOfStepError | EarlierWorkError):
-                if isinstance(error, OutOfStepError):
-                    leave_without_waiting()
-                raise failure from (error if failure is not error else error.__cause__)
-            self._agreement.report_failure()
-            logger.error("%s Training goes on eagerly (on_failure='eager').", failure)
-            self._given_up = True
-
-    def _capture(self) -> None:
+    def _capture(self) -> Session:
         seen = self._observer.in_order()
         check_seen(self._units, seen)
         flight = Flight()
@@ -262,33 +233,7 @@ class GraphedUnits:
             layer: Any
             for layer, graph in zip((self._units[name] for name in seen), graphs, strict=True):
                 layer.cuda_graphs = [graph]
-        self.session = session
-
-    def _release(self) -> None:
-        session, self.session = self.session, None
-        if session is not None:
-            self._earlier.add(session.counters)
-            session.close()
-
-    def _verdict(self) -> Verdict:
-        if self.session is None:
-            return Verdict()
-        wants = Level.RECAPTURE if self.session.watch.wants_recapture else Level.KEEP
-        return Verdict(wants, graphs=self.session.digest)
-
-    def _again(self) -> None:
-        if self.session is not None and self.session.watch.saw(STATIC_INPUT):
-            self._observer.forget_static_inputs()
-        self._release()
-        self._agreement.begin_capture()
-        self._capture_or_go_on()
-        if self.session is not None:
-            self.session.watch.captured_again = True
-
-    def _give_up(self, decision: Decision) -> None:
-        logger.error("All ranks train eagerly from here on: %s.", decision.reason())
-        self._given_up = True
-        self._release()
+        return session
 
 
 def _autocast(seen: list[Seen]) -> Any:
@@ -297,12 +242,3 @@ def _autocast(seen: list[Seen]) -> Any:
     if dtype is None:
         return nullcontext()
     return torch.autocast(seen[0].args[0].device.type, dtype=dtype, cache_enabled=False)
-
-
-def _as_capture_error(error: Exception) -> MegatronCGError:
-    if isinstance(error, MegatronCGError):
-        return error
-    return CaptureError(
-        f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG and "
-        "FP8 state are as before. To train on without graphs: on_failure='eager'."
-    )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_cg.capture import session
+from megatron_cg.events import Event, GraphsDeleted, subscribe
 from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import (
     ForcedError,
@@ -21,7 +22,6 @@ from tests.functional.tampering.places import (
     before_steps,
     fingerprint,
     flags,
-    helper_class,
     rank,
     wrap,
 )
@@ -116,21 +116,17 @@ def recapture_before(steps: Iterable[int]) -> None:
     helpers: list[Any] = []
     sessions: list[dict[str, int]] = []
 
-    def counting(old: Callable[[Any], None]) -> Callable[[Any], None]:
-        def delete(self: Any) -> None:
-            if self.session is not None:
-                sessions.append(self.session.counters.as_dict())
-                note("sessions", sessions)
-            old(self)
-
-        return delete
+    def deleted(event: Event) -> None:
+        if isinstance(event, GraphsDeleted):
+            sessions.append(event.counters.as_dict())
+            note("sessions", sessions)
 
     def recapture(step: int) -> None:
         if step in wanted and helpers:
-            helpers[0].capture_again()
+            helpers[0].controller.recapture()
 
     before_capture(helpers.append)
-    wrap(helper_class(), "delete_cuda_graphs", counting)
+    subscribe(deleted)
     before_steps(recapture)
 
 
@@ -147,7 +143,7 @@ def capture_often(count: int, step: int = 6) -> None:
         if now != step:
             return
         for _ in range(count):
-            helpers[0].capture_again()
+            helpers[0].controller.recapture()
             gc.collect()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

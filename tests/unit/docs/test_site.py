@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -27,10 +28,14 @@ OTHERS_COMMANDS = re.compile(
     r"^.*\b(?:apt-get|nsys|pip|py-spy|python -m (?!megatron_cg)|sbatch|srun)\b(?:.*\\\n)*.*",
     re.MULTILINE,
 )
+PACKAGE = ROOT / "megatron_cg"
+OUR_FILE = re.compile(r"`(?:python )?((\w+)(?:/\w+)+(?:\.py)?)[`:]")
+"""A path of at least one folder, in code, and its first folder."""
 OTHERS_FLAGS = {
     *("--nproc-per-node", "--nnodes", "--node-rank", "--standalone"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port"),
     *("--help", "--version"),
+    *("--no-build-isolation", "--no-deps"),  # pip
 }
 
 
@@ -107,17 +112,52 @@ def test_the_reference_has_every_module() -> None:
     assert "megatron_cg.arguments.schema" in shown
 
 
-def test_the_support_page_begins_with_the_readmes_table() -> None:
+def test_the_support_page_has_configurations_and_versions() -> None:
     page = site_hooks.expand((DOCS / "support.md").read_text(encoding="utf-8"), "support.md")
     measured, _, others = page.partition("\n## Versions\n")
     assert "| 2.11.0 | 0.19.2 | 0.6.1 | 2.20.2 | passed |" in others
     rows = [line for line in measured.splitlines() if line.startswith("| ")]
-    assert len(rows) > 20 and set(rows) <= set((ROOT / "README.md").read_text().splitlines())
+    assert len([row for row in rows if row.endswith("| bit-equal |")]) > 20
+
+
+def test_the_home_page_has_the_readmes_figures() -> None:
+    page = site_hooks.expand((DOCS / "index.md").read_text(encoding="utf-8"), "index.md")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(rows) > 4 and set(rows) <= set((ROOT / "README.md").read_text().splitlines())
 
 
 def test_a_section_that_the_readme_lacks_is_an_error() -> None:
-    with pytest.raises(sections.SectionError, match="What is verified where"):
-        sections.section("What", "is", "verified", "nowhere")
+    with pytest.raises(sections.SectionError, match="Measured"):
+        sections.section("What", "is", "measured", "nowhere")
+
+
+def definitions(file: Path) -> set[str]:
+    """Classes and functions of a module, and ``Class.method``."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
+            found |= {f"{node.name}.{method}" for method in methods}
+    return found
+
+
+def test_the_stops_of_a_hook_and_of_a_gradient_are_in_the_code() -> None:
+    text = (DOCS / "maintaining.md").read_text(encoding="utf-8")
+    stops = re.findall(r"^\| \d \| `([^`]+)` \| ([^|]+) \|", text, re.MULTILINE)
+    assert len(stops) == 16
+    for file, names in stops:
+        missing = set(re.findall(r"`([^`]+)`", names)) - definitions(ROOT / "megatron_cg" / file)
+        assert not missing, file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_of_ours_that_a_page_names_exists(page: Path) -> None:
+    found = set(OUR_FILE.findall(page.read_text(encoding="utf-8")))
+    named = {path for path, top in found if any((at / top).is_dir() for at in (ROOT, PACKAGE))}
+    places = (ROOT, PACKAGE, ROOT / "tests/unit")  # as the fault table names its tests
+    assert {path for path in named if not any((at / path).exists() for at in places)} == set()
 
 
 def test_a_marker_that_nothing_generates_is_an_error() -> None:

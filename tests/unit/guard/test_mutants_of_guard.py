@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from megatron_cg.capture.unit_guard import UnitGuard
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.guard.modes import Autocast, Training
-from megatron_cg.replay.guard.objects import Hooks
+from megatron_cg.replay.guard.objects import Hooks, Parts, entries
 from megatron_cg.replay.unit import Unit
 
 
@@ -70,6 +72,31 @@ def test_a_layer_that_gets_a_hook_of_the_old_kind_is_named() -> None:
     assert "module the layer was without register_backward_hook" in said(clause.broken())
 
 
+@pytest.mark.parametrize(
+    ("place", "name", "words"),
+    [
+        ("", "0", "module 0 was the Sequential"),
+        ("0", "0", "module 0.0 was the Linear"),
+        ("0.0", "weight", "parameter 0.0.weight was the Parameter"),
+        ("0.0", "mean", "buffer 0.0.mean was the Tensor"),
+        ("0.0", "forward", "forward of 0.0 was the NoneType"),
+        ("", "scale", "parameter scale was the Parameter"),
+    ],
+)
+def test_a_replaced_part_is_named_by_its_place_in_the_layer(
+    place: str, name: str, words: str
+) -> None:
+    layer = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
+    layer.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    layer.get_submodule("0.0").register_buffer("mean", torch.ones(1))
+    parts = Parts(entries(layer, list(layer.modules())))
+    assert parts.broken() is None
+    owner = layer.get_submodule(place)
+    old = getattr(owner, name)
+    setattr(owner, name, nn.Parameter(torch.ones(1)) if name == "weight" else copy.copy(old))
+    assert words in said(parts.broken())
+
+
 class Quantized:
     """A tensor whose memory is in others, as TE's are."""
 
@@ -119,11 +146,11 @@ def test_collectives_of_a_capture_are_counted_in_each_of_its_passes(
     layer = nn.Linear(1, 1)
     guard = UnitGuard(Unit("layer 0", layer, (layer,), collectives=known))
     so_far += 1  # before the capture, as FSDP's gathers are
-    guard._forward_begins(layer)
+    guard.pass_begins(forward=True)
     so_far += in_forward
-    guard._pass_ends(layer)
+    guard.pass_ended()
     so_far += 1  # between the passes
-    guard._backward_begins(layer)
+    guard.pass_begins(forward=False)
     so_far += in_backward
-    guard._pass_ends(layer)
+    guard.pass_ended()
     assert guard.collectives is held

@@ -235,6 +235,6 @@ def test_without_fsdp_megatrons_own_capture_runs(
     record: Callable[[Any], None] = lambda _self: ran.append("create")  # noqa: E731
     monkeypatch.setattr(TECudaGraphHelper, "create_cudagraphs", record)
     helper = helper_for(trainer)
-    helper._fsdp = None
+    helper._fsdp = helper.controller = None
     helper.create_cudagraphs()
     assert ran == ["create"] and helper.session is None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.integrations.megatron.scopes import LayerConfig, give_scopes, leave_out
+from megatron_cg.integrations.megatron.scopes import give_scopes, leave_out
+from megatron_cg.upstream.layer_config import LayerConfig
 
 
 def test_only_the_scopes_differ_and_the_rest_is_shared(dense_model: Any) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture.unit_guard import _with_first, _with_last
-from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
+from megatron_cg.capture.hook_order import HookOrder
+from megatron_cg.capture.observers import PassEvents
+from megatron_cg.events import PassBegan, PassEnded, emit, subscribe
+from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.plan.check import CheckError, check
 from megatron_cg.plan.measure import Allocator, HeldByForward, measured_capture, pool_bytes
 
@@ -97,33 +99,26 @@ def test_memory_is_read_right_before_and_after_a_forward_pass() -> None:
 
         return run
 
-    theirs = {
+    hooks: CaptureTimeHooks = {
         "forward_pre_hooks": {3: hook("unshard", 1000)},
         "forward_hooks": {4: hook("reshard", -1000)},
     }
-    meter = HeldByForward(lambda: allocated[0])
-    (hooks,) = meter.around(["layer 0"], [theirs])
-    assert set(hooks) == set(CAPTURE_TIME_KEYS)
     module = nn.Identity()
+    passes = HookOrder([module], 1, [hooks], {"num_warmup_iters": 1}, [PassEvents(["layer 0"])])
+    meter = HeldByForward(lambda: allocated[0])
+    unsubscribe = subscribe(meter.hear)
     for held in (5, 64):  # warmup, then capture
-        for key in ("forward_pre_hooks", "forward_hooks"):
-            for run in hooks[key].values():
-                assert run(module) is None
+        for key in CAPTURE_TIME_KEYS:
+            for run in passes.wrapped[0][key].values():
+                run(module)
             if key == "forward_pre_hooks":
                 allocated[0] += held
+            if key == "backward_pre_hooks":
+                allocated[0] += 7
+    unsubscribe()
+    emit(PassEnded("layer 0", forward=True))
     assert meter.bytes == {"layer 0": 64}
     assert order == ["unshard", "reshard"] * 2
-    assert list(theirs["forward_pre_hooks"]) == [3]
-
-
-def test_the_guards_own_hooks_stay() -> None:
-    """Theirs have ids of their own too, and a guard that noted nothing ends the run."""
-    theirs = _with_last(_with_first({0: lambda _module: None}, lambda _module: None), print)
-    keys = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-    (found,) = HeldByForward(lambda: 0).around(["layer 0"], [dict.fromkeys(keys, theirs)])
-    for key in keys:
-        assert found[key].items() >= theirs.items()
-    assert len(found["forward_hooks"]) == len(found["forward_pre_hooks"]) == len(theirs) + 1
 
 
 def test_a_measured_capture_is_the_capture_and_its_figures() -> None:
@@ -133,12 +128,10 @@ def test_a_measured_capture_is_the_capture_and_its_figures() -> None:
 
     def capture(layers: Any, args: Any, **options: Any) -> str:
         given.update(options, layers=layers, args=args)
-        for layer, hooks in zip(layers, options["capture_time_hooks"], strict=True):
-            for run in hooks["forward_pre_hooks"].values():
-                run(layer)
+        for name in ("layer 0", "layer 3"):
+            emit(PassBegan(name, forward=True))
             allocated[0] += 4096
-            for run in hooks["forward_hooks"].values():
-                run(layer)
+            emit(PassEnded(name, forward=True))
         return "graphs"
 
     layers = [nn.Identity(), nn.Identity()]
@@ -146,11 +139,9 @@ def test_a_measured_capture_is_the_capture_and_its_figures() -> None:
     snapshot = [{"segment_pool_id": (0, 9), "total_size": MIB, "allocated_size": 8192}]
     graphs, figures = measured_capture(
         capture,
-        ["layer 0", "layer 3"],
         layers,
         args,
         sample_kwargs=[{"table": table}, {"table": table, "mask": torch.zeros(1)}],
-        capture_time_hooks=[{}, {}],
         borrowed=[table],
         allocator=Allocator(lambda: allocated[0], lambda: snapshot, lambda: (0, 9)),
         num_warmup_iters=2,

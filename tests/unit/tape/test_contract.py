@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
+from megatron_cg.cpu.standins import cpu_standins
 from megatron_cg.errors import CaptureError, HookError, HostSyncError
 from megatron_cg.hooks.schedule import Step, schedule
 
@@ -125,6 +127,30 @@ def test_a_read_on_the_host_is_refused_with_op_and_module(
     assert torch.ones(2).numpy().sum() == 2.0
 
 
+def wait_for_all() -> None:
+    torch.cuda.synchronize()  # looked up as it is called, when it is a stand-in
+
+
+def wait_for_a_stream() -> None:
+    torch.cuda.current_stream().synchronize()
+
+
+@pytest.mark.parametrize(
+    ("wait", "named"),
+    [
+        (wait_for_all, r"torch\.cuda\.synchronize"),
+        (wait_for_a_stream, r"Stream\.synchronize"),
+    ],
+)
+def test_a_wait_for_the_device_is_refused_with_its_module(
+    wait: Callable[[], None], named: str
+) -> None:
+    with cpu_standins():
+        with pytest.raises(HostSyncError, match=rf"{named} in the callable itself \(Reading\)"):
+            capture(Reading(lambda _: wait()))
+        wait()
+
+
 @pytest.mark.parametrize(
     ("upload", "named"),
     [
@@ -194,6 +220,56 @@ def test_the_hosts_own_work_is_no_part_of_a_graph() -> None:
     out.sum().backward()
     assert module.bias.grad is not None and module.bias.grad.tolist() == [4.0] * 4
     assert seen == [([1, 2, 3, 4], 2.0, 4)] * 2
+
+
+def test_what_the_host_made_at_capture_stays_as_it_was() -> None:
+    """Memory of the tape's own is overwritten as a replay begins; the host's is not."""
+    kept: list[torch.Tensor] = []
+
+    class Making(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.extend([torch.arange(3), torch.zeros(2, device="cpu"), torch.tensor([5.0])])
+            # What is made on the device after that is the device's, as what was made before.
+            return super().forward(x) + torch.ones(4, device=x.device)
+
+    module = Making(4, 4)
+    (graph,) = capture(module, num_warmup_iters=0)
+    out = graph(torch.ones(2, 4))
+    assert torch.equal(out, nn.functional.linear(torch.ones(2, 4), *module.parameters()) + 1)
+    out.sum().backward()
+    assert [tensor.tolist() for tensor in kept] == [[0, 1, 2], [0.0, 0.0], [5.0]]
+
+
+def test_a_new_tensor_like_one_of_the_host_is_the_hosts() -> None:
+    seen: list[Any] = []
+
+    class Making(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = torch.zeros(1).new_tensor([3.0, 4.0])
+            seen.append((made.tolist(), made.dtype))
+            return super().forward(x) + x.new_tensor(x.detach())
+
+    module = Making(4, 4)
+    (graph,) = capture(module, num_warmup_iters=0)
+    assert seen == [([3.0, 4.0], torch.float32)]
+    x = torch.arange(8.0).reshape(2, 4)
+    assert torch.equal(graph(x), module(x))
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_asked_for(
+    retain: bool,
+) -> None:
+    shared = torch.ones(4, requires_grad=True).exp()  # saved for both of them
+
+    class Sharing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * shared
+
+    with nullcontext() if retain else pytest.raises(RuntimeError, match="a second time"):
+        capture(
+            *(Sharing(4, 4), Sharing(4, 4)), num_warmup_iters=0, retain_graph_in_backward=retain
+        )
 
 
 def test_masks_that_need_no_count_are_recorded() -> None:

@@ -244,6 +244,39 @@ def test_activations_are_poisoned_after_their_backward_and_outputs_when_shared()
     assert output.isnan().all()
 
 
+class Joined(nn.Module):
+    """Its input's gradient and its weight's are two parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, self.weight]) * 3.0
+
+
+@pytest.mark.parametrize("kind", [Joined, Scale])
+def test_the_next_replay_takes_a_lent_gradient_back_unless_an_inputs_is_beside_it(
+    kind: type[nn.Module],
+) -> None:
+    module = kind()
+    graph, other = capture((module, Scale()))
+    end = graph.replay_function().lend()
+    inputs = torch.ones(4, 8, requires_grad=True)
+    found = torch.autograd.grad(graph(inputs).sum(), [inputs, *module.parameters()])
+    before = [gradient.clone() for gradient in found]
+    assert all(gradient.isfinite().all() for gradient in before)
+    other(torch.ones(4, 8))
+    assert torch.equal(found[0], before[0])
+    beside = found[0].untyped_storage()._cdata == found[1].untyped_storage()._cdata
+    assert beside is (kind is Joined)
+    assert bool(found[1].isnan().all()) is not beside
+    end()
+    copied = torch.autograd.grad(graph(inputs).sum(), list(module.parameters()))
+    other(torch.ones(4, 8))
+    assert torch.equal(copied[0], before[1])
+
+
 def test_incoming_gradients_share_memory_when_buffers_are_shared() -> None:
     for share, places in ((True, 1), (False, 2)):
         graphs = capture(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_cg.fastpath import install
 from megatron_cg.fastpath.params.cached_lists import KnownModules, KnownParameters, ParameterLists
 from megatron_cg.fastpath.params.unshard import _gathered, _of_units, _shown
 
@@ -94,3 +96,33 @@ def test_a_handler_is_shown_one_module_for_all_of_its_own_unit(of_unit: bool) ->
     for one in (*unit.modules(), *other.modules()):
         there = "_training_state" in vars(one)
         assert there == (one in set(module.modules()))
+
+
+def walks(trainer: Any) -> int:
+    """How often Megatron-FSDP looks up a layer's modules before backward passes, in one step."""
+    from megatron_cg.cpu.model import transformer_layers
+
+    layers, own = {id(layer) for layer in transformer_layers(trainer.model)}, nn.Module.modules
+    callers: list[str] = []
+
+    def modules(self: nn.Module, *given: Any) -> Any:
+        if id(self) in layers:
+            callers.append(sys._getframe(1).f_code.co_name)
+        return own(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "modules", modules)
+        trainer.step()
+    return callers.count("_pre_backward_param_unshard")
+
+
+def test_no_layer_is_walked_over_before_its_backward_pass(one_rank: None) -> None:
+    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.cpu.train import Trainer
+
+    trainer: Any = Trainer(TrainingPlan(CpuModelConfig(layers=2)))
+    assert walks(trainer) == 2
+    path = install(trainer.model.module)
+    assert walks(trainer) == 0
+    path.close()
+    assert walks(trainer) == 2

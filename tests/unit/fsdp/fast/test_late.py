@@ -192,6 +192,18 @@ def test_nothing_goes_before_a_gather_that_comes_first() -> None:
     assert pipeline.begin() == ["waits for all", 0]
 
 
+def test_a_bucket_gathered_as_a_pass_begins_may_be_freed_unless_it_is_asked_for() -> None:
+    for asked, may_be_freed in ((1, False), (3, True)):
+        pipeline = Pipeline()
+        pipeline.begin()
+        pipeline.ask(1)
+        pipeline.free(1)
+        assert pipeline.begin() == ["waits for all", 1]
+        assert pipeline.own.bucket_can_be_released[1, False] is False
+        pipeline.ask(asked)
+        assert pipeline.own.bucket_can_be_released[1, False] is may_be_freed
+
+
 def test_an_evaluation_is_as_megatron_has_it_and_forgets_nothing() -> None:
     pipeline = Pipeline()
     pipeline.begin()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath.params import unshard
-from megatron_cg.fastpath.params.cached_lists import KnownParameters
+from megatron_cg.fastpath.params.cached_lists import KnownParameters, ParameterLists
 from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
 from megatron_cg.fsdp.model import gather_alone
 
@@ -92,6 +92,23 @@ def test_parameters_that_stand_for_others_are_marked_with_them_and_once() -> Non
     plain = parameters[:1]
     wait(plain, True)
     assert shown[-1] is plain
+
+
+@pytest.mark.parametrize("bwd", [False, True])
+def test_a_unit_is_released_at_once_unless_that_was_asked_otherwise(bwd: bool) -> None:
+    unit = nn.Linear(1, 1)
+    released: list[tuple[list[Any], bool, bool]] = []
+    lists = ParameterLists(
+        lambda module, _: list(module.parameters()), lambda _parameter: 0, lambda _parameter: False
+    )
+    release = unshard._released(
+        lambda *given: released.append(given), lists, lambda _unit: None, LatePrefetch()
+    )
+    release(unit, bwd)
+    release(unit, bwd, True)
+    release(unit, bwd, lazy=True)
+    assert [lazy for _, _, lazy in released] == [False, True, True]
+    assert all(direction is bwd for _, direction, _ in released)
 
 
 def test_parameters_are_pointed_at_their_bucket_only_where_they_are_elsewhere() -> None:

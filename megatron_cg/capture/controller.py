@@ -1,0 +1,169 @@
+"""The graphs of one model over its training steps: captured, captured again, given up.
+
+One controller serves Megatron's helper, the standalone API and the CPU trainer. They say how to
+capture; it decides when graphs go, with all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+import torch
+
+from megatron_cg.capture.hook_order import OutOfStepError
+from megatron_cg.capture.refusals import clear_frames
+from megatron_cg.capture.session import Session
+from megatron_cg.consensus.boundary import Boundary
+from megatron_cg.consensus.decision import Decision, Level, Verdict
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.leave import leave_without_waiting
+from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
+from megatron_cg.events import GraphsDeleted, emit
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guard.inputs import STATIC_INPUT
+
+logger = logging.getLogger(__name__)
+
+_STRUCTURE = "structure"
+"""The clause of an input that was not given at capture, such as a mask."""
+
+
+class GraphController:
+    """Captures one model's graphs, and captures again or gives up where all ranks decide so.
+
+    Every rank calls :meth:`before_step` and :meth:`after_step` around each training step.
+
+    Args:
+        agreement: the votes of all ranks; no vote is posted.
+        capture: captures and returns the session, or raises; called again for a recapture.
+        forget_inputs: forgets which inputs never changed, before a capture for that mismatch.
+        goes_on: whether training goes on eagerly after a failed capture.
+        option: what a user types for that.
+        clean_up: called after such a failure.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        capture: Callable[[], Session],
+        forget_inputs: Callable[[], None],
+        *,
+        goes_on: bool = False,
+        option: str = "",
+        clean_up: Callable[[], None] | None = None,
+    ) -> None:
+        self._agreement = agreement
+        self._capture, self._forget_inputs = capture, forget_inputs
+        self._goes_on, self._option, self._clean_up = goes_on, option, clean_up
+        self._boundary = Boundary(agreement, self._verdict, self.recapture, self._give_up)
+        self._earlier = Counters()
+        self.session: Session | None = None
+        """The graphs as they are now; None before capture, and after they were deleted."""
+        self.gave_up = False
+        """Whether this model trains eagerly for the rest of the run."""
+        self._captured = False
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of all captures so far."""
+        total = Counters()
+        total.add(self._earlier)
+        if self.session is not None:
+            total.add(self.session.counters)
+        return total
+
+    @property
+    def awaits_capture(self) -> bool:
+        """Whether the first capture is still to come."""
+        return not self._captured and not self.gave_up
+
+    def capture(self) -> None:
+        """Capture, on all ranks. After a failure that training survives, ``gave_up`` is True.
+
+        Raises:
+            CaptureError: capture failed, and training does not go on without graphs.
+            MegatronCGError: the error itself, where it is one of this package's.
+        """
+        self._agreement.begin_capture()
+        try:
+            self.session = self._capture()
+            self._captured = True
+        except Exception as error:
+            self._fail(error)
+
+    def recapture(self) -> None:
+        """Delete the graphs and capture again; on all ranks, between two steps."""
+        if self.session is not None:
+            watch = self.session.watch
+            if watch.saw(STATIC_INPUT) or watch.saw(_STRUCTURE):
+                self._forget_inputs()
+        self.delete()
+        self.capture()
+        if self.session is not None:
+            self.session.watch.captured_again = True
+            self.session.counters.recaptured += 1
+
+    def delete(self) -> None:
+        """Delete the graphs, if there are any, and undo all that capture changed."""
+        session, self.session = self.session, None
+        if session is None:
+            return
+        self._earlier.add(session.counters)
+        emit(GraphsDeleted(session.counters, self.counters, self._agreement.time))
+        session.close()
+
+    def before_step(self) -> None:
+        """Do what all ranks decided, if anything. Raises as :meth:`capture`, and AgreementError."""
+        self._boundary.before_step()
+
+    def after_step(self, step: int | None = None) -> None:
+        """Post what this rank wants; see :meth:`Boundary.after_step`."""
+        self._boundary.after_step(step)
+
+    def close(self) -> None:
+        """Vote no more, and let the votes' process group go; before other groups go.
+
+        Safe to run twice. Graphs stay.
+        """
+        self._boundary.close()
+        self._agreement.close()
+
+    def _verdict(self) -> Verdict:
+        if self.session is None:
+            return Verdict()
+        wants = Level.RECAPTURE if self.session.watch.wants_recapture else Level.KEEP
+        return Verdict(wants, graphs=self.session.digest)
+
+    def _give_up(self, decision: Decision) -> None:
+        logger.error("All ranks train eagerly from here on: %s.", decision.reason())
+        self.gave_up = True
+        self.delete()
+
+    def _fail(self, error: Exception) -> None:
+        """Go on eagerly, or raise what the capture failed with."""
+        failure = self._as_capture_error(error)
+        # The traceback's frames hold half-made graphs, and training needs their memory.
+        clear_frames(error)
+        if not self._goes_on or isinstance(error, OutOfStepError | EarlierWorkError):
+            # Without a vote: the launcher ends the other ranks.
+            if isinstance(error, OutOfStepError):
+                leave_without_waiting()
+            raise failure from (error if failure is not error else error.__cause__)
+        self._agreement.report_failure()
+        logger.error("%s Training goes on eagerly (%s).", failure, self._option)
+        self.gave_up = True
+        if self._clean_up is not None:
+            self._clean_up()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _as_capture_error(self, error: Exception) -> MegatronCGError:
+        if isinstance(error, MegatronCGError):
+            return error
+        advice = f" To train without graphs: {self._option}." if self._option else ""
+        return CaptureError(
+            f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG "
+            f"and FP8 state are as before.{advice}"
+        )

@@ -1,0 +1,99 @@
+"""Events: what the core says of a capture, and who listens.
+
+The core emits and knows no subscriber. Progress bar, log and record subscribe (``telemetry``). A
+subscriber runs in the thread that captures, so it must not queue work on the GPU or wait for it.
+What it raises reaches the core, as an error of capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CaptureBegan:
+    """A capture of one model's units begins; nothing has been changed."""
+
+    model: Any
+    """The ``MegatronFSDP``."""
+    units: Sequence[Any]
+    """:class:`megatron_cg.replay.unit.Unit`, in the order of their forward passes."""
+    votes: Any
+    """What votes have cost this rank (``AgreementTime``); None without other ranks."""
+
+
+@dataclass(frozen=True)
+class PassesBegin:
+    """All ranks can capture, and the backend starts to."""
+
+    warmup: int
+    """Forward and backward passes of warmup."""
+    total: int
+    """All passes, those that are captured included."""
+
+
+@dataclass(frozen=True)
+class PassBegan:
+    """A forward or backward pass of warmup or capture follows; nothing runs between."""
+
+    unit: str
+    forward: bool
+
+
+@dataclass(frozen=True)
+class PassEnded:
+    """That pass has ended, and no hook after it has run."""
+
+    unit: str
+    forward: bool
+
+
+@dataclass(frozen=True)
+class PassesDone:
+    """The backend has captured all graphs."""
+
+
+@dataclass(frozen=True)
+class CaptureEnded:
+    """All graphs replay from now on, or nothing came of the capture."""
+
+    counters: Any = None
+    """The session's ``Counters``; None where ``error`` is given."""
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class GraphsDeleted:
+    """The graphs of one model were deleted."""
+
+    counters: Any
+    """``Counters`` of the session that was closed."""
+    total: Any
+    """``Counters`` of all sessions of this model so far."""
+    votes: Any
+    """What votes have cost this rank (``AgreementTime``)."""
+
+
+Event = (
+    CaptureBegan | PassesBegin | PassBegan | PassEnded | PassesDone | CaptureEnded | GraphsDeleted
+)
+
+_subscribers: list[Callable[[Event], None]] = []
+
+
+def subscribe(heard: Callable[[Event], None]) -> Callable[[], None]:
+    """Call ``heard`` for each event from now on, after those who came before; returns the undo."""
+    _subscribers.append(heard)
+
+    def unsubscribe() -> None:
+        _subscribers[:] = [known for known in _subscribers if known is not heard]
+
+    return unsubscribe
+
+
+def emit(event: Event) -> None:
+    """Tell all subscribers, in the order in which they came."""
+    for heard in tuple(_subscribers):
+        heard(event)
