@@ -13,8 +13,8 @@ INSTALL := sh tools/install.sh $(PYTHON)
 # once for each file.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 # Tests that neither train a model nor start a process.
-FAST := arguments ordering/test_clocks.py standalone/test_call.py standalone/test_flight.py \
-	test_static_inputs.py test_mutants_of_pure_modules.py hooks/test_extract.py guard/test_inputs.py \
+FAST := arguments ordering/test_clocks.py integrations/standalone/test_call.py replay/test_in_flight.py \
+	capture/test_static_inputs.py consensus/test_mutants_of_pure_modules.py hooks/test_extract.py replay/guard/test_inputs.py \
 	$(patsubst %,align/test_%.py,command compare data) \
 	$(patsubst %,bench/test_%.py,budget host host_calls measured results rounds sampling schedule trace) \
 	$(patsubst %,fsdp/fast/test_%.py,buckets heuristics kept known views) \
@@ -37,7 +37,7 @@ DEMO_NEEDS := $(STAMP) $(if $(HAS_GPU),$(STAMP)-gpu)
 .PHONY: demo check test lint types unit newest docs wheel clean
 
 demo: $(DEMO_NEEDS)
-	$(PYTHON) -m megatron_cg.cli.main align $(ALIGN)
+	$(PYTHON) -m megatron_cg.tools.cli.main align $(ALIGN)
 
 check: lint types
 	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile $(addprefix tests/unit/,$(FAST))

@@ -1,7 +1,7 @@
 """Options of layers that a graph cannot hold: the host waits for the device in them, or they run
 Python code at every step, which a replay does not run. Megatron-core 0.19.2 accepts all of them.
 
-``tests/unit/plan/test_sweep.py`` checks that all other options of layers can be captured.
+``tests/unit/tools/plan/test_sweep.py`` checks that all other options of layers can be captured.
 """
 
 from __future__ import annotations

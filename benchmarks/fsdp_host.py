@@ -26,8 +26,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cg.cpu.launch import run_processes
 from megatron_cg.files import write_text
+from megatron_cg.tools.cpu.launch import run_processes
 
 WAITING = ("_bucket_group_gradient_reduce", "all_gather_params", "wait_bucket_ready")
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "barrier")
@@ -103,10 +103,10 @@ class Stopwatch:
 
 def measure(shape: Shape, fast: bool, file: Path) -> None:
     """In one of two processes: train, and write what each function took."""
-    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.cpu.train import Trainer
     from megatron_cg.fastpath import install
     from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     model = CpuModelConfig(
         layers=shape.layers, experts=shape.experts, hidden_size=16, ffn_hidden_size=16, heads=2

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figures import FiguresError
-from megatron_cg.cpu.launch import run_processes
 from megatron_cg.replay.guard import Guard, Mismatch
+from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 5
 MODELS = ("dense", "moe")
@@ -83,9 +83,9 @@ def measure(experts: int, calls: int) -> Costs:
     from megatron.core import parallel_state
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.cpu.model import transformer_layers
-    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.cpu.train import Trainer
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(layers=2, experts=experts, graph_modules=scopes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 
 from benchmarks.probe import probing
-from megatron_cg.align.run import example_script
+from megatron_cg.tools.align.run import example_script
 
 
 def main() -> None:

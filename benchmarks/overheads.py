@@ -24,15 +24,15 @@ from rich.console import Console
 from benchmarks.figures import FiguresError, figures, first_counted, step_times
 from benchmarks.report import Measurement, as_markdown, print_table
 from benchmarks.runs import TAPE, TRANSFORMER_ENGINE, Request, records
-from megatron_cg.align.data import from_text, python_sources
-from megatron_cg.align.outcome import Outcome
-from megatron_cg.align.presets import load_preset, preset_names
-from megatron_cg.align.run import gpu_count
-from megatron_cg.align.tape import TAPE_NOTICE
-from megatron_cg.bench.machine import machine
-from megatron_cg.cli.numbers import positive, whole
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.files import write_text
+from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.presets import load_preset, preset_names
+from megatron_cg.tools.align.run import gpu_count
+from megatron_cg.tools.align.tape import TAPE_NOTICE
+from megatron_cg.tools.align.token_data import from_text, python_sources
+from megatron_cg.tools.bench.bench_machine import machine
+from megatron_cg.tools.cli.numbers import positive, whole
 
 FAILED = 2
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figures import RankFigures, Spread
-from megatron_cg.bench.machine import described
+from megatron_cg.tools.bench.bench_machine import described
 
 SCHEMA = {"name": "megatron_cg.overheads", "version": 1}
 TARGET = 0.01

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import measured
-from megatron_cg.align.command import Plan, arguments, environment
-from megatron_cg.align.compare import FAILED
-from megatron_cg.align.data import TokenStream
-from megatron_cg.align.outcome import Outcome
-from megatron_cg.align.presets import Preset
-from megatron_cg.align.processes import LaunchError, Options, Run, run_and_compare
-from megatron_cg.align.run import gpu_count, torch_cudnn
-from megatron_cg.align.tape import tape_shape
-from megatron_cg.bench.commands import as_inherited
+from megatron_cg.tools.align.command import Plan, arguments, environment
+from megatron_cg.tools.align.compare import FAILED
+from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.presets import Preset
+from megatron_cg.tools.align.processes import LaunchError, Options, Run, run_and_compare
+from megatron_cg.tools.align.run import gpu_count, torch_cudnn
+from megatron_cg.tools.align.tape import tape_shape
+from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.bench.commands import as_inherited
 
 TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
 NAMES = ("eager", "graphs")

@@ -1,6 +1,6 @@
 """One measured run on the CPU: ``python -m benchmarks.tape_run PLAN DIRECTORY``, PLAN in JSON.
 
-PLAN is that of ``megatron_cg.align.tape_worker``, which does the work.
+PLAN is that of ``megatron_cg.tools.align.tape_worker``, which does the work.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 # It keeps Transformer Engine from being imported with Megatron, so Megatron comes later.
-from megatron_cg.align import tape_worker
+from megatron_cg.tools.align import tape_worker
 from megatron_cg.upstream.patch import put_over
 
 
 def main(text: str, directory: str) -> None:
     """Train as the plan says, each process under a probe of its own."""
-    from megatron_cg.cpu import launch
+    from megatron_cg.tools.cpu import launch
 
     undo = put_over(launch, "run_plans", _run_measured)
     try:
@@ -28,14 +28,14 @@ def main(text: str, directory: str) -> None:
 
 
 def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:
-    from megatron_cg.cpu.launch import run_processes
+    from megatron_cg.tools.cpu.launch import run_processes
 
     run_processes(partial(_train, tuple(jobs)), processes)
 
 
 def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
     from benchmarks.probe import probing
-    from megatron_cg.cpu.train import train
+    from megatron_cg.tools.cpu.train import train
 
     with probing():
         for plan, directory in jobs:

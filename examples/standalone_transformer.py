@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        from megatron_cg.cpu.launch import run_processes
+        from megatron_cg.tools.cpu.launch import run_processes
 
         run_processes(partial(run, args, "cpu"))
         return

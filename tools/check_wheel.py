@@ -27,8 +27,8 @@ _USE = """
 from importlib import resources
 from pathlib import Path
 import megatron_cg
-from megatron_cg.align.presets import load_preset, preset_names
-from megatron_cg.align.run import example_script
+from megatron_cg.tools.align.presets import load_preset, preset_names
+from megatron_cg.tools.align.run import example_script
 from megatron_cg.arguments import violations
 
 place = Path(megatron_cg.__file__).resolve()

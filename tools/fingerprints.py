@@ -11,8 +11,8 @@ import importlib
 import sys
 from collections.abc import Iterator
 
-from megatron_cg.doctor.relied_on import modules_that_rely
 from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.tools.doctor.relied_on import modules_that_rely
 from megatron_cg.upstream.fingerprints import of_function
 from megatron_cg.upstream.symbols import Symbol, installed_version
 

@@ -19,4 +19,4 @@ if VARIABLE in os.environ:
 
 import megatron.core.models.gpt  # noqa: F401
 
-import megatron_cg.cpu.train  # noqa: F401
+import megatron_cg.tools.cpu.train  # noqa: F401

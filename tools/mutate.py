@@ -36,76 +36,75 @@ BASELINE_SECONDS = 300.0
 VARIABLE = "MEGATRON_CG_MUTANT"
 """Set for a trial's processes: the module, a colon, the mutant's number."""
 _TAPE = (
-    "tape/test_mutants_of_memory.py tape/test_contract.py tape/test_replay.py "
-    "tape/test_standins.py tape/test_training.py"
+    "backends/tape/test_mutants_of_memory.py backends/tape/test_contract.py backends/tape/test_replay.py "
+    "backends/tape/test_standins.py backends/tape/test_training.py"
 )
 _HOOKS = "hooks fsdp/test_hooks_of_real_models.py"
-_REPLAY = "test_session.py test_order_of_passes.py test_verify.py guard/test_faults.py"
+_REPLAY = "capture/test_session.py replay/test_order_of_passes.py replay/test_verify.py replay/guard/test_faults.py"
 NEAR: dict[str, str] = {
-    "capture/accumulators.py": "test_accumulators.py test_session.py tape/test_training.py",
-    "consensus/exchange.py": "test_mutants_of_agreement.py test_agreement.py",
+    "capture/accumulators.py": "capture/test_accumulators.py capture/test_session.py backends/tape/test_training.py",
+    "consensus/exchange.py": "consensus/test_mutants_of_agreement.py consensus/test_agreement.py",
     "backends/tape/tape_backend.py": _TAPE,
     "backends/tape/tape_graphs.py": _TAPE,
-    "backends/tape/tape_host.py": "tape/test_contract.py tape/test_training.py",
+    "backends/tape/tape_host.py": "backends/tape/test_contract.py backends/tape/test_training.py",
     "backends/tape/tape_memory.py": _TAPE,
-    "backends/tape/tape_recording.py": f"{_TAPE} tape/test_collectives.py",
-    "consensus/boundary.py": "test_boundary.py test_verdict.py "
-    "test_session.py test_one_rank_failures.py",
-    "capture/transaction.py": "test_session.py test_capture_memory.py test_broken_captures.py "
-    "test_token_counts.py test_some_layers.py tape/test_training.py",
-    "memory/release.py": "test_capture_memory.py test_broken_captures.py",
-    "upstream/copies.py": "test_copies.py standalone/test_copies.py",
-    "replay/eager_passes.py": "test_eager_passes.py test_order_of_passes.py",
-    "fastpath/gradients/buckets.py": "fsdp/fast/test_buckets.py "
-    "fsdp/fast/test_mutants_of_buckets.py",
-    "fastpath/params/gather.py": "fsdp/fast/test_late.py fsdp/fast/test_gather.py "
-    "fsdp/fast/test_path.py",
-    "fastpath/gradients/bucketing.py": "fsdp/fast/test_hand_off.py fsdp/fast/test_path.py "
-    "fsdp/fast/test_order.py",
-    "fastpath/gradients/detached_weights.py": "fsdp/fast/test_hidden.py "
-    "fsdp/fast/test_hidden_alone.py fsdp/fast/test_hidden_calls.py "
-    "fsdp/fast/test_hidden_more.py fsdp/fast/test_path.py",
-    "fastpath/params/last_unit.py": "fsdp/fast/test_kept.py fsdp/fast/test_gather.py",
-    "fastpath/params/cached_lists.py": "fsdp/fast/test_known.py fsdp/fast/test_path.py",
-    "fastpath/params/deferred_prefetch.py": "fsdp/fast/test_mutants_of_params.py "
-    "fsdp/fast/test_late.py fsdp/fast/test_path.py",
-    "fastpath/install_parts.py": "fsdp/fast/test_parts.py fsdp/fast/test_path.py "
-    "fsdp/fast/test_unknown_bodies.py fsdp/fast/test_pass_edges.py",
-    "fastpath/params/unshard.py": "fsdp/fast/test_mutants_of_params.py "
-    "fsdp/fast/test_known.py fsdp/fast/test_path.py",
-    "fastpath/gradients/views.py": "fsdp/fast/test_views.py fsdp/fast/test_parts.py "
-    "fsdp/fast/test_path.py fsdp/fast/test_kept.py",
-    "fastpath/optimizer/main_weights.py": "fsdp/fast/test_main_weights.py fsdp/fast/test_parts.py "
-    "fsdp/fast/test_path.py fsdp/fast/test_zero.py",
-    "fastpath/optimizer/zero.py": "fsdp/fast/test_zero.py",
-    "fsdp/model.py": "fsdp/fast/test_mutants_of_params.py test_session.py "
-    "test_some_layers.py tape/test_training.py",
+    "backends/tape/tape_recording.py": f"{_TAPE} backends/tape/test_collectives.py",
+    "consensus/boundary.py": "consensus/test_boundary.py consensus/test_decision.py "
+    "capture/test_session.py runs/test_one_rank_failures.py",
+    "capture/transaction.py": "capture/test_session.py memory/test_capture_memory.py capture/test_broken_captures.py "
+    "capture/test_token_counts.py runs/test_some_layers.py backends/tape/test_training.py",
+    "memory/release.py": "memory/test_capture_memory.py capture/test_broken_captures.py",
+    "upstream/copies.py": "upstream/test_copies.py integrations/standalone/test_copies.py",
+    "replay/eager_passes.py": "replay/test_eager_passes.py replay/test_order_of_passes.py",
+    "fastpath/gradients/buckets.py": "fastpath/test_buckets.py fastpath/test_mutants_of_buckets.py",
+    "fastpath/params/gather.py": "fastpath/test_deferred_prefetch.py fastpath/test_gather.py "
+    "fastpath/test_fast_path.py",
+    "fastpath/gradients/bucketing.py": "fastpath/test_bucketing.py fastpath/test_fast_path.py "
+    "fastpath/test_order.py",
+    "fastpath/gradients/detached_weights.py": "fastpath/test_detached.py "
+    "fastpath/test_detached_alone.py fastpath/test_detached_calls.py "
+    "fastpath/test_detached_more.py fastpath/test_fast_path.py",
+    "fastpath/params/last_unit.py": "fastpath/test_last_unit.py fastpath/test_gather.py",
+    "fastpath/params/cached_lists.py": "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
+    "fastpath/params/deferred_prefetch.py": "fastpath/test_mutants_of_params.py "
+    "fastpath/test_deferred_prefetch.py fastpath/test_fast_path.py",
+    "fastpath/install_parts.py": "fastpath/test_parts.py fastpath/test_fast_path.py "
+    "fastpath/test_unknown_bodies.py fastpath/test_pass_edges.py",
+    "fastpath/params/unshard.py": "fastpath/test_mutants_of_params.py "
+    "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
+    "fastpath/gradients/views.py": "fastpath/test_views.py fastpath/test_parts.py "
+    "fastpath/test_fast_path.py fastpath/test_last_unit.py",
+    "fastpath/optimizer/main_weights.py": "fastpath/test_main_weights.py fastpath/test_parts.py "
+    "fastpath/test_fast_path.py fastpath/test_zero.py",
+    "fastpath/optimizer/zero.py": "fastpath/test_zero.py",
+    "fsdp/fsdp_model.py": "fastpath/test_mutants_of_params.py capture/test_session.py "
+    "runs/test_some_layers.py backends/tape/test_training.py",
     "fsdp/roles.py": _HOOKS,
     "fsdp/tag.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,
     "replay/guarded_graph.py": _REPLAY,
-    "replay/guard/addresses.py": "guard test_moved_buffers.py",
+    "replay/guard/addresses.py": "guard runs/test_moved_buffers.py",
     "replay/guard/guard.py": "guard",
     "replay/guard/inputs.py": "guard",
     "replay/guard/mismatch.py": "guard",
     "replay/guard/modes.py": "guard",
     "replay/guard/objects.py": "guard",
-    "capture/guarded_capture.py": "test_session.py test_broken_captures.py "
-    "test_one_rank_failures.py guard",
-    "capture/hook_order.py": "hooks test_hook_order.py",
+    "capture/guarded_capture.py": "capture/test_session.py capture/test_broken_captures.py "
+    "runs/test_one_rank_failures.py guard",
+    "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
-    "consensus/leave.py": "test_leaving.py test_one_rank_failures.py",
-    "replay/attach.py": f"{_REPLAY} test_copies.py",
-    "hooks/schedule.py": "test_hook_order.py test_mutants_of_pure_modules.py",
-    "capture/session.py": "test_session.py test_life.py "
-    "test_broken_captures.py test_one_rank_failures.py",
-    "capture/static_inputs.py": "test_static_inputs.py "
-    "test_session.py guard/test_inputs.py tape/test_training.py",
-    "upstream/patch.py": "test_undo.py megatron/test_patches.py test_session.py",
-    "capture/unit_guard.py": "test_session.py guard",
-    "consensus/decision.py": "test_verdict.py test_mutants_of_pure_modules.py",
-    "replay/verify.py": "test_verify.py",
-    "replay/mismatch_policy.py": "test_watch.py test_fault_table.py",
+    "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",
+    "replay/attach.py": f"{_REPLAY} upstream/test_copies.py",
+    "hooks/capture_schedule.py": "capture/test_hook_order.py consensus/test_mutants_of_pure_modules.py",
+    "capture/session.py": "capture/test_session.py runs/test_life.py "
+    "capture/test_broken_captures.py runs/test_one_rank_failures.py",
+    "capture/static_inputs.py": "capture/test_static_inputs.py "
+    "capture/test_session.py replay/guard/test_inputs.py backends/tape/test_training.py",
+    "upstream/patch.py": "upstream/test_undo.py integrations/megatron/test_patches.py capture/test_session.py",
+    "capture/unit_guard.py": "capture/test_session.py guard",
+    "consensus/decision.py": "consensus/test_decision.py consensus/test_mutants_of_pure_modules.py",
+    "replay/verify.py": "replay/test_verify.py",
+    "replay/mismatch_policy.py": "replay/test_mismatch_policy.py test_fault_table.py",
 }
 """For each module, below the package, the tests below ``tests/unit`` that are run."""
 

@@ -34,16 +34,33 @@ _SOURCES = {
 CONTRACT = "contract tests"
 CHECKS: dict[str, tuple[str, ...]] = {
     CONTRACT: (
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "tests/unit/tape"),
-        *("tests/unit/backends", "tests/unit/cpu", "tests/unit/doctor/test_symbols.py"),
-        *("tests/unit/fsdp/test_hooks_of_real_models.py", "tests/unit/test_hook_order.py"),
+        *(
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore",
+            "tests/unit/backends/tape",
+        ),
+        *("tests/unit/backends", "tests/unit/tools/cpu", "tests/unit/tools/doctor/test_symbols.py"),
+        *("tests/unit/fsdp/test_hooks_of_real_models.py", "tests/unit/capture/test_hook_order.py"),
     ),
     "dense alignment": (
-        *("-m", "megatron_cg.cli.main", "align", "--backend", "tape", "--preset", "llama-tiny"),
+        *(
+            "-m",
+            "megatron_cg.tools.cli.main",
+            "align",
+            "--backend",
+            "tape",
+            "--preset",
+            "llama-tiny",
+        ),
         *("--steps", "6"),
     ),
     "MoE alignment": (
-        *("-m", "megatron_cg.cli.main", "align", "--backend", "tape"),
+        *("-m", "megatron_cg.tools.cli.main", "align", "--backend", "tape"),
         *("--preset", "qwen3-moe-tiny", "--steps", "6"),
     ),
 }

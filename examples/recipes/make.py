@@ -9,7 +9,7 @@ import shlex
 import textwrap
 from pathlib import Path
 
-from megatron_cg.align.presets import Preset, load_preset, preset_names
+from megatron_cg.tools.align.presets import Preset, load_preset, preset_names
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.idle_pool import Room
+from megatron_cg.memory.scratch import Room
 from megatron_cg.replay.guard.objects import Entry
-from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.replay.replay_function import ReplayFunction
 
 
 class GraphedCallable(Protocol):

@@ -18,7 +18,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.boundary import Boundary
 from megatron_cg.consensus.decision import Decision, Level, Verdict
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.consensus.leave import leave_without_waiting
+from megatron_cg.consensus.process_exit import leave_without_waiting
 from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
 from megatron_cg.events import GraphsDeleted, emit
 from megatron_cg.replay.counters import Counters

@@ -20,9 +20,9 @@ from megatron_cg.capture.transaction import buffers_kept, without_gradients
 from megatron_cg.capture.unit_guard import UnitGuard, UnitGuards
 from megatron_cg.errors import CaptureError
 from megatron_cg.events import PassesBegin, PassesDone, emit
-from megatron_cg.fsdp.model import training_states
+from megatron_cg.fsdp.fsdp_model import training_states
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.hooks.schedule import schedule
+from megatron_cg.hooks.capture_schedule import schedule
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.inputs import Inputs

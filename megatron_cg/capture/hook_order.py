@@ -33,7 +33,7 @@ from torch import nn
 from megatron_cg.capture.observers import PassObserver
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
-from megatron_cg.hooks.schedule import schedule
+from megatron_cg.hooks.capture_schedule import schedule
 from megatron_cg.upstream.symbols import changed
 
 _AFTER_A_PASS = ("forward_hooks", "backward_hooks")
@@ -61,7 +61,7 @@ class HookOrder:
         observers: see Note [Around a pass] in ``observers.py``.
 
     Raises:
-        CaptureError: callables, samples and order do not fit; see ``megatron_cg.hooks.schedule``.
+        CaptureError: callables, samples and order do not fit; see ``megatron_cg.hooks.capture_schedule``.
     """
 
     def __init__(

@@ -41,13 +41,13 @@ from megatron_cg.events import CaptureBegan, CaptureEnded, emit
 from megatron_cg.fastpath import FastPath
 from megatron_cg.fastpath import install as install_fast_path
 from megatron_cg.fastpath.params.last_unit import keep_no_more
-from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.attach import attach_replay
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
-from megatron_cg.replay.lending import ReplayFunction
 from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import run_before, set_attribute
 
@@ -80,7 +80,7 @@ class Session:
         policy: what follows when a graph must not be replayed.
         static_inputs: what is known of the units' inputs, in the same order.
         fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs live; see
-            ``megatron_cg/fsdp/fast``.
+            ``megatron_cg/fastpath``.
         optimizers: of the model's parameters, for the fast path.
 
     Raises:

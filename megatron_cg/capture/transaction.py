@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fsdp.model import gather_alone, raw_parameters, training_states
+from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters, training_states
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.tag import tag_backward_wrappers
 from megatron_cg.fsdp.transform import UnitHooks, transform

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.consensus.collectives import collectives_so_far
-from megatron_cg.fsdp.buffers import watched_memory
+from megatron_cg.fsdp.unsharded_buffers import watched_memory
 from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs

@@ -11,7 +11,7 @@ from types import CellType
 from typing import Any
 
 from megatron_cg.fsdp.roles import fsdp_package_of
-from megatron_cg.hooks.record import innermost
+from megatron_cg.hooks.hook_records import innermost
 from megatron_cg.upstream.closures import cells_of
 from megatron_cg.upstream.symbols import changed
 

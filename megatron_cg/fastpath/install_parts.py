@@ -28,9 +28,9 @@ from megatron_cg.fastpath.params.gather import install_gathers
 from megatron_cg.fastpath.params.last_unit import install_kept
 from megatron_cg.fastpath.params.swap import install_swap
 from megatron_cg.fastpath.params.unshard import install_unshard
-from megatron_cg.fsdp.symbols import unknown_bodies
-from megatron_cg.memory.idle_pool import Room
-from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
+from megatron_cg.memory.scratch import Room
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from enum import Enum
 from typing import Any
 
 from megatron_cg.errors import UnknownFsdpHookError
-from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.hooks.record import HookKind, HookRecord, describe, innermost
+from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, innermost
 from megatron_cg.upstream.symbols import installed_version
 
 BACKWARD_HANDLER = "_cuda_graph_backward_handler"

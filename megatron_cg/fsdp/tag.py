@@ -15,7 +15,7 @@ from megatron_cg.fsdp.roles import (
     classify,
     wrapped_handler,
 )
-from megatron_cg.hooks.record import module_hooks
+from megatron_cg.hooks.hook_records import module_hooks
 from megatron_cg.upstream.patch import set_attribute
 
 _SENTINEL = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.hooks.record import FLAG_REGISTRIES, HookKind, HookRecord, module_hooks
+from megatron_cg.hooks.hook_records import FLAG_REGISTRIES, HookKind, HookRecord, module_hooks
 
 _MODULE_REGISTRIES = (*(kind.value for kind in HookKind), *FLAG_REGISTRIES)
 _PARAMETER_REGISTRIES = ("_post_accumulate_grad_hooks", "_backward_hooks")

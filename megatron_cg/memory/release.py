@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import set_attribute
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard, Mismatch
-from megatron_cg.replay.lending import ReplayFunction
 from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Kept, verify
 

@@ -32,12 +32,12 @@ import torch
 from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.files import write_text
 from megatron_cg.replay.counters import Counters
-from megatron_cg.telemetry.events import listening
 from megatron_cg.telemetry.machine_load import machine, variables
 from megatron_cg.telemetry.memory_lines import memory
 from megatron_cg.telemetry.record_schema import CAPTURED_AFTER, FORMAT
 from megatron_cg.telemetry.record_setup import Setup, of_megatron
 from megatron_cg.telemetry.record_shards import parameter_digests
+from megatron_cg.telemetry.warnings_heard import listening
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
-    from megatron_cg.cpu.plan import TrainingPlan
+    from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
 _ARGS = Symbol("megatron-core", "megatron.training.global_vars:get_args", "the run's arguments")
 RELIES_ON = (_ARGS,)

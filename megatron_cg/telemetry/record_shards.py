@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.model import find_megatron_fsdp
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.fsdp.fsdp_symbols import in_both
 
 _BUFFERS = {
     "main": "main_weight_buffer",

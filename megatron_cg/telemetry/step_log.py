@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.replay.counters import Counters
-from megatron_cg.telemetry.phases import StepPhases
 from megatron_cg.telemetry.record import note_step
+from megatron_cg.telemetry.step_phases import StepPhases
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from filelock import FileLock
 
-from megatron_cg.align.command import Plan, arguments
-from megatron_cg.align.data import TokenStream, from_text, python_sources
-from megatron_cg.align.outcome import Outcome
-from megatron_cg.align.presets import load_preset
-from megatron_cg.align.processes import Options
-from megatron_cg.align.run import align_on_gpus, example_script, make_run
+from megatron_cg.tools.align.command import Plan, arguments
+from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.align.processes import Options
+from megatron_cg.tools.align.run import align_on_gpus, example_script, make_run
+from megatron_cg.tools.align.token_data import TokenStream, from_text, python_sources
 from tests.functional.cases import Case
 
 TIMEOUT = 240.0

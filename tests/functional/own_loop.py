@@ -37,8 +37,8 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 import megatron_cg
-from megatron_cg.align.presets import load_preset
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.align.presets import load_preset
 from tests.functional.loops import (
     API,
     BATCH,
@@ -317,8 +317,8 @@ def tapes() -> Iterator[None]:
     """Megatron's helper of a loop of one's own captures on tapes."""
     from megatron.core.transformer import cuda_graphs
 
-    from megatron_cg.cpu.standins import replaced
     from megatron_cg.integrations.megatron.own_loops import LoopHelper
+    from megatron_cg.tools.cpu.fakes import replaced
 
     with (
         replaced(LoopHelper, "make_backend", staticmethod(TapeBackend)),

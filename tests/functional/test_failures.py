@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.align.compare import Comparison
-from megatron_cg.align.outcome import Outcome
+from megatron_cg.tools.align.compare import Comparison
+from megatron_cg.tools.align.outcome import Outcome
 from tests.functional.cases import DROPOUT, FP8, SINKHORN, Case, batch
 from tests.functional.tampering import captures
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.align.outcome import Outcome
-from megatron_cg.align.processes import OVERDUE
+from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.processes import OVERDUE
 from tests.functional.cases import LIFE, MOE, PREPROCESS, Case, batch
 from tests.functional.test_failures import STAGES, trained_alike
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.align.outcome import Outcome
-from megatron_cg.align.processes import OVERDUE
+from megatron_cg.tools.align.outcome import Outcome
+from megatron_cg.tools.align.processes import OVERDUE
 from tests.functional.cases import EXPANDABLE_ALONE, LIFE, Case, resumed
 from tests.functional.test_failures import trained_alike
 

@@ -14,21 +14,21 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron_cg.align.command import DETERMINISTIC_ENVIRONMENT
-from megatron_cg.cpu import launch
+from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT
+from megatron_cg.tools.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 
 LONGEST = (
     "ordering/test_order.py",
-    "plan/test_sweep.py",
-    "tape/test_own_loop.py",
-    "test_life.py",
-    "fsdp/fast/test_path.py",
-    "test_some_layers.py",
-    "plan/test_plans.py",
-    "bench/test_command_line.py",
-    "align/test_schema.py",
-    "megatron/test_teardown.py",
+    "tools/plan/test_sweep.py",
+    "backends/tape/test_own_loop.py",
+    "runs/test_life.py",
+    "fastpath/test_fast_path.py",
+    "runs/test_some_layers.py",
+    "tools/plan/test_plans.py",
+    "tools/bench/test_command_line.py",
+    "tools/align/test_schema.py",
+    "integrations/megatron/test_teardown.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""
 
@@ -47,10 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would begin with files of the most tests.
-    imported = ["megatron_cg.cpu.launch", "megatron_cg.cpu.standins"]
+    imported = ["megatron_cg.tools.cpu.launch", "megatron_cg.tools.cpu.fakes"]
     # Where Transformer Engine is, some of them keep it out of Megatron, before that is imported.
     if importlib.util.find_spec("transformer_engine") is None:
-        imported += ["megatron_cg.cpu.train", "megatron.core.models.gpt"]
+        imported += ["megatron_cg.tools.cpu.train", "megatron.core.models.gpt"]
     # Of a second one models this small gain nothing, and it takes a core from the other worker.
     torch.set_num_threads(1)
     launch.START = "forkserver"
@@ -65,7 +65,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """
     folder = tmp_path_factory.getbasetemp() / "cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_cg.align.data.cache_folder", lambda: folder)
+        patch.setattr("megatron_cg.tools.align.token_data.cache_folder", lambda: folder)
         yield
 
 
@@ -133,7 +133,7 @@ def one_rank(imported: None, tmp_path: Path) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    from megatron_cg.cpu.standins import cpu_standins
+    from megatron_cg.tools.cpu.fakes import cpu_standins
 
     with cpu_standins():
         torch.distributed.init_process_group(
@@ -151,7 +151,7 @@ def one_rank(imported: None, tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def dense_model(one_rank: None) -> Any:
     """A real GPTModel under megatron-core's FSDP, with attention and MLP as graph scopes."""
-    from megatron_cg.cpu.model import build
-    from megatron_cg.cpu.plan import CpuModelConfig
+    from megatron_cg.tools.cpu.cpu_model import build
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
     return build(CpuModelConfig(layers=2, graph_modules=("attn", "mlp")))

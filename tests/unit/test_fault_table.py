@@ -16,8 +16,8 @@ from megatron_cg.replay.guard.inputs import FIELDS
 from tests.functional import cases, test_failures
 from tests.functional.tampered import ACTIONS
 from tests.functional.tampering import replay
-from tests.unit import test_life, test_one_rank_failures
-from tests.unit.guard.faults import FAULTS
+from tests.unit.replay.guard.faults import FAULTS
+from tests.unit.runs import test_life, test_one_rank_failures
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "faults.md"

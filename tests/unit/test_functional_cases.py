@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.align.command import arguments
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.plan.worker import docstrings_read_once
+from megatron_cg.tools.align.command import arguments
+from megatron_cg.tools.plan.worker import docstrings_read_once
 from tests.functional import cases, test_failures
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of, pytest_xdist_auto_num_workers

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_cg import __main__ as launcher_module
-from megatron_cg.cli import main as cli
+from megatron_cg.tools.cli import main as cli
 
 _COLUMNS = "100"
 

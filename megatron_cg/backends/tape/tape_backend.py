@@ -28,10 +28,10 @@ from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
 from megatron_cg.hooks import HookKind
-from megatron_cg.hooks.schedule import Step, schedule
-from megatron_cg.memory.idle_pool import Room
+from megatron_cg.hooks.capture_schedule import Step, schedule
+from megatron_cg.memory.scratch import Room
 from megatron_cg.replay.guard.objects import Entry
-from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.replay.replay_function import ReplayFunction
 
 Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
 

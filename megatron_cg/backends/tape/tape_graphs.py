@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_cg.backends.tape.tape_recording import Tape
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.patch import set_attribute
 
 Tensors = tuple[torch.Tensor | None, ...]

@@ -25,9 +25,9 @@ from torch import nn
 
 from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.idle_pool import IdlePool, Room
+from megatron_cg.memory.scratch import IdlePool, Room
 from megatron_cg.replay.guard.objects import Entry
-from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 

@@ -73,7 +73,7 @@ from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
 from megatron_cg.fastpath.gradients.streams import current_stream, wait_for
 from megatron_cg.fastpath.gradients.views import BucketViews, in_one_piece
 from megatron_cg.fastpath.hook_closures import find_cell, hook_functions, hooks_of_gradient
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.closures import put_over_cell
 from megatron_cg.upstream.patch import run_before
 

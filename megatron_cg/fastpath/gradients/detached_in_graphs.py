@@ -6,7 +6,7 @@ Megatron-FSDP's bucket. Here a graph is replayed without its weights among autog
 grouped GEMM is run (``detached_weights.py``), and the gradients go from the graph's own memory
 into the bucket by one copy.
 
-See Note [Gradients that are lent] in ``megatron_cg/replay/lending.py``: where they cannot go into
+See Note [Gradients that are lent] in ``megatron_cg/replay/replay_function.py``: where they cannot go into
 their bucket at once, since a weight is used in another way too for one, they are copied as before.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, call_hidden
-from megatron_cg.replay.lending import ReplayFunction
+from megatron_cg.replay.replay_function import ReplayFunction
 
 
 def install_hidden_graphs(

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over
 
 _FREES = "wait_for_previous_grad_reduce"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import in_both
 
 _STAYS = "FixedPoolAllocator"
 """The allocator of ``--fsdp-double-buffer``: a bucket comes back to one of two buffers that are

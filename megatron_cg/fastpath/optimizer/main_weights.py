@@ -38,8 +38,8 @@ import torch
 
 from megatron_cg.fastpath.not_applicable import StepsAsideError
 from megatron_cg.fastpath.params.unshard import is_float8
-from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.memory.idle_pool import Room
+from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.memory.scratch import Room
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)

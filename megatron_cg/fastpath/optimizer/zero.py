@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over
 
 _ZERO, _KEEPS = "zero_grad", "megatron_fsdp_cuda_graph_mode"

@@ -45,7 +45,7 @@ from torch import nn
 
 from megatron_cg.fastpath.not_applicable import StepsAsideError
 from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over, run_before
 
 Key = tuple[int, bool]

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from megatron_cg.fastpath.not_applicable import StepsAsideError
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over, set_attribute
 
 _RELEASE, _RECYCLE = "release_bucket", "recycle_unused_buckets"

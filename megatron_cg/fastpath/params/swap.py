@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over
 
 Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]

@@ -25,9 +25,9 @@ from megatron_cg.fastpath.params.cached_lists import (
     ParameterLists,
 )
 from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler
-from megatron_cg.fsdp.symbols import in_both
-from megatron_cg.hooks.record import module_hooks
+from megatron_cg.hooks.hook_records import module_hooks
 from megatron_cg.upstream.closures import put_over_cell, set_cell
 from megatron_cg.upstream.patch import put_over
 

@@ -27,10 +27,10 @@ from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement, AgreementTime
-from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
-from megatron_cg.integrations.megatron.samples import hidden_type, in_type
-from megatron_cg.integrations.megatron.scopes import give_scopes, leave_out
+from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.memory.usage import log_report

@@ -12,7 +12,7 @@ from megatron_cg.arguments.configs import run_of
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.errors import ConfigurationError, HookError
-from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 
 
 def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:

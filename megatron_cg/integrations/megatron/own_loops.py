@@ -25,7 +25,7 @@ from functools import partial, wraps
 from typing import Any
 
 from megatron_cg.capture.session import Phase
-from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 from megatron_cg.integrations.megatron.model_rules import check_model
 from megatron_cg.upstream.patch import run_after, set_attribute

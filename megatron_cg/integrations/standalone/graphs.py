@@ -14,7 +14,7 @@ from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import HookError, Violation
-from megatron_cg.fsdp.model import find_megatron_fsdp
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.call_arguments import (
     BackendName,
     OnFailure,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_cg.hooks import HookKind
-from megatron_cg.hooks.record import FLAG_REGISTRIES
+from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 from megatron_cg.telemetry.record import note
 from megatron_cg.telemetry.record_shards import digest
 from tests.functional.tampering.places import wrap

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_cg.hooks import HookKind
-from megatron_cg.hooks.record import FLAG_REGISTRIES
+from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 
 
 class ForcedError(RuntimeError):

@@ -14,14 +14,14 @@ from benchmarks.guard_cost import measure
 from benchmarks.overheads import FAILED, main
 from benchmarks.probe import probing
 from benchmarks.runs import TRANSFORMER_ENGINE, Request
-from megatron_cg.align.data import TokenStream
-from megatron_cg.align.presets import load_preset
 from megatron_cg.consensus.boundary import Boundary
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import Watch
 from megatron_cg.telemetry.record import Recorder
+from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.align.token_data import TokenStream
 
 PRESET = "qwen3-moe-tiny"
 LAYERS, STEPS = 3, 7

@@ -62,8 +62,8 @@ def test_it_has_the_same_losses_with_and_without_graphs(
 
 @pytest.fixture
 def model(one_rank: None) -> Any:
-    from megatron_cg.cpu.model import build
-    from megatron_cg.cpu.plan import CpuModelConfig
+    from megatron_cg.tools.cpu.cpu_model import build
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
     return build(CpuModelConfig(layers=1, fsdp_options={"fsdp_double_buffer": False}))
 
@@ -89,8 +89,8 @@ def test_a_loop_that_enters_no_step_is_told_once(
 ) -> None:
     from megatron.core import num_microbatches_calculator as calculator
 
-    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.cpu.train import Trainer
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
     trainer = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
@@ -115,11 +115,11 @@ def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
 ) -> None:
     from megatron.core import num_microbatches_calculator as calculator
 
-    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.cpu.train import Trainer
-    from megatron_cg.fsdp.model import find_megatron_fsdp
+    from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
     from megatron_cg.integrations.megatron import loop as api
     from megatron_cg.memory.release import _KEEPS
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     def failing(*_given: Any) -> None:
         raise MemoryError

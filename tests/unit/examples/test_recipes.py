@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.align.presets import load_preset, preset_names
+from megatron_cg.tools.align.presets import load_preset, preset_names
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "recipes"
 TINY = [name for name in preset_names() if name.endswith("-tiny")]

@@ -15,13 +15,13 @@ from megatron_cg.errors import HookError, UnknownFsdpHookError
 from megatron_cg.fsdp import FsdpRole, classify, tag_backward_wrappers, transform
 from megatron_cg.fsdp.roles import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
-from megatron_cg.hooks.record import innermost
+from megatron_cg.hooks.hook_records import innermost
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import installed_version
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    from megatron_cg.cpu.model import transformer_layers
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     return list(transformer_layers(model))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_cg.hooks import HookKind, HookSnapshot, ParameterHookSnapshot, describe, module_hooks
-from megatron_cg.hooks.record import FLAG_REGISTRIES
+from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 
 
 def plain(*_args: object) -> None:

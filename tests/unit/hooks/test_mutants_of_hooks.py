@@ -108,8 +108,8 @@ def test_fp8_transposes_are_released_after_the_forward_pass(dense_model: Any) ->
 
 def test_of_modules_inside_only_those_in_the_graph_are_gathered_for_it(one_rank: None) -> None:
     """Under ZeRO-1 each module has a hook of its own, and a layer none."""
-    from megatron_cg.cpu.model import build, transformer_layers
-    from megatron_cg.cpu.plan import CpuModelConfig
+    from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
     options = {"data_parallel_sharding_strategy": "optim"}
     layer = transformer_layers(build(CpuModelConfig(layers=1, fsdp_options=options)))[0]

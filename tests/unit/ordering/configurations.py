@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.unit.fsdp.fast.test_path import Lending, with_penalty
+from tests.unit.fastpath.test_fast_path import Lending, with_penalty
 from tests.unit.ordering.runs import Run, on_another_stream, traced, traced_grouped_gemms
 from tests.unit.ordering.trace import Trace
 
@@ -95,7 +95,7 @@ OUTER = {
 }
 """Four ranks, in two groups of two."""
 GROUPED = ("once", "used beside")
-"""Grouped GEMMs on the fast path, as ``tests/unit/fsdp/fast/test_hidden.py`` calls them."""
+"""Grouped GEMMs on the fast path, as ``tests/unit/fastpath/test_detached.py`` calls them."""
 
 
 Configurations = dict[str, Callable[[], Trace]]

@@ -12,7 +12,7 @@ _OWN: Reasons = {
             "the host waits for a vote, in a gloo group on CPU tensors"
         )
     },
-    "megatron_cg/align/processes.py": {
+    "megatron_cg/tools/align/processes.py": {
         (
             "self.process.wait(max(0.0, self._deadline - time.monotonic()))",
             "self.process.wait(_STOP_SECONDS)",
@@ -39,9 +39,9 @@ _OWN: Reasons = {
     "megatron_cg/integrations/megatron/teardown.py": {
         ("stream.record_event()",): "at the end, whether the device comes to rest; nothing follows"
     },
-    "megatron_cg/bench/device.py": {("torch.cuda.synchronize()",): "around what is timed"},
-    "megatron_cg/bench/execute.py": {("process.wait()",): "the host waits for a process"},
-    "megatron_cg/bench/sampling.py": {
+    "megatron_cg/tools/bench/device.py": {("torch.cuda.synchronize()",): "around what is timed"},
+    "megatron_cg/tools/bench/execute.py": {("process.wait()",): "the host waits for a process"},
+    "megatron_cg/tools/bench/sampling.py": {
         (
             "self._process.wait()",
             "self._process.wait(_WRITTEN_AFTER)",

@@ -53,9 +53,9 @@ def traced(run: Run) -> Trace:
     """
     from megatron.core import parallel_state
 
-    from megatron_cg.cpu.plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.cpu.train import Trainer
     from megatron_cg.fastpath import install
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     with ExitStack() as stack:
         stack.callback(parallel_state.destroy_model_parallel)
@@ -96,7 +96,7 @@ def traced(run: Run) -> Trace:
 def traced_grouped_gemms(way: str) -> Trace:
     """The trace of experts whose weights autograd does not see; ``way`` as in ``test_hidden``."""
     from megatron_cg import fastpath as fast
-    from tests.unit.fsdp.fast import test_hidden
+    from tests.unit.fastpath import test_detached as test_hidden
 
     with modelled_device() as notes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast, "install", partial(_traced_from_here, fast.install, notes))

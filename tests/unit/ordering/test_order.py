@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import megatron_cg
-from megatron_cg.cpu.launch import run_processes
+from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.ordering import excused
 from tests.unit.ordering.check import Race, races
 from tests.unit.ordering.configurations import POOLED, SEVERAL_STREAMS, configurations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Work
 
-from megatron_cg.cpu.standins import replaced
+from megatron_cg.tools.cpu.fakes import replaced
 from tests.unit.ordering.doubles.streams import Event, Stream, Streams
 from tests.unit.ordering.sites import caller
 from tests.unit.ordering.trace import Await, AwaitStream, Launch, Record, Span

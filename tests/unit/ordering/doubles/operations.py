@@ -16,7 +16,7 @@ from megatron_cg.backends.host_reads import _reads as _reads_on_host
 from megatron_cg.backends.tape import tape_memory
 from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import Tape, _written
-from megatron_cg.cpu.standins import replaced
+from megatron_cg.tools.cpu.fakes import replaced
 from tests.unit.ordering.doubles.collectives import Collectives, tensors_in
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.doubles.streams import Streams

@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 
 import megatron_cg.fastpath  # noqa: F401 - all modules that ask for the stream
-from megatron_cg.cpu.standins import StandInEvent, StandInStream, replaced
 from megatron_cg.fastpath.gradients import streams as fast_streams
+from megatron_cg.tools.cpu.fakes import StandInEvent, StandInStream, replaced
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.sites import caller
 from tests.unit.ordering.trace import Await, AwaitStream, HostAwaits, Keep, Record

@@ -1,0 +1,135 @@
+"""A model's Megatron-FSDP wrapper, and its parameters made whole for the time of a capture.
+
+Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
+``_replace_param_with_raw_if_needed``, ``is_param_fsdp_distributed``, ``synchronize_param_gather``,
+``start_param_sync``, ``all_gather_pipeline`` and the attribute ``_training_state`` of every module
+below it; class ``AllGatherPipeline``: ``all_gather_params``, ``bucket_status``,
+``param_gather_event_map`` and ``wait_bucket_ready``; class ``ParamAndGradBuffer``:
+``double_buf_units``, ``param_to_param_group`` and ``parameter_groups``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.roles import fsdp_package_of
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import changed
+
+_NEEDED = (
+    "_replace_param_with_raw_if_needed",
+    "is_param_fsdp_distributed",
+    "synchronize_param_gather",
+    "start_param_sync",
+    "param_and_grad_buffer",
+    "all_gather_pipeline",
+)
+RELIES_ON = (
+    *in_both(
+        "megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=(*_NEEDED, "_training_state")
+    ),
+    *in_both(
+        "param_and_grad_buffer:AllGatherPipeline",
+        "what gathers weights",
+        attributes=(
+            *("all_gather_params", "bucket_status", "buffer"),
+            *("param_gather_event_map", "wait_bucket_ready"),
+        ),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "which units share two buffers",
+        attributes=("double_buf_units", "param_to_param_group", "parameter_groups"),
+    ),
+)
+
+
+def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
+    """The ``MegatronFSDP`` that ``model`` is or contains (either package's), or None.
+
+    Raises UpstreamChangedError when it lacks a member that capture relies on.
+    """
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ != "MegatronFSDP":
+            continue
+        distribution = fsdp_package_of(kind.forward)
+        if distribution is None:
+            continue
+        for name in _NEEDED:
+            if not hasattr(module, name):
+                raise changed(distribution, f"MegatronFSDP.{name}", "a member of the wrapped model")
+        return module
+    return None
+
+
+@contextmanager
+def raw_parameters(fsdp: Any) -> Iterator[None]:
+    """Let the modules hold their raw parameters, as during a forward pass, and undo it after.
+
+    Between steps Megatron-FSDP puts sharded DTensors in the place of the parameters. A graph has
+    to be captured on the raw ones: these are what a replay hands to autograd, and the
+    post-accumulate-grad hooks sit on them.
+
+    On leaving, all-gathers that capture prefetched are waited for and their buckets released (a
+    bucket left in flight would make the next step's reset warn and wait), and the parameters are
+    sharded or raw as they were found.
+    """
+    was_distributed = bool(fsdp.is_param_fsdp_distributed)
+    fsdp._replace_param_with_raw_if_needed()
+    try:
+        yield
+    finally:
+        # What its reset does itself, but not without a warning that lists every bucket.
+        pipeline = fsdp.all_gather_pipeline
+        for bucket, bwd in list(pipeline.param_gather_event_map):
+            pipeline.wait_bucket_ready(bucket, bwd)
+        # A gather that failed as it began has left nothing to wait for, at which reset would fail.
+        for key, status in pipeline.bucket_status.items():
+            if status.name == "COMMUNICATING":
+                pipeline.bucket_status[key] = type(status).READY_TO_USE
+        fsdp.synchronize_param_gather()
+        if not was_distributed:
+            fsdp.start_param_sync()
+
+
+def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Gather no unit ahead, where ``parameters`` are of only some that share two buffers.
+
+    Megatron-FSDP's hooks gather the next unit as well, into the other buffer. One that is not
+    captured runs no hook at capture which would let go of it again, and the unit after finds no
+    buffer. Where all are captured they do; gathering ahead is then left on, since a capture before
+    the first step is where each unit gets its buffer for good.
+
+    ``parameters`` are the raw ones. Returns the undo.
+    """
+    pipeline = fsdp.all_gather_pipeline
+    store = pipeline.buffer
+    groups = {store.param_to_param_group.get(parameter) for parameter in parameters} - {None}
+    captured = {store.parameter_groups[group].fsdp_unit_id for group in groups}
+    if captured.issuperset(store.double_buf_units):
+        return lambda: None
+    gather = pipeline.all_gather_params
+
+    def alone(params: Any, prefetch: bool = False, **options: Any) -> None:
+        gather(params, prefetch=False, **options)
+
+    return put_over(pipeline, "all_gather_params", alone)
+
+
+@contextmanager
+def training_states(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put Megatron-FSDP's ``_training_state`` of every module back as it was."""
+    saved = [
+        (module, module._training_state) for module in modules if hasattr(module, "_training_state")
+    ]
+    try:
+        yield
+    finally:
+        for module, state in saved:
+            module._training_state = state

@@ -1,0 +1,91 @@
+"""Which memory of Megatron-FSDP a unit's graphs read.
+
+Relied on: megatron-fsdp 0.6.1 and megatron-core 0.19.2, class ``MegatronFSDP``:
+``param_and_grad_buffer`` with ``param_to_param_group``, ``parameter_groups`` (``fsdp_unit_id``)
+and ``ddp_config``; ``data_parallel_sharding_strategy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.replay.guard.addresses import Watched
+
+RELIES_ON = (
+    *in_both(
+        "megatron_fsdp:MegatronFSDP",
+        "the wrapped model",
+        attributes=("data_parallel_sharding_strategy",),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParamAndGradBuffer",
+        "the model's buffers",
+        attributes=("param_to_param_group", "parameter_groups", "ddp_config"),
+    ),
+    *in_both(
+        "param_and_grad_buffer:ParameterGroup",
+        "parameters in one bucket",
+        attributes=("fsdp_unit_id",),
+    ),
+)
+
+_REPLACED = (
+    "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
+    "first and capture again."
+)
+
+
+def watched_memory(fsdp: Any, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
+    """Parameters and buffers of ``graphed`` whose addresses its graphs hold.
+
+    Of the parameters in one of FSDP's buckets the first stands for all where FSDP points them at
+    the bucket together; see Note [One address a bucket].
+    """
+    store = fsdp.param_and_grad_buffer
+    together = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
+    names = {id(module): name for name, module in layer.named_modules()}
+    found: list[Watched] = []
+    seen: set[int] = set()
+    for module in graphed:
+        prefix = f"{names[id(module)]}." if names[id(module)] else ""
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            group = store.param_to_param_group.get(parameter)
+            if group is None:
+                found.append(Watched(parameter, f"parameter {prefix}{name}", _REPLACED))
+            elif not together or group not in seen:
+                seen.add(group)
+                unit = store.parameter_groups[group].fsdp_unit_id
+                label = f"parameter {prefix}{name} (bucket {group} of FSDP unit {unit})"
+                found.append(Watched(parameter, label, _moved(store.ddp_config, group, unit)))
+        found += [
+            Watched(buffer, f"buffer {prefix}{name}", _REPLACED)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+    return found
+
+
+def _moved(config: Any, bucket: int, unit: int | None) -> str:
+    """Why the buffer of a bucket may lie elsewhere, and what to type."""
+    off = [
+        flag
+        for flag, name in (
+            ("--fsdp-double-buffer", "fsdp_double_buffer"),
+            ("--fsdp-db-use-persist-buf-on-alloc-fail", "fsdp_db_use_persist_buf_on_alloc_fail"),
+        )
+        if not getattr(config, name, False)
+    ]
+    moved = f"The FSDP buffer of unit {unit} (bucket {bucket}) moved"
+    if off:
+        verb = "are" if len(off) > 1 else "is"
+        return f"{moved}: {' and '.join(off)} {verb} off."
+    return (
+        f"{moved} although double buffers are on: its memory was freed and allocated anew, or the "
+        "bucket was given the other of the two buffers."
+    )

@@ -1,0 +1,126 @@
+"""A comparison as a table to read and as JSON to keep."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_cg.consensus.exchange import AgreementTime
+from megatron_cg.replay.counters import counts_text
+from megatron_cg.tools.align.compare import DIFFERENT, IDENTICAL, Comparison, Run, Value
+from megatron_cg.tools.align.outcome import Outcome
+
+_SHOWN_SHARDS = 5
+_COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
+
+
+def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
+    """The table of rank 0's steps, what else was compared, the verdict and ``notice``."""
+    comparison = outcome.comparison
+    if outcome.log_tail:
+        console.print("[bold]End of its log[/bold]")
+        console.print(outcome.log_tail, markup=False, highlight=False, soft_wrap=True)
+    if comparison.values:
+        console.print(_table(title, comparison))
+    _print_shards(console, comparison)
+    if comparison.graphs:
+        console.print(f"graphs, all ranks: {counts_text(comparison.graphs)}", soft_wrap=True)
+        _print_agreement(console, outcome.graphed)
+    colour = _COLOURS.get(comparison.status, "red")
+    reason = f": {comparison.reason}" if comparison.reason else ", to the last bit"
+    reason += f" ({notice})" if notice else ""
+    console.print(f"[bold {colour}]{comparison.status.upper()}[/]{escape(reason)}", soft_wrap=True)
+
+
+def _print_agreement(console: Console, run: Run | None) -> None:
+    figures = (run or {}).get(0, {}).get("agreement")
+    if figures:
+        console.print(f"agreement, rank 0: {AgreementTime(**figures).text()}", soft_wrap=True)
+
+
+def _table(title: str, comparison: Comparison) -> Table:
+    table = Table("step", "what", title=escape(title))
+    for column in ("eager", "with graphs", "difference"):
+        table.add_column(column, justify="right")
+    table.add_column("bits")
+    for value in comparison.values:
+        if value.rank == 0 or not value.same:
+            table.add_row(*_row(value))
+    return table
+
+
+def _row(value: Value) -> tuple[str, ...]:
+    where = value.name if value.rank == 0 else f"{value.name} (rank {value.rank})"
+    bits = "same" if value.same else "[bold red]differ[/]"
+    difference = "0" if value.same else f"{value.difference:.3e}"
+    numbers = (_shown(value.eager), _shown(value.graphed), difference)
+    return (str(value.step), escape(where), *numbers, bits)
+
+
+def _shown(text: str | None) -> str:
+    return "absent" if text is None else f"{float.fromhex(text):.9g}"
+
+
+def _print_shards(console: Console, comparison: Comparison) -> None:
+    if not comparison.shards:
+        return
+    different = comparison.different_shards
+    console.print(f"parameter shards, all ranks: {comparison.shards}, different: {len(different)}")
+    for name in different[:_SHOWN_SHARDS]:
+        console.print(f"  differs: {name}", markup=False, highlight=False, soft_wrap=True)
+    if len(different) > _SHOWN_SHARDS:
+        console.print(f"  ... and {len(different) - _SHOWN_SHARDS} more")
+
+
+def as_json(outcome: Outcome, **facts: Any) -> dict[str, Any]:
+    """The verdict, every number of every rank, and what each run took; ``facts`` are added."""
+    comparison = outcome.comparison
+    return {
+        "status": comparison.status,
+        "reason": comparison.reason,
+        **facts,
+        "commands": {name: list(words) for name, words in outcome.commands.items()},
+        "graphs": dict(comparison.graphs),
+        "shards": {
+            "compared": comparison.shards,
+            "different": list(comparison.different_shards),
+        },
+        "values": [_value(value) for value in comparison.values],
+        "runs": {"eager": summary(outcome.eager), "graphs": summary(outcome.graphed)},
+    }
+
+
+def _value(value: Value) -> dict[str, Any]:
+    return {
+        "rank": value.rank,
+        "step": value.step,
+        "name": value.name,
+        "eager": value.eager,
+        "graphs": value.graphed,
+        "same": value.same,
+    }
+
+
+def summary(run: Run | None) -> Mapping[str, Any] | None:
+    """Versions, device, median step time in milliseconds and peak memory in bytes of rank 0.
+
+    The median leaves out the first half of the steps: warmup, capture and allocation are there.
+    """
+    if run is None or 0 not in run:
+        return None
+    data = run[0]
+    times = [step["milliseconds"] for step in data["steps"]]
+    late = times[len(times) // 2 :]
+    return {
+        "versions": data["versions"],
+        "device": data["device"],
+        "steps": len(times),
+        "median_step_milliseconds": statistics.median(late) if late else None,
+        "peak_allocated_bytes": data.get("peak_allocated_bytes"),
+        "peak_reserved_bytes": data.get("peak_reserved_bytes"),
+    }

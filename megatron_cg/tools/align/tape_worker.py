@@ -1,0 +1,56 @@
+"""One run on the CPU: ``python -m megatron_cg.tools.align.tape_worker PLAN DIRECTORY``, PLAN in JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# Where Transformer Engine is installed, Megatron would build its layers from kernels that a CPU
+# lacks. None makes its import fail (docs.python.org, "The module cache"); it stands here, before
+# any import of Megatron.
+sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+
+
+def main(text: str, directory: str) -> None:
+    """Train as the plan says, in processes joined by gloo; each writes its record.
+
+    The processes are forked from this one, which imports Megatron for all of them. That saves each
+    of them 5 s of CPU time. An import starts no thread of torch or gloo.
+    """
+    import megatron_cg.tools.cpu.train  # noqa: F401
+    from megatron_cg.tools.cpu import launch
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.upstream.patch import set_attribute
+
+    plan: dict[str, Any] = json.loads(text)
+    shape = plan["shape"]
+    model = CpuModelConfig(
+        layers=shape["layers"],
+        hidden_size=shape["hidden"],
+        ffn_hidden_size=shape["ffn"],
+        heads=shape["heads"],
+        vocabulary=shape["vocab"],
+        sequence_length=shape["seq"],
+        experts=shape["experts"],
+        topk=shape["topk"],
+        bf16=plan.get("bf16", True),
+        graph_modules=tuple(shape["scopes"]),
+    )
+    training = TrainingPlan(
+        model=model,
+        steps=plan["steps"],
+        warmup_steps=plan["warmup_steps"],
+        graphs=plan["graphs"],
+        tokens=Path(plan["tokens"]),
+    )
+    undo = set_attribute(launch, "START", "fork")
+    try:
+        launch.run_plans([(training, Path(directory))], plan["processes"])
+    finally:
+        undo()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,213 @@
+"""One call of ``megatron-cg bench``: from its arguments to results on disk."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from megatron_cg.files import write_text
+from megatron_cg.tools.align import TAPE, TRANSFORMER_ENGINE
+from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.align.run import gpu_count
+from megatron_cg.tools.align.tape import TAPE_NOTICE, tape_shape
+from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
+from megatron_cg.tools.bench import INCOMPLETE
+from megatron_cg.tools.bench.bench_machine import machine
+from megatron_cg.tools.bench.bench_plots import PlotError, plot_all
+from megatron_cg.tools.bench.bench_schedule import PlannedRun, Scale, schedule
+from megatron_cg.tools.bench.commands import DEFAULT, Settings
+from megatron_cg.tools.bench.comparing import compare
+from megatron_cg.tools.bench.contenders import EAGER, GRAPHS
+from megatron_cg.tools.bench.execute import Options, Start, execute
+from megatron_cg.tools.bench.markdown import as_markdown
+from megatron_cg.tools.bench.scaling import trends
+from megatron_cg.tools.bench.shapes import SHAPES
+from megatron_cg.tools.bench.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
+from megatron_cg.tools.bench.store import (
+    OK,
+    Result,
+    ResultError,
+    keep,
+    kept,
+    newest,
+    read,
+    write_all,
+)
+from megatron_cg.tools.bench.windows import Windows
+
+TAPE_SHAPES = ("qwen3-moe-tiny",)
+REPORT = "bench.md"
+
+
+def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Do what the arguments say; returns the exit code."""
+    earlier = read(args.compare) if args.compare else []
+    results: list[Result] = []
+    if not args.report:
+        backend = _backend(args.backend)
+        runs = planned(args, backend, extra)
+        if args.dry_run:
+            _print_plan(args, backend, runs)
+            return 0
+        try:
+            results = _execute(args, backend, runs)
+        except (KeyboardInterrupt, SystemExit):
+            if not kept(args.out):
+                raise
+            again = f"megatron-cg bench --report --out {shlex.quote(str(args.out))}"
+            print(f"stopped; what was measured until then is shown by: {again}", file=sys.stderr)
+            raise
+    _report(args.out, results, earlier)
+    return 0 if all(result["status"] == OK for result in results) else INCOMPLETE
+
+
+def _backend(chosen: str) -> str:
+    if chosen != "auto":
+        return chosen
+    return TRANSFORMER_ENGINE if gpu_count() else TAPE
+
+
+def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> list[PlannedRun]:
+    """The runs that the arguments ask for. Raises ScheduleError and PresetError."""
+    scale = Scale.parse(args.scale) if args.scale else None
+    on_cpu = backend == TAPE
+    windows = _windows(args, scaling=scale is not None, on_cpu=on_cpu)
+    base = []
+    for name in args.shapes or (TAPE_SHAPES if on_cpu else SHAPES):
+        preset = load_preset(name)
+        settings = Settings(
+            preset,
+            args.nproc or preset.nproc,
+            args.microbatches or (1 if on_cpu else 2),
+            args.layers,
+            None if args.scopes is None else tuple(args.scopes),
+            DEFAULT,
+            windows,
+            args.check_for_nan,
+            args.rope_fusion,
+            tuple(extra),
+        )
+        base.append(_in_small(settings) if on_cpu else settings)
+    only = args.only.split(",") if args.only else ([EAGER, GRAPHS] if on_cpu else None)
+    runs = schedule(base, args.grouped_gemm, only, scale, args.rounds)
+    if on_cpu:
+        for run in runs:
+            check_for_tape(run)
+    return runs
+
+
+def _in_small(settings: Settings) -> Settings:
+    """The settings as they are of the preset's likeness, which the tape trains."""
+    shape = tape_shape(settings.preset)
+    return replace(
+        settings,
+        layers=settings.layers or shape.layers,
+        scopes=shape.scopes if settings.scopes is None else settings.scopes,
+    )
+
+
+def _windows(args: argparse.Namespace, *, scaling: bool, on_cpu: bool) -> Windows:
+    def chosen(given: int | None, default: int) -> int:
+        return (0 if scaling else default) if given is None else given
+
+    return Windows(
+        warmup=args.warmup_steps,
+        settle=args.settle_steps,
+        timed=args.timed_steps,
+        probed=chosen(args.probe_steps, 4),
+        sampled=args.sample_steps if args.sample or args.sample_native else 0,
+        native=args.sample_native,
+        profiled=chosen(args.profile_steps, 0 if on_cpu else 2),
+    )
+
+
+def _start(backend: str, data: TokenStream) -> Start:
+    return on_tape(data) if backend == TAPE else on_gpus(data)
+
+
+def _print_plan(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> None:
+    """What would be run, as commands that a shell takes, with a guess at the time."""
+    work = _work(args)
+    start = _start(backend, TokenStream(work / "data" / "text", "", is_bytes=True))
+    total = 0.0
+    for run in runs:
+        total += run.seconds()
+        process = start(run, work / run.name)
+        own = process.env.items() - os.environ.items()
+        print(f"# {run.name}: about {run.seconds():.0f} s")
+        print(*(f"{name}={shlex.quote(value)}" for name, value in sorted(own)), end=" ")
+        print(f"{shlex.join(process.words)}\n")
+    rounds = f" in {args.rounds} rounds" if args.rounds > 1 else ""
+    print(
+        f"# {len(runs)} runs{rounds}, about {total:.0f} s together, of which starting is the most."
+    )
+
+
+def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> list[Result]:
+    work = _work(args)
+    facts: dict[str, Any] = {"machine": machine(), "backend": backend}
+    facts["notice"] = TAPE_NOTICE if backend == TAPE else ""
+    refused = refused_on_gpus if backend != TAPE else (lambda _run: "")
+    start = _start(backend, _data(args, work / "data"))
+    options = Options(
+        work=work,
+        invocation=f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
+        timeout=args.timeout,
+        budget=args.budget_seconds,
+        keep_traces=args.keep_traces,
+        samples=args.out / "samples",
+    )
+
+    def finished(result: Result) -> None:
+        keep(result, args.out)
+        if result["error"]:
+            print(f"  {result['status']}: {result['error']}", file=sys.stderr, flush=True)
+
+    return execute(runs, start, options, facts, finished=finished, refused=refused)
+
+
+def _work(args: argparse.Namespace) -> Path:
+    work: Path = args.work_dir or args.out / "work"
+    return work.resolve()
+
+
+def _data(args: argparse.Namespace, folder: Path) -> TokenStream:
+    if args.data_path:
+        return existing(args.data_path)
+    prefix = folder / "text"
+    if all(prefix.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")):
+        return TokenStream(prefix, "text of an earlier call", is_bytes=True)
+    return from_text(python_sources(), folder, "the sources of Python's own library")
+
+
+def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> None:
+    """Write all results in ``out``; print the tables of those just made, or of all."""
+    everything = newest([*kept(out), *made])
+    if not everything:
+        raise ResultError(f"--report: {out} holds no results; --out is where bench wrote them.")
+    changes = compare(earlier, everything) if earlier else []
+    lines = trends(everything)
+    write_all(everything, out)
+    write_text(out / REPORT, as_markdown(everything, lines, changes))
+    text = as_markdown(list(made) or everything, lines, changes)
+    if sys.stdout.isatty():
+        Console().print(Markdown(text))
+    else:
+        print(text)
+    print(f"written: {out / 'bench.json'} and {out / REPORT}")
+    try:
+        files = plot_all(everything, lines, out)
+    except PlotError as error:
+        print(f"megatron-cg bench: {error}", file=sys.stderr)
+    else:
+        print(f"drawn: {', '.join(map(str, files)) or 'nothing yet'}")

@@ -1,0 +1,191 @@
+"""Which runs an invocation makes, in which order, and how long they will take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.tools.align.presets import Preset
+from megatron_cg.tools.bench.commands import CUTLASS, DEFAULT, Settings
+from megatron_cg.tools.bench.contenders import CONTENDERS, EAGER, GRAPHS
+from megatron_cg.tools.bench.shapes import is_moe, layer_count
+
+DIMENSIONS = ("layers", "microbatches", "nproc")
+START_SECONDS = 25.0
+"""A guess at what a run takes before its first step: imports, process groups, data, kernels."""
+_LAYER_SECONDS = {True: 0.05, False: 0.015}
+"""A guess at one layer's share of a step with two microbatches, eager: of experts, or dense."""
+_TRACE_SECONDS = 9.0
+"""To write and read both traces: with host events, and, smaller, of the device alone."""
+_SYMBOLS_SECONDS = 120.0
+"""Of a sampling profile with native frames, before its first sample."""
+
+
+class ScheduleError(MegatronCGError):
+    """What was asked for makes no run."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One dimension that grows."""
+
+    dimension: str
+    values: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Scale:
+        """From ``layers=4,8,16``. Raises ScheduleError for anything else."""
+        name, _, listed = text.partition("=")
+        values = listed.split(",")
+        if name not in DIMENSIONS or not all(v.isdecimal() and int(v) > 0 for v in values):
+            raise ScheduleError(
+                f"--scale {text}: write {', '.join(DIMENSIONS)} with whole numbers above 0, as in "
+                "--scale layers=4,8,16."
+            )
+        return cls(name, tuple(int(value) for value in values))
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run: a contender at one point."""
+
+    settings: Settings
+    contender: str
+    dimension: str | None = None
+    """What a scaling run varies."""
+    round: int = 1
+    """Which time it is that the contenders of this table are run, from 1."""
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells this run from others; a later run with the same key takes its place."""
+        settings = self.settings
+        return {
+            "shape": settings.preset.name,
+            "contender": self.contender,
+            "grouped_gemm": settings.grouped_gemm,
+            "nproc": settings.nproc,
+            "microbatches": settings.microbatches,
+            "layers": settings.layers or layer_count(settings.preset),
+            "dimension": self.dimension,
+            "round": self.round,
+        }
+
+    @property
+    def name(self) -> str:
+        """The key as a file's name."""
+        return slug(self.key)
+
+    def seconds(self) -> float:
+        """A guess at how long it will take."""
+        settings, windows = self.settings, self.settings.windows
+        layers = settings.layers or layer_count(settings.preset)
+        step = layers * _LAYER_SECONDS[is_moe(settings.preset)] * settings.microbatches / 2
+        whole = START_SECONDS + layers * 0.5 + windows.steps * step
+        whole += _SYMBOLS_SECONDS if windows.sampled and windows.native else 0.0
+        return whole + (_TRACE_SECONDS if windows.profiled else 0.0)
+
+
+def slug(key: Mapping[str, Any]) -> str:
+    """A key as a file's name."""
+    grown = f".by-{key['dimension']}" if key["dimension"] else ""
+    size = f"{key['layers']}layers-{key['microbatches']}mb-{key['nproc']}gpus"
+    again = f".round{round_of(key)}" if round_of(key) > 1 else ""
+    return f"{key['shape']}.{key['grouped_gemm']}.{size}{grown}.{key['contender']}{again}"
+
+
+def round_of(key: Mapping[str, Any]) -> int:
+    """The round of a run; keys of earlier versions have none, which is the first."""
+    return int(key.get("round", 1))
+
+
+def of_all_rounds(key: Mapping[str, Any]) -> dict[str, Any]:
+    """The key without its round: the same for all runs of one contender at one point."""
+    return {name: value for name, value in key.items() if name != "round"}
+
+
+def table_key(key: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same for runs that belong side by side: all of the key but contender and round."""
+    return tuple(value for name, value in of_all_rounds(key).items() if name != "contender")
+
+
+def contenders_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool) -> list[str]:
+    """The contenders of one shape, in the order of ``CONTENDERS``.
+
+    Raises ScheduleError for a name that is not known.
+    """
+    unknown = [name for name in only or () if name not in CONTENDERS]
+    if unknown:
+        raise ScheduleError(
+            f"--only {','.join(unknown)}: there is no such contender; there are "
+            f"{', '.join(CONTENDERS)}."
+        )
+    wanted = only or ([EAGER, GRAPHS] if scaling else list(CONTENDERS))
+    return [
+        name
+        for name, one in CONTENDERS.items()
+        if name in wanted and not (one.dense_only and is_moe(preset))
+    ]
+
+
+def grouped_gemms(preset: Preset, choice: str) -> list[str]:
+    """The choices of grouped GEMM to run; a model without experts has none to make."""
+    if not is_moe(preset):
+        return [DEFAULT]
+    return [DEFAULT, CUTLASS] if choice == "both" else [choice]
+
+
+def schedule(
+    base: Iterable[Settings],
+    choice: str,
+    only: Sequence[str] | None,
+    scale: Scale | None,
+    rounds: int = 1,
+) -> list[PlannedRun]:
+    """The runs, those of a table one after the other, round after round.
+
+    Every other round is in reverse order: what drifts evenly with time then weighs as much on the
+    first contender as on the last.
+
+    Args:
+        base: one for each shape.
+        choice: ``default``, ``cutlass`` or ``both``.
+        only: contenders; all if None, and of a scaling run two.
+        scale: makes each shape's runs at each value.
+        rounds: how often each contender is run; all but the first time it is only timed.
+
+    Raises ScheduleError where no run is left.
+    """
+    runs = []
+    for settings in base:
+        names = contenders_for(settings.preset, only, scaling=scale is not None)
+        for gemm in grouped_gemms(settings.preset, choice):
+            one = replace(settings, grouped_gemm=gemm)
+            points = [one] if scale is None else [_grown(one, scale, v) for v in scale.values]
+            dimension = scale.dimension if scale else None
+            for point in points:
+                runs += _table(point, names, dimension, rounds)
+    if not runs:
+        raise ScheduleError("no contender is left for these shapes: give others with --only.")
+    return runs
+
+
+def _table(
+    point: Settings, names: Sequence[str], dimension: str | None, rounds: int
+) -> list[PlannedRun]:
+    only_timed = replace(point, windows=point.windows.only_timed())
+    return [
+        PlannedRun(point if number == 1 else only_timed, name, dimension, number)
+        for number in range(1, rounds + 1)
+        for name in (names if number % 2 else reversed(names))
+    ]
+
+
+def _grown(settings: Settings, scale: Scale, value: int) -> Settings:
+    if scale.dimension == "layers":
+        return replace(settings, layers=value)
+    if scale.dimension == "microbatches":
+        return replace(settings, microbatches=value)
+    return replace(settings, nproc=value)

@@ -1,0 +1,105 @@
+"""Command line and environment of one run. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT, environment
+from megatron_cg.tools.align.presets import Preset
+from megatron_cg.tools.bench.contenders import CONTENDERS, shared_words
+from megatron_cg.tools.bench.shapes import default_scopes, layer_count, parallel_words, with_layers
+from megatron_cg.tools.bench.windows import VARIABLE, Windows
+
+SCRIPT = Path(__file__).resolve().with_name("measured.py")
+DEFAULT, CUTLASS = "default", "cutlass"
+CUTLASS_VARIABLE = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+"""transformer-engine 2.20.2: grouped products of experts by CUTLASS on Hopper, else by cuBLAS."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the contenders of a table have in common."""
+
+    preset: Preset
+    nproc: int
+    microbatches: int = 2
+    layers: int | None = None
+    """The preset's if None."""
+    scopes: tuple[str, ...] | None = None
+    """As many as fit the shape if None; none of them is the whole layer."""
+    grouped_gemm: str = DEFAULT
+    windows: Windows = field(default_factory=Windows)
+    check_for_nan: bool = False
+    rope_fusion: bool = False
+    extra: tuple[str, ...] = ()
+    """Megatron's flags, which come last."""
+
+    @property
+    def model(self) -> Preset:
+        """The preset with as many layers as asked for."""
+        return with_layers(self.preset, self.layers) if self.layers else self.preset
+
+    @property
+    def chosen_scopes(self) -> tuple[str, ...]:
+        """What partial graphs hold."""
+        return default_scopes(self.preset) if self.scopes is None else self.scopes
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "preset": self.preset.name,
+            "nproc": self.nproc,
+            "microbatches": self.microbatches,
+            "layers": self.layers or layer_count(self.preset),
+            "scopes": list(self.chosen_scopes),
+            "grouped_gemm": self.grouped_gemm,
+            "check_for_nan": self.check_for_nan,
+            "rope_fusion": self.rope_fusion,
+            "extra": list(self.extra),
+        }
+
+
+def script_words(settings: Settings, contender: str, data: Sequence[str]) -> list[str]:
+    """The script's own arguments, all of them Megatron's or this package's."""
+    one = CONTENDERS[contender]
+    words = [*settings.model.arguments()]
+    words += shared_words(
+        fsdp=one.fsdp, check_for_nan=settings.check_for_nan, rope_fusion=settings.rope_fusion
+    )
+    words += [*data, "--train-iters", str(settings.windows.steps)]
+    words += parallel_words(settings.preset, settings.nproc, settings.microbatches)
+    words += one.words(settings.chosen_scopes, settings.windows.warmup)
+    return [*words, *settings.extra]
+
+
+def command(settings: Settings, contender: str, data: Sequence[str]) -> list[str]:
+    """The whole command line."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node", str(settings.nproc), "-m", "megatron_cg", str(SCRIPT)]
+    return [*words, *script_words(settings, contender, data)]
+
+
+def run_environment(
+    settings: Settings,
+    inherited: Mapping[str, str],
+    *,
+    root: Path,
+    cudnn: Path | None,
+    figures: Path,
+) -> dict[str, str]:
+    """The environment of a run whose figures go to ``figures``."""
+    env = as_inherited(environment(inherited, root=root, cudnn=cudnn), inherited)
+    env.pop(CUTLASS_VARIABLE, None)
+    if settings.grouped_gemm == CUTLASS:
+        env[CUTLASS_VARIABLE] = "1"
+    return env | {VARIABLE: settings.windows.variable(str(figures))}
+
+
+def as_inherited(env: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """``env`` without what determinism asks for, but with what the user asked for."""
+    kept = {name: value for name, value in env.items() if name not in DETERMINISTIC_ENVIRONMENT}
+    names = DETERMINISTIC_ENVIRONMENT.keys() & inherited.keys()
+    return kept | {name: inherited[name] for name in names}

@@ -1,0 +1,66 @@
+"""Two sets of results, figure by figure. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_cg.tools.bench.bench_schedule import of_all_rounds, slug
+from megatron_cg.tools.bench.figures import Figures, joined, step_median
+from megatron_cg.tools.bench.rounds import by_contender
+from megatron_cg.tools.bench.store import Result, newest
+
+COMPARED: dict[str, Callable[[Figures], float | None]] = {
+    "step ms": step_median,
+    "step / busy": lambda found: found.step_per_busy,
+    "GPU busy ms": lambda found: found.busy,
+    "kernel launches": lambda found: found.kernel_launches,
+    "peak allocated MiB": lambda found: found.peak_allocated,
+    "peak reserved MiB": lambda found: found.peak_reserved,
+    "capture s": lambda found: found.capture_seconds,
+    "peak in capture MiB": lambda found: found.capture_peak,
+    "bytes a replay": lambda found: found.bytes_per_replay,
+}
+_OF_TRACE = ("step / busy", "GPU busy ms")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure of one run, then and now."""
+
+    name: str
+    figure: str
+    old: float
+    new: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Old over new: above 1 it has become less."""
+        return self.old / self.new if self.new else None
+
+
+def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
+    """Every figure that both have, of contenders at the same point, all rounds together."""
+    before = _by_name(old)
+    changes = []
+    for name, now in _by_name(new).items():
+        if name not in before:
+            continue
+        for figure, read in COMPARED.items():
+            was, is_now = read(before[name]), read(now)
+            if was is not None and is_now is not None:
+                told = figure + _difference(figure, before[name], now)
+                changes.append(Change(name, told, was, is_now))
+    return changes
+
+
+def _difference(figure: str, old: Figures, new: Figures) -> str:
+    """What makes a figure of then and now unlike, in words. See Note [Which trace] in figures."""
+    if figure not in _OF_TRACE or old.device_alone == new.device_alone:
+        return ""
+    return f" ({'old' if new.device_alone else 'new'}: traced with host events)"
+
+
+def _by_name(results: Sequence[Result]) -> dict[str, Figures]:
+    groups = by_contender(newest(results))
+    return {slug(of_all_rounds(rounds[0]["key"])): joined(rounds) for rounds in groups}

@@ -1,0 +1,218 @@
+"""Runs made one after the other; what each measured, or how it failed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.tools.align.processes import Run, named_error
+from megatron_cg.tools.bench.bench_schedule import PlannedRun
+from megatron_cg.tools.bench.budget import Budget
+from megatron_cg.tools.bench.busy import busy_figures
+from megatron_cg.tools.bench.host_calls import host_calls
+from megatron_cg.tools.bench.idle import analyse
+from megatron_cg.tools.bench.spreads import FiguresError
+from megatron_cg.tools.bench.store import FAILED, LEFT_OUT, OK, Result
+from megatron_cg.tools.bench.timeline import Timeline, read_timeline
+from megatron_cg.tools.bench.windows import TRACED
+
+_TAIL = 30
+_LOOK = 0.25
+GRACE = 30.0
+"""Seconds that a run may take to end once it has written all figures."""
+_KEPT_ENVIRONMENT = ("NVTE_", "NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How runs are made."""
+
+    work: Path
+    """Gets logs, traces and samples."""
+    invocation: str
+    """The same for all runs that are made side by side."""
+    timeout: float
+    """Seconds that one run may take."""
+    budget: float | None = None
+    """Seconds after which no further run is begun."""
+    keep_traces: bool = False
+    samples: Path | None = None
+    """Where folded stacks are kept."""
+
+
+Start = Callable[[PlannedRun, Path], Run]
+Read = Callable[[Timeline, int], dict[str, Any]]
+
+
+def execute(
+    runs: Sequence[PlannedRun],
+    start: Start,
+    options: Options,
+    facts: Mapping[str, Any],
+    *,
+    finished: Callable[[Result], None],
+    refused: Callable[[PlannedRun], str] = lambda _run: "",
+) -> list[Result]:
+    """Make the runs in turn.
+
+    Args:
+        runs: what is to be run.
+        start: makes the process of a run, with a folder for its log and figures.
+        refused: why a run cannot be made on this machine; empty where it can.
+        options: limits and places.
+        facts: put into each result: machine, backend.
+        finished: called with each result as soon as it is known.
+
+    Returns:
+        A result for each run, also for those that were left out.
+    """
+    budget = Budget(options.budget)
+    results = []
+    for run in runs:
+        why = refused(run) or budget.refusal(run)
+        if why:
+            result = _result(run, options, facts) | {"status": LEFT_OUT, "error": why}
+        else:
+            limit = min(options.timeout, budget.left())
+            result = _made(run, start, replace(options, timeout=limit), facts)
+            if result["status"] == OK:
+                budget.took(run, result["seconds"])
+        finished(result)
+        results.append(result)
+    return results
+
+
+def _result(run: PlannedRun, options: Options, facts: Mapping[str, Any]) -> Result:
+    return {
+        "key": run.key,
+        "invocation": options.invocation,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": run.settings.as_dict(),
+        **facts,
+        "status": FAILED,
+        "error": "",
+        "tail": [],
+        "seconds": 0.0,
+        "ranks": [],
+        "device_trace": None,
+        "trace": None,
+        "host_calls": None,
+        "notes": [],
+    }
+
+
+def _made(run: PlannedRun, start: Start, options: Options, facts: Mapping[str, Any]) -> Result:
+    result = _result(run, options, facts)
+    folder = options.work / f"{run.name}.{options.invocation}"
+    process = start(run, folder)
+    began = time.monotonic()
+    try:
+        process.start(options.timeout)
+        code = _wait(process, folder / "figures", run.settings.nproc, began + options.timeout)
+    finally:
+        process.stop()
+    result["seconds"] = time.monotonic() - began
+    result["command"] = shown_words(process.words)
+    result["environment"] = shown_environment(process.env)
+    result["ranks"] = _ranks(folder / "figures")
+    whole = bool(result["ranks"]) and all(rank["finished"] for rank in result["ranks"])
+    if code == 0 and whole:
+        result["status"] = OK
+    else:
+        text = process.text()
+        named = process.overdue or named_error(text)
+        named = named or (f"exit code {code}" if code else "no figures were written")
+        result |= {"error": named, "tail": text.splitlines()[-_TAIL:]}
+    _add_profile(result, folder / "figures", options)
+    print(f"{run.name}: {result['status']} after {result['seconds']:.0f} s", file=sys.stderr)
+    return result
+
+
+def _wait(process: Run, figures: Path, ranks: int, deadline: float) -> int:
+    """The run's exit code; 0 once all its figures are there, for one that then does not end.
+
+    A process with graphs and collectives may hang when it takes them down, which is no figure.
+    """
+    done_since: float | None = None
+    while process.process is not None and process.process.poll() is None:
+        now = time.monotonic()
+        found = _ranks(figures)
+        if done_since is None and len(found) == ranks and all(rank["finished"] for rank in found):
+            done_since = now
+        if done_since is not None and now - done_since > GRACE:
+            print(f"{process.name}: measured, and stopped since it does not end", file=sys.stderr)
+            process.stop()
+            return 0
+        if now > deadline:
+            break
+        time.sleep(_LOOK)
+    return process.wait()
+
+
+def shown_words(words: Sequence[str]) -> list[str]:
+    """A command line to keep: files by their names, without this machine's folders."""
+    return [Path(word).name if word.startswith("/") else word for word in words]
+
+
+def shown_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries of the GPU read, less those that name a place."""
+    return {
+        name: env[name]
+        for name in sorted(env)
+        if name.startswith(_KEPT_ENVIRONMENT) and "/" not in env[name]
+    }
+
+
+def _ranks(folder: Path) -> list[dict[str, Any]]:
+    """What each rank wrote, by rank; a file that cannot be read is as one that is not there."""
+    found = []
+    for path in folder.glob("rank*.json"):
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError:
+            continue
+    return sorted(found, key=lambda rank: int(rank["rank"]))
+
+
+def _add_profile(result: Result, folder: Path, options: Options) -> None:
+    """What the traces and the samples of rank 0 say; a trace that cannot be read is noted."""
+    first = result["ranks"][0] if result["ranks"] else {}
+    kinds: list[tuple[str, str, Read]] = [
+        (TRACED, "device_trace", busy_figures),
+        ("profiled", "trace", analyse),
+    ]
+    for kind, name, read in kinds:
+        if window := first.get(kind):
+            trace = folder / window["trace"]
+            try:
+                result[name] = read(read_timeline(trace), window["steps"])
+            except FiguresError as error:
+                result["notes"].append(str(error))
+            _put_away(trace, keep=options.keep_traces)
+    if sampled := first.get("sampled"):
+        stacks = folder / sampled["file"]
+        if sampled["note"]:
+            result["notes"].append(f"samples: {sampled['note']}")
+        if stacks.exists():
+            lines = stacks.read_text(encoding="utf-8", errors="replace").splitlines()
+            result["host_calls"] = host_calls(lines, sampled)
+            if options.samples is not None:
+                options.samples.mkdir(parents=True, exist_ok=True)
+                shutil.copy(stacks, options.samples / f"{os.path.basename(folder.parent)}.folded")
+
+
+def _put_away(trace: Path, *, keep: bool) -> None:
+    """Delete a trace, or pack it."""
+    if keep and trace.exists():
+        with trace.open("rb") as text, gzip.open(f"{trace}.gz", "wb", 5) as packed:
+            shutil.copyfileobj(text, packed)
+    trace.unlink(missing_ok=True)

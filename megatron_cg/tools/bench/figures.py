@@ -1,0 +1,230 @@
+"""From the results of a contender to its figures, and to tables. Pure.
+
+Note [Which rank]
+    Ranks wait for each other in every step, so times are those of rank 0, which also made the
+    trace. Memory is the most of any rank, since the rank that needs most is the one that fails.
+
+Note [Rounds together]
+    Step times are those of all rounds, memory is the most of any round, and capture takes the
+    median of the rounds. All else is of the first round that measured it: later ones are only
+    timed.
+
+Note [Which trace]
+    What is told of the GPU is from the trace of the device alone. Where a result has none, as those
+    of earlier versions, it is from the trace with host events, in which a slowed host makes idle
+    time longer and overlap less; never some of it from the one and some from the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_cg.tools.bench.bench_schedule import table_key
+from megatron_cg.tools.bench.contenders import CONTENDERS, EAGER
+from megatron_cg.tools.bench.rounds import (
+    Ratio,
+    by_contender,
+    later_per_earlier,
+    ratio,
+    round_medians,
+    step_times,
+)
+from megatron_cg.tools.bench.spreads import Spread, spread
+from megatron_cg.tools.bench.store import Result
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a contender shows; None: it was not measured. Times in ms, memory in MiB."""
+
+    step: Spread | None = None
+    """From the start of a step to the start of the next one."""
+    medians: tuple[float, ...] = ()
+    """Of the steps of each round."""
+    later_per_earlier: float | None = None
+    """The later half of a round's steps to the earlier one; 1 where they are steady."""
+    busy: float | None = None
+    """Of the GPU, a step: some kernel, copy or set ran, on whatever stream."""
+    busy_without_nccl: float | None = None
+    exposed_nccl: float | None = None
+    """NCCL's kernels ran and nothing else did."""
+    idle: float | None = None
+    """In the traced steps."""
+    idle_for_host: float | None = None
+    """Of which the host had not launched yet what came next."""
+    longest_gap: float | None = None
+    kernel_launches: float | None = None
+    graph_launches: float | None = None
+    capture_seconds: float | None = None
+    """The last capture, whole."""
+    capture_without_warmup: float | None = None
+    capture_peak: float | None = None
+    peak_allocated: float | None = None
+    """In the timed steps."""
+    peak_reserved: float | None = None
+    allocated: float | None = None
+    """At the end of the timed steps."""
+    bytes_per_replay: float | None = None
+    loss: float | None = None
+    """After the last timed step."""
+    device_alone: bool = False
+    """Whether busy, idle and their like are of the device alone. See Note [Which trace]."""
+
+    @property
+    def step_per_busy(self) -> float | None:
+        """How much longer a step is than the work of the GPU in it."""
+        return self.step.median / self.busy if self.step and self.busy else None
+
+
+def figures(result: Result) -> Figures:
+    """All figures that one run's result holds; a run that failed may have some."""
+    ranks = result["ranks"]
+    if not ranks:
+        return Figures()
+    first, alone = ranks[0], result.get("device_trace")
+    trace = alone or result["trace"] or {}
+    timed = first.get("timed") or {}
+    capture = first["captures"][-1] if first["captures"] else {}
+    seconds, warmup = capture.get("seconds"), capture.get("warmup_seconds")
+    whole = [rank["captures"][-1].get("memory") for rank in ranks if rank["captures"]]
+    steady = [(rank.get("timed") or {}).get("memory") for rank in ranks]
+    gaps = trace.get("longest_gaps") or []
+    steps = step_times(result)
+    step = spread(steps) if steps else None
+    return Figures(
+        step=step,
+        medians=(step.median,) if step else (),
+        later_per_earlier=later_per_earlier([result]),
+        busy=trace.get("busy_ms"),
+        busy_without_nccl=trace.get("busy_without_nccl_ms"),
+        exposed_nccl=trace.get("exposed_nccl_ms"),
+        idle=trace.get("idle_ms"),
+        idle_for_host=trace.get("idle_for_host_ms"),
+        longest_gap=gaps[0]["us"] / 1e3 if gaps else None,
+        kernel_launches=trace.get("kernel_launches"),
+        graph_launches=trace.get("graph_launches"),
+        capture_seconds=seconds,
+        capture_without_warmup=seconds - warmup if seconds and warmup is not None else None,
+        capture_peak=_most(whole, "peak_allocated"),
+        peak_allocated=_most(steady, "peak_allocated"),
+        peak_reserved=_most(steady, "peak_reserved"),
+        allocated=_most(steady, "allocated"),
+        bytes_per_replay=_bytes_per_replay(timed.get("counters")),
+        loss=timed.get("loss"),
+        device_alone=bool(alone),
+    )
+
+
+_APART = ("step", "medians", "later_per_earlier", "device_alone")
+_MOST = ("capture_peak", "peak_allocated", "peak_reserved", "allocated")
+_MEDIAN = ("capture_seconds", "capture_without_warmup")
+
+
+def joined(rounds: Sequence[Result]) -> Figures:
+    """The figures of one contender's rounds together. See Note [Rounds together]."""
+    each = [figures(result) for result in rounds]
+    found: dict[str, float] = {}
+    for name in (field.name for field in fields(Figures) if field.name not in _APART):
+        values = [value for one in each if (value := getattr(one, name)) is not None]
+        if values:
+            found[name] = _join(name, values)
+    steps = [step for result in rounds for step in step_times(result)]
+    medians = tuple(round_medians(rounds).values())
+    alone = next((one.device_alone for one in each if one.busy is not None), False)
+    return Figures(
+        step=spread(steps) if steps else None,
+        medians=medians,
+        later_per_earlier=later_per_earlier(rounds),
+        device_alone=alone,
+        **found,
+    )
+
+
+def _join(name: str, values: Sequence[float]) -> float:
+    if name in _MOST:
+        return max(values)
+    return statistics.median(values) if name in _MEDIAN else values[0]
+
+
+def _most(memories: Sequence[Mapping[str, int] | None], name: str) -> float | None:
+    values = [memory[name] for memory in memories if memory]
+    return max(values) / MIB if values else None
+
+
+def _bytes_per_replay(counters: Mapping[str, int] | None) -> float | None:
+    if not counters or not counters.get("replayed"):
+        return None
+    return counters["bytes_copied"] / counters["replayed"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender of a table."""
+
+    rounds: tuple[Result, ...]
+    figures: Figures
+    eager: Row | None
+    """fsdp-eager in the same table; None where it has none, and of that row itself."""
+
+    @property
+    def result(self) -> Result:
+        """The first round's, which alone has more than timed steps."""
+        return self.rounds[0]
+
+    @property
+    def name(self) -> str:
+        """The contender's."""
+        return str(self.result["key"]["contender"])
+
+    @property
+    def base(self) -> Row | None:
+        """fsdp-eager of this table."""
+        return self if self.name == EAGER else self.eager
+
+    @property
+    def same_invocation(self) -> bool:
+        """Whether fsdp-eager was run side by side with this one."""
+        base = self.base
+        return base is not None and base.result["invocation"] == self.result["invocation"]
+
+    def ratio(self, read: Callable[[Figures], float | None]) -> float | None:
+        """A figure against that of fsdp-eager."""
+        own = read(self.figures)
+        base = read(self.base.figures) if self.base else None
+        return own / base if own is not None and base else None
+
+    def step_ratio(self, other: Row | None) -> Ratio | None:
+        """The step against that of another contender of this table, within each round."""
+        return ratio(self.rounds, other.rounds) if other else None
+
+
+def tables(results: Sequence[Result]) -> list[list[Row]]:
+    """The results as tables, each in the order of ``CONTENDERS``."""
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        groups.setdefault(table_key(result["key"]), []).append(result)
+    return [_table(group) for group in groups.values()]
+
+
+def _table(group: Sequence[Result]) -> list[Row]:
+    order = list(CONTENDERS)
+    contenders = by_contender(group)
+    contenders.sort(key=lambda rounds: order.index(rounds[0]["key"]["contender"]))
+    eager = None
+    rows = []
+    for rounds in contenders:
+        row = Row(tuple(rounds), joined(rounds), eager)
+        # The first of all contenders, so it is there before the others need it.
+        eager = row if row.name == EAGER else eager
+        rows.append(row)
+    return rows
+
+
+def step_median(found: Figures) -> float | None:
+    """For :meth:`Row.ratio`."""
+    return found.step.median if found.step else None

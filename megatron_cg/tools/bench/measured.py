@@ -1,0 +1,82 @@
+"""The example script, its steps measured; what the benchmark has the launcher run.
+
+Relied on: megatron-core 0.19.2, ``megatron.training.training``: ``train``, a global that
+``pretrain`` calls, and ``train_step``, one that ``train`` calls.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.tools.align.run import example_script
+from megatron_cg.tools.bench.captures import CaptureMeter
+from megatron_cg.tools.bench.measurement import Measurement
+from megatron_cg.tools.bench.windows import Windows, given
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import lookup
+
+_MODULE = "megatron.training.training"
+
+
+@contextmanager
+def measuring(windows: Windows, directory: Path) -> Iterator[None]:
+    """Measure every ``train`` in the block. Raises UpstreamChangedError where there is none."""
+    module = lookup("megatron-core", _MODULE, "Megatron's training loop")
+    train = lookup("megatron-core", f"{_MODULE}:train", "Megatron's training loop")
+
+    @wraps(train)
+    def measured_train(*args: Any, **kwargs: Any) -> Any:
+        meter = CaptureMeter()
+        measurement = Measurement(windows, directory, meter.counts)
+        meter.note = measurement.captured
+        # Only now, so that our step is around whatever else has been put around Megatron's.
+        with ExitStack() as undo:
+            undo.callback(put_over(module, "train_step", _step(module, measurement)))
+            undo.enter_context(meter.installed())
+            try:
+                result = train(*args, **kwargs)
+            except BaseException as error:
+                measurement.abandon(error)
+                raise
+            measurement.close()
+            meter.release()
+            return result
+
+    undo = put_over(module, "train", measured_train)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _step(module: Any, measurement: Measurement) -> Callable[..., Any]:
+    old = module.train_step
+
+    @wraps(old)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        measurement.before_step()
+        result = old(*args, **kwargs)
+        measurement.after_step(result[0].get("lm loss"))
+        return result
+
+    return train_step
+
+
+def main() -> None:
+    """Run the example, whatever its arguments."""
+    # The launcher puts this file's folder first on the path, where our modules have short names.
+    with suppress(ValueError):
+        sys.path.remove(str(Path(__file__).resolve().parent))
+    windows, directory = given()
+    with measuring(windows, Path(directory)):
+        runpy.run_path(str(example_script()), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

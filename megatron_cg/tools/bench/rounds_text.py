@@ -1,0 +1,113 @@
+"""What rounds add to a table of the report. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_cg.tools.bench.bench_schedule import round_of
+from megatron_cg.tools.bench.figures import Row
+from megatron_cg.tools.bench.grids import NONE, grid, number
+from megatron_cg.tools.bench.rounds import Ratio
+from megatron_cg.tools.bench.store import OK, Result
+
+ELSEWHERE = " \u2020"
+"""Marks a ratio of runs that were not made side by side."""
+_AGAINST = "Steps against each other, row / column"
+_ONE_ROUND = (
+    "One round: a machine may drift by 10% and more within minutes, and `--rounds` tells smaller "
+    "differences from that."
+)
+
+
+def in_several_rounds(rows: Sequence[Row]) -> bool:
+    """Whether a contender of this table was run, or was to be run, more than once."""
+    return any(len(row.rounds) > 1 for row in rows)
+
+
+def medians_cell(row: Row) -> str:
+    """The median step of each round."""
+    return ", ".join(number(median) for median in row.figures.medians) or NONE
+
+
+def ratio_cell(found: Ratio | None) -> str:
+    """The median of the rounds' ratios, with the least and the greatest of several."""
+    if found is None:
+        return NONE
+    text = number(found.median, ".3f")
+    if found.least < found.most:
+        text += f" ({found.least:.3f} to {found.most:.3f})"
+    return text + ("" if found.side_by_side else ELSEWHERE)
+
+
+def has_ratios_from_elsewhere(rows: Sequence[Row]) -> bool:
+    """Whether a ratio of this table is of runs that were not made side by side."""
+    if any(row.base is not None and not row.same_invocation for row in rows):
+        return True
+    timed = _timed(rows)
+    return _is_shown(rows) and len({row.result["invocation"] for row in timed}) > 1
+
+
+def against_lines(rows: Sequence[Row]) -> list[str]:
+    """Every contender against every other, where that says more than the table of steps."""
+    if not _is_shown(rows):
+        return []
+    timed = _timed(rows)
+    body = [
+        [
+            row.name,
+            *(NONE if row is other else ratio_cell(row.step_ratio(other)) for other in timed),
+        ]
+        for row in timed
+    ]
+    several = in_several_rounds(rows)
+    how = "median of the ratios within a round (least to greatest)"
+    title = f"{_AGAINST}: {how}:" if several else f"{_AGAINST}:"
+    lines = [title, "", *grid(["step of / to", *(row.name for row in timed)], body), ""]
+    if not several:
+        lines += [_ONE_ROUND, ""]
+    return lines
+
+
+def status_label(row: Row) -> str:
+    """The contender, with what went wrong in which rounds."""
+    wrong = [f"{status}{where}" for status, _, where in _troubles(row)]
+    return f"{row.name} ({'; '.join(dict.fromkeys(wrong))})" if wrong else row.name
+
+
+def failure_lines(rows: Sequence[Row]) -> list[str]:
+    """Why runs failed or were left out, and what else was noted of them."""
+    lines: list[str] = []
+    for row in rows:
+        for status, members, where in _troubles(row):
+            lines += [f"{row.name} {status}{where}: {members[0]['error']}", ""]
+            if members[0]["tail"]:
+                lines += ["```", *members[0]["tail"][-12:], "```", ""]
+        notes = dict.fromkeys(note for result in row.rounds for note in result["notes"])
+        lines += [line for note in notes for line in (f"{row.name}: {note}", "")]
+    return lines
+
+
+def _timed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.figures.step]
+
+
+def _is_shown(rows: Sequence[Row]) -> bool:
+    """Two contenders of one round are in the table of steps already."""
+    return len(_timed(rows)) > (1 if in_several_rounds(rows) else 2)
+
+
+def _troubles(row: Row) -> list[tuple[str, list[Result], str]]:
+    """Status, results and rounds in words, of all that was not made, by its reason."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in row.rounds:
+        if result["status"] != OK:
+            groups.setdefault((result["status"], result["error"]), []).append(result)
+    return [(status, members, _where(row, members)) for (status, _), members in groups.items()]
+
+
+def _where(row: Row, members: Sequence[Result]) -> str:
+    """Which rounds ``members`` are; nothing where they are all."""
+    if len(members) == len(row.rounds):
+        return ""
+    numbers = ", ".join(str(round_of(result["key"])) for result in members)
+    return f" in round{'s' if len(members) > 1 else ''} {numbers}"

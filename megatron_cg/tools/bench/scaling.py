@@ -1,0 +1,63 @@
+"""How figures grow with layers, microbatches and GPUs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cg.tools.bench.bench_schedule import of_all_rounds
+from megatron_cg.tools.bench.figures import Figures, joined, step_median
+from megatron_cg.tools.bench.rounds import by_contender
+from megatron_cg.tools.bench.spreads import Line, fit
+from megatron_cg.tools.bench.store import Result
+
+GROWING: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
+    "step": ("ms", step_median),
+    "capture": ("s", lambda found: found.capture_seconds),
+    "capture without warmup": ("s", lambda found: found.capture_without_warmup),
+    "peak allocated": ("MiB", lambda found: found.peak_allocated),
+    "peak in capture": ("MiB", lambda found: found.capture_peak),
+}
+
+
+@dataclass(frozen=True)
+class Trend:
+    """One figure of one contender, at the values of one dimension, with the line through it."""
+
+    shape: str
+    grouped_gemm: str
+    contender: str
+    dimension: str
+    figure: str
+    unit: str
+    points: tuple[tuple[float, float], ...]
+    line: Line
+
+
+def trends(results: Sequence[Result]) -> list[Trend]:
+    """Of every scaling run with two points or more, for each figure that was measured."""
+    groups: dict[tuple[Any, ...], list[list[Result]]] = {}
+    for rounds in by_contender(results):
+        key = of_all_rounds(rounds[0]["key"])
+        if key["dimension"]:
+            others = [v for name, v in key.items() if name not in (key["dimension"], "contender")]
+            groups.setdefault((*others, key["contender"]), []).append(rounds)
+    found = []
+    for group in groups.values():
+        for figure, (unit, read) in GROWING.items():
+            points = _points(group, read)
+            if len({x for x, _ in points}) > 1:
+                key = group[0][0]["key"]
+                names = (key["shape"], key["grouped_gemm"], key["contender"], key["dimension"])
+                found.append(Trend(*names, figure, unit, points, fit(points)))
+    return found
+
+
+def _points(
+    group: Sequence[Sequence[Result]], read: Callable[[Figures], float | None]
+) -> tuple[tuple[float, float], ...]:
+    keys = [rounds[0]["key"] for rounds in group]
+    sizes = [float(key[key["dimension"]]) for key in keys]
+    pairs = [(size, read(joined(rounds))) for size, rounds in zip(sizes, group, strict=True)]
+    return tuple(sorted((x, y) for x, y in pairs if y is not None))

@@ -1,0 +1,82 @@
+"""The models that are measured: a preset, grown where a scaling run asks for it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.tools.align.presets import Flag, Preset
+
+SHAPES = ("qwen3-moe", "deepseek-v3", "llama", "mamba-hybrid")
+_FREQUENCY = re.compile(r"^\(\[0\]\*(\d+)\+\[1\]\*(\d+)\)$")
+_PATTERN = "hybrid-layer-pattern"
+
+
+class ShapeError(MegatronCGError):
+    """A preset cannot be grown as asked."""
+
+
+def is_moe(preset: Preset) -> bool:
+    """Whether the preset has experts."""
+    return "num-experts" in preset.flags
+
+
+def is_hybrid(preset: Preset) -> bool:
+    """Whether the preset has Mamba layers, which need the package mamba-ssm."""
+    return _PATTERN in preset.flags
+
+
+def default_scopes(preset: Preset) -> tuple[str, ...]:
+    """As much as partial graphs can hold of the preset's layers."""
+    if is_hybrid(preset):
+        return ("mamba", "attn")
+    return ("attn", "moe_router", "moe_preprocess") if is_moe(preset) else ("attn", "mlp")
+
+
+def layer_count(preset: Preset) -> int:
+    """How many layers the preset has; those of a hybrid are the letters of its pattern."""
+    if is_hybrid(preset):
+        return len(str(preset.flags[_PATTERN]))
+    return int(str(preset.flags["num-layers"]))
+
+
+def with_layers(preset: Preset, layers: int) -> Preset:
+    """The preset with that many layers of the same kinds.
+
+    A hybrid's pattern is repeated and cut at its beginning, since all kinds of layers are at its
+    end; dense layers at the beginning of a mixture of experts stay as many as they are. Raises
+    ShapeError where the preset's layers follow another rule.
+    """
+    flags: dict[str, Flag] = dict(preset.flags)
+    if is_hybrid(preset):
+        pattern = str(flags[_PATTERN])
+        flags[_PATTERN] = (pattern * -(-layers // len(pattern)))[-layers:]
+        return replace(preset, flags=flags)
+    flags["num-layers"] = layers
+    frequency = flags.get("moe-layer-freq")
+    if frequency is not None:
+        found = _FREQUENCY.match(str(frequency))
+        if found is None or layers <= int(found[1]):
+            raise ShapeError(
+                f"preset {preset.name} cannot have {layers} layers: its moe-layer-freq is "
+                f"{frequency!r}, and only ([0]*N+[1]*M) with N below the number of layers is known."
+            )
+        dense = int(found[1])
+        flags["moe-layer-freq"] = f"([0]*{dense}+[1]*{layers - dense})"
+    return replace(preset, flags=flags)
+
+
+def parallel_words(preset: Preset, nproc: int, microbatches: int) -> list[str]:
+    """Flags for ``nproc`` data-parallel GPUs; pairs of them share a model's experts."""
+    micro_batch = int(str(preset.flags["micro-batch-size"]))
+    words = ["--global-batch-size", str(micro_batch * microbatches * nproc)]
+    if is_moe(preset) and nproc % 2 == 0:
+        words += ["--expert-model-parallel-size", "2"]
+    return words
+
+
+def described(flags: Mapping[str, Flag], names: Sequence[str]) -> str:
+    """The flags that say what a model is, for a table's heading."""
+    return ", ".join(f"{name} {flags[name]}" for name in names if name in flags)

@@ -1,0 +1,95 @@
+"""The process of one run: under torchrun on GPUs, or on the CPU with the tape."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_cg.tools.align.command import environment
+from megatron_cg.tools.align.processes import Run
+from megatron_cg.tools.align.run import gpu_count, torch_cudnn
+from megatron_cg.tools.align.tape import tape_shape
+from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.bench.bench_schedule import PlannedRun, ScheduleError
+from megatron_cg.tools.bench.commands import command, run_environment
+from megatron_cg.tools.bench.contenders import CONTENDERS
+from megatron_cg.tools.bench.execute import Start
+from megatron_cg.tools.bench.shapes import is_hybrid
+from megatron_cg.tools.bench.windows import VARIABLE
+
+_ROOT = Path(__file__).resolve().parents[3]
+FIGURES = "figures"
+"""The folder, below a run's own, that its ranks write to."""
+
+
+def on_gpus(data: TokenStream) -> Start:
+    """Starts runs of the example script under torchrun; all of them share an index of samples."""
+
+    def start(run: PlannedRun, folder: Path) -> Run:
+        words = command(run.settings, run.contender, data.flags(data.prefix.parent / "cache"))
+        env = run_environment(
+            run.settings, os.environ, root=_ROOT, cudnn=torch_cudnn(), figures=folder / FIGURES
+        )
+        return Run(run.name, words, env, folder)
+
+    return start
+
+
+def refused_on_gpus(run: PlannedRun) -> str:
+    """Why a run cannot be made here: too few GPUs, or no kernels for Mamba layers."""
+    if (found := gpu_count()) < run.settings.nproc:
+        return f"it needs {run.settings.nproc} GPUs, and {found} can be seen"
+    if is_hybrid(run.settings.preset) and importlib.util.find_spec("mamba_ssm") is None:
+        return "it needs the package mamba-ssm, which is not installed"
+    return ""
+
+
+def check_for_tape(run: PlannedRun) -> None:
+    """Raises ScheduleError, or LaunchError, for what the CPU's own training loop cannot do."""
+    settings, contender = run.settings, CONTENDERS[run.contender]
+    shape = tape_shape(settings.preset)
+    asked = {
+        f"the contender {run.contender}": not contender.fsdp
+        or contender.graphs == "full"
+        or bool(contender.extra),
+        f"{settings.microbatches} microbatches": settings.microbatches != 1,
+        f"{settings.layers} layers": settings.layers not in (None, shape.layers),
+        f"grouped GEMM {settings.grouped_gemm}": settings.grouped_gemm != "default",
+        "a profile of a GPU": settings.windows.profiled > 0,
+        " ".join(settings.extra): bool(settings.extra),
+    }
+    refused = [what for what, is_asked in asked.items() if is_asked]
+    if refused:
+        raise ScheduleError(
+            f"the tape has a training loop of its own, without {', '.join(refused)}: leave that "
+            "out, or give --backend transformer_engine on a machine with GPUs."
+        )
+
+
+def on_tape(data: TokenStream) -> Start:
+    """Starts runs of the preset's likeness on the CPU, joined by gloo."""
+
+    def start(run: PlannedRun, folder: Path) -> Run:
+        settings = run.settings
+        shape = tape_shape(settings.preset)
+        plan = {
+            "shape": asdict(shape) | {"scopes": list(settings.chosen_scopes)},
+            "steps": settings.windows.steps,
+            "warmup_steps": settings.windows.warmup,
+            "processes": settings.nproc,
+            "tokens": str(data.prefix),
+            "graphs": CONTENDERS[run.contender].graphs == "partial",
+        }
+        env = environment(os.environ, root=_ROOT, cudnn=None) | {
+            "CUDA_VISIBLE_DEVICES": "",
+            VARIABLE: settings.windows.variable(str(folder / FIGURES)),
+        }
+        words = [sys.executable, "-m", "megatron_cg.tools.bench.tape_measured"]
+        words += [json.dumps(plan), str(folder / "record")]
+        return Run(run.name, words, env, folder)
+
+    return start

@@ -1,0 +1,94 @@
+"""Results on disk: a file for each run, and one that has them all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.files import write_text
+from megatron_cg.tools.bench.bench_schedule import of_all_rounds, round_of, slug
+
+SCHEMA = {"name": "megatron_cg.tools.bench", "version": 3}
+_KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
+"""Version 1 had no rounds: a run without one is of the first. Version 2 had no trace of the device
+alone: what it tells of the GPU is from the trace with host events."""
+_KEYS = frozenset({"key", "invocation", "began", "status", "error", "ranks", "settings"})
+"""Of a run; some of what every version has written."""
+FILE = "bench.json"
+OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
+Result = dict[str, Any]
+
+
+class ResultError(MegatronCGError):
+    """A file is not a result of this benchmark."""
+
+
+def keep(result: Result, directory: Path) -> Path:
+    """Write one run's result to a file of its own in ``directory/runs``."""
+    folder = directory / "runs"
+    path = folder / f"{slug(result['key'])}.{result['invocation']}.json"
+    _write(path, {"schema": SCHEMA, "runs": [result]})
+    return path
+
+
+def kept(directory: Path) -> list[Result]:
+    """The newest result of each key in ``directory``: of its file of all, and of single runs."""
+    files = [directory / FILE, *sorted((directory / "runs").glob("*.json"))]
+    return newest(result for path in files if path.is_file() for result in read(path))
+
+
+def newest(results: Iterable[Result]) -> list[Result]:
+    """One result for each key, the one that was begun last, in the order of their beginnings.
+
+    A run that was left out never takes the place of one that was made. All rounds of a contender
+    are of one invocation, its newest: the code, or what was asked for, may have changed since.
+    """
+    contenders: dict[str, list[Result]] = {}
+    for result in results:
+        contenders.setdefault(slug(of_all_rounds(result["key"])), []).append(result)
+    found: list[Result] = []
+    for group in contenders.values():
+        group.sort(key=_order)
+        last = group[-1]["invocation"]
+        by_round = {round_of(r["key"]): r for r in group if r["invocation"] == last}
+        found += by_round.values()
+    return sorted(found, key=lambda result: str(result["began"]))
+
+
+def _order(result: Result) -> tuple[bool, str]:
+    return result["status"] != LEFT_OUT, str(result["began"])
+
+
+def read(path: Path) -> list[Result]:
+    """The results in a file. Raises ResultError where it is not one of ours, or of a later form."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        data = {}
+    schema, runs = data.get("schema"), data.get("runs")
+    if schema not in _KNOWN:
+        raise ResultError(
+            f"{path} has the schema {schema}, which is not one that this version of megatron-cg "
+            f"bench or an earlier one wrote: give a {FILE} of theirs."
+        )
+    if not isinstance(runs, list) or not all(
+        isinstance(r, dict) and r.keys() >= _KEYS for r in runs
+    ):
+        raise ResultError(f"{path} has no list of whole runs: it was changed since it was written.")
+    return runs
+
+
+def write_all(results: list[Result], directory: Path) -> Path:
+    """Write ``directory/bench.json``."""
+    path = directory / FILE
+    _write(path, {"schema": SCHEMA, "runs": results})
+    return path
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(data, indent=1) + "\n")

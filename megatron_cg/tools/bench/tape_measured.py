@@ -1,0 +1,78 @@
+"""One measured run on the CPU: ``python -m megatron_cg.tools.bench.tape_measured PLAN DIRECTORY``.
+
+PLAN is that of ``megatron_cg.tools.align.tape_worker``, which does the work; the windows are in the
+environment, as for a run on GPUs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+# It keeps Transformer Engine from being imported with Megatron, so Megatron comes later.
+from megatron_cg.tools.align import tape_worker
+from megatron_cg.upstream.patch import put_over
+
+
+def main(text: str, directory: str) -> None:
+    """Train as the plan says, each process measured by itself."""
+    from megatron_cg.tools.cpu import launch
+
+    undo = put_over(launch, "run_plans", _run_measured)
+    try:
+        tape_worker.main(text, directory)
+    finally:
+        undo()
+
+
+def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:
+    from megatron_cg.tools.cpu.launch import run_processes
+
+    run_processes(partial(_train, tuple(jobs)), processes)
+
+
+def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
+    from megatron_cg.tools.bench.captures import CaptureMeter
+    from megatron_cg.tools.bench.measurement import Measurement
+    from megatron_cg.tools.bench.windows import given
+    from megatron_cg.tools.cpu.train import train
+    from megatron_cg.tools.cpu.voting import VotingTrainer
+
+    windows, directory = given()
+    meter = CaptureMeter()
+    measurement = Measurement(windows, Path(directory), meter.counts)
+    meter.note = measurement.captured
+
+    def measured_step(old: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(old)
+        def step(trainer: Any) -> Any:
+            measurement.before_step()
+            result = old(trainer)
+            measurement.after_step(result[0])
+            return result
+
+        return step
+
+    def measured_start(old: Callable[..., None]) -> Callable[..., None]:
+        @wraps(old)
+        def start(trainer: Any) -> None:
+            meter.helper = trainer
+            with meter.measuring():
+                old(trainer)
+
+        return start
+
+    with ExitStack() as undo:
+        undo.callback(put_over(VotingTrainer, "step", measured_step(VotingTrainer.step)))
+        undo.callback(put_over(VotingTrainer, "start", measured_start(VotingTrainer.start)))
+        for plan, record in jobs:
+            train(plan, record)
+        measurement.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,65 @@
+"""Train twice, eagerly and with CUDA graphs, and compare bit for bit.
+
+The same model, data and seed; loss and gradient norm of every step and, at the end, every
+parameter shard. Exit code 0: identical; 1: different; 3: a run failed; 2: cannot be run or compared
+as asked. Arguments after a bare -- are Megatron's own, for both runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_cg.tools.align import TAPE, TRANSFORMER_ENGINE
+from megatron_cg.tools.align.command import MUTATION_VARIABLE
+from megatron_cg.tools.align.presets import preset_names
+from megatron_cg.tools.cli.numbers import positive, seconds, whole
+from megatron_cg.tools.cli.scopes import add_scopes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    names = ", ".join(preset_names())
+    add = parser.add_argument
+    add("--preset", default="llama-tiny", metavar="NAME", help=f"model shape: {names}")
+    add("--steps", type=positive, default=12, help="training steps (default 12)")
+    add("--warmup-steps", type=whole, default=3, help="eager steps first (default 3)")
+    add_scopes(parser)
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model (default bf16)")
+    add(
+        "--nproc",
+        type=positive,
+        help="processes, one a GPU (default: the preset's, or as many as there are GPUs)",
+    )
+    add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
+    data = parser.add_mutually_exclusive_group()
+    data.add_argument("--data-path", metavar="PREFIX", help="data in Megatron's indexed format")
+    data.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="text to train on")
+    add("--json", type=Path, metavar="OUT", help="write the whole comparison here")
+    backends = ("auto", TRANSFORMER_ENGINE, TAPE)
+    add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
+    add("--parallel-runs", action="store_true", help="both runs at once")
+    add(
+        "--eager-record", type=Path, metavar="DIR", help="the eager/record of an earlier --work-dir"
+    )
+    add(
+        "--mutate",
+        metavar="NAME",
+        help="break the graph run on purpose, to see it found: that run alone has NAME in "
+        f"{MUTATION_VARIABLE}, for a --script that acts on it",
+    )
+    add(
+        "--work-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep logs and records here; 'megatron-cg report DIR' makes a page of them",
+    )
+    add("--timeout", type=seconds, default=1800.0, help="seconds that a run may take")
+
+
+def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Align as asked; print the table, write the JSON, return the exit code."""
+    from megatron_cg.tools.align.align_command import invoke
+
+    return invoke(args, extra)

@@ -1,0 +1,47 @@
+"""Look at this machine, and say what keeps CUDA graphs from running and what to type.
+
+Versions, symbols that this package relies on, environment variables, libraries, driver and GPUs,
+each finding with why it matters and its remedy. Nothing is changed and no GPU memory is taken.
+Exit code 0: graphs can run (with --backend tape: the comparison on the CPU can); 1: something
+prevents them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from megatron_cg.errors import MegatronCGError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    parser.add_argument(
+        "--backend",
+        choices=("transformer_engine", "tape"),
+        default="transformer_engine",
+        help="what is to capture: TE on GPUs (default), or the tape, which needs neither",
+    )
+
+
+def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Look and report; returns the exit code."""
+    if extra:
+        raise MegatronCGError(
+            f"nothing is looked at for {' '.join(extra)}: leave out what follows --"
+        )
+    from rich.console import Console
+
+    from megatron_cg.tools.doctor.checks import can_run, examine
+    from megatron_cg.tools.doctor.findings_shown import as_json, print_report
+    from megatron_cg.tools.doctor.system import this_system
+
+    with Console(stderr=True).status("looking, which takes some seconds"):
+        findings = examine(this_system(args.backend))
+    if args.json:
+        print(json.dumps(as_json(args.backend, findings), indent=1))
+    else:
+        print_report(Console(highlight=False), args.backend, findings)
+    return 0 if can_run(findings) else 1

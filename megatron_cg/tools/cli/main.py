@@ -1,0 +1,140 @@
+"""``megatron-cg COMMAND ...``: finds the command's module and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.nearest import did_you_mean
+from megatron_cg.tools.cli.signals import ended_in_order, interrupts
+from megatron_cg.version import __version__
+
+COMMANDS = {
+    "align": "megatron_cg.tools.cli.align",
+    "bench": "megatron_cg.tools.cli.bench",
+    "doctor": "megatron_cg.tools.cli.doctor",
+    "plan": "megatron_cg.tools.cli.plan",
+    "report": "megatron_cg.tools.cli.report",
+}
+"""Each command's module; it has ``add_arguments(parser)`` and ``run(args, extra) -> int``."""
+
+TAKING_FLAGS = ("align", "bench", "plan")
+"""The commands to which Megatron's flags are given, after a bare ``--``."""
+
+USAGE_ERROR = 2
+DEFECT = 70
+"""As in sysexits.h: an error that no command expects; 1 is a verdict of the command."""
+INTERRUPTED = 130
+"""As a shell has it of what SIGINT ended."""
+NO_READER = 141
+"""What a shell returns for a command that SIGPIPE ended: the reader is gone, as ``| head``."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the closest valid word."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), names)
+            text = f"there is no {str(value)!r}{hint}; there are {', '.join(names)}"
+            raise argparse.ArgumentError(action, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: its own, or one of the above."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
+    try:
+        with interrupts() as interrupted, ended_in_order():
+            try:
+                return _run(words)
+            except Exception:
+                # Some libraries turn an interrupt during their import into an error of their own.
+                if interrupted.is_set():
+                    raise KeyboardInterrupt from None
+                raise
+    except BaseException as error:
+        # rich raises SystemExit when the reader is gone.
+        if BrokenPipeError in (type(error), type(error.__context__)):
+            # No reader is left for the rest, also when Python flushes at its exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return NO_READER
+        if isinstance(error, SystemExit):
+            raise
+        text, code = _told(error)
+        print(f"{name}: {text}", file=sys.stderr)
+        return code
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    """The message for an error that ends a command, and the exit code."""
+    if isinstance(error, MegatronCGError):
+        return str(error), USAGE_ERROR
+    if isinstance(error, OSError):
+        # A folder that cannot be written, a file that is not there, a disk that is full.
+        return f"{error.filename or 'output'}: {error.strerror or error}", USAGE_ERROR
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    traceback.print_exception(error)
+    return "this is a defect of megatron-cg: please report it with the lines above", DEFECT
+
+
+def _run(words: Sequence[str]) -> int:
+    _make_printable()
+    # What follows a bare "--" is for Megatron, whatever it looks like.
+    cut = words.index("--") if "--" in words else len(words)
+    words, extra = words[:cut], words[cut + 1 :]
+    args = _parsed(words)
+    # Megatron warns at import about each optional package that is missing.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+    # And torch warns where there is nvcc and no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    code = int(args.run(args, extra))
+    sys.stdout.flush()
+    return code
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="megatron-cg", description="Partial CUDA graphs under Megatron-FSDP, bit for bit."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # Only the command's own module, where one is named: another's may import what is broken here.
+    for name in [word for word in words[:1] if word in COMMANDS] or COMMANDS:
+        module = importlib.import_module(COMMANDS[name])
+        text = (module.__doc__ or "").strip()
+        sub = commands.add_parser(name, help=text.splitlines()[0], description=text)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        flags = [*commands.choices[args.command]._option_string_actions]
+        hints = (did_you_mean(word.partition("=")[0], flags) for word in unknown if word[0] == "-")
+        hint = next(filter(None, hints), "")
+        if args.command in TAKING_FLAGS:
+            hint += " (Megatron's own come after a bare --)"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return args
+
+
+def _make_printable() -> None:
+    """No verdict is lost for want of a terminal: closed, or with an alphabet of its own."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

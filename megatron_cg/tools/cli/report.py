@@ -1,0 +1,47 @@
+"""Make one HTML page of a run, or of two: losses, times, memory, what was graphed, counters.
+
+DIR is what 'megatron-cg align --work-dir' or a run with --cg-report or --cg-record has left. The
+page loads nothing, from no network and no other file. Exit code 0: written; 2: cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_cg.errors import MegatronCGError
+
+
+class PlotsError(MegatronCGError):
+    """What draws the figures is not installed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    add = parser.add_argument
+    add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
+    add("--against", type=Path, metavar="DIR2", help="another run to compare it with")
+    add("--out", type=Path, metavar="FILE", help="the page (default DIR/report.html)")
+    add("--png", action="store_true", help="also each figure as a PNG file, in FILE's folder")
+
+
+def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Write the page and, where asked for, the figures; prints where they are."""
+    if extra:
+        raise PlotsError(f"report starts no training and takes no {' '.join(extra)}: leave it out.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlotsError("the figures need matplotlib: pip install 'megatron-cg[report]'.")
+    from megatron_cg.files import write_text
+    from megatron_cg.tools.report.page import page, write_pngs
+    from megatron_cg.tools.report.story import read_story
+
+    story = read_story(args.directory, args.against)
+    out = args.out or args.directory / "report.html"
+    write_text(out, page(story))
+    print(f"written: {out}")
+    if args.png:
+        for path in write_pngs(story, out.parent):
+            print(f"written: {path}")
+    return 0

@@ -1,0 +1,104 @@
+"""A real megatron-core GPTModel under the real Megatron-FSDP, small enough for a CPU."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+
+
+def transformer_config(model: CpuModelConfig) -> TransformerConfig:
+    """Return Megatron's own configuration for ``model``."""
+    moe: dict[str, object] = {}
+    if model.experts:
+        moe = {
+            "num_moe_experts": model.experts,
+            "moe_router_topk": model.topk,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": False,
+            "moe_ffn_hidden_size": model.ffn_hidden_size,
+        }
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.heads,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        bf16=model.bf16,
+        params_dtype=torch.bfloat16 if model.bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if model.bf16 else torch.float32,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        # gloo has no PREMUL_SUM, which FSDP would reduce with if it scaled the gradients itself.
+        calculate_per_token_loss=True,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        # Costs nothing until a layer is given graphs: an eager run is built alike.
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=list(model.graph_modules),
+        **moe,
+    )
+
+
+def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
+    """Return the FSDP options that graphs need, over-ridden by ``model.fsdp_options``."""
+    options: dict[str, object] = {
+        "use_megatron_fsdp": True,
+        "use_distributed_optimizer": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "fsdp_double_buffer": True,
+        "fsdp_db_use_persist_buf_on_alloc_fail": True,
+        **model.fsdp_options,
+    }
+    return DistributedDataParallelConfig(**options)
+
+
+def build(model: CpuModelConfig) -> FullyShardedDataParallel:
+    """Build and shard the model; needs cpu_standins and an initialised default process group."""
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
+    torch.manual_seed(model.seed)
+    config = transformer_config(model)
+    layer = get_gpt_layer_local_spec(
+        num_experts=model.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
+    )
+    # Given the layer alone, Megatron would end the block with TE's norm wherever TE is installed.
+    spec = TransformerBlockSubmodules([layer] * model.layers, WrappedTorchNorm)
+    gpt: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=model.vocabulary,
+        max_sequence_length=model.sequence_length,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    if model.bf16:
+        gpt = Float16Module(config, gpt)
+    return FullyShardedDataParallel(config=config, ddp_config=ddp_config(model), module=gpt)
+
+
+def transformer_layers(model: torch.nn.Module) -> list[TransformerLayer]:
+    """Return the model's transformer layers, the FSDP units, in the order they run."""
+    return [module for module in model.modules() if isinstance(module, TransformerLayer)]

@@ -1,0 +1,378 @@
+"""Stand-ins that let the real Megatron-FSDP run on a machine without a GPU.
+
+Megatron-core 0.19.2 and megatron-fsdp 0.6.1 name ``cuda`` in many places: streams and events,
+the device of every buffer, the device type of their meshes, the GPU's random generator. Inside
+:func:`cpu_standins` those names lead to the CPU. Nothing of FSDP's own logic is replaced: its
+hooks, buckets, buffers, all-gathers and reduce-scatters run as they are, over gloo.
+
+What differs from a GPU, and is therefore *not* shown by a run under the stand-ins:
+
+* one stream: every copy, collective and kernel is done when its call returns, so a race between
+  streams changes no number. ``tests/unit/ordering`` finds it by clocks instead (docs/fast_path.md,
+  "Ordering");
+* one generator: torch's CPU generator plays the part of the GPU's;
+* ``transformer_engine`` is an empty module that reports release 2.20.2. Megatron imports it
+  before a replay only to learn that CUDA graphs may be used; no kernel of TE is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_cg.backends.host_reads import host_waits
+from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
+from megatron_cg.tools.cpu.gloo import one_worker_a_group
+from megatron_cg.upstream.patch import set_attribute
+
+#: Functions of ``torch`` that take ``device=`` and make a tensor.
+FACTORIES = (
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+#: Methods of ``torch.Tensor`` that take ``device=`` or, for ``to``, a device by position.
+METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
+
+#: The release whose replay path Megatron should take (``is_te_min_version("1.10.0")`` is asked in
+#: ``TransformerLayer._get_te_cuda_graph_replay_args``).
+TE_VERSION = "2.20.2"
+
+_CPU = torch.device("cpu")
+
+
+class StandInStream:
+    """A stream on which everything is finished when it was asked for.
+
+    Takes and ignores torch.cuda.Stream's arguments; all its waits return at once.
+    """
+
+    cuda_stream = 0
+    device = _CPU
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        self.stream_id = 0
+
+    def wait_stream(self, stream: object) -> None:
+        """Do nothing: the other stream's work is already done."""
+
+    def wait_event(self, event: object) -> None:
+        """Do nothing: the event has already happened."""
+
+    def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
+        """Return ``event``, or a new one, as already reached."""
+        return StandInEvent() if event is None else event
+
+    def synchronize(self) -> None:
+        """Return at once: no work is pending. Raises HostSyncError in a capture."""
+        host_waits("Stream.synchronize")
+
+    def query(self) -> bool:
+        """Return True: no work is pending."""
+        return True
+
+    def __enter__(self) -> StandInStream:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        return None
+
+
+class StandInEvent:
+    """An event that has happened. Takes and ignores torch.cuda.Event's arguments."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        return None
+
+    def record(self, stream: object = None) -> None:
+        """Do nothing: work is done when its call returns."""
+
+    def wait(self, stream: object = None) -> None:
+        """Do nothing: the event has already happened."""
+
+    def synchronize(self) -> None:
+        """Return at once: the event has happened. Raises HostSyncError in a capture."""
+        host_waits("Event.synchronize")
+
+    def query(self) -> bool:
+        """Return True: the event has happened."""
+        return True
+
+    def elapsed_time(self, _end: object) -> float:
+        """Return 0.0 ms: there is no device clock to read."""
+        return 0.0
+
+
+def to_cpu(device: Any) -> Any:
+    """Return the CPU for anything that names a cuda device, and ``device`` itself otherwise.
+
+    A bare int is a cuda index in Megatron (``device=torch.cuda.current_device()``).
+    """
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int):
+        return _CPU
+    if isinstance(device, str):
+        return _CPU if device.split(":")[0] == "cuda" else device
+    if isinstance(device, torch.device):
+        return _CPU if device.type == "cuda" else device
+    return device
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Set ``owner.name`` to ``value`` and put back what was there, or remove it if nothing was.
+
+    What counts as there is the owner's own dictionary, so a class's inherited attribute is
+    uncovered again and not copied down.
+    """
+    # Shared: Megatron sets some of these while they are replaced, as it remembers TE's version.
+    undo = set_attribute(owner, name, value, shared=True)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
+def module_entry(name: str, module: types.ModuleType) -> Iterator[None]:
+    """Put ``module`` in ``sys.modules`` as ``name`` and put back what was there."""
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = before
+
+
+Convert = Callable[[Any], Any]
+
+
+def redirected(function: Callable[..., Any], convert: Convert) -> Callable[..., Any]:
+    """Return ``function`` with its ``device=`` argument put through ``convert``."""
+
+    @functools.wraps(function)
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = convert(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            # Pinned memory needs CUDA's allocator; here the two memories are one.
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return elsewhere
+
+
+def redirected_method(function: Callable[..., Any], convert: Convert) -> Callable[..., Any]:
+    """As :func:`redirected`, for a method whose first argument may also be the device."""
+    by_keyword = redirected(function, convert)
+
+    @functools.wraps(function)
+    def elsewhere(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], (str, int, torch.device)):
+            args = (convert(args[0]), *args[1:])
+        return by_keyword(self, *args, **kwargs)
+
+    return elsewhere
+
+
+def _factories(stack: ExitStack) -> None:
+    """Wrap the factories themselves: a TorchFunctionMode is off in hooks that autograd calls."""
+    for name in FACTORIES:
+        stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), to_cpu)))
+    for name in METHODS:
+        original = getattr(torch.Tensor, name)
+        wrapper = redirected_method if name == "to" else redirected
+        stack.enter_context(replaced(torch.Tensor, name, wrapper(original, to_cpu)))
+    stack.enter_context(replaced(torch.Tensor, "cuda", lambda self, *_a, **_k: self))
+    stack.enter_context(replaced(torch.nn.Module, "cuda", lambda self, *_a, **_k: self))
+
+
+def _stream_context(_stream: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _cuda_names() -> dict[str, object]:
+    """Return what each name of ``torch.cuda`` stands for on the CPU."""
+    stream = StandInStream()
+    generator = torch.default_generator
+    return {
+        "Stream": StandInStream,
+        "Event": StandInEvent,
+        "stream": _stream_context,
+        "current_stream": lambda *_a, **_k: stream,
+        "default_stream": lambda *_a, **_k: stream,
+        "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),
+        "empty_cache": lambda: None,
+        "current_device": lambda: 0,
+        "set_device": lambda *_a: None,
+        "device_count": lambda: 1,
+        "is_current_stream_capturing": is_recording,
+        "memory_allocated": lambda *_a: 0,
+        "max_memory_allocated": lambda *_a: 0,
+        "memory_reserved": lambda *_a: 0,
+        "get_device_capability": lambda *_a: (0, 0),
+        "default_generators": (generator,),
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda *_a, **_k: generator.get_state(),
+        "set_rng_state": lambda state, *_a, **_k: generator.set_state(state),
+    }
+
+
+def _get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+    torch.default_generator.set_state(state)
+
+
+@contextmanager
+def _forked(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Draw from the tracker's state ``name`` in the block, as ``CudaRNGStatesTracker.fork``.
+
+    Written anew for two reasons. Megatron's warns at each use that the CPU's generator changed,
+    which here is the point. And on a tape both swaps are taken along to every replay, as a CUDA
+    graph takes along the generator states registered with it.
+    """
+    if name not in tracker.states_:
+        raise KeyError(f"cuda rng state {name} is not added")
+    generator = torch.default_generator
+    outer: list[tuple[str, torch.Tensor]] = []
+
+    def enter() -> None:
+        current = tracker._current_state_name
+        if current in tracker.states_:
+            tracker.states_[current] = generator.get_state()
+        outer.append((current, generator.get_state()))
+        generator.set_state(tracker.states_[name])
+        tracker._current_state_name = name
+
+    def leave() -> None:
+        tracker.states_[name] = generator.get_state()
+        current, state = outer.pop()
+        generator.set_state(tracker.states_.get(current, state))
+        tracker._current_state_name = current
+
+    recorded_action(enter)
+    try:
+        yield
+    finally:
+        recorded_action(leave)
+
+
+def _generators(stack: ExitStack) -> None:
+    """Lead the RNG trackers of Megatron and of Megatron-FSDP to the CPU's generator.
+
+    Both keep private ``_get_cuda_rng_state``/``_set_cuda_rng_state`` (megatron-core 0.19.2,
+    tensor_parallel/random.py; megatron-fsdp 0.6.1, utils.py) that reach into torch._C.
+    """
+    for module in _loaded(
+        "megatron.core.tensor_parallel.random",
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
+        "megatron_fsdp.utils",
+    ):
+        stack.enter_context(replaced(module, "_get_cuda_rng_state", _get_rng_state))
+        stack.enter_context(replaced(module, "_set_cuda_rng_state", _set_rng_state))
+    for module in _loaded("megatron.core.tensor_parallel.random"):
+        stack.enter_context(replaced(module.CudaRNGStatesTracker, "fork", _forked))
+
+
+def _loaded(*names: str) -> list[types.ModuleType]:
+    """Import and return those of ``names`` that are installed."""
+    modules = []
+    for name in names:
+        try:
+            modules.append(importlib.import_module(name))
+        except ModuleNotFoundError:
+            continue
+    return modules
+
+
+def _meshes(stack: ExitStack) -> None:
+    """Send the device type of every device mesh to the CPU, whichever way the mesh is made."""
+    original_init = DeviceMesh.__init__
+
+    @functools.wraps(original_init)
+    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original_init(self, str(to_cpu(device_type)), *args, **kwargs)
+
+    original_from_group = DeviceMesh.from_group
+
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return original_from_group(group, str(to_cpu(device_type)), *args, **kwargs)
+
+    stack.enter_context(replaced(DeviceMesh, "__init__", init))
+    stack.enter_context(replaced(DeviceMesh, "from_group", staticmethod(from_group)))
+
+
+def _transformer_engine(stack: ExitStack) -> None:
+    """Let ``import transformer_engine.pytorch`` and the question for its version succeed.
+
+    Where TE is installed it is left alone, but for the one kernel of it that Megatron's router
+    calls on its own account (megatron-core 0.19.2, moe_utils.py: without it torch multiplies).
+    """
+    for module in _loaded("megatron.core.transformer.moe.moe_utils"):
+        stack.enter_context(replaced(module, "te_general_gemm", None))
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    for module in _loaded("megatron.core.utils"):
+        # megatron-core 0.19.2 remembers the first answer for the whole process.
+        stack.enter_context(replaced(module, "_te_version", None))
+    package = types.ModuleType("transformer_engine")
+    package.__version__ = TE_VERSION  # type: ignore[attr-defined]
+    package.__path__ = []
+    pytorch = types.ModuleType("transformer_engine.pytorch")
+    package.pytorch = pytorch  # type: ignore[attr-defined]
+    stack.enter_context(module_entry("transformer_engine", package))
+    stack.enter_context(module_entry("transformer_engine.pytorch", pytorch))
+
+
+@contextmanager
+def cpu_standins() -> Iterator[None]:
+    """Let the real Megatron-FSDP, of either package, run on the CPU inside the block.
+
+    Undone in reverse when the block is left, also by an exception. Enter it before the model is
+    built and leave it after the model's last use. Works for ``megatron.core.distributed.fsdp``
+    (megatron-core 0.19.2) and for ``megatron_fsdp`` 0.6.1; whichever is installed.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(one_worker_a_group())
+        _factories(stack)
+        for name, value in _cuda_names().items():
+            stack.enter_context(replaced(torch.cuda, name, value))
+        _meshes(stack)
+        _generators(stack)
+        _transformer_engine(stack)
+        yield

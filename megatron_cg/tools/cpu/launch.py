@@ -1,0 +1,87 @@
+"""Processes on this machine that train together over gloo."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from megatron_cg.tools.cpu.gloo import one_worker_a_group
+from megatron_cg.tools.cpu.training_plan import TrainingPlan
+
+START = "spawn"
+"""How processes are started: one of multiprocessing's methods. Forked ones share a hash seed,
+so sets of strings have the same order on all ranks; spawned ones do not."""
+
+
+def run_processes(body: Callable[[], Any], processes: int = 2) -> None:
+    """Run ``body`` in that many processes, under the stand-ins, joined by gloo over loopback.
+
+    ``body`` must be picklable. Raises torch's ProcessRaisedException, with the traceback, when it
+    raises in any of them.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-") as directory:
+        worker = partial(
+            _worker,
+            environment=dict(os.environ),  # A fork server's is that of its own start.
+            processes=processes,
+            store=f"{directory}/store",
+            body=body,
+        )
+        start_processes(worker, nprocs=processes, start_method=START)
+
+
+def _worker(
+    rank: int, environment: dict[str, str], processes: int, store: str, body: Callable[[], Any]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank))
+    # A machine's name need not resolve, and no port is left open to others.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The same sums in the same order whatever the machine: one thread a process.
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    with one_worker_a_group():
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=processes
+        )
+    # A rank that ends before another has connected ends that one: "Connection closed by peer".
+    dist.barrier()
+    from megatron_cg.tools.cpu.fakes import cpu_standins
+
+    try:
+        with cpu_standins():
+            # A capture collects garbage; what was imported is none, and the most there is to visit.
+            gc.freeze()
+            body()
+    finally:
+        dist.destroy_process_group()
+    # Past the interpreter's own end: threads of gloo may still run when it takes its modules
+    # apart, which once in some twenty runs ended in "terminate called".
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+def run_plans(jobs: Sequence[tuple[TrainingPlan, Path]], processes: int = 2) -> None:
+    """Train each plan in turn, in the same processes; see :func:`megatron_cg.tools.cpu.train.train`.
+
+    Each process writes ``rank<N>.json`` in the plan's directory. A plan that fails ends all.
+    """
+    run_processes(partial(_train_all, tuple(jobs)), processes)
+
+
+def _train_all(jobs: Sequence[tuple[TrainingPlan, Path]]) -> None:
+    from megatron_cg.tools.cpu.train import train
+
+    for plan, directory in jobs:
+        train(plan, directory)

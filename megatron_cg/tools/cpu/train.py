@@ -1,0 +1,189 @@
+"""A training loop for the CPU: the real model and FSDP, eager or with tapes after some steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import cuda_graphs
+
+from megatron_cg.backends.base import Backend
+from megatron_cg.capture.session import Session
+from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.integrations.megatron.helper import units_of
+from megatron_cg.telemetry.capture_report import follow_captures
+from megatron_cg.telemetry.record import Recorder, recording
+from megatron_cg.telemetry.record_setup import of_tape
+from megatron_cg.tools.cpu.batches import Batches
+from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
+from megatron_cg.tools.cpu.training_plan import TrainingPlan
+
+
+class Trainer:
+    """A built model with its optimizer; needs cpu_standins and a default process group."""
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import (
+            fully_shard_optimizer,
+        )
+
+        self.plan = plan
+        self.model = build(plan.model)
+        self._fsdp: Any = self.model.module
+        self._fsdp._replace_param_with_distributed_if_needed()
+        self._parameters = list(self._fsdp.parameters())
+        self._optimizer = fully_shard_optimizer(
+            torch.optim.Adam(self._parameters, lr=plan.learning_rate)
+        )
+        self._batches = Batches(
+            plan.tokens, plan.micro_batch_size, plan.model.sequence_length, plan.model.vocabulary
+        )
+        self._static_inputs = StaticInputs(transformer_layers(self.model))
+        self.session: Session | None = None
+
+    def step(self) -> tuple[float, float]:
+        """Train one step; return the mean loss a token over all processes and the gradient norm."""
+        with ExitStack() as stack:
+            if self.session is not None:
+                self.session.watch.begin_step()
+            elif self.plan.graphs:
+                stack.callback(self._static_inputs.observe_step())
+            return self._step()
+
+    def _step(self) -> tuple[float, float]:
+        self._optimizer.zero_grad()
+        total = torch.zeros(2, dtype=torch.float64)
+        for microbatch in range(self.plan.microbatches):
+            last = microbatch == self.plan.microbatches - 1
+            with nullcontext() if last else self._fsdp.no_sync():
+                losses = self._forward()
+                losses.sum().backward()
+            total += torch.tensor([losses.detach().double().sum(), losses.numel()])
+        dist.all_reduce(total)
+        self._fsdp.finish_grad_sync()
+        self._fsdp.scale_gradients(1.0 / float(total[1]))
+        norm = self._gradient_norm()
+        self._optimizer.step(sync_grad_before_optimizer_step=False)
+        return float(total[0] / total[1]), norm
+
+    def _forward(self) -> torch.Tensor:
+        """Return the loss of every token of the next microbatch, (batch, sequence) in fp32."""
+        tokens, labels = next(self._batches)
+        length = tokens.shape[1]
+        positions = torch.arange(length).expand_as(tokens)
+        mask = ~torch.tril(torch.ones(length, length, dtype=torch.bool)).reshape(1, 1, length, -1)
+        losses: torch.Tensor = self.model(tokens, positions, mask, labels=labels)
+        return losses.float()
+
+    def _gradient_norm(self) -> float:
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                total += parameter.grad.to_local().double().square().sum()
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    def capture(
+        self,
+        backend: Backend,
+        agreement: Agreement | None = None,
+        *,
+        only: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Session:
+        """Capture the transformer layers, which replay from then on until the session is closed.
+
+        ``only`` are the indices of the layers to capture, None is all of them; ``agreement`` and
+        ``options`` are the session's.
+
+        Raises what the session and the backend raise; the model is then as it was before.
+        """
+        follow_captures()
+        layers = transformer_layers(self.model)
+        if only is not None:
+            layers = [layers[index] for index in only]
+        session = Session(
+            self.model,
+            units_of(layers),
+            backend,
+            agreement,
+            static_inputs=self._static_inputs,
+            **options,
+        )
+        args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
+        with session.capturing(), _megatron_capturing():
+            graphs = session.capture(
+                tuple(layers),
+                args,
+                sample_kwargs=kwargs,
+                num_warmup_iters=2,
+                allow_unused_input=True,
+                _order=[1, -1],
+                _num_layers_per_chunk=[len(layers)],
+                _reuse_graph_input_output_buffers=True,
+            )
+            for layer, graph in zip(layers, graphs, strict=True):
+                layer.cuda_graphs = [graph]
+        self._optimizer.zero_grad()
+        self.session = session
+        return session
+
+    def _samples(self, layer: Any) -> tuple[tuple[torch.Tensor], dict[str, torch.Tensor]]:
+        """Return static inputs as Megatron's helper makes them, in the model's precision."""
+        shape = self.plan.model
+        inputs = layer.get_layer_static_inputs(shape.sequence_length, self.plan.micro_batch_size)
+        hidden = inputs.pop("hidden_states").detach().to(layer.config.params_dtype)
+        if "attention_mask" in inputs:
+            gpt = next(m for m in self.model.modules() if hasattr(m, "rotary_pos_emb"))
+            inputs["rotary_pos_emb"] = gpt.rotary_pos_emb(shape.sequence_length)
+            # The model passes one mask for the whole batch, so the graph takes that shape.
+            inputs["attention_mask"] = inputs["attention_mask"][:1].clone()
+        return (hidden.requires_grad_(),), inputs
+
+
+@contextmanager
+def _megatron_capturing() -> Iterator[None]:
+    """Set Megatron's capturing flag, by which a layer's call becomes ``_te_cuda_graph_capture``."""
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+def train(plan: TrainingPlan, directory: Path) -> None:
+    """Run ``plan`` in this process and write its record to ``directory/rank<N>.json``.
+
+    The record's file is written also when training fails, with the error's name and text.
+    """
+    from megatron_cg.tools.cpu.voting import VotingTrainer
+
+    recorder = Recorder(directory)
+    recorder.describe(of_tape(plan))
+    try:
+        trainer = VotingTrainer(plan)
+        with recording(recorder), closing(trainer):
+            for number in range(plan.steps):
+                if plan.graphs and number == plan.warmup_steps:
+                    trainer.start()
+                start = time.perf_counter()
+                loss, norm = trainer.step()
+                losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
+                recorder.add_step(losses, norm, False, start)
+            if plan.graphs:
+                recorder.note("graphs", trainer.report())
+                recorder.note("agreement", trainer.agreement.time.as_dict())
+            recorder.finish([trainer.model])
+    except BaseException as error:
+        recorder.note("error", f"{type(error).__name__}: {error}")
+        recorder.write()
+        raise
+    finally:
+        parallel_state.destroy_model_parallel()

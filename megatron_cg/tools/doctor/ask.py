@@ -1,0 +1,144 @@
+"""Questions to another interpreter, which may crash in the place of this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.tools.doctor.finding import NotReachedError
+
+SECONDS = 300.0
+"""What the other process may take; imports from a cold network disk take minutes."""
+LOADER, TORCH, DRIVER, TE = "loader", "torch", "driver", "transformer_engine"
+SYMBOLS, FLAGS = "symbols", "flags"
+_TAIL = 600
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+class StageError(Exception):
+    """A stage failed in the other process; the text says how."""
+
+    def __init__(self, stage: str, text: str) -> None:
+        self.stage = stage
+        super().__init__(text)
+
+
+class Interpreter:
+    """Runs ``probe.py`` in the environment of a run, once, when first asked.
+
+    Args:
+        backend: what is to capture; a stage that it does not need is not run.
+        variables: the environment of the other process.
+        version: the installed version of a distribution, or None.
+    """
+
+    def __init__(
+        self, backend: str, variables: Mapping[str, str], version: Callable[[str], str | None]
+    ) -> None:
+        self._backend, self._variables, self._version = backend, dict(variables), version
+        self._answers: dict[str, dict[str, Any]] | None = None
+
+    def ask(self, stage: str) -> Any:
+        """What the stage found.
+
+        Raises StageError when it failed, and NotReachedError when it was not run.
+        """
+        if self._answers is None:
+            self._answers = self._run_all()
+        answer = self._answers.get(stage)
+        if answer is None:
+            raise NotReachedError(f"not looked at: {self._why_not(stage)}")
+        if "error" in answer:
+            raise StageError(stage, answer["error"])
+        return answer["found"]
+
+    def _why_not(self, stage: str) -> str:
+        failed = [name for name, answer in (self._answers or {}).items() if "error" in answer]
+        if failed:
+            return f"looking at {failed[-1]} failed"
+        for package in ("torch", "transformer-engine", "megatron-core"):
+            if self._version(package) is None:
+                return f"{package} is not installed"
+        return f"{stage} has no part in the backend {self._backend}"
+
+    def _run_all(self) -> dict[str, dict[str, Any]]:
+        # A process of its own: what it loads by bare names would stand in the way of torch's own.
+        answers = run_probe([LOADER], self._backend, self._variables)
+        if self._version("torch") is None:
+            return answers
+        stages = [TORCH]
+        if self._backend == TE:
+            stages.append(DRIVER)
+            if self._version("transformer-engine") is not None:
+                stages.append(TE)
+        if self._version("megatron-core") is not None or self._has_megatron():
+            stages += [SYMBOLS, FLAGS]
+        return answers | run_probe(stages, self._backend, self._variables)
+
+    def _has_megatron(self) -> bool:
+        places = [os.getcwd(), *self._variables.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+        return any((Path(place) / "megatron" / "core").is_dir() for place in places if place)
+
+
+def run_probe(
+    stages: Sequence[str], backend: str, variables: Mapping[str, str], seconds: float = SECONDS
+) -> dict[str, dict[str, Any]]:
+    """``{stage: {"found": ...} or {"error": text}}``, as far as the other process came.
+
+    A stage in which that process ended, by a signal or for want of time, has an error that says
+    so; stages after it are missing.
+    """
+    env = dict(variables)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH", ""), str(_ROOT)]))
+    with tempfile.TemporaryDirectory(prefix="megatron-cg-doctor-") as folder:
+        out, log = Path(folder) / "answers", Path(folder) / "log"
+        words = [sys.executable, "-m", "megatron_cg.tools.doctor.probe", str(out), backend, *stages]
+        with log.open("wb") as file:
+            try:
+                done = subprocess.run(
+                    words,
+                    check=False,
+                    env=env,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=seconds,
+                )
+                end = _end(done.returncode)
+            except subprocess.TimeoutExpired:
+                end = f"did not end within {seconds:g} seconds"
+        answers = _read(out)
+        missing = next((stage for stage in stages if stage not in answers), None)
+        if missing is not None:
+            text = log.read_text(errors="replace").strip()[-_TAIL:]
+            said = f". It said last: {text}" if text else ""
+            answers[missing] = {"error": f"the process that looks {end}{said}"}
+    return answers
+
+
+def _end(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was ended by {name}"
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """One JSON object a line; a last line that was cut short is left out."""
+    answers: dict[str, dict[str, Any]] = {}
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                answers |= json.loads(line)
+            except ValueError:
+                break
+    return answers

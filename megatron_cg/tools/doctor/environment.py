@@ -1,0 +1,137 @@
+"""Environment variables that change what a run with graphs does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from megatron_cg.arguments.rules_environment import expandable_segments, max_connections
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.tools.doctor.finding import Finding, note, of_violation, ok, warning
+from megatron_cg.tools.doctor.system import System
+
+MEANINGS = {
+    "PYTORCH_ALLOC_CONF": "settings of torch's allocator, from whose pools graphs get their memory",
+    "PYTORCH_CUDA_ALLOC_CONF": "the older name of PYTORCH_ALLOC_CONF",
+    "NCCL_GRAPH_REGISTER": "0: NCCL does not register the buffers of captured collectives, which "
+    "expandable segments need; otherwise it does",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues that streams share; Megatron-FSDP refuses 1",
+    "CUBLAS_WORKSPACE_CONFIG": "fixed workspaces (:4096:8) make cuBLAS repeat itself bit for bit; "
+    "--deterministic-mode sets it",
+    "CUBLASLT_HEURISTICS_CACHE_CAPACITY": "of how many problems cuBLASLt remembers which kernel "
+    "suits them; where it is set, the fast path leaves it",
+    "NCCL_ALGO": "which algorithms NCCL may use; --deterministic-mode takes Ring, CollnetDirect, "
+    "CollnetChain or ^NVLS and refuses others",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0: TE uses attention kernels that repeat themselves bit "
+    "for bit; --deterministic-mode sets it",
+    "NVTE_USE_CUTLASS_GROUPED_GEMM": "1: TE multiplies all experts of a layer in one CUTLASS "
+    "kernel instead of one cuBLAS call each; compare only runs that have the same choice",
+    "NVTE_FLASH_ATTN": "1 or 0: TE may or may not use flash attention",
+    "NVTE_FUSED_ATTN": "1 or 0: TE may or may not use cuDNN's fused attention",
+    "NVTE_UNFUSED_ATTN": "1 or 0: TE may or may not use its slow, unfused attention",
+    "NVTE_DEBUG": "1 with NVTE_DEBUG_LEVEL=2: TE prints which attention it chose, and why",
+    "CUDNN_HOME": "where TE looks for libcudnn.so before anywhere else",
+    "CUDNN_PATH": "where TE looks for libcudnn.so after CUDNN_HOME",
+    "CUDA_HOME": "where TE looks for CUDA's libraries, and compilers for CUDA",
+    "LD_LIBRARY_PATH": "where libraries opened by a bare name are looked for first; torch's wheels "
+    "find their own before it",
+    "LD_PRELOAD": "libraries that are loaded before all others, torch's own too",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that a run sees",
+    "CUDA_LAUNCH_BLOCKING": "1: the host waits for every kernel, as is good for finding a fault",
+    "CUDA_MODULE_LOADING": "LAZY (the default) or EAGER loading of kernels",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0: a rank whose NCCL fails does not end, and others wait",
+    "TORCH_NCCL_BLOCKING_WAIT": "1: the host waits at each collective",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "tensors of a collective are kept by reference, and not by "
+    "the allocator's record of streams",
+    "TORCH_NCCL_ENABLE_TIMING": "1: torch records an event before each collective too",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "after so long without its watchdog, torch ends the "
+    "process; a long capture counts",
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1: every allocation is registered with NCCL",
+}
+"""What each variable does here. Sources: torch 2.11 (``ProcessGroupNCCL.hpp``, allocator notes),
+transformer-engine 2.20.2, megatron-core 0.19.2 (``megatron/training/determinism.py``), NCCL's and
+CUDA's own lists of variables."""
+
+_PREFIXES = {
+    "TORCH_NCCL_": "read by torch's process groups",
+    "NVTE_": "read by Transformer Engine",
+    "NCCL_": "read by NCCL",
+}
+_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def variables(system: System) -> Iterator[Finding]:
+    """Each variable that is set and matters, with what it does; broken rules first."""
+    env = system.variables
+    environment = Environment(variables=dict(env), backend=system.backend)
+    told = set()
+    for rule in (expandable_segments, max_connections):
+        for violation in rule(RunArguments(), GraphArguments(), environment):
+            told.add(violation.found.partition("=")[0])
+            yield of_violation(violation)
+    for name in sorted(env):
+        meaning = _meaning(name)
+        if meaning is None or name in told:
+            continue
+        judged = _JUDGES[name](name, env) if name in _JUDGES else None
+        yield judged or note(f"{name}={env[name]}", meaning)
+    unset = sum(name not in env for name in MEANINGS)
+    yield ok(f"{unset} of {len(MEANINGS)} variables that matter here are not set")
+
+
+def _meaning(name: str) -> str | None:
+    if name in MEANINGS:
+        return MEANINGS[name]
+    families = (text for prefix, text in _PREFIXES.items() if name.startswith(prefix))
+    text = next(families, None)
+    return text and f"{text}; it was not set in the runs that verified this package"
+
+
+def _attention(name: str, env: Mapping[str, str]) -> Finding:
+    return warning(
+        f"{name}={env[name]}",
+        f"{MEANINGS[name]}; Megatron sets it from --attention-backend and ends the run when it "
+        "finds another value",
+        f"unset {' '.join(other for other in _ATTENTION if other in env)}",
+    )
+
+
+def _allocator(name: str, env: Mapping[str, str]) -> Finding | None:
+    if "cudaMallocAsync" not in env[name]:
+        return None
+    return warning(
+        f"{name}={env[name]}",
+        "graphs were never tried with CUDA's own allocator: their private pools, and what is "
+        "released after a failed capture, are torch's native allocator's",
+        f"unset {name}",
+    )
+
+
+def _blocking(name: str, env: Mapping[str, str]) -> Finding | None:
+    if env[name] in ("", "0"):
+        return None
+    return warning(
+        f"{name}={env[name]}",
+        f"{MEANINGS[name]}: no step time means anything, least of all what graphs gain",
+        f"unset {name}",
+    )
+
+
+def _home(name: str, env: Mapping[str, str]) -> Finding | None:
+    if env[name] and any(Path(env[name]).glob("**/libcudnn.so*")):
+        return None
+    return warning(
+        f"{name}={env[name]}, where there is no libcudnn.so",
+        f"{MEANINGS[name]}, so TE goes on to the next place without a word",
+        f"unset {name}",
+    )
+
+
+_JUDGES: Mapping[str, Callable[[str, Mapping[str, str]], Finding | None]] = {
+    **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys(_ALLOCATOR, _allocator),
+    **dict.fromkeys(("CUDNN_HOME", "CUDNN_PATH"), _home),
+    "CUDA_LAUNCH_BLOCKING": _blocking,
+}
+"""A warning for a value that is likely not meant, or None."""

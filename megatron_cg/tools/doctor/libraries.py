@@ -1,0 +1,161 @@
+"""cuDNN, NCCL and cuBLAS: one copy each, and the one that torch brought.
+
+Note [Two copies of cuDNN]
+    Torch's wheels bring their libraries and find them first. TE opens ``libcudnn.so`` by that bare
+    name, which torch's wheel does not have (its file is ``libcudnn.so.9``), so a cuDNN of the
+    system, or of LD_LIBRARY_PATH, is loaded beside torch's. Where it is older, TE falls back from
+    fused to unfused attention without a word. ``CUDNN_HOME`` is the first place TE looks
+    (transformer-engine 2.20.2, ``transformer_engine.common``, ``_load_cuda_library_from_system``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from megatron_cg.tools.doctor import ask
+from megatron_cg.tools.doctor.finding import Finding, NotReachedError, ok, warning
+from megatron_cg.tools.doctor.system import System
+
+NAMES = {"cudnn": "cuDNN", "nccl": "NCCL", "cublas": "cuBLAS"}
+_TE_PLACES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
+_SYSTEM_CUDA = Path("/usr/local/cuda")
+
+
+def libraries(system: System) -> Iterator[Finding]:
+    """Each family of libraries: what torch has loaded, and what else comes with TE."""
+    by_torch = system.ask(ask.TORCH)["loaded"]
+    try:
+        in_the_end = system.ask(ask.TE)["loaded"]
+    except (NotReachedError, ask.StageError):
+        in_the_end = None
+    for family, name in NAMES.items():
+        torchs = by_torch[family]
+        if not torchs:
+            continue
+        yield from _not_torchs_own(system, family, torchs)
+        if in_the_end is not None:
+            foreign = _foreign(torchs, in_the_end[family])
+        else:
+            foreign = _foreign(torchs, _expected_of_te(system, family))
+        for file in foreign:
+            yield _second_copy(system, name, family, torchs, file)
+        if not foreign:
+            yield ok(f"{name} {_described(torchs)}")
+
+
+def te_cudnn_by_variables(variables: Mapping[str, str]) -> Path | None:
+    """The cuDNN that TE takes from the places that variables name; None: it asks the loader.
+
+    As transformer-engine 2.20.2 does: all below a place, the name that sorts last.
+    """
+    places = [Path(variables[name]) for name in _TE_PLACES if name in variables]
+    for place in (*places, _SYSTEM_CUDA):
+        files = [p for p in place.glob("**/libcudnn.so*") if "stub" not in str(p)]
+        if files:
+            return max(files, key=lambda path: path.name)
+    return None
+
+
+def _expected_of_te(system: System, family: str) -> list[dict[str, Any]]:
+    """Where TE is not there to be looked at: what it would open, by its own order."""
+    if family != "cudnn" or not system.wants_gpu:
+        return []
+    named = te_cudnn_by_variables(system.variables)
+    if named is not None:
+        return [{"file": str(named), "version": None}]
+    try:
+        opened = system.ask(ask.LOADER)[family]
+    except (NotReachedError, ask.StageError):
+        return []
+    return [opened] if opened is not None else []
+
+
+def _foreign(torchs: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One file a folder that is not among torch's folders."""
+    folders = {_folder(file) for file in torchs}
+    found: dict[Path, dict[str, Any]] = {}
+    for file in others:
+        # The file that has a version stands for those beside it.
+        known = found.get(_folder(file), {}).get("version")
+        if _folder(file) not in folders and known is None:
+            found[_folder(file)] = file
+    return list(found.values())
+
+
+def _second_copy(
+    system: System, name: str, family: str, torchs: list[dict[str, Any]], file: dict[str, Any]
+) -> Finding:
+    own = next((t for t in torchs if t["version"]), torchs[0])
+    mine, other = own["version"], file["version"] or _version_in_name(file["file"])
+    age = ""
+    if mine and other:
+        age = "older " if Version(other) < Version(mine) else ""
+        age = "newer " if Version(other) > Version(mine) else age
+    found = (
+        f"{'an' if age == 'older ' else 'a'} {age}{name} {other or 'of unknown version'} is loaded "
+        f"beside torch's {mine}: {file['file']} ({_origin(system, file['file'])})"
+    )
+    if family == "cudnn":
+        return warning(
+            found,
+            "TE opens libcudnn.so by that bare name and, where it gets an older one, falls back "
+            "from fused to unfused attention without a word: slower, and with other numbers",
+            f"export CUDNN_HOME={_folder(own).parent}",
+        )
+    return warning(
+        found,
+        "two copies in one process keep two states, and which one a call reaches is chance",
+        f"export LD_LIBRARY_PATH={_folder(own)}:$LD_LIBRARY_PATH",
+    )
+
+
+def _not_torchs_own(system: System, family: str, torchs: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Torch's wheel came with a copy, and torch has loaded another."""
+    wheels = [
+        path
+        for path in (system.purelib / "nvidia").glob(f"*/lib/lib{family}.so*")
+        if path.is_file()
+    ]
+    folders = {path.parent.resolve() for path in wheels}
+    others = [file for file in torchs if folders and _folder(file) not in folders]
+    if others:
+        yield warning(
+            f"torch has loaded {others[0]['file']} ({_origin(system, others[0]['file'])}) and not "
+            f"its own {wheels[0]}",
+            f"torch was built and tested with its own {NAMES[family]}",
+            "unset LD_PRELOAD LD_LIBRARY_PATH",
+        )
+
+
+def _origin(system: System, path: str) -> str:
+    """Which setting led there, as far as the path tells."""
+    folder = Path(path).resolve().parent
+    if "LD_PRELOAD" in system.variables and Path(path).name in system.variables["LD_PRELOAD"]:
+        return "by LD_PRELOAD"
+    for name in _TE_PLACES:
+        place = system.variables.get(name)
+        if place and folder.is_relative_to(Path(place).resolve()):
+            return f"by {name}"
+    for entry in system.variables.get("LD_LIBRARY_PATH", "").split(":"):
+        if entry and Path(entry).resolve() == folder:
+            return "by LD_LIBRARY_PATH"
+    return "the system's"
+
+
+def _described(files: list[dict[str, Any]]) -> str:
+    version = next((file["version"] for file in files if file["version"]), "of unknown version")
+    return f"{version}, one copy, in {_folder(files[0])}"
+
+
+def _folder(file: dict[str, Any]) -> Path:
+    return Path(file["file"]).resolve().parent
+
+
+def _version_in_name(path: str) -> str | None:
+    """``9.1.0`` of ``libcudnn.so.9.1.0``, links followed."""
+    version = Path(path).resolve().name.partition(".so.")[2]
+    return version if version.count(".") >= 1 and version.replace(".", "").isdigit() else None

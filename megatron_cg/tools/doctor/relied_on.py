@@ -1,0 +1,96 @@
+"""Every symbol of another package that a module of this one relies on.
+
+The modules say so themselves, in a tuple ``RELIES_ON`` (see ``megatron_cg/upstream/symbols.py``).
+Here they are found, by their source, so that there is no second list to keep.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.tools.doctor.ask import TE
+from megatron_cg.upstream.symbols import Symbol, installed_version
+
+_DECLARED = re.compile(r"^RELIES_ON\b", re.MULTILINE)
+_PACKAGE = Path(__file__).resolve().parents[2]
+_FAST = "megatron_cg.fastpath"
+_TE_ONLY = (
+    "megatron_cg.backends.te.",
+    f"{_FAST}.optimizer.adam",
+    f"{_FAST}.heuristics",
+    f"{_FAST}.gradients.detached",
+)
+_TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
+
+
+def modules_that_rely(package: Path = _PACKAGE) -> list[str]:
+    """Names of the modules below ``package`` that have a ``RELIES_ON``, sorted."""
+    names = []
+    for folder, _, files in os.walk(package, followlinks=True):
+        for file in files:
+            path = Path(folder) / file
+            if path.suffix == ".py" and _DECLARED.search(path.read_text(encoding="utf-8")):
+                parts = path.relative_to(package.parent).with_suffix("").parts
+                names.append(".".join(parts).removesuffix(".__init__"))
+    return sorted(names)
+
+
+def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
+    """Find each symbol that a run with ``backend`` needs, of packages that are installed.
+
+    Returns one dictionary a symbol: ``module`` (ours), ``package``, ``symbol``, and ``error``,
+    None where the symbol is as expected, and ``unknown``, a text where it is a function whose body
+    differs from the one that we replace. A module that cannot be imported has one with its own
+    name as the symbol. A symbol of a package that is not installed has ``skipped`` set.
+    """
+    found: list[dict[str, Any]] = []
+    for module in modules_that_rely(package):
+        if module.startswith(_TAPE_ONLY if backend == TE else _TE_ONLY):
+            continue
+        try:
+            symbols: tuple[Symbol, ...] = importlib.import_module(module).RELIES_ON
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            found.append(_entry(module, "megatron-cg", module, error=text))
+            continue
+        found += [_look_up(module, symbol) for symbol in symbols]
+    return found
+
+
+def _look_up(module: str, symbol: Symbol) -> dict[str, Any]:
+    if symbol.distribution != "megatron-core" and installed_version(symbol.distribution) is None:
+        return _entry(module, symbol.distribution, symbol.path, skipped=True)
+    try:
+        unknown = symbol.unknown_body() if symbol.fingerprints else None
+        symbol.find()
+    except UpstreamChangedError as error:
+        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        return _entry(module, symbol.distribution, symbol.path, error=f"{error}{cause}")
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return _entry(module, symbol.distribution, symbol.path, error=text)
+    return _entry(module, symbol.distribution, symbol.path, unknown=unknown)
+
+
+def _entry(
+    module: str,
+    package: str,
+    symbol: str,
+    *,
+    error: str | None = None,
+    skipped: bool = False,
+    unknown: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "module": module,
+        "package": package,
+        "symbol": symbol,
+        "error": error,
+        "skipped": skipped,
+        "unknown": unknown,
+    }

@@ -1,0 +1,102 @@
+"""The place that is looked at: as this process finds it, or as a test makes it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.tools.doctor.ask import Interpreter
+from megatron_cg.upstream.symbols import installed_version
+
+TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class System:
+    """Everything that checks read, so that no check reads it by itself."""
+
+    ask: Callable[[str], Any]
+    """What another process found at a stage of ``probe.py``; raises NotReachedError."""
+    backend: str = TRANSFORMER_ENGINE
+    variables: Mapping[str, str] = field(default_factory=dict)
+    folders: Sequence[Path] = ()
+    """Where a run looks for modules, the first place first: the working directory, PYTHONPATH,
+    site-packages."""
+    given: Sequence[Path] = ()
+    """Those of ``folders`` that a user put there: the working directory and PYTHONPATH."""
+    purelib: Path = Path("site-packages")
+    version: Callable[[str], str | None] = installed_version
+    requirements: Sequence[str] = ()
+    """This package's own, as its metadata has them, ``python`` among them as one more."""
+    python: str = ""
+    shared_memory: Path = Path("/dev/shm")
+    package: Path = _ROOT / "megatron_cg"
+
+    @property
+    def wants_gpu(self) -> bool:
+        """Whether graphs are to be captured on GPUs."""
+        return self.backend == TRANSFORMER_ENGINE
+
+
+def this_system(backend: str) -> System:
+    """The machine and environment of this process."""
+    variables = dict(os.environ)
+    given = [Path.cwd(), *_paths(variables.get("PYTHONPATH", ""))]
+    others = [Path(entry) for entry in sys.path if entry]
+    if site.ENABLE_USER_SITE:
+        others.append(Path(site.getusersitepackages()))
+    ask = Interpreter(backend, variables, installed_version)
+    return System(
+        ask=ask.ask,
+        backend=backend,
+        variables=variables,
+        folders=_unique([*given, *others]),
+        given=_unique(given),
+        purelib=Path(sysconfig.get_path("purelib")),
+        requirements=own_requirements(_ROOT),
+        python=platform.python_version(),
+    )
+
+
+def own_requirements(root: Path) -> tuple[str, ...]:
+    """What megatron-cg requires; in a checkout that is not installed, by its pyproject.toml.
+
+    The range of Python is the one named ``python``. Empty where neither can be read.
+    """
+    try:
+        metadata = importlib.metadata.metadata("megatron-cg")
+    except importlib.metadata.PackageNotFoundError:
+        return _requirements_of(root / "pyproject.toml")
+    python = metadata.get("Requires-Python") or ""
+    return (f"python{python}", *(metadata.get_all("Requires-Dist") or ()))
+
+
+def _requirements_of(pyproject: Path) -> tuple[str, ...]:
+    import tomllib
+
+    if not pyproject.is_file():
+        return ()
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
+    extras = project.get("optional-dependencies", {})
+    return (
+        f"python{project.get('requires-python', '')}",
+        *project.get("dependencies", ()),
+        *(line for name in ("fsdp", "te", "gpu") for line in extras.get(name, ())),
+    )
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(part) for part in text.split(os.pathsep) if part]
+
+
+def _unique(paths: Sequence[Path]) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(path.resolve() for path in paths))

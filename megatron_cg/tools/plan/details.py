@@ -1,0 +1,203 @@
+"""The plan of a run that breaks no rule: layers, graphs, memory, kernels, FSDP's buffers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.errors import HostSyncError, MegatronCGError
+from megatron_cg.tools.plan.capture import (
+    TORCH_GEMM_WORKSPACE,
+    Captured,
+    LayerCapture,
+    simulate,
+)
+from megatron_cg.tools.plan.fakes.te_modules import DotProductAttention
+from megatron_cg.tools.plan.fsdp_buffers import describe_buffers
+from megatron_cg.tools.plan.layers import describe_layers
+from megatron_cg.tools.plan.meta_model import built_model
+from megatron_cg.tools.plan.planned_samples import PlannedHelper, Sample, copied, masks_given
+from megatron_cg.tools.plan.pool import round_up
+
+_GRAPH_LAUNCHES = 2
+"""A replay launches one graph in the forward pass and one in the backward pass."""
+_VOCABULARY = 131_072
+"""What is counted where only the tokenizer knows, and a plan opens none."""
+
+
+def details(settings: Any, notes: list[str]) -> dict[str, Any]:
+    """Everything about the model that ``settings`` make; adds to ``notes`` what limits it."""
+    args = settings.args
+    if settings.run.fp8 is not None:
+        notes.append(
+            f"--fp8-format {settings.run.fp8}: memory and kernels are counted as for bfloat16, "
+            "because Transformer Engine's quantized tensors have no likeness yet."
+        )
+        args.fp8, args.fp8_param_gather = None, False
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        args.vocab_size = _VOCABULARY
+        notes.append(
+            "the size of the vocabulary is the tokenizer's, which a plan does not open: counted as "
+            f"{_VOCABULARY:,}, unless --vocab-size says otherwise. No graph holds the embedding or "
+            "the output layer."
+        )
+    DotProductAttention.deterministic = (
+        os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    )
+    selection = LayerSelection.parse(settings.graph.cg_layers)
+    with built_model(args) as (model, fsdp):
+        helper = PlannedHelper(model, args, selection)
+        decoder = helper.decoder_layers()
+        rows = describe_layers(settings.run, settings.graph.cg_layers, decoder)
+        found: dict[str, Any] = {
+            "model": _model(model, args, len(decoder)),
+            "fsdp": describe_buffers(fsdp, _unit_names(fsdp, decoder)),
+            "layers": rows,
+        }
+        undo = helper.scopes_given()
+        try:
+            samples, options = helper.samples(masks=masks_given(args))
+            captured = simulate(samples, model, options)
+        except HostSyncError:
+            raise
+        except MegatronCGError as error:
+            notes.append(str(error))
+            return found
+        finally:
+            undo()
+        _add_graphs(found, samples, captured, args)
+        return found
+
+
+def _model(model: nn.Module, args: Any, layers: int) -> dict[str, Any]:
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    return {
+        "class": type(_innermost(model)).__name__,
+        "layers": layers,
+        "parameters_on_rank_0": sum(p.numel() for p in model.parameters()),
+        "sequence_length": args.seq_length,
+        "micro_batch_size": args.micro_batch_size,
+        "microbatches": microbatches,
+        "data_parallel": args.data_parallel_size,
+        "tensor_parallel": args.tensor_model_parallel_size,
+        "expert_parallel": args.expert_model_parallel_size,
+        "context_parallel": args.context_parallel_size,
+    }
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    inner = getattr(model, "module", None)
+    return model if not isinstance(inner, nn.Module) else _innermost(inner)
+
+
+def _unit_names(fsdp: Any, decoder: Sequence[nn.Module]) -> dict[int, str]:
+    """The layer that each FSDP unit is, by the group of one of its parameters."""
+    store = fsdp.param_and_grad_buffer
+    units = {id(p): group.fsdp_unit_id for group in store.parameter_groups for p in group.params}
+    names: dict[int, str] = {}
+    for index, layer in enumerate(decoder):
+        for parameter in layer.parameters():
+            unit = units.get(id(parameter))
+            if unit is not None:
+                names.setdefault(unit, f"layer {index}")
+    return names
+
+
+def _add_graphs(
+    found: dict[str, Any], samples: Sequence[Sample], captured: Captured, args: Any
+) -> None:
+    has_copy = copied(samples, args.cuda_graph_warmup_steps)
+    rows = {row["index"]: row for row in found["layers"]}
+    counted: set[int] = set()
+    totals = dict.fromkeys(("static_inputs", "saved_activations", "outputs"), 0)
+    saved_kernels = 0
+    microbatches = found["model"]["microbatches"]
+    for sample, layer in zip(samples, captured.layers, strict=True):
+        row = rows.setdefault(
+            sample.index, {"index": sample.index, "kind": "prediction", "captured": [], "eager": []}
+        )
+        inputs = [_input(name, t, has_copy(name), counted) for name, t in sample.inputs()]
+        static = sum(entry["bytes_here"] for entry in inputs)
+        kernels = _kernels(layer, inputs)
+        row.update(
+            graphs=1,
+            static_inputs=inputs,
+            outputs=[{"shape": shape, "dtype": dtype} for shape, dtype in layer.output_shapes],
+            memory={
+                "static_inputs": static,
+                "saved_activations": layer.saved_activations,
+                "outputs": layer.outputs,
+                "input_gradient": layer.input_gradient,
+                "weight_gradients": layer.weight_gradients,
+                "forward_workspace": layer.forward_workspace,
+                "backward_workspace": layer.backward_workspace,
+                "held": static + layer.saved_activations + layer.outputs,
+            },
+            kernels=kernels,
+        )
+        totals["static_inputs"] += static
+        totals["saved_activations"] += layer.saved_activations
+        totals["outputs"] += layer.outputs
+        saved_kernels += kernels["saved_per_replay"] * microbatches
+    found["layers"] = [rows[index] for index in sorted(rows)]
+    found["graph_memory"] = _memory(totals, captured)
+    found["graphs"] = {"captured": len(samples), "replays_per_step": len(samples) * microbatches}
+    found["kernels"] = {"saved_per_step": saved_kernels}
+
+
+def _memory(totals: dict[str, int], captured: Captured) -> dict[str, int]:
+    """The terms add up to ``total``."""
+    held = totals["saved_activations"] + totals["outputs"]
+    workspace = TORCH_GEMM_WORKSPACE if captured.torch_gemms else 0
+    terms = {
+        **totals,
+        "output_gradients": captured.output_gradients,
+        "gradients_and_workspace": captured.pool_peak - held,
+        "torch_gemm_workspace": workspace,
+        "fragmentation": captured.pool_reserved - captured.pool_peak,
+    }
+    return {
+        **terms,
+        "total": sum(terms.values()),
+        "pool_peak": captured.pool_peak + workspace,
+        "pool_reserved": captured.pool_reserved + workspace,
+    }
+
+
+def _input(name: str, tensor: torch.Tensor, has_copy: bool, counted: set[int]) -> dict[str, Any]:
+    """One static input; memory that several layers share is counted at the first of them."""
+    storage = tensor.untyped_storage()
+    size = round_up(storage.nbytes())
+    first = id(storage) not in counted
+    counted.add(id(storage))
+    return {
+        "name": name,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "bytes": size,
+        "copied": has_copy,
+        "bytes_here": size if has_copy and first else 0,
+    }
+
+
+def _kernels(layer: LayerCapture, inputs: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Kernels of one eager pass through the captured part, and of a replay.
+
+    A replay launches its two graphs, copies its inputs and the gradients of its outputs into
+    place, makes the mask that it copies, and clones the gradient of each weight.
+    """
+    copies = sum(bool(entry["copied"]) for entry in inputs)
+    masks = sum(entry["name"] == "attention_mask" for entry in inputs)
+    replay = _GRAPH_LAUNCHES + copies + masks + layer.differentiable_outputs + layer.weights
+    eager = layer.forward_kernels + layer.backward_kernels
+    return {
+        "forward": layer.forward_kernels,
+        "backward": layer.backward_kernels,
+        "replay": replay,
+        "saved_per_replay": eager - replay,
+    }

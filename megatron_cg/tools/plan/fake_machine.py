@@ -1,0 +1,211 @@
+"""The GPUs that a plan is made for, simulated on a machine that has none.
+
+Inside :func:`simulated_gpus` whatever asks for a CUDA device gets the meta device, whose tensors
+have no memory; streams and events are done at once; process groups have the sizes they would have,
+and their collectives do nothing. Megatron (0.19.2) builds its model and wraps it with Megatron-FSDP
+there as it would on GPUs. All is undone when the block is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_cg.backends.host_reads import host_waits
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.tools.cpu.fakes import (
+    FACTORIES,
+    METHODS,
+    StandInEvent,
+    StandInStream,
+    redirected,
+    redirected_method,
+    replaced,
+)
+
+_META = torch.device("meta")
+HOPPER = (9, 0)
+"""The compute capability that Megatron's rules are told: an H100's or H200's."""
+
+
+class SizesError(MegatronCGError):
+    """Megatron can make no process groups of these sizes; the text is Megatron's own."""
+
+
+@contextmanager
+def simulated_gpus(environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Let CUDA's names lead to the meta device, and questions about the GPU be answered.
+
+    Args:
+        environment: variables that are set in the block; others are put back as they were when it
+            is left, also those that Megatron sets itself.
+    """
+    saved = dict(os.environ)
+    with ExitStack() as stack:
+        stack.callback(_restore_environment, saved)
+        os.environ.update(environment or {})
+        for name, value in _cuda_names().items():
+            stack.enter_context(replaced(torch.cuda, name, value))
+        for name in FACTORIES:
+            stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), _device)))
+        for name in METHODS:
+            method = getattr(torch.Tensor, name)
+            wrapper = redirected_method if name == "to" else redirected
+            stack.enter_context(replaced(torch.Tensor, name, wrapper(method, _device)))
+        stack.enter_context(replaced(torch.Tensor, "cuda", lambda self, *_a, **_k: self.to(_META)))
+        stack.enter_context(replaced(torch.nn.Module, "cuda", lambda self, *_a, **_k: self))
+        yield
+
+
+def _restore_environment(saved: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(saved):
+        del os.environ[name]
+    os.environ.update(saved)
+
+
+def _cuda_names() -> dict[str, Any]:
+    stream = StandInStream()
+    properties = SimpleNamespace(
+        major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132, name="NVIDIA H200"
+    )
+    return {
+        "Stream": StandInStream,
+        "Event": StandInEvent,
+        "stream": lambda _stream: nullcontext(),
+        "current_stream": lambda *_a, **_k: stream,
+        "default_stream": lambda *_a, **_k: stream,
+        "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),
+        "empty_cache": lambda: None,
+        "current_device": lambda: 0,
+        "set_device": lambda *_a: None,
+        "device_count": lambda: 1,
+        "is_current_stream_capturing": lambda: False,
+        "memory_allocated": lambda *_a: 0,
+        "max_memory_allocated": lambda *_a: 0,
+        "memory_reserved": lambda *_a: 0,
+        "get_device_properties": lambda *_a: properties,
+        "get_device_capability": lambda *_a: HOPPER,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda *_a, **_k: torch.get_rng_state(),
+        "set_rng_state": lambda *_a, **_k: None,
+    }
+
+
+def _device(device: Any) -> Any:
+    """The meta device for what names a CUDA device (Megatron also gives its bare index)."""
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int):
+        return _META
+    return _META if torch.device(device).type == "cuda" else device
+
+
+@contextmanager
+def process_groups(args: Any) -> Iterator[Any]:
+    """Rank 0's process groups of a run with these Megatron arguments; yields the collection.
+
+    The calls are those of ``megatron.training.initialize._initialize_distributed`` (0.19.2), on
+    torch's ``fake`` backend. Raises SizesError for what Megatron checks no earlier than there.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import random
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # Gives collectives kernels for meta tensors, which a fake group has none of (torch 2.11).
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+    with ExitStack() as stack:
+        torch.distributed.init_process_group(
+            "fake", store=FakeStore(), rank=0, world_size=args.world_size
+        )
+        stack.callback(torch.distributed.destroy_process_group)
+        stack.enter_context(_meshes_on_meta())
+        stack.enter_context(_of_rank_0(parallel_state))
+        stack.callback(parallel_state.destroy_model_parallel)
+        order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+        try:
+            parallel_state.initialize_model_parallel(
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.virtual_pipeline_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                order=order,
+                create_gloo_process_groups=False,
+            )
+        except (AssertionError, RuntimeError) as error:
+            raise SizesError(" ".join(str(error).split())) from error
+        if parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP is None:
+            # Megatron builds it from the other groups, of which there is one here.
+            size = args.world_size // args.num_distributed_optimizer_instances
+            group = torch.distributed.new_group(range(size))
+            parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
+        tracker = random._CUDA_RNG_STATE_TRACKER
+        random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
+        stack.callback(setattr, random, "_CUDA_RNG_STATE_TRACKER", tracker)
+        yield ProcessGroupCollection.use_mpu_process_groups()
+
+
+def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
+    """The ranks that differ from rank 0 only in the dimensions of ``mask``, in order.
+
+    ``sizes`` are those of all dimensions, of which the first varies fastest with the rank.
+    """
+    ranks, stride = [0], 1
+    for size, inside in zip(sizes, mask, strict=True):
+        if inside:
+            ranks = [rank + stride * index for index in range(size) for rank in ranks]
+        stride *= size
+    return ranks
+
+
+@contextmanager
+def _of_rank_0(parallel_state: Any) -> Iterator[None]:
+    """Make only the groups of rank 0, and gather objects from one rank.
+
+    The ranks are alike, so a plan takes as long for tens of thousands of them as for two. Relied
+    on: megatron-core 0.19.2, ``parallel_state.generate_masked_orthogonal_rank_groups``, which lists
+    every group of a kind, and makes those that its caller is not in as well.
+    """
+
+    def groups(_world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+        return [group_of_rank_0(sizes, mask)]
+
+    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+        found[:] = [value] * len(found)
+
+    with (
+        replaced(parallel_state, "generate_masked_orthogonal_rank_groups", groups),
+        replaced(torch.distributed, "all_gather_object", all_gather_object),
+    ):
+        yield
+
+
+@contextmanager
+def _meshes_on_meta() -> Iterator[None]:
+    """Meshes have a device type with a fake group; that of meta has none."""
+    original_init, original_from_group = DeviceMesh.__init__, DeviceMesh.from_group
+
+    @functools.wraps(original_init)
+    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original_init(self, "meta", *args, **kwargs)
+
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return original_from_group(group, "meta", *args, **kwargs)
+
+    with (
+        replaced(DeviceMesh, "__init__", init),
+        replaced(DeviceMesh, "from_group", staticmethod(from_group)),
+    ):
+        yield

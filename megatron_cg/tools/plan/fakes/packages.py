@@ -1,0 +1,173 @@
+"""Puts the likenesses where Megatron imports ``transformer_engine`` and ``mamba_ssm`` from.
+
+Only in a process of its own (``worker.py``), before Megatron is imported: Megatron's classes are
+derived from TE's when they are defined. They are put in whether or not the packages are installed,
+so that a plan is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from megatron_cg.errors import MegatronCGError
+from megatron_cg.tools.plan.fakes import functions, mamba
+from megatron_cg.tools.plan.fakes import te_modules as modules
+from megatron_cg.tools.plan.trace import compiled
+from megatron_cg.upstream.patch import set_attribute
+
+TE_VERSION = "2.20.2"
+MAMBA_VERSION = "2.3.2"
+_TE = "transformer_engine"
+_NAMES = (_TE, "mamba_ssm", "causal_conv1d")
+
+
+def install() -> Callable[[], None]:
+    """Put the likenesses into ``sys.modules``; returns the undo.
+
+    Raises MegatronCGError where Megatron has been imported already.
+    """
+    if "megatron.core.extensions.transformer_engine" in sys.modules:
+        raise MegatronCGError(
+            "Megatron is imported already, so a plan cannot be made in this process; use "
+            "megatron_cg.tools.plan.process, which starts another one."
+        )
+    with ExitStack() as undo:
+        taken = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours(name)}
+        undo.callback(sys.modules.update, taken)
+        for name, contents in _contents().items():
+            module = types.ModuleType(name)
+            # What looks whether a package is there asks for its spec.
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            module.__path__ = []
+            vars(module).update(contents)
+            sys.modules[name] = module
+            undo.callback(sys.modules.pop, name, None)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+        # Before Megatron gives its fused functions to it, as it is imported.
+        undo.callback(set_attribute(torch, "compile", compiled))
+        # An installed one must not be half used; absent, Megatron takes torch's convolution.
+        sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
+        undo.callback(sys.modules.pop, "causal_conv1d", None)
+        return undo.pop_all().close
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] in _NAMES
+
+
+def _contents() -> dict[str, dict[str, Any]]:
+    """Every module by name, parents first, with what Megatron looks for in it."""
+    base = {"TransformerEngineBaseModule": modules.TransformerEngineBaseModule}
+    state = {
+        "FP8GlobalStateManager": FP8GlobalStateManager,
+        "fp8_autocast": _no_context,
+        "fp8_model_init": _no_context,
+    }
+    return {
+        _TE: {"__version__": TE_VERSION},
+        f"{_TE}.common": {},
+        f"{_TE}.common.recipe": {"DelayedScaling": _Recipe, "Format": _Recipe, "Recipe": _Recipe},
+        f"{_TE}.pytorch": {
+            "Linear": modules.Linear,
+            "LayerNormLinear": modules.LayerNormLinear,
+            "GroupedLinear": modules.GroupedLinear,
+            "LayerNorm": modules.LayerNorm,
+            "RMSNorm": modules.RMSNorm,
+            "DotProductAttention": modules.DotProductAttention,
+            "fp8_model_init": _no_context,
+            "quantized_model_init": _no_context,
+            "autocast": _no_context,
+        },
+        f"{_TE}.pytorch.fp8": state,
+        f"{_TE}.pytorch.tensor": {"QuantizedTensor": _QuantizedTensor},
+        f"{_TE}.pytorch.ops": {"__getattr__": _absent_operation},
+        f"{_TE}.pytorch.module": {},
+        f"{_TE}.pytorch.module.base": base,
+        f"{_TE}.pytorch.distributed": {
+            "CudaRNGStatesTracker": modules.CudaRNGStatesTracker,
+            "activation_recompute_forward": _no_context,
+            "is_fp8_activation_recompute_enabled": lambda: False,
+            "checkpoint": _absent("activation checkpoints of TE"),
+            "get_all_rng_states": dict,
+        },
+        f"{_TE}.pytorch.graph": {
+            name: _absent(f"TE's {name}")
+            for name in (
+                "make_graphed_callables",
+                "restore_fp8_tensors",
+                "save_fp8_tensors",
+                "set_capture_end",
+                "set_capture_start",
+            )
+        },
+        f"{_TE}.pytorch.utils": {"make_weak_ref": _absent("TE's make_weak_ref")},
+        f"{_TE}.pytorch.attention": {"_SplitAlongDim": functions.Split},
+        f"{_TE}.pytorch.attention.rope": {"apply_rotary_pos_emb": modules.apply_rotary_pos_emb},
+        f"{_TE}.pytorch.cpp_extensions": {"general_gemm": modules.general_gemm},
+        f"{_TE}.pytorch.router": {
+            name: _absent(f"TE's {name}")
+            for name in (
+                "fused_topk_with_score_function",
+                "fused_compute_score_for_moe_aux_loss",
+                "fused_moe_aux_loss",
+            )
+        },
+        "mamba_ssm": {"__version__": MAMBA_VERSION},
+        "mamba_ssm.ops": {},
+        "mamba_ssm.ops.triton": {},
+        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": mamba.RMSNorm},
+        "mamba_ssm.ops.triton.ssd_combined": {
+            "mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined,
+            "mamba_split_conv1d_scan_combined": mamba.mamba_split_conv1d_scan_combined,
+        },
+    }
+
+
+class FP8GlobalStateManager:
+    """Quantization is off: a plan counts what bfloat16 takes."""
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        """No."""
+        return False
+
+
+class _QuantizedTensor:
+    """No tensor is one."""
+
+
+class _Recipe:
+    """Stands where a class is derived from TE's; making one is refused."""
+
+    def __init__(self, *_args: Any, **_settings: Any) -> None:
+        raise modules.refused("FP8")
+
+
+@contextmanager
+def _no_context(*_args: Any, **_settings: Any) -> Any:
+    yield
+
+
+def _absent_operation(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _absent(f"TE's operation {name}")
+
+
+def _absent(what: str) -> Any:
+    """A callable, and a base of classes, that refuses to be called."""
+
+    class Absent:
+        def __init__(self, *_args: Any, **_settings: Any) -> None:
+            raise modules.refused(what)
+
+    return Absent

@@ -1,0 +1,232 @@
+"""A request's flags through Megatron's own parser, and every rule that they break.
+
+Relied on: megatron-core 0.19.2, ``megatron.training.arguments``: ``parse_args`` (which reads
+``sys.argv`` and the environment), ``add_megatron_arguments``, ``validate_args``; and
+``megatron.training.argument_utils.core_transformer_config_from_args``. Megatron stops at its first
+broken rule; ours are all found, and Megatron's is shown beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
+from megatron_cg.arguments.megatron import add_arguments, read
+from megatron_cg.arguments.schema import SCOPES
+from megatron_cg.errors import Violation
+from megatron_cg.nearest import did_you_mean
+from megatron_cg.tools.plan.fakes.packages import TE_VERSION
+
+_TE = "transformer-engine"
+MOST_GPUS = 2**18
+"""The most GPUs that a plan takes: it lists their ranks in memory."""
+
+
+@dataclass
+class Settings:
+    """What the flags say, and what is wrong with them."""
+
+    args: Any
+    """Megatron's namespace, validated where Megatron agreed."""
+    run: RunArguments
+    graph: GraphArguments
+    broken: tuple[Violation, ...]
+    megatron: str | None
+    """What Megatron itself stops with."""
+    notes: list[str]
+    usage: str | None = None
+    """Why the flags cannot be read at all; the rest is empty then."""
+
+
+def read_settings(
+    words: Sequence[str],
+    gpus: int | None,
+    environment: Mapping[str, str],
+    *,
+    own_flags: bool,
+    started_without: str | None = None,
+) -> Settings:
+    """Parse, check by our rules, check by Megatron's; mistakes raise nothing.
+
+    ``started_without`` is the script of a command that starts it without this package's launcher.
+    """
+    notes: list[str] = []
+    try:
+        args, unknown = _parsed(words)
+        if unknown and not own_flags:
+            raise _UsageError(_unknown_text(unknown))
+        args.world_size = gpus or fewest_gpus(args)
+        if args.world_size > MOST_GPUS:
+            text = f"{args.world_size:,} GPUs, and a plan is made for at most {MOST_GPUS:,}"
+            raise _UsageError(text)
+    except _UsageError as error:
+        return Settings(None, RunArguments(), GraphArguments(), (), None, [], usage=str(error))
+    if unknown:
+        # Close to a flag of Megatron's are many that a script may well have.
+        own = " ".join(_with_hints(unknown, cutoff=0.9))
+        notes.append(f"not Megatron's, so taken for the script's own: {own}")
+    run, graph = read(args)
+    where, more = _environment_of_the_run(environment)
+    broken = violations(run, graph, where)
+    if not run.wants_graphs and not broken:
+        broken = (_no_graphs(run),)
+    elif run.wants_graphs and started_without:
+        broken = (_no_launcher(started_without), *broken)
+    notes += [*more, *notices(run, graph, where)]
+    megatron = _megatrons_opinion(args)
+    return Settings(args, run, graph, broken, megatron, notes)
+
+
+def fewest_gpus(args: Any) -> int:
+    """The fewest GPUs that the parallel sizes of ``args`` can have, and at least 2."""
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    expert = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
+    return int(max(2, args.pipeline_model_parallel_size * math.lcm(dense, expert)))
+
+
+class _UsageError(Exception):
+    """The parser did not take the words."""
+
+
+def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
+    from megatron.training import arguments
+
+    parsers: list[argparse.ArgumentParser] = []
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parsers.append(parser)
+        return add_arguments(parser)
+
+    errors = io.StringIO()
+    with _argv(words), _quiet(), contextlib.redirect_stderr(errors):
+        try:
+            args = arguments.parse_args(provider, ignore_unknown_args=True)
+            return args, parsers[0].parse_known_args()[1]
+        except SystemExit as error:
+            text = errors.getvalue().strip().splitlines()
+            raise _UsageError(text[-1] if text else "the flags cannot be read") from error
+        except KeyError as error:
+            # Megatron looks a scope up in its enumeration, and argparse lets that error through.
+            raise _UsageError(_scope_text(str(error.args[0]))) from error
+
+
+def _scope_text(word: str) -> str:
+    hint = did_you_mean(word, SCOPES, cutoff=0.6)
+    return f"--cuda-graph-modules has no {word}{hint}: {', '.join(SCOPES)}"
+
+
+def _unknown_text(unknown: Sequence[str]) -> str:
+    flags = [word for word in _with_hints(unknown, cutoff=0.6) if word.startswith("-")]
+    return f"Megatron has no such flag: {', '.join(flags) or ' '.join(unknown)}"
+
+
+def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
+    """The words, each flag with the one of Megatron's that it may be a slip of."""
+    from megatron.training import arguments
+
+    with _quiet():
+        parser = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
+    known = [option for action in parser._actions for option in action.option_strings]
+    return [
+        word + (did_you_mean(word.split("=")[0], known, cutoff) if word.startswith("-") else "")
+        for word in unknown
+    ]
+
+
+def _environment_of_the_run(given: Mapping[str, str]) -> tuple[Environment, list[str]]:
+    """Versions and variables of the run, which is to be on another machine than the plan."""
+    here = Environment.read()
+    notes = []
+    versions = dict(here.versions)
+    if _TE not in versions:
+        versions[_TE] = TE_VERSION
+        notes.append(
+            f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the figures "
+            "are the same with and without it: its modules are stood in for by likenesses."
+        )
+    wanted = {name: given[name] for name in given if name in _variables()}
+    return replace(here, versions=versions, variables={**here.variables, **wanted}), notes
+
+
+def _variables() -> tuple[str, ...]:
+    from megatron_cg.arguments.schema import VARIABLES
+
+    return VARIABLES
+
+
+def _no_graphs(run: RunArguments) -> Violation:
+    fsdp = "with" if run.use_megatron_fsdp else "without"
+    return Violation(
+        "no-graphs",
+        f"--cuda-graph-impl {run.cuda_graph_impl} {fsdp} --use-megatron-fsdp",
+        "the run asks for no layerwise graphs under Megatron-FSDP, so nothing would be captured",
+        "add --use-megatron-fsdp --cuda-graph-impl transformer_engine",
+    )
+
+
+def _no_launcher(script: str) -> Violation:
+    return Violation(
+        "launcher",
+        f"the command starts {script} without -m megatron_cg",
+        "Megatron alone captures no layerwise graphs under Megatron-FSDP",
+        f"write -m megatron_cg before {script}, or call megatron_cg.enable() in it before it "
+        "parses its arguments",
+    )
+
+
+def _megatrons_opinion(args: Any) -> str | None:
+    """What ``validate_args`` and the model's configuration raise; ``args`` are validated by it."""
+    from megatron.training import arguments
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    os.environ["WORLD_SIZE"] = str(args.world_size)
+    checks: tuple[Callable[[Any], Any], ...] = (
+        arguments.validate_args,
+        core_transformer_config_from_args,
+    )
+    for check in checks:
+        with _quiet():
+            try:
+                check(args)
+            except (Exception, SystemExit) as error:
+                return error_text(error)
+    return None
+
+
+def error_text(error: BaseException) -> str:
+    """An error in one line; for a bare assertion, the line of Megatron that raises it."""
+    # torch appends the addresses of its own functions.
+    text = " ".join(str(error).partition("Exception raised from")[0].split())
+    if text:
+        # The text alone of Python's own errors, "integer modulo by zero", says too little.
+        name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        return name + text
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.line} ({type(error).__name__} in {last.name})"
+
+
+@contextmanager
+def _argv(words: Sequence[str]) -> Iterator[None]:
+    saved = sys.argv
+    sys.argv = ["megatron-cg plan", *words]
+    try:
+        yield
+    finally:
+        sys.argv = saved
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron prints every argument."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

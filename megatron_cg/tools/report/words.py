@@ -1,0 +1,257 @@
+"""The page's sentences: what was found, said without a picture. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_cg.tools.align.compare import DIFFERENT, IDENTICAL, NOT_COMPARABLE, Run, missing_ranks
+from megatron_cg.tools.report.series import Quantity, counted_steps, median_time
+from megatron_cg.tools.report.story import Story
+
+Kind = Literal["good", "bad", "note"]
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``head`` says it in a few words, ``text`` in full; ``kind`` decides how it is shown."""
+
+    kind: Kind
+    head: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure at the head of the page."""
+
+    label: str
+    value: str
+    note: str
+
+
+def verdict(story: Story) -> Verdict:
+    """What came of it: of the comparison where there are two runs, else of the run."""
+    comparison = story.comparison
+    if comparison is None:
+        return _outcome(story)
+    values, shards = comparison.values, comparison.shards
+    equal = sum(value.same for value in values)
+    if comparison.status == IDENTICAL:
+        return Verdict(
+            "good",
+            "Identical, to the last bit",
+            f"{count(len(values), 'loss or gradient norm', 'losses and gradient norms')} and "
+            f"{count(shards, 'parameter shard')} of {story.name} have the same bits as those of "
+            f"{story.reference_name}.",
+        )
+    if comparison.status == DIFFERENT:
+        return Verdict("bad", "Different", _sentence(comparison.reason))
+    if values and equal == len(values) and _ended(story.run) and _ended(story.reference or {}):
+        return Verdict(
+            "note",
+            "Equal in every loss and gradient norm",
+            f"All {len(values)} numbers have the same bits. More is not shown: "
+            f"{_sentence(comparison.reason)}",
+        )
+    if equal < len(values):
+        first = next(value for value in values if not value.same)
+        return Verdict(
+            "bad",
+            "Different",
+            f"{len(values) - equal} of {len(values)} numbers differ, the first at step "
+            f"{first.step} on rank {first.rank} ({first.name}). {_sentence(comparison.reason)}",
+        )
+    kind: Kind = "note" if comparison.status == NOT_COMPARABLE else "bad"
+    return Verdict(kind, "Not comparable", _sentence(comparison.reason))
+
+
+def _outcome(story: Story) -> Verdict:
+    steps = count(len(story.rank["steps"]), "step")
+    broken = [f"rank {rank}: {data['error']}" for rank, data in story.run.items() if data["error"]]
+    if broken:
+        return Verdict("bad", "The run failed", _sentence(f"After {steps}. {'; '.join(broken)}"))
+    missing = missing_ranks(story.run)
+    if missing:
+        text = _sentence(f"{steps}. The run has {missing}")
+        return Verdict("note", "Some ranks are missing", text)
+    if not _ended(story.run):
+        text = f"{steps} recorded so far: the run goes on, or was killed."
+        return Verdict("note", "Not ended", text)
+    return Verdict("note", "Trained to its end", f"{steps}. There is no run to compare it with.")
+
+
+def _ended(run: Run) -> bool:
+    return bool(run) and all(data["finished"] and not data["error"] for data in run.values())
+
+
+def difference(quantity: Quantity) -> str:
+    """How two runs differ in one quantity; exact zero is said as such."""
+    if quantity.difference is None:
+        alone = quantity.reference is None
+        return "There is no run to compare with." if alone else "The runs have different setups."
+    if not quantity.compared:
+        return "The runs have no step in common."
+    if not quantity.unequal:
+        return (
+            "The difference is exactly zero at every step: "
+            f"{_all_numbers(quantity.compared)} the same bits in both runs."
+        )
+    step, rank = quantity.unequal[0]
+    pairs = zip(quantity.difference.x, quantity.difference.y, strict=True)
+    at, widest = max(pairs, key=lambda pair: math.inf if math.isnan(pair[1]) else abs(pair[1]))
+    return (
+        f"{len(quantity.unequal)} of {quantity.compared} numbers differ, the first at step {step} "
+        f"on rank {rank}. The widest difference is {widest:.3e}, at step {at:.0f}."
+    )
+
+
+def _all_numbers(number: int) -> str:
+    return "the one number has" if number == 1 else f"all {number} numbers have"
+
+
+def speed(story: Story) -> str:
+    """The median step, of both runs where there are two, and what it is a median of."""
+    steps = counted_steps(story)
+    ours = median_time(story.rank, steps)
+    if ours is None:
+        return "No step is left to tell a time from."
+    text = f"Median step: {story.name} {ours:.1f} ms"
+    other = story.reference_rank
+    theirs = median_time(other, steps) if other is not None else None
+    if theirs is not None:
+        text += f", {story.reference_name} {theirs:.1f} ms, a ratio of {ours / theirs:.3f}"
+    text += f" (steps {_range(steps)}, rank {min(story.run)})."
+    return text if story.on_gpu else f"{text} {no_gpu(story)}"
+
+
+def no_gpu(story: Story) -> str:
+    """What times of a run without a GPU are worth."""
+    if story.captured_after is None:
+        return "No GPU was used, so times say nothing of speed on one."
+    return (
+        "No GPU was used: recordings of operations stood in for CUDA graphs, and times say nothing "
+        "of speed on a GPU."
+    )
+
+
+def tiles(story: Story, found: list[Quantity]) -> list[Tile]:
+    """The figures at the head of the page."""
+    made = [Tile("steps", f"{len(story.rank['steps']):,}", count(len(story.run), "rank"))]
+    compared = sum(quantity.compared for quantity in found)
+    if compared:
+        unequal = sum(len(quantity.unequal) for quantity in found)
+        value = "exactly 0" if not unequal else f"{unequal:,} differ"
+        made.append(Tile("loss and norm difference", value, f"of {count(compared, 'number')}"))
+    made += _time_tiles(story)
+    total = counts(story.run)
+    if total:
+        graphs = f"{total.get('replayed', 0):,} replays, {total.get('eager', 0):,} eager instead"
+        made.append(Tile("graphs", f"{total.get('captured', 0):,}", f"{graphs}, all ranks"))
+        value = f"{total.get('mismatched', 0):,}"
+        note = "each is told of below" if total.get("mismatched") else "every guard held"
+        made.append(Tile("mismatches", value, f"{note}, all ranks"))
+    taken = graph_memory(story)
+    if taken is not None:
+        made.append(Tile("memory of graphs", f"{taken / MIB:+.0f} MiB", "allocated, by capture"))
+    return made
+
+
+def _time_tiles(story: Story) -> list[Tile]:
+    """None of a run without a GPU: a figure at the head of the page should mean something."""
+    steps = counted_steps(story)
+    ours = median_time(story.rank, steps)
+    other = story.reference_rank
+    theirs = median_time(other, steps) if other is not None else None
+    if ours is None or not story.on_gpu:
+        return []
+    if theirs is None:
+        return [Tile("median step", f"{ours:.1f} ms", f"steps {_range(steps)}")]
+    return [Tile("median step, ratio", f"{ours / theirs:.2f}", f"{ours:.1f} of {theirs:.1f} ms")]
+
+
+def _range(steps: range) -> str:
+    return f"{steps.start} to {steps.stop - 1}"
+
+
+def what(story: Story) -> str:
+    """What the page tells of, for its head."""
+    compared = story.name if story.reference is None else f"{story.name} against "
+    other = "" if story.reference is None else story.reference_name
+    device = str(story.rank.get("device", "cpu"))
+    where = "no GPU" if device == "cpu" else device
+    return f"{compared}{other}, {count(len(story.run), 'rank')}, {where}"
+
+
+def peaks(story: Story) -> str:
+    """The highest memory of each run, on the rank that had most."""
+    highest = [
+        (name, max(int(run[rank].get("peak_allocated_bytes", 0)) for rank in run))
+        for name, run in story.runs
+    ]
+    text = ", ".join(f"{name} {bytes_ / MIB:.0f} MiB" for name, bytes_ in highest)
+    if len(highest) == 2 and highest[0][1]:
+        text += f", a ratio of {highest[1][1] / highest[0][1]:.3f}"
+    return f"Highest allocated, of the rank that had most: {text}."
+
+
+def faults(story: Story) -> list[str]:
+    """Every error, failed capture and warning, once with the ranks that had it."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for name, run in story.runs:
+        for rank in sorted(run):
+            for text in _faults_of(run[rank]):
+                ranks.setdefault((name, text), []).append(rank)
+    return [
+        f"{name}, {count(len(found), 'rank').split()[1]} {', '.join(map(str, found))}: {text}"
+        for (name, text), found in ranks.items()
+    ]
+
+
+def _faults_of(record: Mapping[str, Any]) -> Iterator[str]:
+    for event in record.get("events", ()):
+        yield f"after step {event['after_step']}, {event['level']}: {event['text']}"
+    for capture in record.get("captures", ()):
+        if capture["error"]:
+            yield f"after step {capture['after_step']}, capture failed: {capture['error']}"
+    if record["error"]:
+        yield f"ended with {record['error']}"
+
+
+def graph_memory(story: Story) -> int | None:
+    """Bytes that the first capture left allocated, or None where no GPU was used."""
+    captures = story.captures
+    memory = captures[0]["memory"] if captures else {}
+    before, after = memory.get("before"), memory.get("after")
+    if not before or not after:
+        return None
+    return int(after["allocated_bytes"] - before["allocated_bytes"])
+
+
+def counts(run: Run) -> dict[str, int]:
+    """The run's counters, over all ranks; none where it had no graphs."""
+    total: dict[str, int] = {}
+    for record in run.values():
+        for name, value in _last_counts(record).items():
+            total[name] = total.get(name, 0) + int(value)
+    return total if total.get("captured") else {}
+
+
+def _last_counts(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """At the end, or where the run did not come there, as far as was written."""
+    rows = record.get("intervals", ())
+    found: Mapping[str, Any] = record["graphs"] or (rows[-1]["counters"] if rows else {})
+    return found
+
+
+def count(number: int, one: str, more: str = "") -> str:
+    """``3 steps``, ``1 step``."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"

@@ -1,0 +1,94 @@
+"""Collectives on a tape: over when what follows reads their result, as by a stream's order."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.launch import run_processes
+
+LATE = 0.3
+"""Seconds by which one rank comes later to each collective."""
+
+
+class Summing(nn.Module):
+    """Adds what all ranks are given, in the forward and in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = Summed.apply(x)  # type: ignore[no-untyped-call]
+        return summed
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return total_of(x) * 2
+
+    @staticmethod
+    def backward(_ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return total_of(gradients[0]) * 2
+
+
+def total_of(x: torch.Tensor) -> torch.Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def replayed(root: Path) -> None:
+    """Outputs and gradients of two replays, which rank 1 comes to later than rank 0."""
+    rank = dist.get_rank()
+    sample = torch.ones(3, requires_grad=True)
+    (graph,) = TapeBackend().capture((Summing(),), [(sample,)], capture_time_hooks=[{}])
+    found: list[list[float]] = []
+    for step in range(2):
+        x = torch.full((3,), 1.0 + rank + step, requires_grad=True)
+        time.sleep(LATE * rank)
+        out = graph(x)
+        found.append(out.tolist())
+        time.sleep(LATE * rank)
+        out.backward(torch.full((3,), 10.0 * (1 + rank)))
+        assert x.grad is not None
+        found.append(x.grad.tolist())
+    (root / f"{rank}.json").write_text(json.dumps(found))
+
+
+def test_a_replay_waits_for_the_ranks_that_come_later(tmp_path: Path) -> None:
+    run_processes(partial(replayed, tmp_path))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == [[6.0] * 3, [60.0] * 3, [10.0] * 3, [60.0] * 3]
+
+
+class Starting(nn.Linear):
+    """Starts a sum into memory outside of its graph, which nobody waits for."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.total = torch.ones(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(LATE * dist.get_rank())
+        dist.all_reduce(self.total, async_op=True)
+        return super().forward(x)
+
+
+def captured(root: Path) -> None:
+    """What is in that memory after a capture, once all ranks have come to the sum."""
+    module, sample = Starting(), torch.ones(1, 2, requires_grad=True)
+    TapeBackend().capture((module,), [(sample,)], capture_time_hooks=[{}], num_warmup_iters=0)
+    dist.barrier()
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(module.total.tolist()))
+
+
+def test_a_collective_under_way_as_a_capture_ends_changes_nothing(tmp_path: Path) -> None:
+    run_processes(partial(captured, tmp_path))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [1.0, 1.0]

@@ -1,0 +1,119 @@
+"""The loops of ``tests/functional/own_loop.py`` on the CPU: gloo, and tapes as graphs.
+
+Tensor parallel is not among them: Megatron's MoE demands sequence parallel, which torch's norm
+cannot do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.upstream.symbols import installed_version
+from tests.functional.loops import (
+    API,
+    DRIVERS,
+    EAGER,
+    ENABLED,
+    GROUPS,
+    PREPROCESS,
+    TYPES,
+    Run,
+)
+from tests.functional.test_own_loop import check
+
+STEPS, RANKS = 6, 2
+ROUTER = ("moe_router",)
+RUNS = {
+    "default": (
+        *(Run(dtype, PREPROCESS, driver) for dtype in TYPES for driver in DRIVERS),
+        Run("fp32", ("attn",), ENABLED),
+        Run("fp32", ROUTER, API),
+    ),
+    "ep2": (Run("bf16", PREPROCESS, ENABLED),),
+    "mtp": (Run("fp32", PREPROCESS, API), Run("fp32", PREPROCESS, ENABLED)),
+    "qwen3-moe-tiny": (Run("bf16", PREPROCESS, API),),
+    "deepseek-v3-tiny": (Run("bf16", PREPROCESS, API),),
+}
+CASES = [(group, run) for group, runs in RUNS.items() for run in runs]
+
+
+def train(directory: Path) -> None:
+    """All runs of this file, in one process of several."""
+    import torch.distributed as dist
+    from megatron.core.models import backends
+
+    from megatron_cg.tools.cpu.fakes import replaced
+    from tests.functional.own_loop import train_all
+
+    attention = without_channels(backends.DotProductAttention)
+    exchange = with_lists(dist.all_to_all_single)
+    with (
+        replaced(dist, "all_to_all_single", exchange),
+        replaced(backends, "DotProductAttention", attention),
+    ):
+        for name, runs in RUNS.items():
+            eager = [Run(dtype) for dtype in dict.fromkeys(run.dtype for run in runs)]
+            folder = directory / name
+            folder.mkdir(exist_ok=True)
+            train_all(GROUPS[name], [*eager, *runs], STEPS, folder)
+
+
+def without_channels(attention: Any) -> Any:
+    """megatron-core's own attention, which takes MLA's channels of keys and values as TE's does.
+
+    It ignores them: the channels of the values are those of a head here.
+    """
+
+    class Attention(attention):  # type: ignore[misc]
+        def __init__(
+            self, *args: Any, k_channels: int = 0, v_channels: int = 0, **named: Any
+        ) -> None:
+            super().__init__(*args, **named)
+
+    return Attention
+
+
+def with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron makes lists of sizes on a GPU only, and gloo takes nothing else."""
+
+    def all_to_all_single(output: Any, given: Any, *sizes: Any, **named: Any) -> Any:
+        for key in ("output_split_sizes", "input_split_sizes"):
+            if hasattr(named.get(key), "tolist"):
+                named[key] = named[key].tolist()
+        return exchange(output, given, *sizes, **named)
+
+    return all_to_all_single
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    if installed_version("transformer-engine") is not None:
+        pytest.skip("Megatron's optimizer takes TE's kernels where TE is, and they need a GPU")
+    root = tmp_path_factory.mktemp("loops")
+    run_processes(partial(train, root), RANKS)
+    return {
+        name: [json.loads((root / name / f"rank{r}.json").read_text()) for r in range(RANKS)]
+        for name in RUNS
+    }
+
+
+@pytest.mark.parametrize(("group", "run"), CASES, ids=[f"{g}-{r.name}" for g, r in CASES])
+def test_losses_and_norms_are_equal_to_eager(
+    results: dict[str, list[dict[str, Any]]], group: str, run: Run
+) -> None:
+    for found in results[group]:
+        check(found[Run(run.dtype).name], found[run.name], STEPS)
+
+
+def test_the_groups_are_those_of_the_pull_request_and_presets() -> None:
+    runs = {name: GROUPS[name].runs() for name in ("default", "tp2", "ep2", "mtp")}
+    for found in runs.values():
+        assert len({run.name for run in found}) == len(found) == 2 * (1 + 2 * 3)
+        assert {run.driver for run in found} == {EAGER, ENABLED, API}

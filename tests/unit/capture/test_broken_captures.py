@@ -1,0 +1,129 @@
+"""A capture that is broken on purpose never trains as an eager run does, and never in silence.
+
+Two processes train the real model on the tape, once for each way of breaking it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron_cg.capture import transaction as capture
+from megatron_cg.fsdp import FsdpRole, UnitHooks, classify
+from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
+from megatron_cg.tools.align.compare import Comparison, compare, read_run
+
+WARMUP = 2
+
+
+def plan(*, graphs: bool) -> Any:
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"))
+    return TrainingPlan(model=model, steps=5, warmup_steps=WARMUP, graphs=graphs)
+
+
+def without_phase_two(stack: ExitStack) -> None:
+    keys = {HookKind.FORWARD_PRE: "forward_pre_hooks", HookKind.FORWARD: "forward_hooks"}
+
+    def untransformed(unit: Any) -> UnitHooks:
+        phases: Any = {key: {} for key in (*keys.values(), "backward_pre_hooks", "backward_hooks")}
+        for record in module_hooks(unit.layer):
+            phases[keys[record.kind]][record.hook_id] = record.fn
+        return UnitHooks(phases)
+
+    stack.enter_context(patch.object(capture, "read_hooks", untransformed))
+
+
+def with_a_wrapper_left_in(stack: ExitStack) -> None:
+    def clear(self: HookSnapshot) -> None:
+        for record in self.records:
+            if classify(record) is not FsdpRole.WRAPS_POST_BACKWARD:
+                getattr(self.module, record.kind.value).pop(record.hook_id)
+
+    stack.enter_context(patch.object(HookSnapshot, "clear", clear))
+
+
+def with_parameter_hooks_on(stack: ExitStack) -> None:
+    stack.enter_context(patch.object(capture, "_quiet_parameters", lambda _: lambda: None))
+
+
+def with_a_buffer_moved(stack: ExitStack) -> None:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
+
+    from megatron_cg.tools.cpu.train import Trainer
+
+    kept: list[Any] = []
+    before: Callable[..., Any] = Trainer.capture
+
+    def moving(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session = before(self, *args, **kwargs)
+        pool = utils.get_global_memory_buffer()
+        kept.append(dict(pool.buffer))
+        pool.buffer.clear()
+        return session
+
+    stack.enter_context(patch.object(Trainer, "capture", moving))
+
+
+def unbroken(_stack: ExitStack) -> None:
+    """Graphs as they should be."""
+
+
+BROKEN: dict[str, Callable[[ExitStack], None]] = {
+    "unbroken": unbroken,
+    "no phase two": without_phase_two,
+    "wrapper left in": with_a_wrapper_left_in,
+    "buffer moved": with_a_buffer_moved,
+    "parameter hooks on": with_parameter_hooks_on,
+}
+
+
+def train_all(root: Path) -> None:
+    """In one of the processes: eagerly, then broken in each way; errors go into the records."""
+    from megatron_cg.tools.cpu.train import train
+
+    train(plan(graphs=False), root / "eager")
+    for name, break_it in BROKEN.items():
+        with ExitStack() as stack:
+            break_it(stack)
+            try:
+                train(plan(graphs=True), root / name)
+            except Exception as error:
+                print(f"{name}: {type(error).__name__}")
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Comparison]:
+    from megatron_cg.tools.cpu.launch import run_processes
+
+    root = tmp_path_factory.mktemp("broken")
+    run_processes(partial(train_all, root))
+    eager = read_run(root / "eager")
+    return {name: compare(eager, read_run(root / name)) for name in BROKEN}
+
+
+def test_unbroken_graphs_train_as_eager(verdicts: dict[str, Comparison]) -> None:
+    assert verdicts["unbroken"].status == "identical", verdicts["unbroken"].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("no phase two", "failed", "_register_post_backward_hook"),
+        ("wrapper left in", "failed", "HookError"),
+        ("buffer moved", "failed", "replayed no graph"),
+        ("parameter hooks on", "failed", "Error"),
+    ],
+)
+def test_a_broken_capture_never_passes(
+    name: str, status: str, words: str, verdicts: dict[str, Comparison]
+) -> None:
+    assert verdicts[name].status == status, verdicts[name].reason
+    assert words in verdicts[name].reason

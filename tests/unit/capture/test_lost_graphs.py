@@ -1,0 +1,58 @@
+"""Graphs that one rank has lost are given up by all ranks, which train on as an eager run."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_cg.tools.cpu.launch import run_processes
+
+LAYERS, BEFORE, AFTER = 2, 3, 6
+
+
+def train(*, graphs: bool) -> dict[str, Any]:
+    """Rank 1 deletes its graphs by itself after the first replayed step."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.tools.cpu.voting import VotingTrainer
+
+    model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
+    trainer: Any = VotingTrainer(TrainingPlan(model, graphs=True))
+    try:
+        numbers = [trainer.step() for _ in range(BEFORE)]
+        if graphs:
+            trainer.start()
+        numbers.append(trainer.step())
+        if dist.get_rank() == 1:
+            trainer.stop()
+        kept = []
+        for _ in range(AFTER):
+            numbers.append(trainer.step())
+            kept.append("release_bucket" in vars(trainer.model.module.all_gather_pipeline))
+        replayed, left = trainer.report()["replayed"], trainer.session is not None
+        return {"numbers": numbers, "replayed": replayed, "left": left, "kept": kept}
+    finally:
+        trainer.close()
+        parallel_state.destroy_model_parallel()
+
+
+def play(root: Path) -> None:
+    found = [train(graphs=graphs) for graphs in (False, True)]
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def test_graphs_that_one_rank_deletes_are_given_up_by_all(tmp_path: Path) -> None:
+    run_processes(partial(play, tmp_path))
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for eager, graphed in ranks:
+        assert graphed["numbers"] == eager["numbers"]
+        assert graphed["left"] is False
+        # What leaves out gathers stays on both ranks until both go on without graphs.
+        assert graphed["kept"] == [True, True, *[False] * (AFTER - 2)]
+    # Lost after one step, voted on after the next, given up before the one after that.
+    assert [graphed["replayed"] for _, graphed in ranks] == [LAYERS * 3, LAYERS]

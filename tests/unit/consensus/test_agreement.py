@@ -1,0 +1,385 @@
+"""All ranks come to one decision, whatever happens to one of them; and nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import set_debug_level_from_env
+
+from megatron_cg.consensus.exchange import (
+    Agreement,
+    AgreementError,
+    AgreementTime,
+    Kind,
+    Level,
+    Verdict,
+    digest,
+)
+from megatron_cg.errors import CaptureError, PhaseError
+from megatron_cg.tools.cpu.launch import run_processes
+
+SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
+"""For a vote to which no other rank comes; for one to which all come, on however slow a machine."""
+RANKS = 2
+
+
+def said(*calls: Callable[[], Any]) -> list[str]:
+    """What each call came to: nothing, or the error's name and text."""
+    results = []
+    for call in calls:
+        try:
+            call()
+            results.append("went on")
+        except (CaptureError, AgreementError, PhaseError) as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def wish(rank: int) -> Verdict:
+    """Rank 1 wants a recapture, and another size than rank 0."""
+    return Verdict(Level(rank), size=96 + 32 * rank, graphs=5)
+
+
+def confirmed_by_both(rank: int, votes: Agreement) -> Any:
+    return said(votes.confirm, votes.report_failure)
+
+
+def failed_at_the_end(rank: int, votes: Agreement) -> Any:
+    if rank == 1:
+        return said(votes.report_failure, votes.report_failure)
+    return said(votes.confirm, votes.report_failure)
+
+
+def failed_before_the_start(rank: int, votes: Agreement) -> Any:
+    return said(votes.report_failure) if rank == 1 else said(votes.ready, votes.report_failure)
+
+
+def failed_between(rank: int, votes: Agreement) -> Any:
+    return said(votes.ready, votes.report_failure if rank == 1 else votes.confirm)
+
+
+def captured_again(rank: int, votes: Agreement) -> Any:
+    failed = said(votes.report_failure if rank == 1 else votes.ready)
+    unopened = said(votes.ready, votes.confirm)
+    votes.begin_capture()
+    return [*failed, *unopened, *said(votes.ready, votes.ready, votes.confirm)]
+
+
+def other_sizes(rank: int, votes: Agreement) -> Any:
+    return said(lambda: votes.ready(Verdict(size=96 + rank)), votes.report_failure)
+
+
+def other_graphs(rank: int, votes: Agreement) -> Any:
+    held = Verdict(graphs=digest(["layer 0", f"layer {rank + 1}"]))
+    return said(votes.ready, lambda: votes.confirm(held), votes.report_failure)
+
+
+def failed_alone(rank: int, _votes: Agreement) -> Any:
+    votes = Agreement(SHORT)
+    return said(votes.report_failure, votes.report_failure) if rank == 1 else None
+
+
+def decided_at_once(rank: int, votes: Agreement) -> Any:
+    decision = votes.agree(Kind.SIZE, wish(rank))
+    return [decision.level, decision.rank, decision.smallest, decision.largest]
+
+
+def decided_later(rank: int, votes: Agreement) -> Any:
+    """A vote is posted, one is made at once meanwhile, then the first is collected."""
+    nothing = votes.collect()
+    votes.post(Kind.STEP, wish(rank), serial=7)
+    second = said(lambda: votes.post(Kind.STEP, wish(rank)))
+    between = votes.agree(Kind.SIZE, Verdict(Level.GIVE_UP if rank == 0 else Level.KEEP))
+    third = said(lambda: votes.post(Kind.STEP, wish(rank)))
+    first = votes.collect()
+    assert first is not None and votes.collect() is None and nothing is None
+    return [between.level, between.rank, first.level, first.rank, *second, *third]
+
+
+def came_to_different_votes(rank: int, votes: Agreement) -> Any:
+    """One rank at a vote that it waits for, one at a vote that it posted."""
+    if rank == 0:
+        return said(lambda: votes.agree(Kind.MISMATCH, Verdict()), votes.ready)
+    votes.post(Kind.STEP, Verdict(), serial=5)
+    return said(votes.collect, votes.ready, votes.report_failure)
+
+
+def came_to_different_steps(rank: int, votes: Agreement) -> Any:
+    votes.confirm()
+    votes.post(Kind.STEP, Verdict(), serial=5 + rank)
+    return said(votes.collect, votes.report_failure)
+
+
+def came_late(rank: int, votes: Agreement) -> Any:
+    """Rank 0 waits a second, and rank 1 comes after that."""
+    if rank == 1:
+        dist.barrier()
+    result = said(lambda: votes.agree(Kind.MISMATCH, Verdict(), timeout=SHORT))
+    if rank == 0:
+        dist.barrier()
+    return result
+
+
+def left_a_graph(rank: int, votes: Agreement) -> Any:
+    """Both ranks leave one graph; then each another; then they can leave none."""
+    names = ("layer 0", f"layer {rank}", "layer 0")
+    return said(*(partial(votes.leave_together, name) for name in names))
+
+
+def was_timed(rank: int, votes: Agreement) -> Any:
+    time.sleep(0.3 * rank)
+    arrived = time.perf_counter()
+    votes.agree(Kind.SIZE, Verdict())
+    left, at_once = time.perf_counter(), votes.time.as_dict()
+    votes.post(Kind.STEP, Verdict())
+    votes.collect()
+    return {"arrived": arrived, "left": left, "at once": at_once, "both": votes.time.as_dict()}
+
+
+def was_opened_and_closed(rank: int, votes: Agreement) -> Any:
+    """Whether five more agreements leave as many files open as the first."""
+    counts = []
+    for _ in range(6):
+        other = Agreement(LONG)
+        other.ready()
+        other.post(Kind.STEP, Verdict())
+        other.collect()
+        other.close()
+        other.close()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    closed = said(other.ready, other.report_failure)
+    assert other.collect() is None
+    return [counts[0] == counts[-1], *closed]
+
+
+def lost_a_rank(rank: int, votes: Agreement) -> Any:
+    if rank == 1:
+        os._exit(0)
+    return said(lambda: votes.agree(Kind.STEP, Verdict()), votes.report_failure)
+
+
+SCENARIOS = (
+    confirmed_by_both,
+    failed_at_the_end,
+    failed_before_the_start,
+    failed_between,
+    captured_again,
+    other_sizes,
+    other_graphs,
+    failed_alone,
+    decided_at_once,
+    decided_later,
+    came_to_different_votes,
+    came_to_different_steps,
+    came_late,
+    left_a_graph,
+    was_timed,
+    was_opened_and_closed,
+    lost_a_rank,
+)
+
+
+def vote_in_detail(root: Path) -> None:
+    """In one process, where torch checks each collective: votes of both, then one of rank 0."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    set_debug_level_from_env()
+    rank = dist.get_rank()
+    votes, alone = Agreement(LONG), Agreement(SHORT)
+    decision = votes.agree(Kind.STEP, wish(rank))
+    votes.post(Kind.STEP, Verdict())
+    result = [decision.level.name, str(votes.collect()), *said(votes.ready, votes.confirm)]
+    missed = said(alone.ready) if rank == 0 else []
+    (root / f"{rank}.json").write_text(json.dumps([result, missed]))
+    # Both end together: rank 0's exchange has rank 1 to connect to.
+    dist.barrier()
+
+
+def play(root: Path) -> None:
+    """In one process: every scenario with an agreement of its own; what came of it into files."""
+    rank = dist.get_rank()
+    for scenario in SCENARIOS:
+        votes = Agreement(LONG)
+        # A rank that ends at once would end one that is still connecting to it.
+        dist.barrier()
+        result = scenario(rank, votes)
+        (root / f"{scenario.__name__}.{rank}.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[Any]]:
+    """What a scenario came to on each rank."""
+    root = tmp_path_factory.mktemp("agreement")
+    run_processes(partial(play, root), RANKS)
+
+    def read(scenario: Any) -> list[Any]:
+        paths = [root / f"{scenario.__name__}.{rank}.json" for rank in range(RANKS)]
+        return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+    return read
+
+
+ON_ONE = "CaptureError: capture failed on rank 1, whose own log has the reason"
+
+
+def test_all_keep_what_all_have(outcome: Any) -> None:
+    assert outcome(confirmed_by_both) == [["went on"] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("scenario", "before"),
+    [(failed_before_the_start, 0), (failed_at_the_end, 0), (failed_between, 1)],
+)
+def test_one_failure_makes_all_give_up(outcome: Any, scenario: Any, before: int) -> None:
+    first, second = outcome(scenario)
+    assert set(second) == {"went on"}
+    assert first[:before] == ["went on"] * before and first[before].startswith(ON_ONE)
+    assert first[before + 1 :] in ([], ["went on"])
+
+
+def test_one_agreement_serves_one_capture_after_another(outcome: Any) -> None:
+    first, second = outcome(captured_again)
+    assert first[0].startswith(ON_ONE) and second[0] == "went on"
+    for told in (first, second):
+        start, end, ready, again, whole = told[1:]
+        assert start.startswith("PhaseError: the vote on capture start 1 is over: begin_capture()")
+        assert end.startswith("PhaseError: the vote on capture end 1 is over")
+        assert [ready, whole] == ["went on"] * 2
+        assert again.startswith("PhaseError: the vote on capture start 2 is over")
+
+
+def test_ranks_that_would_capture_other_sizes_or_graphs_capture_none(outcome: Any) -> None:
+    for told in outcome(other_sizes):
+        assert told[0].startswith("CaptureError: ranks would not capture the same (static sizes go")
+        assert "from 96 to 97" in told[0] and told[1] == "went on"
+    for told in outcome(other_graphs):
+        assert told[0] == told[2] == "went on"
+        assert "(rank 1 and the other ranks hold different sets of graphs)" in told[1]
+
+
+def test_a_rank_that_fails_alone_does_not_go_on(outcome: Any) -> None:
+    for told in outcome(failed_alone)[1]:
+        assert told.startswith("CaptureError: this rank's capture failed, and the other ranks did")
+        assert "Timed out waiting 1000ms" in told and "--cuda-graph-impl none" in told
+
+
+def test_all_learn_the_same_at_once(outcome: Any) -> None:
+    assert outcome(decided_at_once) == [[Level.RECAPTURE, 1, 96, 128]] * 2
+
+
+def test_a_posted_vote_outlives_one_made_at_once(outcome: Any) -> None:
+    for told in outcome(decided_later):
+        assert told[:4] == [Level.GIVE_UP, 0, Level.RECAPTURE, 1]
+        assert all(text.startswith("PhaseError: a vote is posted already") for text in told[4:])
+
+
+def test_ranks_at_different_votes_all_end_and_vote_no_more(outcome: Any) -> None:
+    first, second = outcome(came_to_different_votes)
+    mixed = "AgreementError: ranks came to different votes: rank 0 to mismatch 0 (arriving), rank 1"
+    assert all(text.startswith(f"{mixed} to step 5 (posted)") for text in (*first, *second[:2]))
+    assert second[2].startswith("CaptureError") and "came to different votes" in second[2]
+    for told in outcome(came_to_different_steps):
+        assert "rank 0 to step 5 (posted), rank 1 to step 6 (posted)" in told[0]
+        assert told[1].startswith("CaptureError: this rank's capture failed, and the other ranks")
+
+
+def test_ranks_leave_a_graph_together_or_end(outcome: Any) -> None:
+    for rank, told in enumerate(outcome(left_a_graph)):
+        mismatch = f"AgreementError: rank 1 found another mismatch than layer {rank}"
+        assert told == ["went on", mismatch, mismatch]
+
+
+def test_a_vote_that_a_rank_misses_ends_on_both(outcome: Any) -> None:
+    assert "Timed out waiting 1000ms" in outcome(came_late)[0][0]
+    for told in outcome(came_late):
+        assert told[0].startswith("AgreementError: a rank is gone, or did not come to a vote in")
+
+
+def test_a_rank_that_died_ends_the_others(outcome: Any) -> None:
+    (told,) = outcome(lost_a_rank)
+    assert told[0].startswith("AgreementError: a rank is gone")
+    assert told[1].startswith("CaptureError: this rank's capture failed, and the other ranks did")
+
+
+def test_waiting_for_the_last_rank_is_not_exchanging(outcome: Any) -> None:
+    first, second = outcome(was_timed)
+    after_arrival = (first["left"] - second["arrived"]) * 1e3
+    assert 0 < first["at once"]["exchanging_ms"] <= after_arrival
+    for told in (first, second):
+        once, both = told["at once"], told["both"]
+        spent = once["waiting_ms"] + once["exchanging_ms"]
+        assert 0 < once["waiting_ms"] < spent <= (told["left"] - told["arrived"]) * 1e3
+        assert once["issuing_ms"] == 0 < both["issuing_ms"]
+        assert both["waiting_ms"] > once["waiting_ms"]
+        assert both["exchanging_ms"] == once["exchanging_ms"]
+        assert [once["votes"], both["votes"]] == [1, 2]
+
+
+def test_a_closed_agreement_leaves_nothing_open(outcome: Any) -> None:
+    for told in outcome(was_opened_and_closed):
+        assert told[0] is True and len(told) == 3
+        assert all(text.startswith("PhaseError: this agreement is closed") for text in told[1:])
+
+
+def test_time_is_counted_also_when_a_vote_fails() -> None:
+    spent = AgreementTime()
+    with pytest.raises(ValueError, match="forced"), spent.measure("waiting_ms"):
+        raise ValueError("forced")
+    assert spent.waiting_ms > 0 == spent.issuing_ms
+
+
+def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:
+    from megatron_cg.backends.tape.tape_memory import Pool
+    from megatron_cg.backends.tape.tape_recording import recording
+
+    votes = Agreement(LONG)
+    votes.post(Kind.STEP, Verdict())
+    with recording(Pool(), torch.nn.Identity(), "a layer"):
+        for call in (votes.ready, votes.confirm, votes.report_failure, votes.collect):
+            with pytest.raises(PhaseError, match="while a CUDA graph is captured"):
+                call()
+    assert votes.collect() is not None
+    votes.confirm()
+
+
+def test_one_rank_agrees_with_itself(one_rank: None) -> None:
+    votes = Agreement(LONG)
+    votes.confirm(Verdict(size=3))
+    votes.post(Kind.STEP, Verdict(Level.RECAPTURE))
+    decision = votes.collect()
+    assert decision is not None and decision.rank == 0
+    votes.begin_capture()
+    votes.report_failure()
+    votes.leave_together("layer 0")
+    assert votes.time.votes == 4
+
+
+def test_an_agreement_closes_after_the_process_groups(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    votes = Agreement(LONG)
+    votes.post(Kind.STEP, Verdict())
+    dist.destroy_process_group()
+    votes.close()
+    assert votes.collect() is None
+
+
+def test_votes_work_where_torch_checks_each_collective(tmp_path: Path) -> None:
+    run_processes(partial(vote_in_detail, tmp_path), RANKS)
+    (first, [missed]), (second, _) = (
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)
+    )
+    level, posted, *rest = first
+    assert first == second
+    assert (level, rest) == (Level.RECAPTURE.name, ["went on"] * 2)
+    assert posted != "None"
+    assert missed.startswith("AgreementError: a rank is gone, or did not come to a vote in time")

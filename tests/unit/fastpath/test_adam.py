@@ -1,0 +1,350 @@
+"""The shorter step of FusedAdam: the same launches as Transformer Engine's own step makes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.optimizer.adam import LocalStep, install_adam
+from megatron_cg.tools.cpu.fakes import cpu_standins
+
+fused_adam = pytest.importorskip(
+    "transformer_engine.pytorch.optimizers.fused_adam",
+    reason="needs transformer-engine with its torch extension",
+    exc_type=ImportError,
+)
+MultiTensorApply: Any = type(fused_adam.multi_tensor_applier)
+
+
+def kernel(chunk: int, flag: Any, tensors: Any, lr: float, *numbers: Any) -> None:
+    """Something of every number and tensor, in place, in the place of the CUDA kernel."""
+    beta1, beta2, eps, step, _mode, _correction, decay = numbers
+    assert tensors[0] and all(tensor.numel() for row in tensors for tensor in row)
+    assert chunk == 65536 and flag.tolist() == [0]
+    for gradient, weight, first, second in zip(*tensors, strict=True):
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        weight.sub_(lr * (first / (second.sqrt() + eps) / step + decay * weight))
+
+
+@pytest.fixture(autouse=True)
+def standins(one_rank: None) -> Iterator[None]:
+    with cpu_standins():
+        yield
+
+
+def parameters(kind: str) -> list[Any]:
+    torch.manual_seed(1)
+    plain = [nn.Parameter(torch.randn(3, n)) for n in (2, 1, 4, 0, 5)]
+    if kind == "plain":
+        return plain
+    mesh = init_device_mesh("cpu", (1,))
+    return [nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])) for p in plain]
+
+
+def adam_of(some: list[Any], **options: Any) -> Any:
+    groups = [
+        {"params": some[:3], "weight_decay": 0.1},
+        {"params": some[3:], "weight_decay": 0.0, "lr": 1e-3},
+        {"params": []},
+        {"params": [nn.Parameter(p.detach()) for p in some[3:4]]},  # of no elements
+    ]
+    adam = fused_adam.FusedAdam(groups, lr=1e-2, **options)
+    adam.multi_tensor_adam = kernel
+    return adam
+
+
+def step(adam: Any, number: int) -> None:
+    for group in adam.param_groups:
+        group["lr"] = 1e-2 / number
+        for place, parameter in enumerate(group["params"]):
+            skipped = place == 1 and number == 3
+            parameter.grad = None if skipped else (parameter.detach() * number).sin()
+    adam.step()
+
+
+def values(adam: Any) -> list[Any]:
+    found: list[Any] = []
+    for group in adam.param_groups:
+        found.append(group["step"])
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            tensors = (parameter, state["exp_avg"], state["exp_avg_sq"])
+            found += [getattr(t, "_local_tensor", t).tolist() for t in tensors]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "DTensor"])
+@pytest.mark.parametrize("most", [1000, 2])
+def test_weights_moments_and_steps_are_those_of_te(
+    kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_adam, "_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", most)
+    runs = []
+    for kept in (False, True):
+        adam = adam_of(parameters(kind))
+        step(adam, 1)
+        undo = install_adam([chained(adam)]) if kept else (lambda: None)
+        for number in (2, 3, 4, 5):
+            step(adam, number)
+        if kept:
+            assert adam.step.__wrapped__.steps == 3
+        undo()
+        assert "step" not in vars(adam)
+        step(adam, 6)
+        runs.append(values(adam))
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 10
+
+
+def launched(adam: Any) -> list[Any]:
+    """What the kernel gets in three steps, of which the first is TE's."""
+    found: list[Any] = []
+
+    def noted(chunk: int, flag: Any, tensors: Any, *numbers: Any) -> None:
+        assert flag is adam._dummy_overflow_buf
+        places = [[(type(t), t.dtype, t.shape, t.data_ptr()) for t in row] for row in tensors]
+        found.append((chunk, places, numbers))
+
+    adam.multi_tensor_adam = noted
+    for _ in range(3):
+        adam.step()
+    return found
+
+
+@pytest.mark.parametrize("most", [1000, 2, 1])
+def test_the_kernel_gets_what_te_hands_to_it(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_adam, "_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", most)
+    adam = adam_of(parameters("DTensor"))
+    step(adam, 1)
+    te_s = launched(adam)
+    install_adam([adam])
+    for group in adam.param_groups:
+        group["step"] -= 3
+    assert launched(adam) == te_s
+    assert adam.step.__wrapped__.steps == 2 and len(te_s) == 3 * {1000: 2, 2: 3, 1: 4}[most]
+
+
+def chained(adam: Any) -> Any:
+    """As Megatron has it."""
+    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
+
+
+def test_what_a_checkpoint_replaced_is_read_anew() -> None:
+    runs = []
+    for kept in (False, True):
+        adam = adam_of(parameters("plain"))
+        step(adam, 1)
+        saved = adam.state_dict()
+        if kept:
+            install_adam([adam])
+        for number in (2, 3):
+            step(adam, number)
+        adam.load_state_dict(saved)
+        step(adam, 4)
+        first = adam.param_groups[0]["params"][0]
+        adam.state[first]["exp_avg"] = torch.ones_like(adam.state[first]["exp_avg"])
+        step(adam, 5)
+        adam.state[first] = {name: value * 2 for name, value in adam.state[first].items()}
+        step(adam, 6)
+        other = nn.Parameter(first.detach() * 3)
+        adam.state[other] = adam.state.pop(first)
+        adam.param_groups[0]["params"][0] = other
+        step(adam, 7)
+        runs.append(values(adam))
+    assert runs[0] == runs[1]
+
+
+def test_old_moments_are_not_kept_alive() -> None:
+    adam = adam_of(parameters("plain"))
+    step(adam, 1)
+    install_adam([adam])
+    for number in (2, 3):
+        step(adam, number)
+    saved = copy.deepcopy(adam.state_dict())
+    old = [weakref.ref(state["exp_avg"]) for state in adam.state.values()]
+    adam.load_state_dict(saved)
+    gc.collect()
+    assert len(old) == 6 and not any(moment() is not None for moment in old)
+
+
+def test_a_step_that_is_another_than_expected_stays_te_s(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adam = adam_of(parameters("plain"))
+    step(adam, 1)
+    install_adam([adam])
+    monkeypatch.setattr(LocalStep, "_launches", lambda *_: [])
+    step(adam, 2)
+    step(adam, 3)
+    assert adam.step.__wrapped__.steps == 0 and [g["step"] for g in adam.param_groups] == [
+        3,
+        3,
+        3,
+        3,
+    ]
+    assert caplog.text.count("FusedAdam's step is left to Transformer Engine") == 1
+
+
+def one_step_then_te_s(go_on: Callable[[Any], None]) -> None:
+    """With ours and without, the same comes of steps of which one is ours, and none from then."""
+    runs = []
+    for ours in (False, True):
+        adam = adam_of(parameters("DTensor"))
+        step(adam, 1)
+        if ours:
+            install_adam([adam])
+        for number in (2, 3):
+            step(adam, number)
+        go_on(adam)
+        if ours:
+            assert adam.step.__wrapped__.steps == 1
+        runs.append(values(adam))
+    assert runs[0] == runs[1]
+
+
+class Eager(MultiTensorApply):  # type: ignore[misc]
+    """Does more than TE's: a learning rate that is doubled."""
+
+    def __call__(self, kernel: Any, flag: Any, lists: Any, *numbers: Any) -> Any:
+        return super().__call__(kernel, flag, lists, 2 * numbers[0], *numbers[1:])
+
+
+def without_chunk_size(*args: Any) -> Any:
+    return MultiTensorApply(65536)(*args)
+
+
+@pytest.mark.parametrize("applier", [Eager(65536), without_chunk_size])
+def test_another_applier_is_compared_anew(applier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_on(adam: Any) -> None:
+        with monkeypatch.context() as inner:
+            inner.setattr(fused_adam, "multi_tensor_applier", applier)
+            for number in (4, 5):
+                step(adam, number)
+
+    one_step_then_te_s(go_on)
+
+
+class Crossed(MultiTensorApply):  # type: ignore[misc]
+    """Another order."""
+
+    def __call__(self, kernel: Any, flag: Any, lists: Any, *numbers: Any) -> Any:
+        return super().__call__(kernel, flag, [*lists[:2], lists[3], lists[2]], *numbers)
+
+
+@pytest.mark.parametrize("other", ["numbers", "order", "kernel"])
+def test_what_is_not_as_expected_is_never_trusted(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = fused_adam.FusedAdam.step
+
+    def with_another_kernel(adam: Any) -> None:
+        with monkeypatch.context() as inner:
+            inner.setattr(adam, "multi_tensor_adam", partial(kernel))
+            original(adam)
+
+    if other == "kernel":
+        monkeypatch.setattr(fused_adam.FusedAdam, "step", with_another_kernel)
+    else:
+        applier = {"numbers": Eager, "order": Crossed}[other](65536)
+        monkeypatch.setattr(fused_adam, "multi_tensor_applier", applier)
+    adam = adam_of(parameters("DTensor"))
+    step(adam, 1)
+    install_adam([adam])
+    for number in (2, 3):
+        step(adam, number)
+    assert adam.step.__wrapped__.steps == 0
+
+
+def test_without_launches_nothing_is_trusted() -> None:
+    adam = adam_of(parameters("DTensor"))
+    step(adam, 1)
+    install_adam([adam])
+    for _ in range(2):
+        adam.zero_grad()
+        adam.step()
+        assert adam.step.__wrapped__.steps == 0
+    step(adam, 2)
+    step(adam, 4)
+    adam.zero_grad()
+    adam.step()
+    assert adam.step.__wrapped__.steps == 2 and adam.param_groups[0]["step"] == 6
+
+
+def of_two_kinds(adam: Any) -> None:
+    other = nn.Parameter(torch.randn(2, 2))
+    other.grad = torch.randn(2, 2)
+    adam.param_groups[1]["params"].append(other)
+    adam.initialize_state(other, False)
+
+
+def of_lower_precision(adam: Any) -> None:
+    gradient = adam.param_groups[0]["params"][0].grad
+    gradient._local_tensor = gradient._local_tensor.bfloat16()
+
+
+def of_another_class(adam: Any) -> None:
+    gradient = adam.param_groups[0]["params"][0].grad
+    gradient._local_tensor = gradient._local_tensor.as_subclass(Another)
+
+
+def of_more_state(adam: Any) -> None:
+    adam.state[adam.param_groups[0]["params"][1]]["more"] = torch.zeros(1)
+
+
+class Another(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change", [of_two_kinds, of_lower_precision, of_another_class, of_more_state]
+)
+def test_what_is_unusual_is_te_s(change: Callable[[Any], None]) -> None:
+    def go_on(adam: Any) -> None:
+        torch.manual_seed(2)
+        change(adam)
+        adam.step()
+
+    one_step_then_te_s(go_on)
+
+
+@pytest.mark.parametrize("what", ["hook", "first step"])
+def test_hooks_and_the_first_step_are_te_s(what: str) -> None:
+    adam, seen = adam_of(parameters("plain")), []
+    if what == "hook":
+        step(adam, 1)
+        adam.register_step_post_hook(lambda *_: seen.append(1))
+    install_adam([adam])
+    step(adam, 2)
+    step(adam, 3)
+    if what == "hook":
+        assert adam.step.__wrapped__.steps == 0 and len(seen) == 2
+    else:
+        step(adam, 4)
+        assert adam.step.__wrapped__.steps == 1
+
+
+def test_other_optimizers_are_left_alone() -> None:
+    some = parameters("plain")
+    with pytest.raises(StepsAsideError, match="is not FusedAdam"):
+        install_adam([torch.optim.Adam(some)])
+    adam = adam_of(some)
+    adam.step = adam.step
+    with pytest.raises(StepsAsideError, match="a step of its own"):
+        install_adam([adam])
+    adam = adam_of(some, master_weights=True)
+    with pytest.raises(StepsAsideError, match="keeps main weights itself"):
+        install_adam([adam])
+    assert "step" not in vars(adam)

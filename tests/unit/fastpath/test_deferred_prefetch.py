@@ -1,0 +1,290 @@
+"""When gathers are issued: the first of a pass as it begins, the next unit's after a launch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cg.fastpath.gradients import detached_in_graphs as hidden_graphs
+from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.gather import Gathers
+from megatron_cg.tools.cpu import fakes as standins
+from megatron_cg.tools.cpu.launch import run_processes
+
+UNITS = 3
+
+
+class Stream(standins.StandInStream):
+    """Notes what it is told to wait for."""
+
+    def __init__(self, events: list[Any]) -> None:
+        super().__init__()
+        self.events = events
+
+    def wait_event(self, event: object) -> None:
+        self.events.append("waits for an earlier event")
+
+    def wait_stream(self, stream: object) -> None:
+        self.events.append("waits for all")
+
+
+class Pipeline:
+    """An output layer without a unit, bucket 0, and units of one weight, buckets 1 to 3."""
+
+    def __init__(self, outer: str = "no_shard") -> None:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+            param_and_grad_buffer as upstream,
+        )
+
+        self.upstream: Any = upstream
+        self.modules = [nn.Linear(1, 1, bias=False) for _ in range(UNITS + 1)]
+        self.weights = [module.weight for module in self.modules]
+        self.events: list[Any] = []
+        own: Any = object.__new__(upstream.AllGatherPipeline)
+        self.own = own
+        own.buffer = SimpleNamespace(
+            parameter_groups=[
+                SimpleNamespace(
+                    fsdp_unit_id=number - 1 if number else None,
+                    transpose_weight_buffer=None,
+                    model_weight_buffer=SimpleNamespace(
+                        bucket_index=SimpleNamespace(size=1),
+                        get_shard_from_local_buffer=lambda: self.weights[0],
+                    ),
+                )
+                for number in range(UNITS + 1)
+            ],
+            param_to_param_group={weight: i for i, weight in enumerate(self.weights)},
+            bucket_to_bucket_group={i: [i] for i in range(UNITS + 1)},
+            num_buckets=UNITS + 1,
+            ddp_config=SimpleNamespace(fsdp_double_buffer=True, outer_dp_sharding_strategy=outer),
+            double_buf_units=list(range(UNITS)),
+        )
+        own.bucket_status = {(i, False): self.status("EMPTY") for i in range(UNITS + 1)}
+        own.bucket_status[0, False] = self.status("READY_TO_USE")
+        own.bucket_can_be_released = dict.fromkeys(own.bucket_status, False)
+        own.bucket_to_bucket_group = {i: i for i in range(UNITS + 1)}
+        own.ag_stream = Stream(self.events)
+        self.late = LatePrefetch(self.modules[1:])
+        self.training = True
+        gathers: Any = Gathers(own, self.late, lambda: self.training)
+        self.gathers = gathers
+        self.gathers.async_bucket_gather = self.gather
+
+    def status(self, name: str) -> Any:
+        return self.upstream.BucketStatus[name]
+
+    def gather(self, bucket: int, _transposed: bool) -> None:
+        self.events.append(bucket)
+        self.own.bucket_status[bucket, False] = self.status("READY_TO_USE")
+
+    def free(self, bucket: int) -> None:
+        self.own.bucket_status[bucket, False] = self.status("EMPTY")
+
+    def ask(self, bucket: int, *, backward: bool = False) -> list[Any]:
+        """As the hook before a unit's pass; returns what happened."""
+        orders = self.upstream.PrefetchOrder
+        self.gathers.all_gather_params(
+            [self.weights[bucket]],
+            prefetch=True,
+            prefetch_order=orders.BACKWARD_PASS_ORDER if backward else orders.FORWARD_PASS_ORDER,
+            suggested_AG_prefetch_size=1,
+            outer_fsdp_group_param_gather=False,
+            bwd=backward,
+        )
+        return self.happened()
+
+    def happened(self) -> list[Any]:
+        found, self.events[:] = list(self.events), []
+        return found
+
+    def begin(self) -> list[Any]:
+        self.gathers.begin_pass()
+        return self.happened()
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with standins.cpu_standins():
+        yield
+
+
+def test_the_next_unit_is_gathered_once_a_graph_is_launched() -> None:
+    pipeline = Pipeline()
+    assert pipeline.ask(1) == ["waits for all", 1]
+    pipeline.late.launched()
+    # For what the unit before has launched, and not for the graph itself.
+    assert pipeline.happened() == ["waits for an earlier event", 2]
+    pipeline.late.launched()
+    assert pipeline.ask(1) == []
+
+
+def test_what_no_graph_was_launched_for_goes_before_what_is_asked_for_next() -> None:
+    pipeline = Pipeline()
+    pipeline.ask(1)
+    pipeline.free(1)
+    assert pipeline.ask(3) == ["waits for all", 2, "waits for all", 3]
+
+
+def test_a_pass_that_failed_leaves_nothing_to_gather() -> None:
+    pipeline = Pipeline()
+    pipeline.begin()
+    pipeline.ask(1)
+    pipeline.free(1)
+    # As a pass begins the first unit is gathered, and what the failed one held is not.
+    assert pipeline.begin() == ["waits for all", 1]
+    pipeline.late.launched()
+    assert pipeline.happened() == []
+
+
+def test_without_a_replay_to_come_all_is_gathered_at_once() -> None:
+    pipeline = Pipeline()
+    pipeline.training = False
+    assert pipeline.ask(1) == ["waits for all", 1, 2]
+    pipeline = Pipeline()
+    assert pipeline.ask(3, backward=True) == ["waits for all", 2, 3]
+    pipeline = Pipeline()
+    pipeline.gathers._late = LatePrefetch(pipeline.modules[2:])
+    assert pipeline.ask(1) == ["waits for all", 1, 2]
+
+
+def test_the_first_gather_of_a_pass_is_issued_as_it_begins() -> None:
+    pipeline = Pipeline()
+    for number in range(3):
+        assert pipeline.begin() == (["waits for all", 1] if number else [])
+        assert pipeline.ask(0) == []
+        assert pipeline.ask(1) == ([] if number else ["waits for all", 1])
+        pipeline.late.launched()
+        assert pipeline.happened() == ["waits for an earlier event", 2]
+        pipeline.free(1)
+        pipeline.free(2)
+
+
+def test_shards_of_outer_groups_are_gathered_when_megatron_does() -> None:
+    pipeline = Pipeline(outer="optim")
+    for _ in range(2):
+        assert pipeline.begin() == []
+        assert pipeline.ask(1) == ["waits for all", 1]
+        pipeline.free(1)
+
+
+def test_nothing_goes_before_a_gather_that_comes_first() -> None:
+    pipeline = Pipeline()
+    pipeline.begin()
+    pipeline.ask(0)
+    pipeline.ask(1)
+    pipeline.free(0)
+    pipeline.free(1)
+    # Bucket 0 was there in the pass before, and has to be gathered first in this one.
+    assert pipeline.begin() == []
+    pipeline.late.drop()
+    assert pipeline.ask(0) == ["waits for all", 0]
+    # And so it is the first of the next pass.
+    pipeline.free(0)
+    assert pipeline.begin() == ["waits for all", 0]
+
+
+def test_a_bucket_gathered_as_a_pass_begins_may_be_freed_unless_it_is_asked_for() -> None:
+    for asked, may_be_freed in ((1, False), (3, True)):
+        pipeline = Pipeline()
+        pipeline.begin()
+        pipeline.ask(1)
+        pipeline.free(1)
+        assert pipeline.begin() == ["waits for all", 1]
+        assert pipeline.own.bucket_can_be_released[1, False] is False
+        pipeline.ask(asked)
+        assert pipeline.own.bucket_can_be_released[1, False] is may_be_freed
+
+
+def test_an_evaluation_is_as_megatron_has_it_and_forgets_nothing() -> None:
+    pipeline = Pipeline()
+    pipeline.begin()
+    pipeline.ask(1)
+    pipeline.late.launched()
+    pipeline.happened()
+    pipeline.training = False
+    for bucket in (1, 2):
+        pipeline.free(bucket)
+    assert pipeline.begin() == []
+    assert pipeline.ask(1) == ["waits for all", 1, 2]
+    for bucket in (1, 2):
+        pipeline.free(bucket)
+    pipeline.training = True
+    assert pipeline.begin() == ["waits for all", 1]
+
+
+def trained(root: Path) -> None:
+    """Losses with graphs and without, and when gathers are issued in a step with graphs."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.tools.cpu.voting import VotingTrainer
+
+    found: dict[str, Any] = {}
+    for graphs in (False, True):
+        model = CpuModelConfig(layers=UNITS, graph_modules=("attn", "mlp"))
+        trainer: Any = VotingTrainer(TrainingPlan(model, graphs=True, microbatches=1))
+        try:
+            numbers = [trainer.step()]
+            if graphs:
+                trainer.start()
+            numbers += [trainer.step(), trainer.step()]
+            with pytest.MonkeyPatch.context() as patch:
+                found["events"] = noted(trainer.model.module, patch)
+                numbers.append(trainer.step())
+            found[str(graphs)] = numbers
+        finally:
+            trainer.close()
+            parallel_state.destroy_model_parallel()
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
+    """Units as they are gathered, their forward passes, and when a backward pass begins."""
+    events: list[Any] = []
+    own = dist.all_gather_into_tensor
+    units = {
+        group.model_weight_buffer.data.untyped_storage().data_ptr(): group.fsdp_unit_id
+        for group in fsdp.param_and_grad_buffer.parameter_groups
+    }
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if "input_tensor" in kwargs:
+            unit = units[kwargs["input_tensor"].untyped_storage().data_ptr()]
+            backward = fsdp._root_pre_backward_hook_issued
+            events.append(f"{'backward' if backward else 'forward'}: gather {unit}")
+        return own(*args, **kwargs)
+
+    patch.setattr(dist, "all_gather_into_tensor", gathered)
+    module: Any = hidden_graphs
+    launch = module.call_hidden
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        outputs = launch(*args, **kwargs)
+        events.append("launch")
+        return outputs
+
+    patch.setattr(module, "call_hidden", launched)
+    return events
+
+
+def test_gathers_overlap_with_graphs_and_numbers_stay(tmp_path: Path) -> None:
+    run_processes(partial(trained, tmp_path))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["True"] == found["False"]
+        units = [event for event in found["events"] if "None" not in event]
+        assert units == [
+            *("forward: gather 0", "launch"),
+            *("forward: gather 1", "launch"),
+            *("forward: gather 2", "launch"),
+            *("backward: gather 1", "backward: gather 0"),  # the last unit was kept
+        ]

@@ -1,0 +1,285 @@
+"""The fast path trains the very numbers of Megatron-FSDP's own bookkeeping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.fastpath import FastPath, install
+from megatron_cg.tools.cpu.launch import run_processes
+
+STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
+PARTS = [
+    *("kept unit", "swap", "gradients", "hidden weights of graphs", "unshard", "gathers"),
+    *("main gradients", "main weights", "zero gradients"),
+]
+MANY: dict[str, Any] = {
+    "experts": 16,
+    "topk": 2,
+    "sequence_length": 4,
+    "graph_modules": ("attn", "moe_router"),
+}
+"""More experts than tokens reach in a step, so that some have no gradient."""
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "dense": {"graph_modules": ("attn", "mlp")},
+    "experts without tokens": MANY,
+    "few bytes wait": {**MANY, "waiting_bytes": 1},
+    "lent memory": {"graph_modules": ("attn", "mlp"), "lends": True},
+    "frozen": {"graph_modules": ("attn", "mlp"), "frozen": "linear_proj"},
+    "penalty on a graph's weights": {"graph_modules": ("attn",), "penalty": True},
+    "fp32": {"bf16": False},
+    "gradients in fp32": {"fsdp_options": {"megatron_fsdp_main_grads_dtype": torch.float32}},
+    # Its buffers move, so that graphs would not do; the fast path does without any.
+    "no double buffer": {
+        "without_graphs": True,
+        "fsdp_options": {
+            "fsdp_double_buffer": False,
+            "fsdp_db_use_persist_buf_on_alloc_fail": False,
+        },
+    },
+    "ZeRO-2": {"fsdp_options": {"data_parallel_sharding_strategy": "optim_grads"}},
+    "ZeRO-1": {"fsdp_options": {"data_parallel_sharding_strategy": "optim"}},
+    "no shards": {"fsdp_options": {"data_parallel_sharding_strategy": "no_shard"}},
+}
+
+
+def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
+    """Numbers and shards of a run, and what the fast path did."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.fastpath.gradients import bucketing as gradients
+    from megatron_cg.telemetry.record_shards import parameter_digests
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    options = dict(options)
+    waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
+    without_graphs = options.pop("without_graphs", False)
+    backend = Lending() if options.pop("lends", False) else TapeBackend()
+    penalty, lent = options.pop("penalty", False), list[int]()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if waiting is not None:
+            patch.setattr(gradients, "WAITING_BYTES", waiting)
+        if frozen is not None:
+            from megatron.core.models.gpt import GPTModel
+
+            patch.setattr("megatron_cg.tools.cpu.cpu_model.GPTModel", with_frozen(GPTModel, frozen))
+        stack.callback(parallel_state.destroy_model_parallel)
+        shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
+        trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=2))
+        if penalty:
+            with_penalty(trainer.model)
+        taking = gradients.GradientHandOff.take_hidden
+        patch.setattr(gradients.GradientHandOff, "take_hidden", noted(taking, lent))
+        numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
+        did: dict[str, Any] = {}
+        path: FastPath | None = None
+        if graphs and without_graphs:
+            path = install(trainer.model.module)
+            stack.callback(path.close)
+        elif graphs:
+            session = trainer.capture(backend, fast_path=fast)
+            stack.callback(session.close)
+            path = session.fast_path
+        numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
+        if path is not None:
+            copies = path.hand_off.copies if path.hand_off else 0
+            assert not isinstance(backend, Lending) or backend.poisoned > 0
+            did = {"parts": path.parts, "left out": path.left_out, "copies": copies, "lent": lent}
+        return {"numbers": numbers, "shards": parameter_digests(trainer.model), **did}
+
+
+class Lending(TapeBackend):
+    """A tape that lends memory which its replays overwrite, as those of CUDA graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[torch.Tensor] = []
+        self.poisoned = 0
+
+    def room(self) -> Any:
+        return self
+
+    def lends(self) -> bool:
+        return True
+
+    def still_held(self) -> int:
+        return 0
+
+    def lend_no_more(self) -> None:
+        raise AssertionError("nobody holds anything")
+
+    def empty(self, _caller: Any, like: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        made = [torch.full_like(tensor, torch.nan, dtype=dtype) for tensor in like]
+        self.given += made
+        return made
+
+    def capture(self, *args: Any, **kwargs: Any) -> Any:
+        return tuple(Overwriting(graph, self) for graph in super().capture(*args, **kwargs))
+
+
+class Overwriting:
+    """A graph of such a tape."""
+
+    def __init__(self, graph: Any, lending: Lending) -> None:
+        self._graph, self._lending = graph, lending
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for tensor in self._lending.given:
+            tensor.fill_(torch.nan)
+            self._lending.poisoned += 1
+        self._lending.given = []
+        return self._graph(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+
+def noted(take: Callable[..., Any], lent: list[int]) -> Callable[..., Any]:
+    """Notes how many weights are used in another way too, each time that gradients are lent."""
+
+    def noting(hand_off: Any, weights: Any, found: Any, used: list[bool], **how: Any) -> None:
+        if how["lent"]:
+            lent.append(sum(used))
+        take(hand_off, weights, found, used, **how)
+
+    return noting
+
+
+def with_penalty(model: Any) -> None:
+    """Let each layer's eager part use a weight of its graphed one: a penalty on it."""
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    def forward(layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, bias = own(*args, **kwargs)
+        weight = layer.self_attention.linear_proj.weight
+        return output + weight.square().sum() * 1e-2, bias
+
+    for layer in transformer_layers(model):
+        layer.mlp.forward = partial(forward, layer, layer.mlp.forward)
+
+
+def with_frozen(make: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        model = make(*args, **kwargs)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in key)
+        return model
+
+    return made
+
+
+def train_all(folder: Path) -> None:
+    for name, options in SCENARIOS.items():
+        runs = {
+            "eager": trained(options, graphs=False, fast=False),
+            "fast": trained(options, graphs=True, fast=True),
+        }
+        if name == "dense":
+            runs["plain"] = trained(options, graphs=True, fast=False)
+        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("fast")
+    run_processes(partial(train_all, found))
+    return found
+
+
+@pytest.mark.parametrize("options", [SCENARIOS["dense"], MANY], ids=["dense", "experts"])
+def test_a_rank_alone_in_its_group_sums_up_its_microbatches(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """As the experts of a mixture may be: no buffer is sharded then."""
+    run_processes(partial(train_alone, options, tmp_path / "runs.json"), processes=1)
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    for key in ("numbers", "shards"):
+        assert runs["fast"][key] == runs["eager"][key]
+    assert runs["fast"]["copies"] > 0 and "gradients" in runs["fast"]["parts"]
+
+
+def train_alone(options: dict[str, Any], file: Path) -> None:
+    runs = {name: trained(options, name == "fast", True) for name in ("eager", "fast")}
+    file.write_text(json.dumps(runs))
+
+
+def runs_of(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    for rank in range(2):
+        yield json.loads((folder / f"{name}-{rank}.json").read_text())
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_numbers_and_shards_are_those_of_an_eager_run(folder: Path, name: str) -> None:
+    for runs in runs_of(folder, name):
+        assert len(runs["eager"]["shards"]) > 10
+        for key in ("numbers", "shards"):
+            assert runs["fast"][key] == runs["eager"][key]
+
+
+def test_it_can_be_left_out(folder: Path) -> None:
+    for runs in runs_of(folder, "dense"):
+        assert runs["plain"]["numbers"] == runs["eager"]["numbers"]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
+    experts = "no grouped GEMM"
+    of_all = {"hidden weights": experts, "GEMM heuristics": experts}
+    theirs = "gradients are left to Megatron-FSDP"
+    sharded = {
+        strategy: {
+            **of_all,
+            "kept unit": f"the sharding strategy is {strategy}, which frees no weights",
+            "gradients": f"the sharding strategy is {strategy}",
+            "hidden weights": theirs,
+            "hidden weights of graphs": theirs,
+        }
+        for strategy in ("optim", "optim_grads", "no_shard")
+    }
+    sharded["no_shard"] |= {
+        "unshard": "nothing is unsharded",
+        "gathers": "nothing is gathered",
+        "main weights": "",
+    }
+    left_out = {
+        "ZeRO-1": sharded["optim"],
+        "ZeRO-2": sharded["optim_grads"],
+        "no shards": sharded["no_shard"],
+        "no double buffer": {"kept unit": "memory of its own", **of_all},
+    }.get(name, of_all)
+    for runs in runs_of(folder, name):
+        did = runs["fast"]
+        without = set(left_out)
+        if "without_graphs" in SCENARIOS[name]:
+            without.add("hidden weights of graphs")
+        assert did["parts"] == [part for part in PARTS if part not in without]
+        assert set(did["left out"]) == set(left_out)
+        assert all(why in did["left out"][part] for part, why in left_out.items())
+
+
+def test_gradients_are_copied_a_bucket_at_a_time(folder: Path) -> None:
+    passes = 2 * (STEPS - CAPTURED_AFTER)
+    for name, at_most in (("dense", 2), ("experts without tokens", 3), ("frozen", 2)):
+        for runs in runs_of(folder, name):
+            assert LAYERS * passes <= runs["fast"]["copies"] <= at_most * LAYERS * passes
+    for runs in runs_of(folder, "few bytes wait"):
+        assert runs["fast"]["copies"] > 4 * LAYERS * passes
+
+
+def test_gradients_of_graphs_are_lent_once_a_pass(folder: Path) -> None:
+    passes = 2 * (STEPS - CAPTURED_AFTER)
+    for name, options in SCENARIOS.items():
+        for runs in runs_of(folder, name):
+            hides = "hidden weights of graphs" in runs["fast"]["parts"]
+            beside = int("penalty" in options)
+            assert runs["fast"]["lent"] == [beside] * (LAYERS * passes if hides else 0)

@@ -1,0 +1,284 @@
+"""Unsharding with fewer calls: collectives, waits and frees are Megatron-FSDP's, in its order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.fastpath.params.cached_lists import KnownModules
+from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.gather import Gathers, install_gathers
+from megatron_cg.fastpath.params.last_unit import install_kept
+from megatron_cg.fastpath.params.unshard import install_unshard
+from megatron_cg.tools.cpu.fakes import StandInStream, cpu_standins
+from megatron_cg.tools.cpu.launch import run_processes
+
+Events = list[tuple[Any, ...]]
+GATHER = "gather"
+RECOMPUTED = {
+    "cuda_graph_impl": "none",
+    "cuda_graph_modules": [],
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "experts": {"experts": 4},
+    "no double buffer": {
+        "fsdp_options": {
+            "fsdp_double_buffer": False,
+            "fsdp_db_use_persist_buf_on_alloc_fail": False,
+        }
+    },
+    "recomputed": {"recompute": True},
+    "no overlap": {"fsdp_options": {"overlap_param_gather": False}},
+    "ZeRO-2": {"fsdp_options": {"data_parallel_sharding_strategy": "optim_grads"}},
+}
+
+
+KEPT = {"experts": 2, "recomputed": 0, "no overlap": 1}
+"""How many groups of buckets of the last unit are kept; recomputed layers run without gradients."""
+
+
+def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], None]]) -> Any:
+    """Numbers of a run with an evaluation and a checkpoint, and what it did with buckets."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig as Config
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    options = dict(options)
+    recompute = options.pop("recompute", False)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if recompute:
+
+            def recomputing(**given: Any) -> Any:
+                return Config(**given | RECOMPUTED)
+
+            patch.setattr("megatron_cg.tools.cpu.cpu_model.TransformerConfig", recomputing)
+        stack.callback(parallel_state.destroy_model_parallel)
+        shape = CpuModelConfig(layers=3, hidden_size=16, ffn_hidden_size=16, **options)
+        trainer: Any = Trainer(TrainingPlan(shape, microbatches=2))
+        fsdp = trainer.model.module
+        numbers: list[Any] = [trainer.step()]
+        undo = ExitStack()
+        events: Events = []
+        with undo, recorded(fsdp, events):
+            for install in installs:
+                undo.callback(install(fsdp))
+            numbers += [trainer.step(), evaluated(trainer), trainer.step()]
+            # A forward pass that no backward pass follows, and weights that change after it.
+            numbers += [float(trainer._forward().double().sum()), changed(trainer)]
+            numbers += [len(fsdp.state_dict()), trainer.step()]
+        states = sorted({str(module._training_state) for module in fsdp.module.modules()})
+        numbers += [trainer.step(), states]
+        return {"numbers": numbers, "events": events}
+
+
+def shorten(fsdp: Any) -> Callable[[], None]:
+    late = LatePrefetch()
+    with ExitStack() as undo:
+        undo.callback(install_unshard(fsdp, lambda _unit: None, late))
+        undo.callback(install_gathers(fsdp, late))
+        return undo.pop_all().close
+
+
+def evaluated(trainer: Any) -> float:
+    """The loss of one forward pass, ended as Megatron ends those of an evaluation."""
+    with torch.no_grad():
+        loss = float(trainer._forward().double().sum())
+    trainer.model.synchronize_param_gather()
+    return loss
+
+
+def changed(trainer: Any) -> float:
+    """As :func:`evaluated`, with other weights."""
+    for group in trainer.model.module.param_and_grad_buffer.parameter_groups:
+        for buffer in (group.model_weight_buffer, group.main_weight_buffer):
+            if buffer is not None:
+                buffer.data.mul_(1.25)
+    return evaluated(trainer)
+
+
+@contextmanager
+def recorded(fsdp: Any, events: Events) -> Iterator[None]:
+    """Note each coalesced collective, each wait for one, and each bucket of weights freed."""
+    groups: dict[str, int] = {}
+
+    def number_of(group: Any) -> int:
+        return groups.setdefault(group.group_name, len(groups))
+
+    def noting(
+        target: Any, name: str, note: Callable[..., tuple[Any, ...]], called: str | None = None
+    ) -> None:
+        original = getattr(target, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.append((called or name, *note(*args)))
+            return original(*args, **kwargs)
+
+        patch.setattr(target, name, noted)
+
+    def sizes(group: Any, outputs: Any, inputs: Any, *_: Any) -> tuple[Any, ...]:
+        return (number_of(group), *([t.numel() for t in tensors] for tensors in (outputs, inputs)))
+
+    def single(group: Any, output: Any, source: Any, *_: Any) -> tuple[Any, ...]:
+        return sizes(group, [output], [source])
+
+    with pytest.MonkeyPatch.context() as patch:
+        noting(dist.ProcessGroup, "reduce_scatter_tensor_coalesced", sizes)
+        # Of one bucket alone, the two are the same collective.
+        noting(dist.ProcessGroup, "allgather_into_tensor_coalesced", sizes, GATHER)
+        noting(dist.ProcessGroup, "_allgather_base", single, GATHER)
+        noting(dist.Work, "wait", lambda _work: ())
+        for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+            noting(group.model_weight_buffer, "free_bucket_storage", lambda n=number: (n,))
+        yield
+
+
+def train_all(folder: Path) -> None:
+    for name, options in SCENARIOS.items():
+        runs = {"own": trained(options), "short": trained(options, shorten)}
+        if name in KEPT:
+            runs["kept"] = trained(options, install_kept)
+            runs["both"] = trained(options, install_kept, shorten)
+        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("gather")
+    run_processes(partial(train_all, found))
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_collectives_waits_and_frees_are_megatrons_own(folder: Path, name: str) -> None:
+    for rank in range(2):
+        runs = json.loads((folder / f"{name}-{rank}.json").read_text())
+        assert runs["short"]["numbers"] == runs["own"]["numbers"]
+        assert runs["short"]["events"] == runs["own"]["events"]
+        kinds = {event[0] for event in runs["own"]["events"]}
+        assert {GATHER, "wait"} <= kinds
+        assert "free_bucket_storage" in kinds or name == "ZeRO-2"
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_last_unit_is_gathered_once_a_pass(folder: Path, name: str) -> None:
+    for rank in range(2):
+        runs = json.loads((folder / f"{name}-{rank}.json").read_text())
+        gathers = {kind: [e[0] for e in run["events"]].count(GATHER) for kind, run in runs.items()}
+        for kind in ("kept", "both"):
+            assert runs[kind]["numbers"] == runs["own"]["numbers"]
+            # Three steps of two microbatches; the first one is learned from. That of the pass
+            # without a backward pass is freed again.
+            assert gathers[kind] == gathers["own"] - 5 * KEPT[name]
+
+
+def asked_of(
+    statuses: dict[int, str], *, together: bool = False, **options: Any
+) -> tuple[list[Any], dict[Any, bool]]:
+    """What of three buckets is gathered, or how Megatron-FSDP is asked, for the first two.
+
+    And what it may release.
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
+
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    groups = [
+        SimpleNamespace(
+            fsdp_unit_id=0,
+            transpose_weight_buffer=None,
+            model_weight_buffer=SimpleNamespace(bucket_index=SimpleNamespace(size=1)),
+        )
+        for _ in parameters
+    ]
+    pipeline: Any = object.__new__(upstream.AllGatherPipeline)
+    pipeline.buffer = SimpleNamespace(
+        parameter_groups=groups,
+        param_to_param_group={parameter: i for i, parameter in enumerate(parameters)},
+        bucket_to_bucket_group={i: [i] for i in range(3)},
+        num_buckets=3,
+        ddp_config=SimpleNamespace(fsdp_double_buffer=False, outer_dp_sharding_strategy="no_shard"),
+    )
+    pipeline.bucket_status = {
+        (i, False): upstream.BucketStatus[statuses.get(i, "READY_TO_USE")] for i in range(3)
+    }
+    pipeline.bucket_can_be_released = {(i, False): True for i in range(3)}
+    pipeline.bucket_to_bucket_group = {i: 7 if together else i for i in range(3)}
+    pipeline.ag_stream = StandInStream()
+    asked: list[Any] = []
+
+    def all_gather_params(params: Any, prefetch: bool = False, **_: Any) -> None:
+        asked.append(([next(i for i in range(3) if parameters[i] is p) for p in params], prefetch))
+
+    pipeline.all_gather_params = all_gather_params
+    gathers: Any = Gathers(pipeline, LatePrefetch(), lambda: True)
+    gathers.async_bucket_gather = lambda bucket, _: asked.append(bucket)
+    with cpu_standins():
+        gathers.all_gather_params(parameters[:2], **options)
+    return asked, pipeline.bucket_can_be_released
+
+
+def test_only_what_is_not_there_is_gathered() -> None:
+    kept = {(0, False): False, (1, False): False, (2, False): True}
+    assert asked_of({}, prefetch=True) == ([], kept)
+    assert asked_of({2: "EMPTY"}) == ([], kept)
+    assert asked_of({2: "EMPTY"}, prefetch=True) == ([2], kept)
+    two = {1: "EMPTY", 2: "EMPTY", 0: "COMMUNICATING"}
+    assert asked_of(two, prefetch=True, bwd=True) == ([1, 2], kept)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"together": True},
+        {"async_param_gather": False},
+        {"outer_fsdp_group_param_gather": True},
+    ],
+)
+def test_megatron_is_asked_for_what_is_more_than_a_gather_a_group(options: Any) -> None:
+    two = {1: "EMPTY", 2: "EMPTY"}
+    assert asked_of(two, prefetch=True, **options)[0] == [([1, 2], False)]
+
+
+def test_a_bucket_kept_past_a_reset_is_left_to_megatron() -> None:
+    asked, _ = asked_of({0: "PRESERVED", 1: "EMPTY"}, prefetch=True)
+    assert asked == [([0, 1], True)]
+
+
+def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
+    pipeline = dense_model.module.all_gather_pipeline
+    undo = install_gathers(dense_model.module, LatePrefetch())
+    seen = []
+    own = type(pipeline).all_gather_params
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        seen.append(args)
+        own(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(pipeline), "all_gather_params", counted)
+        listed = [pipeline.buffer.parameter_groups[0].params[0]]
+        for _ in range(3):
+            pipeline.all_gather_params(params=listed, bwd=False)
+    assert len(seen) == 1
+    undo()
+    assert not {"all_gather_params", "async_bucket_gather"} & vars(pipeline).keys()
+
+
+def test_modules_get_their_state_together() -> None:
+    unit = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1)))
+    for module in KnownModules(unit).modules():
+        module._training_state = "forward"
+    assert {module._training_state for module in unit.modules()} == {"forward"}

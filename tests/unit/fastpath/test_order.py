@@ -1,0 +1,175 @@
+"""Collectives of a rank that does not replay: in the order of the ranks that do.
+
+The eager rest of a layer, after its graph, has a collective of its own over another group, like the
+all-to-all of experts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.tools.cpu.launch import run_processes
+
+LAYERS = 3
+WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
+
+
+class ForcedError(Exception):
+    pass
+
+
+def no_change(_trainer: Any, _patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def refused(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
+    """A hook inside the graph, which the guard sees."""
+    for layer in layers_of(trainer):
+        layer.self_attention.register_forward_hook(lambda *_: None)
+
+
+def evaluation(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
+    for layer in layers_of(trainer):
+        layer.eval()
+
+
+def no_tensor(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
+    """An argument that no graph takes, and that the layer does not use."""
+    for layer in layers_of(trainer):
+        layer.register_forward_pre_hook(
+            lambda _layer, args, kwargs: (args, {**kwargs, "sequence_len_offset": 0}),
+            with_kwargs=True,
+        )
+
+
+def no_graphs(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
+    for layer in layers_of(trainer):
+        layer.cuda_graphs = []
+
+
+def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
+    """A verification that finds another number on this rank."""
+    from megatron_cg.replay import guarded_graph as graphed
+
+    patch.setattr(graphed, "verify", lambda *_, **__: WRONG)
+    patch.setattr(type(trainer.session.watch), "verifies", True)
+
+
+WAYS = [no_change, refused, evaluation, no_tensor, no_graphs, verified]
+
+
+def layers_of(trainer: Any) -> Any:
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    return transformer_layers(trainer.model)
+
+
+def started(layers: int = LAYERS) -> Any:
+    """A trainer whose first gathers are known, so that only the eager passes differ."""
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.tools.cpu.voting import VotingTrainer
+
+    trainer: Any = VotingTrainer(TrainingPlan(CpuModelConfig(layers=layers), graphs=True))
+    trainer.step()
+    trainer.start()
+    trainer.step()
+    trainer.step()
+    return trainer
+
+
+def noted(trainer: Any, patch: pytest.MonkeyPatch) -> list[str]:
+    """The collectives of forward passes from now on."""
+    events: list[str] = []
+    own = dist.all_gather_into_tensor
+    fsdp = trainer.model.module
+    units = {
+        group.model_weight_buffer.data.untyped_storage().data_ptr(): group.fsdp_unit_id
+        for group in fsdp.param_and_grad_buffer.parameter_groups
+    }
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        shard = kwargs.get("input_tensor")
+        key = None if shard is None else shard.untyped_storage().data_ptr()
+        if key in units and not fsdp._root_pre_backward_hook_issued:
+            events.append(f"gather {units[key]}")
+        return own(*args, **kwargs)
+
+    patch.setattr(dist, "all_gather_into_tensor", gathered)
+    experts = dist.new_group(backend="gloo")
+    for number, layer in enumerate(layers_of(trainer)):
+
+        def after_the_graph(_mlp: Any, _args: Any, number: int = number) -> None:
+            events.append(f"experts {number}")
+            dist.all_reduce(torch.ones(1), group=experts)
+
+        layer.mlp.register_forward_pre_hook(after_the_graph)
+    return events
+
+
+def in_order(root: Path) -> None:
+    """What rank 1 issues for each cause of an eager pass, beside what rank 0 issues."""
+    from megatron.core import parallel_state
+
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        trainer = started()
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                events = noted(trainer, patch)
+                if dist.get_rank() == 1:
+                    way(trainer, patch)
+                trainer.step()
+                counts = trainer.session.counters
+                found[way.__name__] = [events, counts.eager, counts.replayed]
+        finally:
+            trainer.close()
+            parallel_state.destroy_model_parallel()
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("order")
+    run_processes(partial(in_order, root))
+    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_rank_that_runs_eagerly_keeps_to_the_order_of_the_others(
+    found: list[dict[str, Any]], way: Callable[..., None]
+) -> None:
+    replaying, eager = (rank[way.__name__] for rank in found)
+    order = [event for event in replaying[0] if event != "gather None"]
+    assert order == [
+        *("gather 0", "gather 1", "experts 0"),
+        *("gather 2", "experts 1", "experts 2"),
+    ]
+    assert eager[0] == replaying[0]
+    steps = 3 - (way is not no_change)
+    assert (eager[1], eager[2]) == (LAYERS * (way is not no_change), LAYERS * steps)
+    assert (replaying[1], replaying[2]) == (0, LAYERS * 3)
+
+
+def test_an_error_before_a_replay_leaves_nothing_held(one_rank: None) -> None:
+    trainer = started(2)
+    with pytest.MonkeyPatch.context() as patch:
+        events = noted(trainer, patch)
+        layer = layers_of(trainer)[0]
+
+        def failing(*_args: Any, **_kwargs: Any) -> None:
+            raise ForcedError
+
+        patch.setitem(vars(layer), "_te_cuda_graph_replay", failing)
+        with pytest.raises(ForcedError):
+            trainer.step()
+        assert [event for event in events if event != "gather None"] == ["gather 0", "gather 1"]
+    trainer.close()

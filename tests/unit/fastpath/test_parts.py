@@ -1,0 +1,416 @@
+"""Parts of the fast path: put in and taken out, and what each asks before it takes a short way."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.fastpath import install
+from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
+from megatron_cg.fastpath.gradients.views import BucketViews
+from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
+from megatron_cg.fastpath.optimizer.main_weights import (
+    _GroupGradients,
+    _Row,
+    install_main_gradients,
+)
+from megatron_cg.fastpath.params.cached_lists import KnownParameters
+from megatron_cg.fastpath.params.unshard import _fetched
+from megatron_cg.memory.scratch import _Chunk
+from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.upstream.closures import set_cell
+from tests.unit.identity import Same
+
+CELLS = (
+    "_param_list_for_submodule_unshard",
+    "release_module_parameters",
+    "_process_post_backward_gradients",
+)
+
+
+def state(fsdp: Any) -> list[Any]:
+    """Everything that the parts put something in the place of, by identity."""
+    store = fsdp.param_and_grad_buffer
+    owners = [fsdp, store, *(g.model_weight_buffer for g in store.parameter_groups)]
+    functions = list(hook_functions(fsdp))
+    return [
+        *({name: Same(value) for name, value in vars(owner).items()} for owner in owners),
+        *(Same(find_cell(functions, name).cell_contents) for name in CELLS),
+        *((name, Same(p)) for name, p in fsdp.module.named_parameters()),
+    ]
+
+
+@pytest.fixture(params=[False, True], ids=["raw", "distributed"])
+def fsdp(dense_model: Any, request: pytest.FixtureRequest) -> Any:
+    """Megatron-FSDP's wrapper with its parameters as in a step, and as between steps."""
+    found = dense_model.module
+    found._replace_param_with_distributed_if_needed()
+    if not request.param:
+        found._replace_param_with_raw_if_needed()
+    return found
+
+
+def test_closing_puts_back_all_that_was_replaced(fsdp: Any) -> None:
+    before = state(fsdp)
+    path = install(fsdp)
+    assert state(fsdp) != before
+    path.close()
+    path.close()
+    assert state(fsdp) == before
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
+    fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = state(fsdp)
+    for module in ("gradients.bucketing", "params.unshard"):
+        monkeypatch.setattr(f"megatron_cg.fastpath.{module}.find_cell", without(cell))
+    with pytest.raises(UpstreamChangedError, match=rf"megatron-core 0\.19\.2: .*{cell}"):
+        install(fsdp)
+    assert state(fsdp) == before
+
+
+def without(name: str) -> Any:
+    def find(functions: Any, wanted: str) -> Any:
+        return find_cell([] if wanted == name else functions, wanted)
+
+    return find
+
+
+def test_exchanged_parameters_are_megatrons_own(fsdp: Any) -> None:
+    def slots() -> list[Same]:
+        return [Same(p) for m in fsdp.module.modules() for p in m._parameters.values()]
+
+    exchanges = ("_replace_param_with_raw_if_needed", "_replace_param_with_distributed_if_needed")
+    megatrons: list[Any] = []
+    ours: list[Any] = []
+    for found in (megatrons, ours):
+        for name in (*exchanges, *exchanges):
+            getattr(fsdp, name)()
+            found.append((slots(), fsdp.is_param_fsdp_distributed))
+        if found is megatrons:
+            install(fsdp)
+    assert ours == megatrons and megatrons[0] != megatrons[1]
+
+
+def test_a_cell_is_set_for_all_that_share_it_and_set_back() -> None:
+    value = "old"
+
+    def one() -> str:
+        return value
+
+    def two() -> str:
+        return value
+
+    undo = set_cell(one.__closure__[0], "new")  # type: ignore[index]
+    assert (one(), two()) == ("new", "new")
+    undo()
+    assert (one(), two()) == ("old", "old")
+
+
+def test_one_parameter_of_a_bucket_is_shown_and_every_float8_one() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(6)]
+    buckets = dict(zip(parameters, (0, 0, 1, 1, 0, 2), strict=True))
+    known = KnownParameters(parameters, buckets.__getitem__, lambda p: p is parameters[3])
+    first, _, third, fourth, _, sixth = parameters
+    assert [id(p) for p in known.parameters()] == [id(p) for p in (first, third, fourth, sixth)]
+    assert [id(p) for p in known.others] == [id(parameters[1]), id(parameters[4])]
+
+
+def a_group(
+    data: torch.Tensor, shapes: list[list[int]], attribute: str = "grad", cast: bool = True
+) -> tuple[_GroupGradients, list[_Row]]:
+    """A bucket, with a parameter of fp32 for each shape that has its shard in ``data``."""
+    rows, start = [], 0
+    for shape in map(torch.Size, shapes):
+        parameter = SimpleNamespace(dtype=torch.float32, **{attribute: "of the step before"})
+        gradient = SimpleNamespace(_local_tensor=None) if shape.numel() else None
+        rows.append(_Row(parameter, gradient, start, shape))
+        start += shape.numel()
+    group = SimpleNamespace(
+        main_grad_buffer=SimpleNamespace(data=data), main_weight_buffer=object()
+    )
+    return _GroupGradients(group, rows, cast=cast), rows
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
+    training: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = torch.arange(6.0).bfloat16()
+    lent = [torch.empty(2, 2), torch.empty(2)]
+    ended: list[bool] = []
+    room = SimpleNamespace(
+        empty=lambda *_: list(lent),
+        lends=lambda: True,
+        still_held=lambda: 2,
+        lend_no_more=lambda: ended.append(True),
+    )
+    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
+    held: list[torch.Tensor] = []
+
+    def forward() -> None:
+        for tensor in lent:
+            tensor.fill_(torch.nan)
+        held.extend(gradient._local_tensor for gradient in gradients)
+
+    fsdp = SimpleNamespace(param_and_grad_buffer=store, forward=forward, training=training)
+    undo = install_main_gradients(fsdp, room)
+    table: Any = store.update_main_grads.__wrapped__
+    group, rows = a_group(data, [[2, 2], [2], [0]])
+    gradients: list[Any] = [row.gradient for row in rows[:2]]
+    table.use([group])
+    table()
+    assert [row.parameter.grad for row in rows] == [*gradients, None]
+    assert gradients[0]._local_tensor.data_ptr() == lent[0].data_ptr()
+    # Gradients that are scaled after their reduction are copied once more, into the same room.
+    data.mul_(2)
+    room.empty = lambda *_: [] if any(g._local_tensor is not None for g in gradients) else lent
+    table()
+    data.div_(2)
+    table()
+    fsdp.forward()
+    # An evaluation replays nothing, so nothing is moved for it.
+    expected = [[[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0]] if training else None
+    assert [t.tolist() for t in held] == expected or (
+        not training and all(t.isnan().all() for t in held)
+    )
+    # Whatever else is held in that memory is lost, and said to be.
+    assert ended == [True] * training
+    assert ("at least 2 tensors are still held" in caplog.text) is training
+    undo()
+    assert fsdp.forward is forward
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_buckets_of_one_kind_are_cast_together_and_others_read_in_place(decoupled: bool) -> None:
+    attribute = "decoupled_grad" if decoupled else "grad"
+    asked: list[list[torch.Size]] = []
+
+    def empty(_caller: Any, like: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        asked.append([tensor.shape for tensor in like])
+        return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
+
+    room = SimpleNamespace(empty=empty, lends=lambda: True)
+    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=decoupled)
+    install_main_gradients(SimpleNamespace(param_and_grad_buffer=store, forward=None), room)
+    table: Any = store.update_main_grads.__wrapped__
+    datas = [torch.arange(6.0).bfloat16(), torch.arange(4.0), torch.arange(2.0).bfloat16()]
+    made = [
+        a_group(data, shapes, attribute, cast=not decoupled)
+        for data, shapes in zip(datas, ([[2, 2], [2]], [[4], [0]], [[1, 2]]), strict=True)
+    ]
+    table.use([group for group, _ in made])
+    table()
+    assert asked == ([] if decoupled else [[(2, 2), (2,), (1, 2)]])
+    for data, (_, rows) in zip(datas, made, strict=True):
+        for row in rows:
+            found = getattr(row.parameter, attribute)
+            assert found is row.gradient
+            if found is None:
+                continue
+            local, wanted = found._local_tensor, data[row.start :][: row.shape.numel()]
+            assert torch.equal(local, wanted.view(row.shape).to(local.dtype))
+            in_place = local.untyped_storage()._cdata == data.untyped_storage()._cdata
+            assert in_place == (decoupled or data.dtype == torch.float32)
+
+
+class OneChunk:
+    """A room in which all pieces of a caller are cut from one allocation."""
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    def lends(self) -> bool:
+        return True
+
+    def empty(self, _caller: Any, like: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+        chunk = _Chunk(range(len(like)), like, torch.empty((), dtype=dtype))
+        self.pieces += len(like)
+        dense = torch.contiguous_format
+        return [*chunk.cut(torch.full_like(chunk.template, torch.nan, memory_format=dense))]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cast": {},
+    "experts": {"experts": 8},
+    "in place": {"bf16": False},
+    "ZeRO-1": {"fsdp_options": {"data_parallel_sharding_strategy": "optim"}},
+    "no shards": {"fsdp_options": {"data_parallel_sharding_strategy": "no_shard"}},
+}
+
+
+def attached(store: Any, decoupled: bool) -> dict[str, Any]:
+    """What the optimizer is given after gradients are reduced, and again after they are scaled."""
+    store.use_decoupled_grad = decoupled
+    store.update_main_grads()
+    generator = torch.Generator().manual_seed(3)
+    for group in store.parameter_groups:
+        data = group.main_grad_buffer.data
+        data.copy_(torch.randn(data.shape, generator=generator))
+    store.update_main_grads()
+    store.scale_gradients(0.3)
+    found: dict[str, Any] = {}
+    for name, parameter in store.optimizer_named_parameters:
+        gradient = getattr(parameter, "decoupled_grad" if decoupled else "grad")
+        found[name] = gradient
+        if gradient is not None:
+            local = gradient._local_tensor
+            found[name] = (str(local.dtype), tuple(gradient.shape), local.tolist())
+    return found
+
+
+def compare_attached(folder: Path) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.cpu_model import build
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+
+    runs: dict[str, Any] = {}
+    for name, options in OPTIONS.items():
+        for decoupled in (False, True):
+            fsdp: Any = build(CpuModelConfig(layers=1, hidden_size=16, **options)).module
+            store = fsdp.param_and_grad_buffer
+            megatrons = attached(store, decoupled)
+            empty = sum(gradient is None for gradient in megatrons.values())
+            found: dict[str, Any] = {"number": len(megatrons), "empty": empty}
+            found |= {"pieces": [], "equal": [], "restored": []}
+            # Once with DTensors that Megatron-FSDP has made before, once without.
+            for _ in range(2):
+                room = OneChunk()
+                undo = install_main_gradients(fsdp, room)  # type: ignore[arg-type]
+                found["equal"].append(attached(store, decoupled) == megatrons)
+                found["pieces"].append(room.pieces)
+                undo()
+                left = [vars(p).get("decoupled_grad") for _, p in store.optimizer_named_parameters]
+                found["restored"].append(decoupled or left == [None] * len(left))
+                store.dist_main_grad.clear()
+            runs[f"{name}, {decoupled}"] = found
+            parallel_state.destroy_model_parallel()
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(runs))
+
+
+def test_attached_gradients_are_those_of_megatron_fsdp(tmp_path: Path) -> None:
+    run_processes(partial(compare_attached, tmp_path))
+    empty_shards = 0
+    for rank in range(2):
+        runs = json.loads((tmp_path / f"{rank}.json").read_text())
+        for name, run in runs.items():
+            assert run["equal"] == run["restored"] == [True, True] and run["number"] > 5, name
+            empty_shards += run["empty"]
+            cast = "in place" not in name and "True" not in name
+            copied = run["number"] - run["empty"] if cast else 0
+            # Three calls; the first one of the second time is Megatron-FSDP's own.
+            assert run["pieces"] == [3 * copied, 2 * copied], name
+    assert empty_shards > 0
+
+
+class Buffer:
+    """Three parameters in a bucket that lies where it is told."""
+
+    def __init__(self, allocator: str = "FixedPoolAllocator", sharded: bool = True) -> None:
+        self.memory = torch.arange(6.0)
+        self.params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        self.param_idx = {parameter: index for index, parameter in enumerate(self.params)}
+        self.temporary_bucket_allocator = type(allocator, (), {})()
+        self.is_data_distributed = sharded
+        self.set = 0
+
+    def fetch_bucket(self, dtype: Any, set_param_data: bool, strict: bool) -> Any:
+        bucket = SimpleNamespace(data=self.memory[:])
+        if set_param_data:
+            self.set += 1
+            for index, parameter in enumerate(self.params):
+                parameter.data = self.get_item_from_bucket(bucket, index)
+        return bucket
+
+    def get_item_from_bucket(self, bucket: Any, index: int) -> torch.Tensor:
+        piece: torch.Tensor = bucket.data[2 * index : 2 * index + 2]
+        return piece
+
+
+def test_parameters_are_pointed_at_their_bucket_only_when_they_are_elsewhere() -> None:
+    buffer = Buffer()
+    fetch = _fetched(buffer)
+    for _ in range(3):
+        fetch(None, set_param_data=True)
+    fetch(None)
+    assert buffer.set == 1
+    buffer.memory = torch.arange(6.0)
+    fetch(None, set_param_data=True)
+    assert buffer.set == 2 and buffer.params[2].data_ptr() == buffer.memory[4:].data_ptr()
+    buffer.params[1].data = torch.zeros(2)
+    fetch(None, set_param_data=True)
+    assert buffer.set == 3 and buffer.params[1].data_ptr() == buffer.memory[2:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("allocator", "sharded", "kept"),
+    [
+        ("FixedPoolAllocator", True, True),
+        ("StorageResizeBased", True, False),
+        ("StorageResizeBased", False, True),
+    ],
+)
+def test_views_are_kept_only_where_memory_stays(allocator: str, sharded: bool, kept: bool) -> None:
+    buffer = Buffer(allocator, sharded)
+    views = BucketViews(buffer)
+    one, two = (views.of(buffer.fetch_bucket(None, False, True), buffer.params) for _ in range(2))
+    assert [a is b for a, b in zip(one, two, strict=True)] == [kept] * 3
+    buffer.memory = torch.arange(6.0) + 1
+    (moved,) = views.of(buffer.fetch_bucket(None, False, True), buffer.params[2:])
+    assert moved.tolist() == [5.0, 6.0]
+
+
+def test_float8_weights_are_left_to_megatron_fsdp(
+    fsdp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("params.unshard", "optimizer.main_weights"):
+        monkeypatch.setattr(f"megatron_cg.fastpath.{module}.is_float8", lambda _: lambda _p: True)
+    path = install(fsdp)
+    assert "FP8" in path.left_out["main weights"]
+    buffers = (g.model_weight_buffer for g in fsdp.param_and_grad_buffer.parameter_groups)
+    assert not any("fetch_bucket" in vars(buffer) for buffer in buffers)
+    path.close()
+
+
+def test_a_copy_waits_for_the_last_reduction_that_anybody_freed_a_buffer_of() -> None:
+    waited: list[str] = []
+    entries = [
+        (SimpleNamespace(wait=lambda name=name: waited.append(name)), None, number)
+        for number, name in enumerate(("oldest", "older", "newest"))
+    ]
+    pipeline = SimpleNamespace(grad_reduce_queue=entries)
+    own = pipeline.wait_for_previous_grad_reduce = lambda n: entries.__delitem__(slice(n))
+    keep = [0, 2, 0, 0, 0, 0, 0]
+    pipeline._enforce_double_buffer_limit = lambda _buckets: pipeline.wait_for_previous_grad_reduce(
+        keep.pop(0)
+    )
+    freed = FreedBuffers(pipeline)
+    undo = freed.install()
+    one, other = 1, 2  # Streams.
+    freed.make_room(7, one)
+    assert waited == []
+    freed.make_room(7, one)
+    assert waited == ["older"]
+    freed.make_room(7, one)  # This stream has waited for it.
+    assert waited == ["older"]
+    freed.make_room(7, other)
+    assert waited == ["older"] * 2
+    pipeline.wait_for_previous_grad_reduce(1)
+    freed.make_room(7, one)
+    freed.make_room(7, other)
+    freed.make_room(7, one)
+    assert waited == ["older"] * 2 + ["newest"] * 2
+    undo()
+    assert pipeline.wait_for_previous_grad_reduce is own

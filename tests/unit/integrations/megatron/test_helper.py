@@ -1,0 +1,240 @@
+"""Megatron's own capture helper, made to work under Megatron-FSDP, with the tape as the backend."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
+from tests.unit.one_mask import OneMask
+
+LENGTH, BATCH = 16, 2
+
+
+@pytest.fixture
+def bf16() -> bool:
+    return True
+
+
+@pytest.fixture
+def trainer(one_rank: None, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
+    monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
+    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
+    model = CpuModelConfig(
+        layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH, bf16=bf16
+    )
+    made = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
+    made.step()
+    yield made
+    calculator.destroy_num_microbatches_calculator()
+
+
+def helper_for(trainer: Any, *layers: str, on_failure: str = "error") -> Any:
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+
+    kind = type(
+        "Helper",
+        (FsdpCudaGraphHelper,),
+        {
+            "selection": LayerSelection.parse(layers),
+            "on_failure": on_failure,
+            "make_backend": OneMask,
+        },
+    )
+    return kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
+
+
+def layers_of(trainer: Any) -> list[Any]:
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    return list(transformer_layers(trainer.model))
+
+
+def test_capture_replay_and_deletion(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    helper.create_cudagraphs()
+    assert helper.capture_finished() and helper.graphs_created()
+    session = helper.session
+    trainer.step()
+    session.counters.expect(captured=3, replayed=3, eager=0)
+    helper.delete_cuda_graphs()
+    assert not helper.graphs_created()
+    assert all(layer.cuda_graphs == [] for layer in layers_of(trainer))
+    assert all("forward" not in vars(layer) for layer in layers_of(trainer))
+    trainer.step()
+    session.counters.expect(replayed=3)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "residual", "dtype"),
+    [
+        (True, False, torch.bfloat16),
+        (False, False, torch.float32),
+        (True, True, torch.float32),
+    ],
+    ids=["bf16", "fp32", "residual in fp32"],
+)
+def test_samples_have_the_type_that_layers_are_called_with(
+    trainer: Any, residual: bool, dtype: torch.dtype
+) -> None:
+    trainer.model.config.fp32_residual_connection = residual
+    called: list[torch.dtype] = []
+
+    def note(_layer: Any, _args: Any, kwargs: Any) -> None:
+        called.append(kwargs["hidden_states"].dtype)
+
+    for layer in layers_of(trainer):
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    with suppress(RuntimeError):  # torch's norm fails where input and weight have different types
+        trainer.step()
+    args, _ = helper_for(trainer)._get_cuda_graph_input_data()
+    assert len({id(tensor) for (tensor,) in args}) == 3
+    for (hidden,) in args:
+        assert hidden.dtype is dtype and hidden.requires_grad and hidden.is_leaf
+    assert set(called) == {dtype}
+
+
+@pytest.mark.parametrize("bf16", [False], ids=["fp32"])
+def test_a_model_in_fp32_replays(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    helper.create_cudagraphs()
+    trainer.step()
+    helper.session.counters.expect(captured=3, replayed=3, eager=0, mismatched=0)
+    helper.delete_cuda_graphs()
+
+
+def test_samples_that_were_one_tensor_are_one_again() -> None:
+    from megatron_cg.integrations.megatron.sample_types import in_type
+
+    one, other = (torch.ones(2, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    made = in_type([(one,), (other,), (one,)], torch.float32)
+    assert made[0][0] is made[2][0] and made[1][0] is not made[0][0]
+
+
+def test_a_second_capture_after_deletion_replays_again(trainer: Any) -> None:
+    for _ in range(2):
+        helper = helper_for(trainer)
+        helper.create_cudagraphs()
+        trainer.step()
+        helper.session.counters.expect(captured=3, replayed=3, eager=0)
+        helper.delete_cuda_graphs()
+
+
+def test_disable_deletes_graphs_that_nobody_holds(trainer: Any) -> None:
+    import megatron_cg
+
+    helper_for(trainer, "attn:0-1").create_cudagraphs()
+    gc.collect()
+    megatron_cg.disable()
+    for layer in layers_of(trainer):
+        assert layer.cuda_graphs == [] and "forward" not in vars(layer)
+        assert layer.config is trainer.model.config
+
+
+def test_a_megatron_that_captures_by_another_way_is_an_error(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    def elsewhere(self: Any) -> None:
+        for layer in self.flattened_callables:
+            layer.cuda_graphs = [lambda *args, **kwargs: None]
+
+    monkeypatch.setattr(TECudaGraphHelper, "create_cudagraphs", elsewhere)
+    helper = helper_for(trainer)
+    with pytest.raises(UpstreamChangedError, match=r"TECudaGraphHelper\.create_cudagraphs"):
+        helper.create_cudagraphs()
+    assert all("forward" not in vars(layer) for layer in layers_of(trainer))
+
+
+def test_a_model_without_a_layer_to_capture_trains_eagerly(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    helper._keep_only(lambda _layer: False)
+    helper.create_cudagraphs()
+    assert helper.capture_finished() and not helper.graphs_created()
+    trainer.step()
+
+
+def test_layers_are_captured_as_selected(trainer: Any) -> None:
+    config = trainer.model.config
+    helper = helper_for(trainer, "attn:0-1", "mlp:1")
+    helper.create_cudagraphs()
+    scopes = [[m.name for m in layer.config.cuda_graph_modules] for layer in layers_of(trainer)]
+    assert scopes[:2] == [["attn"], ["attn", "mlp"]]
+    assert [len(layer.cuda_graphs) for layer in layers_of(trainer)] == [1, 1, 0]
+    trainer.step()
+    helper.session.counters.expect(captured=2, replayed=2)
+    helper.delete_cuda_graphs()
+    assert all(layer.config is config for layer in layers_of(trainer))
+    assert all(layer.mlp.config is config for layer in layers_of(trainer))
+
+
+def test_a_layer_without_its_attention_gets_no_rotary_table(trainer: Any) -> None:
+    helper = helper_for(trainer, "attn:0", "mlp:0-1")
+    helper.create_cudagraphs()
+    trainer.step()
+    helper.session.counters.expect(captured=2, replayed=2)
+    helper.delete_cuda_graphs()
+
+
+def broken(_self: Any, *_args: Any, **_kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("forced")
+
+
+def test_a_failed_capture_is_an_error_that_says_what_to_type(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    monkeypatch.setattr(OneMask, "capture", broken)
+    helper = helper_for(trainer, "attn:0-1")
+    with pytest.raises(CaptureError, match=r"OutOfMemoryError: forced.*--cg-on-failure eager"):
+        helper.create_cudagraphs()
+    assert not cuda_graphs.is_graph_capturing()
+    assert all(layer.config is trainer.model.config for layer in layers_of(trainer))
+
+
+def test_training_goes_on_eagerly_where_that_was_asked_for(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneMask, "capture", broken)
+    helper = helper_for(trainer, on_failure="eager")
+    helper.create_cudagraphs()
+    assert helper.capture_finished() and not helper.graphs_created()
+    trainer.step()
+
+
+def test_a_gpu_that_failed_earlier_ends_the_run_also_where_going_on_was_asked_for(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneMask, "synchronize", broken)
+    helper = helper_for(trainer, on_failure="eager")
+    with pytest.raises(EarlierWorkError, match="work queued before capture failed"):
+        helper.create_cudagraphs()
+
+
+def test_without_fsdp_megatrons_own_capture_runs(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    ran: list[str] = []
+    record: Callable[[Any], None] = lambda _self: ran.append("create")  # noqa: E731
+    monkeypatch.setattr(TECudaGraphHelper, "create_cudagraphs", record)
+    helper = helper_for(trainer)
+    helper._fsdp = helper.controller = None
+    helper.create_cudagraphs()
+    assert ran == ["create"] and helper.session is None

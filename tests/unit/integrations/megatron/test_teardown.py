@@ -1,0 +1,276 @@
+"""Graphs go before the process groups and the interpreter, and never hide why a run ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d
+
+import megatron_cg
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import Phase, close_all_sessions
+from megatron_cg.integrations.megatron import teardown
+
+ROOT = Path(__file__).parents[4]
+
+
+class Forced(Exception):
+    """Raised on purpose."""
+
+
+@pytest.fixture
+def trainer(one_rank: None) -> Iterator[Any]:
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    made = Trainer(TrainingPlan(CpuModelConfig(layers=2, graph_modules=("attn",))))
+    made.step()
+    made.capture(TapeBackend())
+    yield made
+    close_all_sessions()
+
+
+@pytest.fixture
+def destroyed(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Phase]]]:
+    """Enabled; which groups were destroyed, and in which phase the session was then."""
+    seen: list[tuple[Any, Phase]] = []
+
+    def destroy(group: Any = None) -> None:
+        seen.append((group, trainer.session.phase))
+
+    for module in (torch.distributed, distributed_c10d):
+        monkeypatch.setattr(module, "destroy_process_group", destroy)
+    megatron_cg.enable()
+    yield seen
+    megatron_cg.disable()
+    assert torch.distributed.destroy_process_group is destroy
+    assert distributed_c10d.destroy_process_group is destroy
+
+
+def broken(*_args: Any) -> None:
+    raise Forced("the GPU is in an error state")
+
+
+def is_eager(trainer: Any) -> bool:
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    return all("forward" not in vars(layer) for layer in transformer_layers(trainer.model))
+
+
+@pytest.mark.parametrize("module", [torch.distributed, distributed_c10d])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_graphs_are_closed_before_the_default_group(
+    module: Any, by_name: bool, trainer: Any, destroyed: list[tuple[Any, Phase]]
+) -> None:
+    groups = (torch.distributed.group.WORLD,) if by_name else ()
+    module.destroy_process_group(*groups)
+    assert [phase for _, phase in destroyed] == [Phase.CLOSED]
+    assert is_eager(trainer)
+
+
+def test_another_group_leaves_the_graphs(trainer: Any, destroyed: list[tuple[Any, Phase]]) -> None:
+    group = torch.distributed.new_group([0])
+    torch.distributed.destroy_process_group(group)
+    assert destroyed == [(group, Phase.REPLAYING)]
+    trainer.step()
+    trainer.session.counters.expect(replayed=2)
+
+
+def test_the_group_is_destroyed_also_when_closing_fails(
+    trainer: Any,
+    destroyed: list[tuple[Any, Phase]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(TapeBackend, "synchronize", broken)
+    torch.distributed.destroy_process_group()
+    assert [phase for _, phase in destroyed] == [Phase.CLOSED]
+    assert is_eager(trainer)
+    assert "could not all be released" in caplog.text and "in an error state" in caplog.text
+
+
+def test_an_error_of_closing_releases_the_graphs_all_the_same(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    graphs = [graph for layer in transformer_layers(trainer.model) for graph in layer.cuda_graphs]
+    released: list[Any] = []
+    for graph in graphs:
+        monkeypatch.setattr(graph, "reset", lambda graph=graph: released.append(graph))
+    monkeypatch.setattr(TapeBackend, "synchronize", broken)
+    teardown.close_for_the_end()
+    assert sorted(map(id, released)) == sorted(map(id, graphs)) and len(graphs) == 2
+
+
+def test_a_gpu_that_never_rests_is_not_waited_for(
+    trainer: Any,
+    destroyed: list[tuple[Any, Phase]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(teardown, "_comes_to_rest", lambda _seconds: False)
+    torch.distributed.destroy_process_group()
+    assert [phase for _, phase in destroyed] == [Phase.REPLAYING]
+    assert "a collective that another rank did not join" in caplog.text
+
+
+class Queue:
+    """A stream of a GPU whose work is done after so many questions; raises where it is None."""
+
+    def __init__(self, questions: int | None) -> None:
+        self.questions = questions
+
+    def record_event(self) -> Queue:
+        return self
+
+    def query(self) -> bool:
+        if self.questions is None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        self.questions -= 1
+        return self.questions < 0
+
+
+@pytest.mark.parametrize(
+    ("questions", "seconds", "rests"),
+    [((0, 0), 0.0, True), ((2, 3), 60.0, True), ((0, 1 << 30), 0.0, False), ((0, None), 0.0, True)],
+)
+def test_every_stream_is_asked_for_a_limited_time(
+    questions: tuple[int | None, ...],
+    seconds: float,
+    rests: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert teardown._comes_to_rest(0.0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(teardown, "_streams", lambda: [Queue(count) for count in questions])
+    assert teardown._comes_to_rest(seconds) is rests
+
+
+@pytest.mark.parametrize("after", [broken, lambda *_: None], ids=["error state", "good order"])
+def test_disabling_after_an_error_keeps_that_error(
+    trainer: Any, after: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TapeBackend, "synchronize", after)
+    with pytest.raises(ZeroDivisionError) as error:
+        try:
+            raise ZeroDivisionError
+        finally:
+            megatron_cg.disable()
+    assert error.value.__context__ is None
+    assert trainer.session.phase is Phase.CLOSED and is_eager(trainer)
+
+
+def test_disabling_by_itself_tells_what_went_wrong(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TapeBackend, "synchronize", broken)
+    with pytest.raises(Forced):
+        megatron_cg.disable()
+    assert is_eager(trainer)
+
+
+SCRIPT = """
+import atexit, sys, tempfile
+import torch
+
+def report():
+    print("at exit:", trainer.session.phase.value)
+
+atexit.register(report)
+
+import megatron_cg
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.fakes import cpu_standins
+
+megatron_cg.enable()
+store = "file://" + tempfile.mkdtemp() + "/store"
+torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+standins = cpu_standins()
+standins.__enter__()
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.tools.cpu.train import Trainer
+from megatron_cg.tools.cpu.training_plan import TrainingPlan
+
+trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1)))
+trainer.step()
+trainer.capture(TapeBackend())
+trainer.step()
+if {broken}:
+    def broken(self):
+        raise RuntimeError("error of closing")
+    TapeBackend.synchronize = broken
+{end}
+"""
+
+
+ENDS = {
+    "raise KeyError('why it ended')": True,
+    "sys.exit(3)": False,
+    "torch.distributed.destroy_process_group()": False,
+    "megatron_cg.disable(); trainer.capture(TapeBackend())": False,
+}
+"""How the script ends, and whether its graphs cannot be closed."""
+IN_FORKS = """
+import os, sys
+import torch
+import megatron.core.distributed.fsdp.mcore_fsdp_adapter
+import megatron.core.models.gpt
+
+for script in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        for stream, name in ((1, "out"), (2, "err")):
+            file = os.open(f"{script}.{name}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, stream)
+        break
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(f"{script}.code", "w") as code:
+        code.write(str(ended))
+else:
+    sys.exit()
+exec(compile(open(script).read(), script, "exec"))
+"""
+"""Runs each script to the end of an interpreter, in forks of one that has imported Megatron."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors of the script, by its end."""
+    folder = tmp_path_factory.mktemp("ends")
+    scripts = {end: folder / f"{number}.py" for number, end in enumerate(ENDS)}
+    for end, script in scripts.items():
+        script.write_text(SCRIPT.format(end=end, broken=ENDS[end]))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-c", IN_FORKS, *map(str, scripts.values())]
+    done = subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+    def read(script: Path, name: str) -> str:
+        return script.with_name(f"{script.name}.{name}").read_text()
+
+    return {
+        end: (int(read(script, "code")), read(script, "out"), read(script, "err"))
+        for end, script in scripts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "phase"),
+    list(zip(ENDS, (1, 3, 0, 0), ("closed", "closed", "closed", "replaying"), strict=True)),
+)
+def test_the_end_of_the_process_closes_graphs_and_keeps_its_reason(
+    end: str, code: int, phase: str, ended: dict[str, tuple[int, str, str]]
+) -> None:
+    exit_code, printed, errors = ended[end]
+    assert exit_code == code, errors
+    assert f"at exit: {phase}" in printed
+    assert ("error of closing" in printed + errors) is ENDS[end]
+    assert ("KeyError: 'why it ended'" in errors) is (code == 1)

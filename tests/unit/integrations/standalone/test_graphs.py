@@ -1,0 +1,267 @@
+"""Graphs of plain modules under the standalone package: bit-equal, guarded, undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import open_sessions
+from megatron_cg.errors import CaptureError, ConfigurationError
+from tests.unit.integrations.standalone.networks import BATCH, WIDTH, Run, assert_equal
+
+pytest.importorskip("megatron_fsdp")
+
+
+@pytest.fixture
+def runs(one_rank: None) -> Iterator[Callable[..., tuple[Run, Run]]]:
+    """Makes an eager run and a graphed one; all graphs are closed at the end."""
+    made: list[Run] = []
+
+    def make(graphed: dict[str, Any] | None = None, **options: Any) -> tuple[Run, Run]:
+        eager, other = Run(**options), Run(**options)
+        other.with_graphs(**(graphed or {}))
+        made.append(other)
+        return eager, other
+
+    yield make
+    for run in made:
+        if run.graphs is not None:
+            run.graphs.close()
+    assert open_sessions() == 0
+
+
+def train_both(eager: Run, graphed: Run, steps: int, passes: int = 1) -> None:
+    """Steps of both runs, with equal losses and random numbers."""
+    for _ in range(steps):
+        state = torch.get_rng_state()
+        expected, left = eager.step(passes), torch.get_rng_state()
+        torch.set_rng_state(state)
+        assert torch.equal(graphed.step(passes), expected)
+        assert torch.equal(torch.get_rng_state(), left)
+    assert_equal(eager, graphed)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim"])
+def test_replays_train_the_same_numbers(runs: Any, strategy: str) -> None:
+    eager, graphed = runs(zero_dp_strategy=strategy)
+    train_both(eager, graphed, 4, passes=2)
+    graphed.graphs.counters.expect(captured=3, replayed=3 * 2 * 3, eager=0, mismatched=0)
+
+
+def test_units_by_class_module_and_name_are_the_same(one_rank: None) -> None:
+    run = Run()
+    layers = list(run.network.layers)
+    for units in (["layers.*"], [type(layers[0])], layers, [layers[0], "layers.1", "layers.2"]):
+        with run.with_graphs(units) as graphs:
+            run.step()
+            run.step()
+            graphs.counters.expect(captured=3, replayed=3)
+
+
+def test_one_pattern_alone_and_a_backend_by_name(one_rank: None) -> None:
+    run = Run()
+    with run.with_graphs("layers.*", backend="tape") as graphs:
+        run.step()
+        run.step()
+        graphs.counters.expect(captured=3, replayed=3)
+
+
+def test_a_loop_that_enters_no_step_is_told_once(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    with run.with_graphs(warmup_steps=1):
+        for _ in range(4):
+            run.loss().backward()
+    told = [r for r in caplog.records if "outside of step()" in r.message]
+    assert len(told) == 1
+    caplog.clear()
+    with run.with_graphs(warmup_steps=1):
+        for _ in range(3):
+            run.step()
+            run.loss().backward()
+    assert not [r for r in caplog.records if "outside of step()" in r.message]
+
+
+def test_units_that_are_not_named_stay_eager(runs: Any) -> None:
+    eager, graphed = runs({"units": ["layers.1"]})
+    train_both(eager, graphed, 3)
+    graphed.graphs.counters.expect(captured=1, replayed=2, eager=0)
+
+
+def test_closing_leaves_nothing_behind(one_rank: None) -> None:
+    run = Run()
+    layer = run.network.layers[0]
+    before = (dict(vars(layer)), dict(layer._forward_pre_hooks), dict(layer._forward_hooks))
+    destroy = torch.distributed.destroy_process_group
+    with run.with_graphs():
+        run.step()
+        run.step()
+        assert "forward" in vars(layer) and torch.distributed.destroy_process_group is not destroy
+    after = (dict(vars(layer)), dict(layer._forward_pre_hooks), dict(layer._forward_hooks))
+    assert after == before
+    assert torch.distributed.destroy_process_group is destroy
+
+
+def test_models_are_closed_in_any_order(one_rank: None) -> None:
+    destroy = torch.distributed.destroy_process_group
+    first, second = Run().with_graphs(), Run().with_graphs()
+    first.close()
+    assert torch.distributed.destroy_process_group is not destroy
+    second.close()
+    second.close()
+    assert torch.distributed.destroy_process_group is destroy
+
+
+def another_flag(run: Run) -> None:
+    run.network.doubled = True
+
+
+def another_order(run: Run) -> None:
+    run.network.order = [1, 0, 2]
+
+
+def a_unit_twice(run: Run) -> None:
+    run.network.order = [0, 1, 1, 2]
+
+
+def a_mask(run: Run) -> None:
+    run.network.mask = torch.ones(WIDTH)
+
+
+def another_module(run: Run) -> None:
+    run.network.layers[1].dropout = torch.nn.Dropout(0.5)
+
+
+def test_what_was_not_captured_runs_eagerly_and_bit_equal(runs: Any) -> None:
+    eager, graphed = runs()
+    train_both(eager, graphed, 2)
+    changes = {another_flag: 3, another_order: 1, a_unit_twice: 1, a_mask: 3, another_module: 1}
+    for change, passes in changes.items():
+        for run in (eager, graphed):
+            run.network.doubled, run.network.mask, run.network.order = False, None, [0, 1, 2]
+            change(run)
+        before = graphed.graphs.counters.eager
+        train_both(eager, graphed, 1)
+        assert graphed.graphs.counters.eager == before + passes, change
+    graphed.graphs.counters.expect(mismatched=sum(changes.values()))
+
+
+def test_a_second_forward_before_the_first_backward_runs_eagerly(runs: Any) -> None:
+    eager, graphed = runs()
+    train_both(eager, graphed, 1)
+    for run in (eager, graphed):
+        torch.manual_seed(2)
+        with run.graphs.step() if run.graphs else torch.enable_grad():
+            run.optimizer.zero_grad()
+            (run.loss() + run.loss()).backward()
+            run.optimizer.step()
+    assert_equal(eager, graphed)
+    graphed.graphs.counters.expect(replayed=3, eager=3, mismatched=3)
+
+
+def test_a_pass_whose_loss_was_let_go_is_no_obstacle(runs: Any) -> None:
+    _, graphed = runs()
+    graphed.step()
+    with graphed.graphs.step():
+        loss = graphed.loss()
+        del loss
+        graphed.loss().backward()
+    graphed.graphs.counters.expect(replayed=6, eager=0)
+
+
+def test_evaluation_runs_eagerly(runs: Any) -> None:
+    eager, graphed = runs()
+    train_both(eager, graphed, 2)
+    losses = []
+    for run in (eager, graphed):
+        run.model.eval()
+        with torch.no_grad():
+            losses.append(run.loss())
+        run.model.train()
+    assert torch.equal(*losses)
+    graphed.graphs.counters.expect(eager=3, mismatched=0)
+    train_both(eager, graphed, 1)
+    graphed.graphs.counters.expect(replayed=6, eager=3)
+
+
+def test_graphs_compute_under_the_autocast_that_was_seen(runs: Any) -> None:
+    eager, graphed = runs()
+    for run in (eager, graphed):
+        run.autocast = torch.bfloat16
+    train_both(eager, graphed, 3)
+    graphed.graphs.counters.expect(replayed=3 * 2, mismatched=0)
+
+
+def test_replays_are_verified_when_asked_for(runs: Any) -> None:
+    eager, graphed = runs({"verify_interval": 2})
+    train_both(eager, graphed, 3)
+    graphed.graphs.counters.expect(replayed=6, verified=3, mismatched=0)
+
+
+def test_a_mask_that_never_changes_is_read_in_place(one_rank: None) -> None:
+    run = Run()
+    run.network.mask = torch.ones(BATCH, WIDTH)
+    with run.with_graphs(warmup_steps=3) as graphs:
+        for _ in range(5):
+            run.step()
+        graphs.counters.expect(replayed=6, inputs_in_place=6, inputs_copied=6, mismatched=0)
+
+
+def test_a_mismatch_captures_again_where_asked_for(runs: Any) -> None:
+    eager, graphed = runs({"on_mismatch": "recapture"})
+    train_both(eager, graphed, 2)
+    for run in (eager, graphed):
+        another_module(run)
+    train_both(eager, graphed, 4)
+    # The changed unit runs eagerly in the two steps that a vote takes.
+    graphed.graphs.counters.expect(captured=6, eager=2, mismatched=2, replayed=3 + 2 * 2 + 2 * 3)
+
+
+class Broken(TapeBackend):
+    """Fails at the end of its capture."""
+
+    def capture(self, *args: Any, **kwargs: Any) -> Any:
+        super().capture(*args, **kwargs)
+        raise MemoryError("no room")
+
+
+def test_a_failed_capture_goes_on_eagerly_where_asked_for(runs: Any) -> None:
+    eager, graphed = runs({"backend": Broken(), "on_failure": "eager"})
+    train_both(eager, graphed, 3)
+    graphed.graphs.counters.expect(captured=0, replayed=0)
+    assert graphed.graphs.session is None
+
+
+def test_a_failed_capture_ends_the_run_otherwise(runs: Any) -> None:
+    _, graphed = runs({"backend": Broken()})
+    graphed.step()
+    with pytest.raises(CaptureError, match="MemoryError: no room"):
+        graphed.step()
+    assert all("forward" not in vars(layer) for layer in graphed.network.layers)
+
+
+def test_arguments_that_no_graph_can_take_are_named(runs: Any) -> None:
+    _, graphed = runs()
+    graphed.network.doubled = [True]
+    graphed.network.mask = torch.ones(WIDTH).expand(BATCH, WIDTH)
+    graphed.step()
+    with pytest.raises(ConfigurationError) as error:
+        graphed.step()
+    text = str(error.value)
+    assert "argument number 1 is [True]" in text and "argument mask is an expanded" in text
+    assert [violation.rule for violation in error.value.violations] == ["unit-arguments"] * 6
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_the_fast_path_can_be_left_out(fast_path: bool, one_rank: None) -> None:
+    run = Run()
+    with run.with_graphs(fast_path=fast_path) as graphs:
+        run.step()
+        run.step()
+        assert graphs.session is not None
+        assert (graphs.session.fast_path is not None) is fast_path

@@ -1,0 +1,77 @@
+"""What cannot become a graph is refused before anything is changed, all of it at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.integrations.standalone import graph_units
+from tests.unit.integrations.standalone.networks import Run
+
+pytest.importorskip("megatron_fsdp")
+
+
+def rules_of(run: Run, units: list[Any], **options: Any) -> list[str]:
+    with pytest.raises(ConfigurationError) as error:
+        run.with_graphs(units, **options)
+    return [violation.rule for violation in error.value.violations]
+
+
+def test_units_are_refused_for_every_reason_at_once(one_rank: None) -> None:
+    run = Run(fsdp_double_buffer=False, fsdp_db_use_persist_buf_on_alloc_fail=False)
+    layer: Any = run.network.layers[1]
+    layer.up.fuse_wgrad_accumulation = True
+    units = ["layers.7", nn.Conv2d, nn.Conv2d(1, 1, 1), "head", "layers", "layers.*"]
+    assert rules_of(run, units) == [
+        *["no-such-unit"] * 3,
+        "fsdp-double-buffer",
+        "fsdp-db-use-persist-buf-on-alloc-fail",
+        "no-fsdp-unit",
+        "no-fsdp-unit",
+        "nested-units",
+        "gradient-accumulation-fusion",
+        "gradient-accumulation-fusion",
+    ]
+
+
+def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
+    run = Run()
+    assert rules_of(run, ["layers*"]) == ["no-fsdp-unit", "nested-units"]
+    assert rules_of(run, ["*"])[0] == "no-fsdp-unit"
+    with run.with_graphs(["la*.[12]"]) as graphs:
+        run.step()
+        assert list(graphs._units) == ["layers.1", "layers.2"]
+
+
+def test_expandable_segments_are_refused_where_graphs_are_cuda_graphs(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    run = Run()
+    cuda = TapeBackend()
+    cuda.name = "transformer_engine"
+    assert rules_of(run, ["layers.*"], backend=cuda) == ["expandable-segments"]
+    run.with_graphs().close()
+
+
+def test_a_unit_that_was_not_called_is_refused(one_rank: None) -> None:
+    run = Run()
+    run.network.order = [0, 2]
+    with run.with_graphs(warmup_steps=1) as graphs:
+        run.step()
+        with pytest.raises(ConfigurationError, match=r"unit layers\.1"), graphs.step():
+            pass
+
+
+def test_a_model_without_fsdp_is_refused(one_rank: None) -> None:
+    with pytest.raises(HookError, match="fully_shard_model"):
+        graph_units(nn.Linear(1, 1), ["0"], backend=TapeBackend())
+
+
+def test_capture_needs_a_step_to_look_at(one_rank: None) -> None:
+    with pytest.raises(ValueError, match="warmup_steps=0"):
+        Run().with_graphs(warmup_steps=0)

@@ -1,0 +1,252 @@
+"""What graphs need not hold is let go, and no bit of training changes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.memory.release import drop_gradients, gradient_copies, let_gradients_go
+from megatron_cg.memory.usage import INPUTS, report
+
+LENGTH, BATCH, STEPS = 16, 2, 3
+
+Run = list[tuple[float, float]]
+
+
+def make_trainer(**fsdp_options: Any) -> Any:
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    parallel_state.destroy_model_parallel()
+    model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"), fsdp_options=fsdp_options)
+    return Trainer(TrainingPlan(model=model, micro_batch_size=BATCH, graphs=True))
+
+
+def as_megatron_sets_it() -> Any:
+    return make_trainer(megatron_fsdp_cuda_graph_mode=True)
+
+
+def copied(trainer: Any) -> int:
+    return sum(tensor.nbytes for tensor in gradient_copies(trainer._fsdp))
+
+
+def cast_bytes(trainer: Any) -> int:
+    store = trainer._fsdp.param_and_grad_buffer
+    return sum(4 * int(group.main_grad_buffer.data_size) for group in store.parameter_groups)
+
+
+def weights(trainer: Any) -> list[torch.Tensor]:
+    groups = trainer._fsdp.param_and_grad_buffer.parameter_groups
+    return [group.main_weight_buffer.data.clone() for group in groups]
+
+
+def test_gradients_outlive_their_step_in_megatrons_graph_mode_and_not_in_ours(
+    one_rank: None,
+) -> None:
+    trainer = as_megatron_sets_it()
+    undo = let_gradients_go(trainer._fsdp)
+    trainer.step()
+    assert copied(trainer) == cast_bytes(trainer)
+    trainer._fsdp.zero_grad_buffer()
+    assert copied(trainer) == 0
+    undo()
+    trainer.step()
+    trainer._fsdp.zero_grad_buffer()
+    assert copied(trainer) == cast_bytes(trainer)
+
+
+def test_an_fsdp_without_that_mode_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Older:
+        ddp_config = object()
+
+    class Wrapper:
+        param_and_grad_buffer = Older()
+
+    let_gradients_go(Wrapper())()
+    assert "gradients are left to it" in caplog.text
+
+
+def test_gradients_dropped_before_a_capture_are_counted_and_the_mode_stays(one_rank: None) -> None:
+    trainer = as_megatron_sets_it()
+    trainer.step()
+    assert drop_gradients(trainer._fsdp) == cast_bytes(trainer)
+    assert copied(trainer) == 0 and drop_gradients(trainer._fsdp) == 0
+    config = trainer._fsdp.param_and_grad_buffer.ddp_config
+    assert config.megatron_fsdp_cuda_graph_mode is True
+
+
+def test_a_gradient_taken_off_its_parameter_is_still_held_by_fsdp(one_rank: None) -> None:
+    trainer = as_megatron_sets_it()
+    trainer.step()
+    for _, parameter in trainer._fsdp.param_and_grad_buffer.optimizer_named_parameters:
+        parameter.grad = None
+    assert copied(trainer) == cast_bytes(trainer)
+    assert drop_gradients(trainer._fsdp) == cast_bytes(trainer) and copied(trainer) == 0
+
+
+def test_gradients_that_fsdp_does_not_clear_are_not_counted(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = as_megatron_sets_it()
+    trainer.step()
+    monkeypatch.setattr(trainer._fsdp, "zero_grad_buffer", lambda: None)
+    assert drop_gradients(trainer._fsdp) == 0 and copied(trainer) == cast_bytes(trainer)
+
+
+def test_gradients_that_are_views_of_fsdps_buffer_are_no_copies(one_rank: None) -> None:
+    trainer = make_trainer(megatron_fsdp_main_grads_dtype=torch.float32)
+    trainer.step()
+    assert copied(trainer) == 0
+
+
+def trained(trainer: Any, before_capture: Callable[[Any], object]) -> tuple[Run, Any]:
+    run = [trainer.step()]
+    before_capture(trainer._fsdp)
+    session = trainer.capture(TapeBackend())
+    run += [trainer.step() for _ in range(STEPS)]
+    session.counters.expect(replayed=2 * STEPS, eager=0)
+    assert report(session).of_kind(INPUTS) > 0
+    session.close()
+    trainer._fsdp.zero_grad_buffer()
+    left = report(session)
+    # All that is left is what FSDP had in the first place.
+    assert {row.holder for row in left.rows} == {"FSDP"}
+    assert left.of_kind("gradients left on parameters") == 0
+    return run, weights(trainer)
+
+
+def let_go_and_drop(fsdp: Any) -> None:
+    let_gradients_go(fsdp)
+    assert drop_gradients(fsdp) > 0
+
+
+def test_training_with_graphs_is_the_same_to_the_last_bit(one_rank: None) -> None:
+    kept, kept_weights = trained(as_megatron_sets_it(), lambda _fsdp: None)
+    released, released_weights = trained(as_megatron_sets_it(), let_go_and_drop)
+    assert kept == released
+    assert all(map(torch.equal, kept_weights, released_weights))
+
+
+@pytest.fixture
+def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """Makes trainers that pass no mask, as Megatron's data loader does where it makes none."""
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron_cg.tools.cpu.train import Trainer
+
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
+    monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
+    calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
+
+    def forward(self: Any) -> torch.Tensor:
+        tokens, labels = next(self._batches)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        losses: torch.Tensor = self.model(tokens, positions, masks[0], labels=labels)
+        return losses.float()
+
+    masks: list[torch.Tensor | None] = [None]
+    monkeypatch.setattr(Trainer, "_forward", forward)
+
+    def make() -> Any:
+        trainer = make_trainer()
+        trainer.masks = masks
+        return trainer
+
+    yield make
+    calculator.destroy_num_microbatches_calculator()
+
+
+def layers_of(trainer: Any) -> list[Any]:
+    return list(trainer.model.module.module.module.decoder.layers)
+
+
+def observed(trainer: Any) -> Any:
+    from megatron_cg.integrations.megatron.masks import ObservedInputs
+
+    inputs = ObservedInputs(layers_of(trainer))
+    stop = inputs.observe_step()
+    trainer.first = trainer.step()
+    stop()
+    return inputs
+
+
+def captured(trainer: Any, leave_out: bool) -> tuple[Any, Callable[[], None]]:
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.masks import without_unused_masks
+
+    inputs = observed(trainer)
+    undo = without_unused_masks(layers_of(trainer), inputs) if leave_out else lambda: None
+    kind = type("Helper", (FsdpCudaGraphHelper,), {"make_backend": TapeBackend})
+    optimizers = [trainer._optimizer]
+    helper = kind([trainer.model], trainer.model.config, LENGTH, BATCH, optimizers)
+    helper.create_cudagraphs()
+    return helper, undo
+
+
+@pytest.mark.parametrize("leave_out", [True, False])
+def test_only_without_a_mask_graphs_train_as_eager_layers_do(
+    unmasked: Callable[[], Any], leave_out: bool
+) -> None:
+    eager = unmasked()
+    expected = [eager.step() for _ in range(1 + STEPS)]
+    trainer = unmasked()
+    helper, undo = captured(trainer, leave_out)
+    # The second layer shares the rotary table with the first.
+    inputs = [row.held for row in report(helper.session).rows if row.kind == INPUTS]
+    hidden = LENGTH * BATCH * trainer.plan.model.hidden_size * 2
+    mask = 0 if leave_out else BATCH * LENGTH * LENGTH
+    assert inputs[1] == hidden + mask
+    found = [trainer.first] + [trainer.step() for _ in range(STEPS)]
+    helper.session.counters.expect(replayed=2 * STEPS, eager=0)
+    # Megatron's zeros say "mask nothing" to an attention that reads its mask, as this one does.
+    assert (found == expected) is leave_out
+    helper.delete_cuda_graphs()
+    undo()
+
+
+def test_a_mask_that_comes_later_is_not_left_aside(unmasked: Callable[[], Any]) -> None:
+    mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    eager = unmasked()
+    eager.step()
+    eager.masks[0] = mask
+    expected = eager.step()
+    trainer = unmasked()
+    trainer.masks[0] = None
+    helper, undo = captured(trainer, leave_out=True)
+    trainer.masks[0] = mask
+    assert trainer.step() == expected
+    helper.session.counters.expect(replayed=0, eager=2)
+    helper.delete_cuda_graphs()
+    undo()
+
+
+def test_masks_are_left_out_where_none_was_ever_given_and_until_that_is_undone(
+    unmasked: Callable[[], Any],
+) -> None:
+    from megatron_cg.integrations.megatron.masks import MASK, without_unused_masks
+
+    trainer = unmasked()
+    inputs = observed(trainer)
+    layer = layers_of(trainer)[0]
+    undo = without_unused_masks([layer], inputs)
+    assert MASK not in layer.get_layer_static_inputs(LENGTH, BATCH)
+    undo()
+    assert MASK in layer.get_layer_static_inputs(LENGTH, BATCH)
+    left = {"get_layer_static_inputs", "_get_te_cuda_graph_replay_args"} & set(vars(layer))
+    assert not left
+    assert inputs.is_never_given(0, MASK) and not inputs.is_never_given(0, "rotary_pos_emb")
+    assert not inputs.is_never_given(7, MASK)
+    trainer.masks[0] = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    stop = inputs.observe_step()
+    trainer.step()
+    stop()
+    assert not inputs.is_never_given(0, MASK)
+    without_unused_masks(layers_of(trainer), inputs)
+    assert all("get_layer_static_inputs" not in vars(layer) for layer in layers_of(trainer))

@@ -1,0 +1,360 @@
+"""What is lent of a graphs' pool, on an allocator that is made up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_cg.memory import scratch as idle_pool
+from megatron_cg.memory.scratch import SMALL, IdlePool, _bare, _Chunk, side_by_side, take
+
+POOL, CAPTURE_STREAM = (0, 7), 0x51
+MIB = (1 << 20) // 4
+"""Elements of float32."""
+Place = tuple[int, int]
+"""A segment's number and an offset in it."""
+
+
+class Allocator:
+    """torch's: the smallest free block, split, and merged again when its tensor is gone."""
+
+    def __init__(self, *free: int) -> None:
+        self.segments = [{0: (size, False)} for size in sorted(free)]
+        """Of each, its blocks by their offsets: the size, and whether it is in use."""
+        self.reserved, self.inside = 1 << 30, False
+        self.calls: list[str] = []
+        self.shows: list[int] | None = None
+        """What its snapshot shows, if not what is free."""
+        self.out_of_memory = False
+        self.lent: dict[int, tuple[StorageWeakRef, Place]] = {}
+        self.asked = 0
+        """Tensors that were asked for."""
+
+    def free(self) -> list[tuple[int, Place]]:
+        for key, (storage, (number, offset)) in list(self.lent.items()):
+            if storage.expired():
+                del self.lent[key]
+                self.segments[number][offset] = (self.segments[number][offset][0], False)
+                self.segments[number] = merged(self.segments[number])
+        return sorted(
+            (size, (number, offset))
+            for number, blocks in enumerate(self.segments)
+            for offset, (size, used) in blocks.items()
+            if not used
+        )
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        def segment(pool: tuple[int, int], stream: int, free: list[int]) -> dict[str, Any]:
+            blocks = [{"address": 0, "size": size, "state": "inactive"} for size in free]
+            total = sum(free)
+            return {
+                "segment_pool_id": pool,
+                "stream": stream,
+                "total_size": total,
+                "allocated_size": 0,
+                "blocks": blocks,
+            }
+
+        shown = [size for size, _ in self.free()] if self.shows is None else self.shows
+        return [segment((0, 0), 1, [1 << 40]), segment(POOL, CAPTURE_STREAM, shown)]
+
+    def place(self, nbytes: int) -> Place:
+        """Where a piece goes; the pool grows for one that has no block."""
+        nbytes = -(-nbytes // 512) * 512
+        found = next((at for size, at in self.free() if size >= nbytes), None)
+        if found is None and self.out_of_memory:
+            raise torch.OutOfMemoryError("no more")
+        if found is None:
+            # What a pool has grown by stays in it.
+            self.reserved += nbytes
+            found = (len(self.segments), 0)
+            self.segments.append({0: (nbytes, False)})
+        number, offset = found
+        size, _ = self.segments[number][offset]
+        if size - nbytes > SMALL:
+            self.segments[number][offset + nbytes] = (size - nbytes, False)
+            size = nbytes
+        self.segments[number][offset] = (size, True)
+        return found
+
+    def new(self, chunks: Sequence[Any]) -> list[torch.Tensor]:
+        return [self.one(chunk.template) for chunk in chunks]
+
+    def one(self, template: torch.Tensor) -> torch.Tensor:
+        self.asked += 1
+        made = torch.empty_like(template, memory_format=torch.contiguous_format)
+        if self.inside:
+            place = self.place(made.numel() * made.itemsize)
+            storage = made.untyped_storage()
+            self.lent[storage._cdata] = StorageWeakRef(storage), place
+        return made
+
+    def address(self, tensor: torch.Tensor) -> Place | None:
+        """Where a lent tensor lies."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.lent:
+            return None
+        number, offset = self.lent[storage._cdata][1]
+        return number, offset + int(tensor.storage_offset()) * tensor.itemsize
+
+    @contextmanager
+    def installed(self, patch: pytest.MonkeyPatch) -> Iterator[IdlePool]:
+        def call(name: str, inside: bool | None) -> Any:
+            def called(device: int, pool: tuple[int, int]) -> None:
+                assert (device, pool) == (0, POOL)
+                self.calls.append(name)
+                self.inside = self.inside if inside is None else inside
+
+            return SimpleNamespace(find=lambda: called)
+
+        patch.setattr(idle_pool, "_BEGIN", call("begin", True))
+        patch.setattr(idle_pool, "_END", call("end", False))
+        patch.setattr(idle_pool, "_RELEASE", call("release", None))
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
+        patch.setattr(torch.cuda, "memory_reserved", lambda _device: self.reserved)
+        patch.setattr(
+            torch.cuda, "ExternalStream", lambda stream: SimpleNamespace(cuda_stream=stream)
+        )
+        streams: set[int] = set()
+
+        def on(stream: Any) -> nullcontext[None]:
+            streams.add(stream.cuda_stream)
+            return nullcontext()
+
+        patch.setattr(torch.cuda, "stream", on)
+        pool = IdlePool(POOL)
+        patch.setattr(pool, "_device", torch.device("cpu"))
+        patch.setattr(pool, "_new_all", self.new, raising=False)
+        yield pool
+        assert streams <= {CAPTURE_STREAM}
+        assert self.calls == ["begin", "end", "release"] * (len(self.calls) // 3)
+
+
+def merged(blocks: dict[int, tuple[int, bool]]) -> dict[int, tuple[int, bool]]:
+    found: dict[int, tuple[int, bool]] = {}
+    last = 0
+    for offset, (size, used) in sorted(blocks.items()):
+        if found and not used and not found[last][1]:
+            found[last] = (found[last][0] + size, False)
+        else:
+            last = offset
+            found[last] = (size, used)
+    return found
+
+
+def like(*shapes: int | tuple[int, ...]) -> list[torch.Tensor]:
+    """Gradients as they lie in a buffer, without memory."""
+    shaped = [shape if isinstance(shape, tuple) else (shape,) for shape in shapes]
+    return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shaped]
+
+
+def lent(allocator: Allocator, tensors: list[torch.Tensor]) -> list[bool]:
+    return [allocator.address(tensor) is not None for tensor in tensors]
+
+
+def test_as_much_is_lent_as_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(3 * SMALL, 20 * SMALL)
+    with allocator.installed(monkeypatch) as pool:
+        assert not pool.lends()
+        sizes = [12 * MIB, 2 * MIB, 12 * MIB, 16 * MIB, 6 * MIB, MIB // 2]
+        found = pool.empty("first", like(*sizes), torch.float32)
+        # The second of 12 does not fit any more; one of half a MiB would come from blocks of
+        # another kind.
+        assert lent(allocator, found) == [True, True, False, False, True, False]
+        assert [t.numel() for t in found] == sizes
+        assert pool.lends() and pool.lent_bytes == 20 * SMALL
+        # Another caller, whose pieces live beside those, has what is left.
+        other = pool.empty("second", like(3 * MIB, 2 * MIB), torch.float32)
+        assert lent(allocator, other) == [False, True]
+        assert allocator.reserved == 1 << 30
+        del found, other
+        pool.lend_no_more()
+        assert not pool.lends()
+        for caller in ("first", "third"):
+            assert not any(lent(allocator, pool.empty(caller, like(2 * MIB), torch.float32)))
+
+
+def test_a_pool_that_grew_all_the_same_lends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(4 * SMALL)
+    allocator.shows = [4 * SMALL, 8 * SMALL, 8 * SMALL]
+    with allocator.installed(monkeypatch) as pool:
+        found = pool.empty("one", like(3 * MIB, 8 * MIB, 8 * MIB), torch.float32)
+        assert lent(allocator, found) == [True, False, False]
+        assert allocator.reserved == (1 << 30) + 8 * SMALL
+        assert lent(allocator, pool.empty("two", like(2 * MIB), torch.float32)) == [False]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "nbytes", "taken", "left"),
+    [
+        ([4 * SMALL], 2 * SMALL, 4 * SMALL, [2 * SMALL]),
+        ([4 * SMALL], 4 * SMALL, 4 * SMALL, []),
+        ([2 * SMALL, 4 * SMALL], 2 * SMALL - 100, 2 * SMALL, [4 * SMALL]),
+        ([3 * SMALL, 9 * SMALL], 4 * SMALL, 9 * SMALL, [3 * SMALL, 5 * SMALL]),
+        # What is left of a block is a block only if it has more than a MiB.
+        ([3 * SMALL], 2 * SMALL, 3 * SMALL, []),
+        ([3 * SMALL], 2 * SMALL - 512, 3 * SMALL, [SMALL + 512]),
+        ([2 * SMALL], 2 * SMALL + 1, None, [2 * SMALL]),
+        ([9 * SMALL], SMALL, None, [9 * SMALL]),
+        ([], 2 * SMALL, None, []),
+    ],
+)
+def test_a_piece_has_the_block_that_the_allocator_would_give_it(
+    blocks: list[int], nbytes: int, taken: int | None, left: list[int]
+) -> None:
+    assert take(blocks, nbytes) == taken
+    assert blocks == left
+
+
+def test_pieces_are_asked_for_at_once_as_long_as_they_share_a_block() -> None:
+    blocks = [3 * SMALL, 7 * SMALL]
+    sizes = [2 * SMALL, 2 * SMALL, 6 * SMALL, 100, 2 * SMALL - 700, 3 * SMALL]
+    # The third and the fourth have no block, the fifth has the rest of the second's.
+    assert side_by_side(blocks, sizes) == [[0], [1, 4, 5]]
+    assert blocks == []
+
+
+def test_chunks_lie_where_single_pieces_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(7)
+    saved = 0
+    for _ in range(60):
+        with monkeypatch.context() as patch:
+            free = [chance.randrange(2 * SMALL, 40 * SMALL, 512) for _ in range(9)]
+            widths = [chance.choice([2 * MIB + 1, 3 * MIB, 5 * MIB, 64]) for _ in range(30)]
+            allocator = Allocator(*free)
+            with allocator.installed(patch) as pool:
+                for _step in range(2):
+                    asked = allocator.asked
+                    found = [
+                        tensor
+                        for caller in range(3)
+                        for tensor in pool.empty(
+                            caller, like(*widths[10 * caller :][:10]), torch.float32
+                        )
+                    ]
+                    places = [allocator.address(tensor) for tensor in found]
+                    assert places == one_by_one(Allocator(*free), widths)
+                    saved += len(found) - (allocator.asked - asked)
+                    assert allocator.reserved == 1 << 30
+                    del found
+                    pool.still_held()
+    assert saved > 500
+
+
+def one_by_one(allocator: Allocator, widths: Sequence[int]) -> list[Place | None]:
+    """Where the allocator itself puts pieces, as far as they fit."""
+    blocks = [size for size, _ in allocator.free()]
+    return [
+        allocator.place(4 * width) if take(blocks, 4 * width) is not None else None
+        for width in widths
+    ]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_chunk_is_cut_into_the_shapes_asked_for(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [(9,), (4, 32), (8, 32), (3, 1, 5), (1, 7), (7, 1), (2, 128), (5, 128)]
+    with Allocator().installed(monkeypatch) as pool:
+        chunk = _Chunk(range(len(shapes)), like(*shapes), torch.empty(()))
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        (memory,) = IdlePool._new_all(pool, [chunk])
+    # All that is alike in one go.
+    assert [part.rows for part in chunk.parts] == [[9], [4, 8], [3], [1], [7], [2, 5]]
+    end = 0
+    for number, (piece, shape) in enumerate(zip(chunk.cut(memory), shapes, strict=True)):
+        assert piece.shape == shape and piece.stride() == torch.empty(shape).stride()
+        start = 4 * int(piece.storage_offset())
+        assert start % 512 == 0 and end <= start < end + 512
+        end = start + 4 * piece.numel()
+        # As a tensor of its own would, it knows of no change to the others.
+        piece.fill_(number)
+        assert piece._version == 1 and not piece._is_view()
+    assert all((t == n).all() for n, t in enumerate(chunk.cut(memory)))
+    assert memory.untyped_storage().nbytes() == -(-end // 512) * 512
+
+
+def test_one_piece_is_an_allocation_of_its_own_shape() -> None:
+    chunk = _Chunk([1], like(3, (1, 4)), torch.empty(()))
+    (memory,) = chunk.cut(_bare(chunk.template))
+    assert memory.shape == (1, 4) and memory.stride() == (4, 1)
+    assert chunk.template.untyped_storage().nbytes() == 4
+
+
+def test_what_is_still_held_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(20 * SMALL, 4 * SMALL)
+    with allocator.installed(monkeypatch) as pool:
+        tensors = pool.empty("one", like(4 * MIB, 8 * MIB, 8 * MIB), torch.float32)
+        assert lent(allocator, tensors) == [True] * 3
+        assert len(allocator.lent) == 2
+        # Of one chunk, by two of its pieces.
+        aliases = [tensors[1].detach(), tensors[2][:5]]
+        tensors.clear()
+        assert pool.still_held() == 1 and pool.still_held() == 0
+        del aliases
+        tensors = pool.empty("one", like(4 * MIB, 8 * MIB, 8 * MIB), torch.float32)
+        tensors.clear()
+        assert pool.still_held() == 0
+
+
+def test_a_caller_of_whom_a_piece_is_held_gets_ordinary_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator = Allocator(20 * SMALL)
+    sizes = like(8 * MIB, (4, MIB), 100)
+    with allocator.installed(monkeypatch) as pool:
+        found = pool.empty("one", sizes, torch.float32)
+        alias = found[0].detach()
+        found.clear()
+        found = pool.empty("one", sizes, torch.float32)
+        assert lent(allocator, found) == [False] * 3
+        assert [t.shape for t in found] == [t.shape for t in sizes]
+        assert allocator.reserved == 1 << 30
+        # It is still to be told of, since a replay would overwrite it.
+        assert pool.lends() and pool.still_held() == 1
+        del alias
+        found = pool.empty("one", sizes, torch.float32)
+        assert lent(allocator, found) == [True, True, False]
+
+
+def test_later_steps_ask_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(8 * SMALL)
+    with allocator.installed(monkeypatch) as pool:
+        sizes = [4 * MIB, 8 * MIB, 3 * MIB]
+        found = pool.empty("one", like(*sizes), torch.float32)
+        first = [allocator.address(tensor) for tensor in found]
+        assert first == [(0, 0), None, (0, 4 * SMALL)]
+        found.clear()
+        calls, asked = len(allocator.calls), allocator.asked
+        found = pool.empty("one", like(*sizes), torch.float32)
+        assert [allocator.address(tensor) for tensor in found] == first
+        assert [t.numel() for t in found] == sizes
+        assert allocator.reserved == 1 << 30
+        assert len(allocator.calls) == calls + 3 and allocator.asked == asked + 2
+
+
+def test_a_machine_whose_memory_is_full_lends_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(2 * SMALL)
+    allocator.out_of_memory = True
+    allocator.shows = [2 * SMALL, 4 * SMALL]
+    with allocator.installed(monkeypatch) as pool:
+        found = pool.empty("one", like(2 * MIB, 4 * MIB), torch.float32)
+        assert lent(allocator, found) == [True, False]
+
+
+def test_without_a_pool_nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator()
+    monkeypatch.setattr(allocator, "snapshot", list)
+    with allocator.installed(monkeypatch) as pool:
+        found = pool.empty("one", like(2 * MIB, 2 * MIB), torch.float32)
+        assert lent(allocator, found) == [False, False]
+        assert not pool.lends() and not allocator.calls

@@ -1,0 +1,280 @@
+"""Who holds what: storages counted once, by holder; the allocator's pools from its snapshot."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.memory_probe import (
+    BEFORE,
+    CAST,
+    GRAPHS,
+    KEY,
+    OPTIMIZER,
+    PASSES,
+    SAMPLES,
+    WARMUP,
+    comparison,
+    peaks,
+    probing,
+)
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import Session
+from megatron_cg.memory.pools import held_addresses, pools
+from megatron_cg.memory.usage import (
+    GRAD_INPUTS,
+    GRAD_OUTPUTS,
+    INPUTS,
+    OUTPUTS,
+    Tally,
+    log_report,
+    optimizer_tensors,
+    report,
+    static_tensors,
+)
+from megatron_cg.telemetry.record import Recorder
+from megatron_cg.tools.align.compare import read_run
+
+MIB = 2**20
+
+
+def block(address: int, size: int, state: str) -> dict[str, Any]:
+    return {"address": address, "size": size, "state": state}
+
+
+def segment(address: int, pool: tuple[int, int], stream: int, *blocks: Any) -> dict[str, Any]:
+    made, at = [], address
+    for size, state in blocks:
+        made.append(block(at, size, state))
+        at += size
+    return {
+        "address": address,
+        "total_size": at - address,
+        "allocated_size": sum(b["size"] for b in made if b["state"] == "active_allocated"),
+        "stream": stream,
+        "segment_pool_id": pool,
+        "blocks": made,
+    }
+
+
+SNAPSHOT = [
+    segment(0, (0, 0), 0, (2 * MIB, "active_allocated"), (3 * MIB, "inactive")),
+    segment(100 * MIB, (0, 1), 7, (16 * MIB, "inactive"), (4 * MIB, "active_allocated")),
+    segment(200 * MIB, (0, 1), 7, (20 * MIB, "inactive")),
+    segment(300 * MIB, (0, 0), 9, (1 * MIB, "active_pending_free")),
+]
+
+
+def test_pools_are_summed_up_by_pool_and_stream_the_largest_first() -> None:
+    graphs, main, side = pools(SNAPSHOT)
+    assert (graphs.pool, graphs.stream, graphs.segments) == ((0, 1), 7, 2)
+    assert (graphs.reserved, graphs.allocated) == (40 * MIB, 4 * MIB)
+    assert graphs.largest_free == 20 * MIB and graphs.is_graphs
+    assert (main.reserved, main.largest_free, main.is_graphs) == (5 * MIB, 3 * MIB, False)
+    assert (side.stream, side.largest_free) == (9, 0)
+    assert "40.0 MiB reserved in 2 segments, 4.0 MiB allocated" in graphs.text()
+
+
+def test_an_address_is_held_inside_of_blocks_in_use_only() -> None:
+    is_held = held_addresses(SNAPSHOT)
+    assert is_held(0) and is_held(2 * MIB - 1) and not is_held(2 * MIB)
+    assert not is_held(100 * MIB) and is_held(117 * MIB) and not is_held(120 * MIB)
+    assert is_held(300 * MIB) and not is_held(299 * MIB)
+
+
+def test_a_storage_is_counted_once_for_its_first_holder() -> None:
+    table = torch.zeros(1024)
+    tally = Tally()
+    tally.add("model", "table", [table])
+    tally.add("graph", INPUTS, [table[:10], None, torch.zeros(8)])
+    first, second = tally.rows()
+    assert (first.held, first.tensors) == (4096, 1)
+    assert (second.held, second.tensors) == (32, 1)
+
+
+def test_memory_that_the_allocator_may_give_away_is_told_apart() -> None:
+    kept, weak = torch.zeros(4), torch.zeros(16)
+    tally = Tally(lambda address: address == kept.data_ptr())
+    tally.add("graph", OUTPUTS, [kept, weak])
+    (row,) = tally.rows()
+    assert (row.held, row.addressed) == (16, 64)
+
+
+class Helpers:
+    def __init__(self, release: Any) -> None:
+        self.release_static_state = release
+
+
+def graphed_like_te(surface: Any, outputs: Any, grad_outputs: Any, grad_inputs: Any) -> Any:
+    static_input_surface, static_outputs = surface, outputs
+    static_grad_outputs, static_grad_inputs = grad_outputs, grad_inputs
+
+    def release_static_state() -> None:
+        nonlocal static_input_surface, static_outputs, static_grad_outputs, static_grad_inputs
+        static_input_surface = static_outputs = ()
+        static_grad_outputs = static_grad_inputs = ()
+
+    helpers = Helpers(release_static_state)
+
+    def new_fwd() -> Any:
+        return helpers
+
+    return new_fwd
+
+
+def test_what_te_keeps_is_read_from_its_closures() -> None:
+    tensors = [torch.zeros(n) for n in range(1, 5)]
+    graph = graphed_like_te(*((tensor,) for tensor in tensors))
+    found = static_tensors(graph)
+    assert [found[kind][0] for kind in (INPUTS, OUTPUTS, GRAD_OUTPUTS, GRAD_INPUTS)] == tensors
+    graph().release_static_state()
+    assert all(value == () for value in static_tensors(graph).values())
+
+
+def test_te_still_has_the_closures_that_are_read() -> None:
+    places = [str(Path(sys.prefix, "te-source")), *sys.path]
+    found = [Path(place, "transformer_engine", "pytorch", "graph.py") for place in places]
+    path = next((file for file in found if file.is_file()), None)
+    assert path is not None, "transformer-engine's sources are not there: run make test"
+    functions = {
+        node.name: node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    release = functions["release_static_state"]
+    owned = {name for n in ast.walk(release) if isinstance(n, ast.Nonlocal) for name in n.names}
+    assert {"static_input_surface", "static_outputs"} <= owned
+    assert {"static_grad_outputs", "static_grad_inputs"} <= owned
+    used = {n.id for n in ast.walk(functions["new_fwd"]) if isinstance(n, ast.Name)}
+    assert "helpers" in used
+
+
+def test_optimizer_states_are_found_through_megatrons_wrappers() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    adam = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(4)).sum().backward()
+    adam.step()
+
+    class Megatron:
+        def __init__(self, **attributes: Any) -> None:
+            vars(self).update(attributes)
+
+    chained = Megatron(chained_optimizers=[Megatron(optimizer=adam)])
+    found = sum(t.nbytes for t in optimizer_tensors(chained))
+    assert found == sum(t.nbytes for t in optimizer_tensors(adam)) >= 2 * 64
+
+
+@pytest.fixture
+def trainer(one_rank: None) -> Iterator[Any]:
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    made = Trainer(TrainingPlan(model=CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))))
+    made.step()
+    yield made
+    if made.session is not None:
+        made.session.close()
+
+
+def test_a_session_is_walked_from_graphs_to_buffers(
+    trainer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = trainer.capture(TapeBackend())
+    found = report(session, [trainer._optimizer])
+    shape = trainer.plan.model
+    tokens = shape.sequence_length * trainer.plan.micro_batch_size
+    hidden = tokens * shape.hidden_size * 2
+    inputs = [row for row in found.rows if row.kind == INPUTS]
+    assert [row.holder for row in inputs] == ["layer 0", "layer 1"]
+    # A layer's own hidden states and mask; parameters are FSDP's and not counted here.
+    mask = shape.sequence_length**2
+    assert inputs[1].held >= hidden + mask and inputs[1].held < 3 * (hidden + mask)
+    assert found.of_kind(OUTPUTS) >= 2 * hidden
+    store = trainer._fsdp.param_and_grad_buffer
+    numel = sum(group.main_grad_buffer.data_size for group in store.parameter_groups)
+    assert found.of_kind("weights") == found.of_kind("main gradients") == 2 * numel
+    assert found.of_kind("main weights") == 4 * numel
+    assert found.of_kind("states") >= 8 * numel
+    text = found.text()
+    assert "graphs" in text and "layer 1" not in text
+    with caplog.at_level(logging.INFO, "megatron_cg.memory.usage"):
+        log_report(session, "after capture")
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "megatron_cg.memory.usage"):
+        log_report(session, "after capture")
+    assert "memory after capture" in caplog.text and "static inputs" in caplog.text
+
+
+def test_closed_graphs_hold_nothing(trainer: Any) -> None:
+    session = trainer.capture(TapeBackend())
+    graphs = [graph for unit in session._units for graph in unit.layer.cuda_graphs]
+    assert any(any(tensors) for tensors in map(static_tensors, graphs))
+    session.close()
+    assert all(not list(kind) for graph in graphs for kind in static_tensors(graph).values())
+    assert report(session).of_kind(INPUTS) == 0
+
+
+def stage(name: str, step: int, peak: int, reserved: int) -> dict[str, Any]:
+    return {"name": name, "step": step, "allocated": 0, "reserved": 0} | {
+        "peak_allocated": peak * MIB,
+        "peak_reserved": reserved * MIB,
+    }
+
+
+def steps_of(first: int, last: int, passes: int, optimizer: int) -> list[dict[str, Any]]:
+    return [
+        row
+        for step in range(first, last)
+        for row in (
+            stage(PASSES, step, passes, passes + 5),
+            stage(CAST, step, optimizer - 1, optimizer + 5),
+            stage(OPTIMIZER, step + 1, optimizer, optimizer + 5),
+        )
+    ]
+
+
+def test_peaks_are_of_steady_steps_and_of_the_capture() -> None:
+    rows = [*steps_of(0, 2, 900, 950), stage(BEFORE, 2, 70, 80), stage(GRAPHS, 2, 130, 140)]
+    rows += [*steps_of(2, 3, 700, 800), *steps_of(3, 5, 110, 120)]
+    found = peaks({KEY: {"stages": rows}})
+    assert found[PASSES] == (110 * MIB, 115 * MIB) and found[OPTIMIZER] == (120 * MIB, 125 * MIB)
+    assert found[GRAPHS] == (130 * MIB, 140 * MIB)
+    eager = {KEY: {"stages": [*steps_of(0, 1, 999, 999), *steps_of(1, 4, 90, 100)]}}
+    table = comparison(eager, {KEY: {"stages": rows}}).splitlines()
+    assert table[1].split()[-2:] == ["1.100,", "1.095"]
+    assert [line.split()[-2] for line in table[2:]] == ["1.190,", "1.200,", "0.700,", "1.300,"]
+
+
+def test_records_of_a_cpu_show_no_peaks() -> None:
+    row = stage(PASSES, 3, 1, 1) | {"peak_allocated": None}
+    record = {KEY: {"stages": [row]}}
+    assert "no GPU" in comparison(record, record)
+
+
+def test_a_run_under_the_probe_has_its_stages_and_holders(trainer: Any, tmp_path: Path) -> None:
+    before = (Session.capture, Session.capturing, Recorder.finish)
+    recorder = Recorder(tmp_path)
+    with probing():
+        for number in range(2):
+            if number:
+                trainer.capture(TapeBackend())
+            recorder.add_step({}, trainer.step()[1], False, 0.0)
+        recorder.finish([])
+    assert (Session.capture, Session.capturing, Recorder.finish) == before
+    (record,) = read_run(tmp_path).values()
+    names = [row["name"] for row in record[KEY]["stages"]]
+    step = [PASSES, CAST, OPTIMIZER]
+    assert names == [*step, BEFORE, SAMPLES, WARMUP, GRAPHS, *step]
+    allocated = [row["allocated"] for row in record[KEY]["stages"]]
+    assert allocated[names.index(GRAPHS)] > allocated[names.index(BEFORE)]
+    assert set(record[KEY]["holders"]) == {GRAPHS, CAST}
+    kinds = {row["kind"] for row in record[KEY]["holders"][CAST]["rows"]}
+    assert "gradients cast for the optimizer" in kinds

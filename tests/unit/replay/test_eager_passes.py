@@ -1,0 +1,222 @@
+"""Where graphs hold collectives, no rank runs eagerly what others replay without a vote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from megatron_cg.consensus import exchange as agreement
+from megatron_cg.replay import guarded_graph as graphed
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
+from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.runs.test_one_rank_failures import no_hang
+
+pytest.importorskip("megatron_fsdp")
+UNIT, FLAG = "layers.1", "('structure', 'argument number 1')"
+WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
+
+
+def another_flag(run: Any) -> None:
+    run.network.doubled = True
+
+
+def a_unit_twice(run: Any) -> None:
+    run.network.order = [0, 1, 1, 2]
+
+
+def evaluation(run: Any) -> None:
+    run.network.layers[1].eval()
+
+
+def training_again(run: Any) -> None:
+    run.network.layers[1].train()
+
+
+def graphs_taken_away(run: Any) -> None:
+    run.network.layers[1].cuda_graphs = []
+
+
+def graphs_deleted(run: Any) -> None:
+    run.graphs.session.close()
+
+
+OF_GRAPHS = (graphs_taken_away, graphs_deleted)
+
+
+@contextmanager
+def found_wrong() -> Iterator[None]:
+    """Every replay of one unit differs from its eager pass, though it is the same."""
+    module: Any = graphed
+    real = module.verify
+
+    def verify(unit: Any, *arguments: Any, **options: Any) -> Mismatch | None:
+        return real(unit, *arguments, **options) or (WRONG if unit.name == UNIT else None)
+
+    with patch.object(graphed, "verify", verify):
+        yield
+
+
+def with_collectives() -> Any:
+    """A run whose units sum something over all ranks, as tensor parallelism does."""
+    from tests.unit.integrations.standalone.networks import Block, Run
+
+    real = Block.forward
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        out: torch.Tensor = real(self, x, *args, **kwargs) + 1e-3 * total
+        return out
+
+    with patch.object(Block, "forward", forward):
+        run = Run()
+    layer: Any
+    for layer in run.network.layers:
+        layer.forward = partial(forward, layer)
+        layer.dropout.p = 0.0
+    return run
+
+
+STEPS: list[tuple[str, Callable[[Any], None] | None, list[str]]] = [
+    ("no change", None, []),
+    (
+        "structure",
+        another_flag,
+        [f"layers.{n}/0/('structure', 'argument number 1')" for n in "012"],
+    ),
+    ("order", a_unit_twice, [f"{UNIT}/0/('order', 'the backward of earlier passes')"]),
+    ("evaluation", evaluation, [f"{UNIT}/eager"]),
+    ("still evaluation", evaluation, []),
+    ("training again", training_again, [f"{UNIT}/replayed"]),
+    ("verification", None, [f"{UNIT}/0/('verification', 'output 0')"]),
+    ("no graphs", graphs_taken_away, [f"{UNIT}/eager"]),
+    ("deleted", graphs_deleted, ["layers.0/eager", "layers.2/eager"]),  # layer 1 is eager by then
+    ("still deleted", None, []),
+]
+"""What all ranks do before a step, and the votes on it."""
+
+
+def together(root: Path) -> None:
+    """Votes of each step, and the numbers of an eager run and of this one."""
+    from megatron_cg.consensus.exchange import Agreement
+
+    eager, run = with_collectives(), with_collectives()
+    run.with_graphs(verify_interval=7)
+    votes: list[str] = []
+    real = Agreement.leave_together
+
+    def leave(self: Any, name: str, timeout: timedelta | None = None) -> None:
+        votes.append(name)
+        real(self, name, timeout)
+
+    found: dict[str, Any] = {}
+    with patch.object(Agreement, "leave_together", leave), no_hang():
+        assert torch.equal(eager.step(), run.step())
+        for name, change, _ in STEPS:
+            for one in (eager, run):
+                one.network.doubled, one.network.order = False, [0, 1, 2]
+                if change is not None and (one is run or change not in OF_GRAPHS):
+                    change(one)
+            with found_wrong():
+                losses = [one.step().tolist() for one in (eager, run)]
+            found[name] = {"losses": losses, "votes": sorted(votes)}
+            votes.clear()
+        run.graphs.close()
+        found["left behind"] = [
+            "forward" in vars(layer) and layer.forward.func.__name__ for layer in run.network.layers
+        ]
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def test_all_ranks_vote_before_a_unit_runs_eagerly(tmp_path: Path) -> None:
+    run_processes(partial(together, tmp_path))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.pop("left behind") == ["forward"] * 3
+        assert {name: step["votes"] for name, step in found.items()} == {
+            name: sorted(votes) for name, _, votes in STEPS
+        }
+        for name, step in found.items():
+            eager, graphed = step["losses"]
+            assert graphed == eager, name
+
+
+@pytest.mark.parametrize(("turn", "waits"), [(True, agreement.TIMEOUT), (False, None)])
+def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta | None) -> None:
+    """A checkpoint or a first batch of data may lie before a turn, on some ranks only."""
+    asked: list[Any] = []
+    watch = Watch(ReplayPolicy(), Counters(), lambda *given: asked.append(given))
+    passes = EagerPasses(UNIT, watch, collectives=True)
+    if turn:
+        passes.for_no_replay("it is in evaluation mode")
+        passes.replay_follows()
+    else:
+        passes.for_mismatch(WRONG)
+    assert [given[1] for given in asked] == [waits] * (2 if turn else 1)
+
+
+def test_each_eager_pass_is_counted() -> None:
+    watch = Watch(ReplayPolicy(), Counters())
+    passes = EagerPasses(UNIT, watch, collectives=False)
+    for eager in (1, 2):
+        passes.for_no_replay("it is in evaluation mode")
+        watch.counters.expect(eager=eager, mismatched=0)
+    passes.replay_follows()
+    for mismatched in (1, 2):
+        passes.for_mismatch(WRONG)
+        watch.counters.expect(eager=2 + mismatched, mismatched=mismatched)
+
+
+def alone(root: Path, change: Callable[[Any], None]) -> None:
+    """Rank 1 changes something by itself; rank 0 waits in its replay, until rank 1 has ended."""
+    from megatron_cg.errors import ReplayMismatchError
+
+    run = with_collectives()
+    run.with_graphs()
+    run.step()
+    run.step()
+    if dist.get_rank() == 1:
+        change(run)
+    soon = timedelta(seconds=3)
+    with (
+        patch.object(agreement, "LEAVING", soon),
+        patch.object(agreement, "TIMEOUT", soon),
+        no_hang(),
+    ):
+        try:
+            run.step()
+        except ReplayMismatchError as error:
+            (root / f"{dist.get_rank()}.txt").write_text(str(error))
+            raise
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (another_flag, "layers.0, microbatch 0: argument number 1 was False at capture"),
+        (evaluation, f"{UNIT} turns to eager passes, since it is in evaluation mode"),
+        (graphs_deleted, "layers.0 turns to eager passes, since its graphs were deleted"),
+    ],
+)
+def test_a_rank_that_leaves_alone_ends(
+    change: Callable[[Any], None], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ProcessRaisedException):
+        run_processes(partial(alone, tmp_path, change))
+    assert [path.name for path in tmp_path.iterdir()] == ["1.txt"]
+    text = (tmp_path / "1.txt").read_text()
+    assert text.startswith(words) and "The graph holds collectives" in text

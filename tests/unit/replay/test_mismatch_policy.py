@@ -1,0 +1,111 @@
+"""What follows a mismatch, and how ranks leave graphs that hold collectives."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from megatron_cg.consensus import exchange as agreement
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
+from megatron_cg.tools.cpu.launch import run_processes
+
+SHAPE = Mismatch("shape", "shape of argument x", "(2,)", "(3,)", "Cause.")
+
+
+def found(watch: Watch, **options: Any) -> None:
+    watch.mismatched(SHAPE, "layer 0", 0, **{"collectives": False, "fresh": False, **options})
+
+
+def test_a_mismatch_is_counted_each_time_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = Watch(ReplayPolicy(), Counters())
+    for layer in ("layer 0", "layer 0", "layer 1"):
+        watch.mismatched(SHAPE, layer, 0, collectives=False, fresh=False)
+    watch.counters.expect(mismatched=3)
+    assert [r.getMessage().split(",")[0] for r in caplog.records] == [
+        "megatron_cg: no replay of layer 0",
+        "megatron_cg: no replay of layer 1",
+    ]
+    assert not watch.wants_recapture
+
+
+def test_a_recapture_is_asked_for_unless_the_last_one_did_not_help() -> None:
+    watch = Watch(ReplayPolicy("recapture"), Counters())
+    watch.captured_again = True
+    found(watch, fresh=True)
+    assert not watch.wants_recapture
+    found(watch)
+    assert watch.wants_recapture
+
+
+def test_the_first_capture_is_followed_by_another_one() -> None:
+    watch = Watch(ReplayPolicy("recapture"), Counters())
+    found(watch, fresh=True)
+    assert watch.wants_recapture
+
+
+def test_error_ends_the_run() -> None:
+    with pytest.raises(ReplayMismatchError, match=r"layer 0, microbatch 0.*--cg-on-mismatch error"):
+        found(Watch(ReplayPolicy("error"), Counters()))
+
+
+def test_verification_of_every_step_is_due_in_every_step() -> None:
+    watch = Watch(ReplayPolicy(verify_interval=1), Counters())
+    for _ in range(3):
+        watch.begin_step()
+        assert watch.verifies
+
+
+def test_verification_is_due_at_its_interval() -> None:
+    watch = Watch(ReplayPolicy(verify_interval=3), Counters())
+    due = []
+    for _ in range(7):
+        watch.begin_step()
+        due.append(watch.verifies)
+    assert due == [False, False, True, False, False, True, False]
+    never = Watch(ReplayPolicy(), Counters())
+    never.begin_step()
+    assert not never.verifies
+
+
+def leave(root: Path) -> None:
+    """Both ranks find the same; then each something else; then, with new votes, one alone."""
+    outcomes = []
+    for layers in (("layer 0", "layer 0"), ("layer 0", "layer 1"), ("layer 0", None)):
+        votes = Agreement()
+        watch = Watch(ReplayPolicy(), Counters(), votes.leave_together)
+        layer = layers[dist.get_rank()]
+        outcome = "stayed"
+        # Only who votes alone is to wait in vain, and not for long.
+        waits = timedelta(seconds=1) if None in layers else timedelta(minutes=10)
+        if layer is not None:
+            try:
+                with patch.object(agreement, "LEAVING", waits):
+                    watch.mismatched(SHAPE, layer, 0, collectives=True, fresh=False)
+                outcome = "eager"
+            except ReplayMismatchError as error:
+                outcome = str(error)
+        outcomes.append(outcome)
+        dist.barrier()
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes))
+
+
+def test_a_graph_with_collectives_is_left_by_all_ranks_or_by_none(tmp_path: Path) -> None:
+    run_processes(partial(leave, tmp_path))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first[0] == second[0] == "eager"
+    for text in (first[1], second[1], first[2]):
+        assert "holds collectives" in text and "--cg-layers" in text
+    assert "another mismatch" in first[1] and second[2] == "stayed"

@@ -1,0 +1,81 @@
+"""A backward pass whose graph was replayed again is an error, whatever the backend looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_graphs import Recorded
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+
+@pytest.fixture
+def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from megatron_cg.tools.cpu.train import Trainer
+
+    # Graphs of Transformer Engine (2.20.2) do not look whether they were replayed again.
+    monkeypatch.setattr(Recorded, "replays", property(lambda _: 0, lambda _, __: None))
+    made = Trainer(TrainingPlan(CpuModelConfig(layers=2), graphs=True))
+    made.step()
+    made.capture(TapeBackend())
+    yield made
+    if made.session is not None:
+        made.session.close()
+
+
+def in_turn(trainer: Any) -> None:
+    for _ in range(2):
+        trainer._forward().sum().backward()
+
+
+def discarded(trainer: Any) -> None:
+    trainer._forward()
+    trainer._forward().sum().backward()
+
+
+def in_reverse(trainer: Any) -> None:
+    first, second = trainer._forward(), trainer._forward()
+    second.sum().backward()
+    first.sum().backward()
+
+
+def as_they_came(trainer: Any) -> None:
+    first, second = trainer._forward(), trainer._forward()
+    first.sum().backward()
+    second.sum().backward()
+
+
+def another_between(trainer: Any) -> None:
+    first = trainer._forward()
+    trainer._forward()
+    first.sum().backward()
+
+
+@pytest.mark.parametrize("passes", [in_turn, discarded])
+def test_passes_in_turn_are_none_of_it(trainer: Any, passes: Callable[[Any], None]) -> None:
+    passes(trainer)
+    trainer.session.counters.expect(replayed=4, mismatched=0)
+
+
+@pytest.mark.parametrize("passes", [in_reverse, as_they_came, another_between])
+def test_a_graph_that_was_replayed_again_has_no_backward(
+    trainer: Any, passes: Callable[[Any], None]
+) -> None:
+    with pytest.raises(ReplayMismatchError, match="after another forward replay of the same graph"):
+        passes(trainer)
+
+
+def test_nor_has_one_whose_backward_has_run(trainer: Any) -> None:
+    layer = trainer.session._units[-1].layer
+    kept: list[torch.Tensor] = []
+    with layer.register_forward_hook(lambda _layer, _args, outputs: kept.append(outputs[0])):
+        trainer._forward()
+    (hidden,) = kept
+    hidden.sum().backward(retain_graph=True)
+    with pytest.raises(ReplayMismatchError, match="or a second time"):
+        hidden.sum().backward()

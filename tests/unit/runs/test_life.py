@@ -1,0 +1,380 @@
+"""What happens to a run between its steps: with graphs it trains as it does eagerly, bit for bit.
+
+Two processes train the real model on the tape, each life once eagerly and once with graphs, which
+are captured after the second step.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import megatron_cg
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.session import close_all_sessions
+from megatron_cg.telemetry.record import Recorder
+from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
+from megatron_cg.telemetry.record_shards import parameter_digests
+from megatron_cg.tools.align.compare import Comparison, Run, compare, read_run
+
+STEPS, WARMUP, LAYERS, RANKS = 8, 2, 2, 2
+
+
+@dataclass
+class Training:
+    """A training in the making; graphs are captured only where ``graphs`` says so."""
+
+    trainer: Any
+    graphs: bool
+    directory: Path
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Other losses of the step that is being trained."""
+    counted: dict[str, int] = field(default_factory=dict)
+    """Counters of sessions that were closed."""
+    saved: dict[str, str] = field(default_factory=dict)
+    """Digests of the weights as they were saved."""
+
+    def capture(self) -> None:
+        if self.graphs:
+            self.trainer.capture(TapeBackend())
+
+    def close(self) -> None:
+        if self.trainer.session is not None:
+            self.trainer.session.close()
+            for name, count in self.trainer.session.counters.as_dict().items():
+                self.counted[name] = self.counted.get(name, 0) + count
+            self.trainer.session = None
+
+
+Event = Callable[[Training], AbstractContextManager[None]]
+"""Surrounds one step."""
+
+
+@contextmanager
+def uneventful(_training: Training) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def evaluated(training: Training) -> Iterator[None]:
+    trainer = training.trainer
+    trainer.model.eval()
+    with torch.no_grad():
+        training.extra["evaluation"] = trainer._forward().double().mean()
+    trainer.model.train()
+    yield
+
+
+def microbatches(count: int) -> Event:
+    @contextmanager
+    def event(training: Training) -> Iterator[None]:
+        training.trainer.plan = replace(training.trainer.plan, microbatches=count)
+        yield
+
+    return event
+
+
+def learning_rate(rate: float) -> Event:
+    @contextmanager
+    def event(training: Training) -> Iterator[None]:
+        for group in training.trainer._optimizer.param_groups:
+            group["lr"] = rate
+        yield
+
+    return event
+
+
+def gradients_times(scale: float) -> Event:
+    """The loss stays what it is, its gradient is scaled; nothing is updated if that overflows."""
+
+    @contextmanager
+    def event(training: Training) -> Iterator[None]:
+        trainer, forward = training.trainer, training.trainer._forward
+
+        def scaled() -> torch.Tensor:
+            losses: torch.Tensor = forward()
+            losses.register_hook(lambda gradient: gradient * scale)
+            return losses
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(trainer, "_forward", scaled))
+            if not math.isfinite(scale):
+                stack.enter_context(patch.object(trainer._optimizer, "step", lambda **_: None))
+            yield
+
+    return event
+
+
+@contextmanager
+def deleted(training: Training) -> Iterator[None]:
+    training.close()
+    yield
+
+
+@contextmanager
+def captured(training: Training) -> Iterator[None]:
+    training.capture()
+    yield
+
+
+@contextmanager
+def saved(training: Training) -> Iterator[None]:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(state_of(training.trainer), checkpoint_id=training.directory / "saved")
+    training.saved = parameter_digests(training.trainer.model)
+    yield
+
+
+@contextmanager
+def loaded(training: Training) -> Iterator[None]:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state = state_of(training.trainer)
+    load(state, checkpoint_id=training.directory / "saved")
+    training.trainer.model.load_state_dict(state["model"], strict=False)
+    training.trainer._optimizer.load_state_dict(state["optimizer"])
+    if parameter_digests(training.trainer.model) != training.saved:
+        raise ValueError("what was loaded is not what was saved")
+    yield
+
+
+@contextmanager
+def resumed(training: Training) -> Iterator[None]:
+    """Go on in a model that was never trained like this one, as after a restart."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.train import Trainer
+
+    training.close()
+    parallel_state.destroy_model_parallel()
+    plan = training.trainer.plan
+    training.trainer = Trainer(replace(plan, model=replace(plan.model, seed=5)))
+    training.trainer.step()
+    with loaded(training):
+        training.capture()
+        yield
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """Model and optimizer as ``fsdp_dtensor`` checkpoints hold them, ready for torch to save."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        preprocess_state_dict_for_uneven_dtensor,
+    )
+
+    model = {k: v for k, v in trainer.model.state_dict().items() if v is not None}
+    return {
+        "model": preprocess_state_dict_for_uneven_dtensor(model),
+        "optimizer": trainer._optimizer.state_dict(),
+    }
+
+
+def together(*events: Event) -> Event:
+    @contextmanager
+    def event(training: Training) -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in events:
+                stack.enter_context(one(training))
+            yield
+
+    return event
+
+
+NAN = gradients_times(math.inf)
+LIVES: dict[str, dict[int, Event]] = {
+    "evaluation": {2: evaluated, 3: evaluated, 6: evaluated, 7: evaluated},
+    "microbatches": {2: microbatches(2), 4: microbatches(3), 6: microbatches(1)},
+    "learning rate": {2: learning_rate(1e-2), 5: learning_rate(1e-4)},
+    "gradient scale": {2: gradients_times(4.0), 5: gradients_times(0.25), 6: gradients_times(8.0)},
+    "overflow": {2: NAN, 4: NAN, 5: NAN},
+    "deletion": {5: deleted},
+    "second capture": {4: deleted, 5: captured, 7: together(deleted, captured)},
+    "rolled back": {4: saved, 6: loaded},
+    "resumed": {4: saved, 6: resumed},
+    "all at once": {
+        2: together(learning_rate(5e-3), evaluated),
+        4: together(evaluated, microbatches(2)),
+        5: together(saved, NAN),
+        6: together(deleted, captured, evaluated, gradients_times(2.0)),
+        7: together(loaded, microbatches(1), evaluated),
+    },
+}
+REPLAYED = {
+    "microbatches": (2, 3, 3, 1, 1, 1),
+    "deletion": (1, 1, 0, 0, 0, 0),
+    "second capture": (1, 0, 1, 1, 1, 1),
+    "all at once": (1, 2, 2, 2, 1, 1),
+}
+"""Replays of each layer in each process, by step, where they are not one a step."""
+
+
+def train_all(root: Path) -> None:
+    """In one of the processes: every life, eagerly and with graphs."""
+    for name in LIVES:
+        for graphs in (False, True):
+            live(name, root / name / ("graphs" if graphs else "eager"), graphs=graphs)
+
+
+def live(name: str, directory: Path, *, graphs: bool) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    model = CpuModelConfig(layers=LAYERS, dropout=0.1, graph_modules=("attn", "mlp"))
+    if name == "all at once":
+        model = replace(model, experts=4, graph_modules=("attn", "moe_router"))
+    recorder = Recorder(directory)
+    training = Training(Trainer(TrainingPlan(model)), graphs, directory)
+    for number in range(1, STEPS + 1):
+        if number == WARMUP + 1:
+            training.capture()
+            recorder.note(CAPTURED_AFTER, WARMUP)
+        with LIVES[name].get(number, uneventful)(training):
+            start = time.perf_counter()
+            loss, norm = training.trainer.step()
+        losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)} | training.extra
+        skipped = not math.isfinite(norm)
+        recorder.add_step(losses, None if skipped else norm, skipped, start)
+        training.extra = {}
+    training.close()
+    recorder.note("graphs", training.counted)
+    recorder.finish([training.trainer.model])
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]:
+    from megatron_cg.tools.cpu.launch import run_processes
+
+    root = tmp_path_factory.mktemp("life")
+    run_processes(partial(train_all, root), RANKS)
+    return {n: (read_run(root / n / "eager"), read_run(root / n / "graphs")) for n in LIVES}
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_a_life_with_graphs_is_the_eager_one(name: str, runs: dict[str, tuple[Run, Run]]) -> None:
+    result: Comparison = compare(*runs[name])
+    assert result.status == "identical", result.reason
+    assert len({value.step for value in result.values}) == STEPS and result.shards > 0
+    replays = REPLAYED.get(name, (1,) * (STEPS - WARMUP))
+    assert result.graphs["replayed"] == RANKS * LAYERS * sum(replays)
+
+
+def test_what_happens_shows_in_what_was_trained(runs: dict[str, tuple[Run, Run]]) -> None:
+    trained = {name: str(eager[0]["parameters"]) for name, (eager, _) in runs.items()}
+    assert trained["deletion"] == trained["second capture"]
+    assert len(set(trained.values())) == len(LIVES) - 1
+    skipped = [step["skipped"] for step in runs["overflow"][0][0]["steps"]]
+    assert [number for number, it_was in enumerate(skipped, 1) if it_was] == [2, 4, 5]
+
+
+@pytest.fixture
+def models(one_rank: None) -> Iterator[Callable[[], tuple[Any, Any]]]:
+    """Makes two models in this process, which differ in size, seed and scopes."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    def made(model: CpuModelConfig) -> Any:
+        parallel_state.destroy_model_parallel()
+        return Trainer(TrainingPlan(model))
+
+    other = CpuModelConfig(layers=1, hidden_size=64, seed=5, experts=4)
+    other = replace(other, graph_modules=("attn", "moe_router"))
+
+    def make() -> tuple[Any, Any]:
+        return made(CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))), made(other)
+
+    yield make
+    close_all_sessions()
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other(
+    models: Callable[[], tuple[Any, Any]],
+) -> None:
+    def alternating(*, graphs: bool) -> list[Any]:
+        first, second = models()
+        numbers = [trainer.step() for trainer in (first, second)]
+        if graphs:
+            for trainer in (first, second):
+                trainer.capture(TapeBackend())
+        for step in range(4):
+            if step == 2 and graphs:
+                first.session.close()
+            numbers += [trainer.step() for trainer in (first, second)]
+        if graphs:
+            first.session.counters.expect(captured=2, replayed=4)
+            second.session.counters.expect(captured=1, replayed=4)
+            second.session.close()
+        return [*numbers, *(parameter_digests(trainer.model) for trainer in (first, second))]
+
+    assert alternating(graphs=False) == alternating(graphs=True)
+
+
+def in_use() -> dict[str, int]:
+    """What is alive: objects of this package by class, tensors, and their bytes."""
+    gc.collect()
+    counts: dict[str, int] = {}
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        kind = type(found)
+        if str(kind.__module__).startswith("megatron_cg"):
+            counts[kind.__qualname__] = counts.get(kind.__qualname__, 0) + 1
+        elif issubclass(kind, torch.Tensor):
+            counts["tensors"] = counts.get("tensors", 0) + 1
+            local = getattr(found, "_local_tensor", found)
+            if local is not None:
+                storage = local.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return counts | {"bytes": sum(storages.values())}
+
+
+def in_use_after(cycle: Callable[[], None]) -> tuple[dict[str, int], dict[str, int]]:
+    """What is alive after five cycles, and after fifty."""
+    used = []
+    for cycles in (5, 45):
+        for _ in range(cycles):
+            cycle()
+        used.append(in_use())
+    return used[0], used[1]
+
+
+def test_enabling_fifty_times_leaves_nothing_behind() -> None:
+    def cycle() -> None:
+        megatron_cg.enable()
+        megatron_cg.disable()
+
+    early, late = in_use_after(cycle)
+    assert early == late
+
+
+def test_capturing_fifty_times_leaves_nothing_behind(one_rank: None) -> None:
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1, graph_modules=("attn", "mlp"))))
+    trainer.step()
+
+    def cycle() -> None:
+        session = trainer.capture(TapeBackend())
+        trainer.step()
+        session.counters.expect(captured=1, replayed=1)
+        session.close()
+        trainer.session = None
+
+    early, late = in_use_after(cycle)
+    assert early["tensors"] > 0 and early["bytes"] > 0
+    assert early == late

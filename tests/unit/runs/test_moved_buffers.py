@@ -1,0 +1,305 @@
+"""Megatron-FSDP's own buffers moved under real graphs, in two processes, on one rank or on both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.tools.cpu.launch import run_processes
+
+BEFORE, AFTER, LAYERS = 3, 7, 3
+BOTH = (0, 1)
+Change = Callable[[Any], None]
+_KEPT: list[Any] = []
+
+
+def play(root: Path) -> None:
+    """In one process: an eager run, and one with graphs for each policy and place."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.replay.mismatch_policy import ReplayPolicy
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+    from megatron_cg.tools.cpu.voting import VotingTrainer
+
+    model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), dropout=0.1)
+    plan = TrainingPlan(model, graphs=True)
+    single = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
+    without_double_buffers = replace(plan, model=replace(model, fsdp_options=single))
+
+    def run(
+        policy: str | None,
+        change: Change | None = None,
+        ranks: tuple[int, ...] = BOTH,
+        plan: TrainingPlan = plan,
+    ) -> Any:
+        trainer: Any = VotingTrainer(plan, ReplayPolicy(policy or "eager"))  # type: ignore[arg-type]
+        if plan is without_double_buffers:
+            Placement.install(trainer)
+        numbers, error = [], ""
+        try:
+            numbers += [trainer.step() for _ in range(BEFORE)]
+            if policy is not None:
+                trainer.start()
+            if change is not None and dist.get_rank() in ranks:
+                change(trainer)
+            numbers += [trainer.step() for _ in range(AFTER)]
+        except ReplayMismatchError as found:
+            error = str(found)
+        report = trainer.report()
+        trainer.close()
+        parallel_state.destroy_model_parallel()
+        return {"numbers": numbers, "error": error, "graphs": report}
+
+    found = {
+        "nothing": run(None),
+        "moved eagerly": run(None, buffers_move, ranks=(1,)),
+        "other shape eagerly": run(None, shape_changes, ranks=(1,)),
+        "other parameter eagerly": run(None, parameter_changes),
+        "untouched": run("eager"),
+        "eager": run("eager", buffers_move, ranks=(1,)),
+        "other parameter": run("eager", parameter_changes),
+        "recapture": run("recapture", buffers_move, ranks=(1,)),
+        "recapture that never helps": run("recapture", shape_changes, ranks=(1,)),
+        "table": run("recapture", table_changes, ranks=(1,)),
+        "error": run("error", buffers_move),
+        "backward": run("eager", buffers_move_in_forward),
+        "single, at home": run("eager", plan=without_double_buffers),
+        "single, elsewhere": run("eager", Placement.elsewhere, plan=without_double_buffers),
+        "single, elsewhere in backward": run(
+            "eager", Placement.elsewhere_in_backward, plan=without_double_buffers
+        ),
+    }
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def shape_changes(trainer: Any) -> None:
+    """From now on one sequence a microbatch."""
+    from megatron_cg.tools.cpu.batches import Batches
+
+    shape = trainer.plan.model
+    trainer._batches = Batches(None, 1, shape.sequence_length, shape.vocabulary)
+
+
+def table_changes(trainer: Any) -> None:
+    """From now on every pass has a rotary table of its own."""
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    def copied(_module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone()}
+
+    for layer in transformer_layers(trainer.model):
+        layer.register_forward_pre_hook(copied, with_kwargs=True)
+
+
+def parameter_changes(trainer: Any) -> None:
+    """In each forward pass of the first layer. On one rank alone an eager run would hang too:
+
+    the gradient that Megatron-FSDP waits for never comes there, so ranks reduce in another order.
+    """
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    layer = transformer_layers(trainer.model)[0]
+    projection: Any = layer.self_attention.linear_proj
+    own: list[Any] = []
+
+    def before(*_args: Any) -> None:
+        own.append(projection.weight)
+        projection.weight = nn.Parameter(projection.weight.detach() * 1.5)
+
+    def after(*_args: Any) -> None:
+        projection.weight = own.pop()
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after, prepend=True)
+
+
+def buffers_move(_trainer: Any) -> None:
+    """Megatron-FSDP allocates its unsharded buffers anew; the old ones stay alive."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
+
+    pool = utils.get_global_memory_buffer()
+    _KEPT.append(dict(pool.buffer))
+    pool.buffer.clear()
+
+
+def buffers_move_in_forward(trainer: Any) -> None:
+    trainer.model.register_forward_hook(lambda *_: buffers_move(trainer))
+
+
+class Placement:
+    """Addresses of unsharded parameters without double buffers: the test decides, not ``malloc``.
+
+    Each bucket has one place, given to it at its first unshard and kept. Once ``moved`` is set,
+    each unshard gets fresh memory. All memory stays alive, so that none is fresh at an old address.
+    """
+
+    def __init__(self) -> None:
+        self.moved = False
+        self._home: dict[int, Any] = {}
+        self._in_use: dict[int, Any] = {}
+
+    @classmethod
+    def install(cls, trainer: Any) -> None:
+        """Allocate FSDP's weights here; call it before the first step."""
+        store = trainer.model.module.param_and_grad_buffer
+        trainer.placement = cls()
+        for group in store.parameter_groups:
+            buffer = group.model_weight_buffer
+            assert buffer.temporary_bucket_allocator is store.weight_alloc
+            buffer.temporary_bucket_allocator = trainer.placement
+
+    def allocate(self, bucket_id: int, size: int, dtype: Any, device: Any, **_options: Any) -> Any:
+        """As ``TemporaryBucketAllocator.allocate`` (megatron-core 0.19.2)."""
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import Bucket
+
+        if bucket_id not in self._in_use:
+            place = None if self.moved else self._home.get(bucket_id)
+            if place is None:
+                place = Bucket(data=torch.empty(size, dtype=dtype, device=device))
+                _KEPT.append(place)
+                self._home.setdefault(bucket_id, place)
+            self._in_use[bucket_id] = place
+        return self._in_use[bucket_id]
+
+    def free(self, bucket_id: int) -> None:
+        """As ``TemporaryBucketAllocator.free``, but the memory stays alive."""
+        self._in_use.pop(bucket_id, None)
+
+    @staticmethod
+    def elsewhere(trainer: Any) -> None:
+        """From now on each unshard is elsewhere."""
+        trainer.placement.moved = True
+
+    @staticmethod
+    def elsewhere_in_backward(trainer: Any) -> None:
+        """From now on what is unsharded after the forward pass of the model is elsewhere."""
+
+        def move(*_: Any) -> None:
+            trainer.placement.moved = True
+
+        trainer.model.register_forward_hook(move)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("moved")
+    run_processes(partial(play, root))
+    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_an_eager_run_does_not_mind(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["moved eagerly"]["numbers"] == rank["nothing"]["numbers"]
+
+
+def test_nothing_moves_by_itself(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["untouched"]["numbers"] == rank["nothing"]["numbers"]
+        assert rank["untouched"]["graphs"]["replayed"] == LAYERS * AFTER
+        assert rank["untouched"]["graphs"]["mismatched"] == 0
+
+
+def test_a_rank_whose_buffers_moved_goes_on_eagerly(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["eager"]["numbers"] == rank["nothing"]["numbers"]
+    assert ranks[0]["eager"]["graphs"]["replayed"] == LAYERS * AFTER
+    assert ranks[1]["eager"]["graphs"]["replayed"] == 0
+    assert ranks[1]["eager"]["graphs"]["mismatched"] == LAYERS * AFTER
+
+
+def test_a_replaced_parameter_is_used_at_once(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["other parameter"]["numbers"] == rank["other parameter eagerly"]["numbers"]
+        assert rank["other parameter"]["numbers"] != rank["nothing"]["numbers"]
+        assert rank["other parameter"]["graphs"]["mismatched"] == AFTER
+
+
+def test_all_ranks_capture_again_when_one_asks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["recapture"]["numbers"] == rank["nothing"]["numbers"]
+        assert rank["recapture"]["graphs"]["captured"] == 2 * LAYERS
+    whole, moved = (rank["recapture"]["graphs"] for rank in ranks)
+    assert moved["mismatched"] > 0 and whole["mismatched"] == 0
+    assert moved["replayed"] > 0
+
+
+def test_a_table_that_changes_after_all_is_copied_from_the_next_capture_on(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert rank["table"]["numbers"] == rank["nothing"]["numbers"]
+        assert rank["table"]["graphs"]["captured"] == 2 * LAYERS
+    counts = ranks[1]["table"]["graphs"]
+    assert counts["mismatched"] == 2 * LAYERS and counts["replayed"] == LAYERS * (AFTER - 2)
+    assert counts["inputs_copied"] == 3 * counts["replayed"]
+
+
+def test_a_shape_that_stays_another_is_captured_again_for_once_only(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """Capture takes its shapes from the configuration, so it cannot help; and nobody loops."""
+    name = "recapture that never helps"
+    for rank in ranks:
+        assert rank[name]["numbers"] == rank["other shape eagerly"]["numbers"]
+        assert rank[name]["numbers"] != rank["nothing"]["numbers"]
+        assert rank[name]["graphs"]["captured"] == 2 * LAYERS
+    assert ranks[1][name]["graphs"]["replayed"] == 0
+    assert ranks[0][name]["graphs"]["replayed"] == LAYERS * AFTER
+
+
+def test_with_the_policy_error_the_run_ends_with_unit_and_cause(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        text = rank["error"]["error"]
+        assert "layer 0" in text and "The FSDP buffer of unit" in text, text
+        assert "(--cg-on-mismatch error)" in text
+        assert len(rank["error"]["numbers"]) == BEFORE
+
+
+def test_a_buffer_that_moves_between_forward_and_backward_ends_the_run(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        text = rank["backward"]["error"]
+        assert "in the backward pass" in text and "cannot run eagerly" in text, text
+
+
+def test_without_double_buffers_replays_go_on_while_nothing_moves(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert rank["single, at home"]["numbers"] == rank["nothing"]["numbers"]
+        assert rank["single, at home"]["graphs"]["replayed"] == LAYERS * AFTER
+
+
+def test_without_double_buffers_what_moved_before_its_forward_runs_eagerly(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        moved = rank["single, elsewhere"]
+        assert not moved["error"] and moved["numbers"] == rank["nothing"]["numbers"]
+        assert moved["graphs"]["replayed"] == 0
+        assert moved["graphs"]["mismatched"] == LAYERS * AFTER
+
+
+def test_without_double_buffers_what_moves_after_its_forward_replay_ends_the_run(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        moved = rank["single, elsewhere in backward"]
+        assert moved["numbers"] == rank["nothing"]["numbers"][:BEFORE]
+        assert moved["graphs"]["replayed"] == LAYERS
+        text = moved["error"]
+        assert "in the backward pass" in text and "cannot run eagerly" in text, text
+        assert "--fsdp-double-buffer and" in text and "are off" in text, text

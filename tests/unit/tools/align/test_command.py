@@ -1,0 +1,131 @@
+"""The command lines and environments of the two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_cg.tools.align import run
+from megatron_cg.tools.align.command import Plan, arguments, environment
+from megatron_cg.tools.align.processes import LaunchError, Options
+from megatron_cg.tools.align.token_data import TokenStream
+
+PLAN = Plan(
+    script=Path("train.py"),
+    nproc=2,
+    model=("--num-layers", "2"),
+    steps=12,
+    scopes=("attn", "moe_router"),
+    graph_extra=("--cg-layers", "attn:0-1"),
+    extra=("--seed", "5", "--save", "/saved/{run}"),
+)
+
+
+def words(graphs: bool, plan: Plan = PLAN) -> list[str]:
+    return arguments(plan, graphs=graphs, data=["--mock-data"], record=Path("/r"))
+
+
+def value(flag: str, line: Sequence[str]) -> str:
+    return line[line.index(flag) + 1]
+
+
+def test_the_runs_differ_in_the_graph_flags_alone() -> None:
+    eager, graphed = words(False), words(True)
+    start = graphed.index("--cuda-graph-impl")
+    flags = graphed[start : graphed.index("--seed", start)]
+    assert " ".join(flags) == (
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router "
+        "--cuda-graph-warmup-steps 3 --fsdp-double-buffer "
+        "--fsdp-db-use-persist-buf-on-alloc-fail --cg-layers attn:0-1"
+    )
+    rest = [word.replace("/graphs", "/eager") for word in graphed[start + len(flags) :]]
+    assert eager == [*graphed[:start], "--cuda-graph-impl", "none", *rest]
+
+
+def test_both_run_under_the_launcher_and_record() -> None:
+    for line in (words(False), words(True)):
+        launcher = line.index("megatron_cg")
+        assert line[launcher - 1 : launcher + 2] == ["-m", "megatron_cg", "train.py"]
+        assert value("--cg-record", line) == "/r" and value("--nproc-per-node", line) == "2"
+        assert {"--te-rng-tracker", "--deterministic-mode", "--use-megatron-fsdp"} <= set(line)
+
+
+def test_both_runs_are_in_the_same_type() -> None:
+    for graphs in (False, True):
+        assert "--bf16" in words(graphs)
+        assert "--bf16" not in words(graphs, replace(PLAN, bf16=False))
+
+
+def test_extra_flags_come_last_so_that_they_win() -> None:
+    line = words(True)
+    assert line.index("--seed") < len(line) - 1 - line[::-1].index("--seed")
+    assert line[-6:] == ["--seed", "5", "--save", "/saved/graphs", "--cg-record", "/r"]
+
+
+def test_no_scope_is_the_whole_layer() -> None:
+    line = words(True, Plan(Path("train.py"), 2, (), 12, scopes=()))
+    assert "--cuda-graph-modules" not in line and "--cuda-graph-impl" in line
+
+
+def test_the_environment_is_deterministic_and_finds_the_package() -> None:
+    inherited = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_ALGO": "Tree",
+        "PYTHONPATH": "/x",
+        "MEGATRON_CG_MUTATE": "stale",
+        "HOME": "/h",
+    }
+    env = environment(inherited, root=Path("/root"), cudnn=Path("/cudnn"), devices="2,3")
+    assert env["PYTHONPATH"] == "/root:/x" and env["HOME"] == "/h"
+    assert env["NCCL_ALGO"] == "Ring" and env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    assert env["CUDNN_HOME"] == "/cudnn" and env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env and "MEGATRON_CG_MUTATE" not in env
+
+
+def test_a_cudnn_that_was_chosen_is_kept_and_a_mutation_is_passed_on() -> None:
+    env = environment(
+        {"CUDNN_HOME": "/mine"}, root=Path("/root"), cudnn=Path("/torch"), mutation="stale-buffer"
+    )
+    assert env["CUDNN_HOME"] == "/mine" and env["MEGATRON_CG_MUTATE"] == "stale-buffer"
+
+
+@pytest.mark.parametrize(
+    ("visible", "shares", "expected"),
+    [
+        ("0,1,2,3", 2, ["0,1", "2,3"]),
+        ("0,1,2,3", 1, ["0,1,2,3"]),
+        ("4,5,6", 2, ["4,5,6"]),
+    ],
+)
+def test_runs_at_once_share_gpus_only_when_they_must(
+    visible: str, shares: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert run._device_shares(2, shares) == expected
+
+
+def test_too_few_gpus_and_a_missing_script_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    data, options = TokenStream(tmp_path, "", True), Options(tmp_path, 1.0)
+    with pytest.raises(LaunchError, match=r"train\.py: there is no such file"):
+        run.align_on_gpus(PLAN, data, options)
+    there = Plan(run.example_script(), 2, (), 12)
+    seen = "--nproc 2 needs as many GPUs, and {} can be seen: give {}--backend tape"
+    with pytest.raises(LaunchError, match=seen.format(1, "a smaller --nproc, or ")):
+        run.align_on_gpus(there, data, options)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(run, "gpu_count", lambda: 0)
+    with pytest.raises(LaunchError, match=seen.format(0, "")):
+        run.align_on_gpus(there, data, options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_shipped_script_is_the_example() -> None:
+    script = run.example_script()
+    assert "pretrain(" in script.read_text()
+    assert "import megatron_cg" not in script.read_text()

@@ -1,0 +1,115 @@
+"""Every run of the benchmark is accepted by Megatron's real parser and rules, and by ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.bench.bench_schedule import contenders_for
+from megatron_cg.tools.bench.commands import Settings, script_words
+from megatron_cg.tools.bench.contenders import CONTENDERS, FULL, GRAPHS, PLAIN
+from megatron_cg.tools.bench.shapes import SHAPES, is_moe
+
+pytestmark = pytest.mark.usefixtures("hopper")
+MOE = "qwen3-moe"
+DATA = TokenStream(Path("data/text"), "", is_bytes=True)
+PAIRS = [
+    (shape, contender)
+    for shape in SHAPES
+    for contender in contenders_for(load_preset(shape), None, scaling=False)
+]
+
+
+def parsed(settings: Settings, contender: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Megatron's arguments, validated; raises as the run would."""
+    from megatron.training import arguments as megatron
+
+    words = script_words(settings, contender, DATA.flags(Path("cache")))
+    monkeypatch.setattr("sys.argv", ["measured.py", *words])
+    monkeypatch.setenv("WORLD_SIZE", str(settings.nproc))
+    args = megatron.parse_args()
+    megatron.validate_args(args)
+    return args
+
+
+def accepted(
+    settings: Settings, contender: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, Any]:
+    """Megatron's arguments and the model's configuration; raises as the run would."""
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    args = parsed(settings, contender, monkeypatch)
+    return args, core_transformer_config_from_args(args)
+
+
+@pytest.mark.parametrize(("shape", "contender"), PAIRS)
+def test_every_contender_of_every_shape_is_accepted(
+    shape: str, contender: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(load_preset(shape), nproc=2)
+    args, config = accepted(settings, contender, monkeypatch)
+    one = CONTENDERS[contender]
+    assert args.train_iters == settings.windows.steps
+    assert args.use_megatron_fsdp is one.fsdp and args.use_distributed_optimizer
+    assert (args.ckpt_format == "fsdp_dtensor") is one.fsdp
+    assert args.fsdp_double_buffer is (one.fsdp and one.graphs != "none")
+    assert args.manual_gc and not args.deterministic_mode and args.log_interval > args.train_iters
+    assert not args.check_for_nan_in_loss_and_grad
+    assert args.global_batch_size == 4 and args.micro_batch_size == 1
+    assert args.expert_model_parallel_size == (2 if is_moe(settings.preset) else 1)
+    captured = [module.name for module in config.cuda_graph_modules]
+    assert captured == (list(settings.chosen_scopes) if one.graphs == "partial" else [])
+    impl = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
+    assert config.cuda_graph_impl == impl[one.graphs]
+    assert args.cuda_graph_warmup_steps == 3
+
+
+def test_the_fast_path_is_off_where_it_is_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(load_preset("llama"), nproc=2)
+    plain, fast = (parsed(settings, name, monkeypatch) for name in (PLAIN, GRAPHS))
+    assert plain.cg_no_fsdp_fast_path and not fast.cg_no_fsdp_fast_path
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "expected"),
+    [
+        *((shape, {"layers": 32}, {"num_layers": 32}) for shape in SHAPES),
+        *((shape, {"layers": 4}, {"num_layers": 4}) for shape in ("deepseek-v3", "mamba-hybrid")),
+        (MOE, {"microbatches": 8}, {"global_batch_size": 16}),
+        (MOE, {"nproc": 1}, {"global_batch_size": 2, "expert_model_parallel_size": 1}),
+        (MOE, {"nproc": 4}, {"global_batch_size": 8, "expert_model_parallel_size": 2}),
+    ],
+)
+def test_every_size_of_a_scaling_run_is_accepted(
+    shape: str,
+    changes: dict[str, Any],
+    expected: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = replace(Settings(load_preset(shape), nproc=2), **changes)
+    args, config = accepted(settings, GRAPHS, monkeypatch)
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert config.num_layers == args.num_layers
+
+
+def test_what_was_left_out_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(
+        load_preset("llama"),
+        nproc=2,
+        check_for_nan=True,
+        rope_fusion=True,
+        extra=("--seq-length", "2048", "--max-position-embeddings", "2048"),
+    )
+    args = parsed(settings, GRAPHS, monkeypatch)
+    assert args.check_for_nan_in_loss_and_grad and args.seq_length == 2048
+    assert args.apply_rope_fusion
+
+
+def test_a_full_iteration_is_for_dense_models_alone() -> None:
+    assert FULL not in contenders_for(load_preset("qwen3-moe"), None, scaling=False)
+    assert FULL in contenders_for(load_preset("llama"), None, scaling=False)

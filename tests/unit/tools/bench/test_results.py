@@ -1,0 +1,318 @@
+"""Results become figures, tables, lines through scaling runs, comparisons and pictures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.tools.bench.bench_plots import PlotError, host_stack, plot_all
+from megatron_cg.tools.bench.comparing import compare
+from megatron_cg.tools.bench.contenders import DDP_GRAPHS, EAGER, GRAPHS
+from megatron_cg.tools.bench.figures import Figures, figures, joined, step_median, tables
+from megatron_cg.tools.bench.grids import grid
+from megatron_cg.tools.bench.host_calls import host_calls
+from megatron_cg.tools.bench.markdown import as_markdown
+from megatron_cg.tools.bench.scaling import trends
+from megatron_cg.tools.bench.spreads import FiguresError, Line, Spread, fit, spread
+from megatron_cg.tools.bench.store import (
+    FAILED,
+    LEFT_OUT,
+    SCHEMA,
+    ResultError,
+    keep,
+    kept,
+    newest,
+    read,
+    write_all,
+)
+
+Make = Callable[..., dict[str, Any]]
+NO_RUNS: list[dict[str, Any]] = [{}, {"runs": 3}, {"runs": [3]}, {"runs": [{"key": {}}]}]
+RESULTS = sorted(Path(__file__).parents[4].glob("benchmarks/results/*/bench.json"))
+
+
+def test_a_spread_has_quartiles_and_both_ends() -> None:
+    found = spread([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert found == Spread(5, 3.0, 2.0, 4.0, 1.0, 5.0) and found.between == 2.0
+    assert spread([7.0]) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
+    with pytest.raises(FiguresError, match="no value"):
+        spread([])
+
+
+def test_a_line_is_the_nearest_and_says_how_near() -> None:
+    assert fit([(1, 3), (2, 5), (4, 9)]) == Line(1.0, 2.0, 0.0)
+    bent = fit([(0, 0), (1, 2), (2, 2)])
+    found = (bent.offset, bent.slope, bent.at(3), bent.residual)
+    assert found == pytest.approx((1 / 3, 1, 10 / 3, 1 / 3))
+    with pytest.raises(FiguresError, match="two places"):
+        fit([(1, 3), (1, 5)])
+
+
+def test_figures_of_a_run(result: Make) -> None:
+    found = figures(result(GRAPHS))
+    assert found.step and found.step.median == 102.0
+    assert found.step_per_busy == pytest.approx(2.04)
+    assert (found.busy, found.busy_without_nccl, found.exposed_nccl) == (50.0, 45.0, 5.0)
+    assert (found.idle, found.idle_for_host, found.device_alone) == (20.0, 15.0, True)
+    assert found.longest_gap == 2.5 and found.kernel_launches == 900
+    assert (found.capture_seconds, found.capture_without_warmup) == (5.0, 1.5)
+    assert (found.capture_peak, found.peak_allocated, found.peak_reserved) == (1500, 1000, 1200)
+    assert found.bytes_per_replay == 1000 and found.loss == 5.5
+
+
+def test_without_a_trace_of_the_device_alone_the_other_one_is_told(result: Make) -> None:
+    old = result(GRAPHS)
+    del old["device_trace"]
+    for found in (figures(old), joined([old]), figures(result(GRAPHS, device_trace=None))):
+        assert (found.busy, found.busy_without_nccl, found.exposed_nccl) == (52.0, 40.0, None)
+        assert (found.idle, found.idle_for_host, found.longest_gap) == (70.0, 60.0, 7.5)
+        assert found.step_per_busy == pytest.approx(102 / 52) and not found.device_alone
+
+
+def test_figures_of_one_trace_are_not_filled_up_from_the_other(result: Make) -> None:
+    found = figures(result(GRAPHS, device_trace={"busy_ms": 50.0, "idle_ms": 20.0}))
+    assert (found.busy, found.idle, found.idle_for_host) == (50.0, 20.0, None)
+    assert (found.kernel_launches, found.longest_gap) == (None, None)
+
+
+def test_memory_is_that_of_the_rank_that_needs_most(result: Make) -> None:
+    made = json.loads(json.dumps(result(GRAPHS)))
+    made["ranks"][1]["timed"]["memory"]["peak_allocated"] *= 2
+    made["ranks"][1]["captures"][0]["memory"]["peak_allocated"] *= 3
+    found = figures(made)
+    assert (found.peak_allocated, found.capture_peak) == (2000, 4500)
+
+
+def test_a_run_that_wrote_nothing_has_no_figures(result: Make) -> None:
+    assert figures(result(ranks=[], trace=None, device_trace=None)) == Figures()
+
+
+def test_a_run_that_failed_keeps_what_it_measured(result: Make) -> None:
+    made = result(GRAPHS, trace=None, device_trace=None, status=FAILED)
+    del made["ranks"][0]["probed"]
+    assert figures(made).step is not None and figures(made).busy is None
+    text = as_markdown([made | {"error": "RuntimeError: gone", "tail": ["one", "two"]}])
+    assert "fsdp-graphs (failed)" in text and "RuntimeError: gone" in text and "\ntwo\n" in text
+
+
+def test_a_table_has_all_contenders_of_one_point_and_their_ratios(result: Make) -> None:
+    eager = result(EAGER, steps=(200.0,) * 3)
+    runs = [result(DDP_GRAPHS), result(GRAPHS), eager, result(GRAPHS, grouped_gemm="cutlass")]
+    one, other = tables(runs)
+    assert [row.name for row in one] == [EAGER, GRAPHS, DDP_GRAPHS]
+    assert [row.ratio(step_median) for row in one] == pytest.approx([1, 0.51, 0.51])
+    assert [row.ratio(step_median) for row in other] == [None]
+
+
+def test_a_ratio_across_invocations_is_marked(result: Make) -> None:
+    runs = [result(EAGER), result(GRAPHS, invocation="two", began="2026-01-02")]
+    text = as_markdown(runs)
+    line = next(line for line in text.splitlines() if line.startswith("| fsdp-graphs | 102"))
+    assert "1.000 \u2020" in line and "not made side by side" in text
+    assert "| llama, fsdp-eager | default | A |" in text
+    assert "| llama, fsdp-graphs | default | B |" in text
+    assert "\u2020" not in as_markdown([result(EAGER), result(GRAPHS)])
+
+
+CALLS = host_calls(
+    ["thread 1: MainThread;f (a.py:1) 6"],
+    {"steps": 1, "step_ms": 50.0, "lost": 0, "sampler": "py-spy", "interval_ms": 5.0},
+)
+
+
+def test_the_report_has_every_kind_of_figure(result: Make) -> None:
+    samples = [{"thread": "main", "function": "f (a.py)", "share": 0.5, "own": 0.1, "samples": 50}]
+    old = result(EAGER, samples=samples)
+    text = as_markdown([old, result(GRAPHS, host_calls=CALLS)])
+    assert "llama: 8 layers, 2 microbatches, 2 processes, grouped GEMM default" in text
+    assert "2 x NVIDIA H200, driver 580.1; torch 2.11.0, cuda 13.0, nccl 2.28.9." in text
+    assert (
+        "| fsdp-graphs | 102.0 | 3.00 | 100.0 to 110.0 | - | 1.000 | 50.0 | 45.0 | 5.0 | 2.04 |"
+        in text
+    )
+    assert "| 2.04 | 20.0 | 15.0 | 2.50 | 900 | 16 |" in text
+    assert "so that the host is hardly slower" in text and "\u2021" not in text
+    how = "traced with all events of the host: 70.0 ms a step"
+    assert f"fsdp-graphs, what ended the GPU's idle time ({how}):" in text
+    assert "| fsdp-graphs | 1,000 | 1.000 | 1,200 | 1.000 | 800 | 1,500 | 1.500 | 5.00 |" in text
+    assert "| unshard [backward] | 8.0 (8.0; 9) | 8.0 (8.0; 9) |" in text
+    assert "| whole step, as probed | 120.0 | 120.0 |" in text
+    assert "| unshard / aten::copy_ [main] | host | 30.00 | 12.0 |" in text
+    assert "| unshard / aten::empty [main] | 20.00 |" in text
+    assert "| f (a.py) [main] | 50.0% | 10.0% |" in text
+    assert "fsdp-graphs, host time a step, sampled (py-spy: 1 steps of 50.0 ms, 6 stacks)" in text
+    block = text.partition("```text\n")[2].partition("```")[0]
+    assert f"{30:8.1f}{30:8.1f}  f (a.py:1)\n" in block
+
+
+def test_a_report_marks_what_is_of_a_slowed_host(result: Make) -> None:
+    old = result(EAGER)
+    del old["device_trace"]
+    note = "Marked \u2021: in steps traced with all events of the host"
+    text = as_markdown([old])
+    cells = (
+        "| 52.0 \u2021 | 40.0 \u2021 | - | 1.96 \u2021 | 70.0 \u2021 | 60.0 \u2021 | 7.50 \u2021 |"
+    )
+    assert f"{cells} 901 | 0 |" in text and "| unshard / aten::copy_ [main] | host |" in text
+    assert note in text and "hardly slower" not in text
+    text = as_markdown([old, result(GRAPHS)])
+    assert cells in text and "| 50.0 | 45.0 | 5.0 | 2.04 |" in text
+    assert note in text and "hardly slower" in text
+    bare = as_markdown([result(EAGER, trace=None, device_trace=None)])
+    assert "Marked" not in bare and "hardly slower" not in bare
+
+
+def test_a_grid_is_a_markdown_table() -> None:
+    assert grid(["a", "b"], [["x", "1"]]) == ["| a | b |", "|---|---:|", "| x | 1 |"]
+
+
+def scaled(result: Make) -> list[dict[str, Any]]:
+    """A step of 20 ms and 10 more for each layer, at three sizes."""
+    return [
+        result(
+            GRAPHS, (20.0 + 10 * n,) * 3, layers=n, dimension="layers", invocation="s", began=str(n)
+        )
+        for n in (4, 8, 16)
+    ]
+
+
+def test_scaling_runs_become_lines(result: Make) -> None:
+    found = {trend.figure: trend for trend in trends([*scaled(result), result(GRAPHS)])}
+    step = found["step"]
+    assert (step.contender, step.dimension) == (GRAPHS, "layers")
+    assert step.points == ((4, 60), (8, 100), (16, 180))
+    assert (step.line.offset, step.line.slope) == pytest.approx((20, 10))
+    assert found["capture"].line.slope == pytest.approx(0)
+    text = as_markdown(scaled(result), list(found.values()))
+    assert "llama, fsdp-graphs, step (ms) | layers | 4: 60.0, 8: 100.0, 16: 180.0 | 20.00" in text
+
+
+def test_one_point_is_no_line(result: Make) -> None:
+    assert trends(scaled(result)[:1]) == []
+
+
+def test_results_are_compared_by_key(result: Make) -> None:
+    old = [result(GRAPHS, steps=(204.0,) * 3), result(DDP_GRAPHS)]
+    changes = compare(old, [result(GRAPHS), result(EAGER)])
+    steps = [change for change in changes if change.figure == "step ms"]
+    assert [(c.old, c.new, c.ratio) for c in steps] == [(204.0, 102.0, 2.0)]
+    assert {change.name for change in changes} == {"llama.default.8layers-2mb-2gpus.fsdp-graphs"}
+    assert "step ms | 204.00 | 102.00 | 2.000 |" in as_markdown([result(GRAPHS)], [], changes)
+
+
+def test_what_different_traces_tell_is_not_compared_without_a_word(result: Make) -> None:
+    old = result(GRAPHS)
+    del old["device_trace"]
+    found = {change.figure: change for change in compare([old], [result(GRAPHS)])}
+    busy = found["GPU busy ms (old: traced with host events)"]
+    assert (busy.old, busy.new) == (52.0, 50.0) and "GPU busy ms" not in found
+    assert "step / busy (old: traced with host events)" in found and "step ms" in found
+    for one in (old, result(GRAPHS)):
+        assert "GPU busy ms" in {change.figure for change in compare([one], [one])}
+
+
+def test_the_newest_run_of_a_key_is_kept(result: Make) -> None:
+    first = result(GRAPHS, began="2026-01-01", seconds=1.0)
+    second = result(GRAPHS, began="2026-01-02", seconds=2.0)
+    none = result(GRAPHS, began="2026-01-03", status=LEFT_OUT)
+    assert newest([second, none, first]) == [second]
+    assert newest([none]) == [none]
+    assert len(newest([first, result(GRAPHS, dimension="layers")])) == 2
+
+
+def test_rounds_are_kept_and_take_the_place_of_their_own_kind(result: Make) -> None:
+    old = result(GRAPHS, began="2026-01-01")
+    first, second = (
+        result(GRAPHS, round=n, invocation="two", began=f"2026-01-02T0{n}") for n in (1, 2)
+    )
+    eager = result(EAGER, began="2026-01-01")
+    # A run without a round is of the first.
+    assert newest([old, first]) == [first]
+    assert newest([first, second, eager]) == [eager, first, second]
+    assert newest([first, {**second, "began": "2026-01-02T03"}, second])[1]["began"][-1] == "3"
+    # A later invocation with fewer rounds is not mixed with what an earlier one measured.
+    again = result(GRAPHS, invocation="three", began="2026-01-03")
+    assert newest([first, second, again]) == [again]
+    left = result(GRAPHS, round=2, invocation="three", began="2026-01-04", status=LEFT_OUT)
+    assert newest([first, second, again, left]) == [again, left]
+    assert newest([first, second, left]) == [first, second]
+
+
+def test_results_on_disk_are_joined(result: Make, tmp_path: Path) -> None:
+    assert kept(tmp_path) == []
+    write_all([result(EAGER)], tmp_path)
+    path = keep(result(GRAPHS, invocation="two"), tmp_path)
+    assert path.name == "llama.default.8layers-2mb-2gpus.fsdp-graphs.two.json"
+    assert [found["key"]["contender"] for found in kept(tmp_path)] == [EAGER, GRAPHS]
+    assert json.loads((tmp_path / "bench.json").read_text())["schema"] == SCHEMA
+    path = keep(result(GRAPHS, round=2, invocation="two"), tmp_path)
+    assert path.name == "llama.default.8layers-2mb-2gpus.fsdp-graphs.round2.two.json"
+    assert len(kept(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_earlier_versions_are_read_and_shown(
+    version: int, result: Make, tmp_path: Path
+) -> None:
+    path = write_all([result(EAGER), result(GRAPHS)], tmp_path)
+    old = json.loads(path.read_text())
+    old["schema"]["version"] = version
+    for run in old["runs"]:
+        del run["device_trace"]
+    path.write_text(json.dumps(old))
+    assert read(path) == old["runs"]
+    assert "| 52.0 \u2021 |" in as_markdown(read(path))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+def test_results_that_are_kept_in_the_repository_are_shown(path: Path) -> None:
+    text = as_markdown(read(path))
+    assert "## Runs" in text and "GPU busy ms" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "schema None"),
+        ('{"schema": {"version": 9}}', "'version': 9"),
+        *((json.dumps({"schema": SCHEMA, **runs}), "no list of whole runs") for runs in NO_RUNS),
+    ],
+)
+def test_other_files_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(ResultError, match=words):
+        read(path)
+
+
+def test_host_time_is_stacked_with_what_is_left(result: Make) -> None:
+    ((row,),) = tables([result(GRAPHS)])
+    assert host_stack(row) == {"forward": 40.0, "other": 80.0}
+    bare = result(GRAPHS)
+    del bare["ranks"][0]["probed"]
+    ((row,),) = tables([bare])
+    assert host_stack(row) == {}
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    result: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PlotError, match="pip install matplotlib"):
+        plot_all([result(EAGER)], [], tmp_path)
+
+
+def test_pictures_are_drawn_of_tables_and_scaling_runs(result: Make, tmp_path: Path) -> None:
+    runs = [result(EAGER), result(GRAPHS), *scaled(result)]
+    files = plot_all(runs, trends(runs), tmp_path)
+    assert [path.name for path in files] == [
+        "llama.default.8layers-2mb-2gpus.table.png",
+        "scaling.llama.default.layers.png",
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)

@@ -1,0 +1,257 @@
+"""Small traces made by hand, and one made by torch, become busy time, waits and launches."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_cg.tools.bench.busy import busy_figures
+from megatron_cg.tools.bench.hostwork import OUTSIDE, PREFIX, Caller, HostWork, Segment
+from megatron_cg.tools.bench.idle import STEPS, analyse
+from megatron_cg.tools.bench.intervals import common, gaps, length, union
+from megatron_cg.tools.bench.spreads import FiguresError
+from megatron_cg.tools.bench.timeline import DEVICE, Event, parse_timeline, read_timeline
+from megatron_cg.tools.bench.watching import PhaseRanges, watching
+
+MAIN, BACKWARD = 1, 2
+
+
+def device(name: str, start: float, end: float, stream: int, correlation: int) -> dict[str, Any]:
+    category = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+    return event(name, category, start, end, 0, stream, correlation)
+
+
+def host(
+    name: str, start: float, end: float, thread: int = MAIN, correlation: int | None = None
+) -> dict[str, Any]:
+    category = "cpu_op"
+    if name.startswith(PREFIX):
+        category = "user_annotation"
+    elif name.startswith("cu"):
+        category = "cuda_runtime"
+    return event(name, category, start, end, 99, thread, correlation)
+
+
+def event(
+    name: str, category: str, start: float, end: float, pid: int, tid: int, correlation: int | None
+) -> dict[str, Any]:
+    args = {} if correlation is None else {"correlation": correlation}
+    times = {"ts": start, "dur": end - start}
+    return {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "args": args} | times
+
+
+TRACE: dict[str, list[dict[str, Any]]] = {
+    "traceEvents": [
+        {"ph": "M", "name": "process_name", "pid": 0},
+        event("cg: forward", "gpu_user_annotation", 0, 500, 0, 7, None),
+        device("gemm", 100, 200, 7, 1),
+        # On another stream, over the end of the first and beyond it.
+        device("ncclDevKernel_AllGather", 150, 260, 20, 2),
+        # 40 us nobody computes, then a graph of two kernels that touch.
+        device("norm", 300, 320, 7, 3),
+        device("add", 320, 340, 7, 3),
+        # 60 us that the GPU waits for nothing of the host: the copy was launched long before.
+        device("Memcpy DtoD", 400, 410, 7, 4),
+        host(STEPS, 0, 1000),
+        host("cg: forward", 80, 310),
+        host("aten::mm", 85, 110),
+        host("cudaLaunchKernel", 90, 95, correlation=1),
+        host("cudaLaunchKernelExC", 120, 125, correlation=2),
+        host("cg: unshard", 240, 290),
+        host("aten::copy_", 250, 280),
+        host("cudaGraphLaunch", 285, 299, correlation=3),
+        host("cudaMemcpyAsync", 311, 312, correlation=4),
+        host("cudaStreamSynchronize", 500, 700),
+        host("autograd::engine::evaluate_function: MmBackward0", 265, 290, BACKWARD),
+        # A call of the driver made inside one of the runtime.
+        event("cuLaunchKernelEx", "cuda_driver", 91, 94, 99, MAIN, 1),
+    ]
+}
+
+
+def test_a_union_counts_no_moment_twice() -> None:
+    merged = union([(5, 6), (0, 2), (1, 3), (3, 4), (9, 9)])
+    assert merged == [(0, 4), (5, 6)]
+    assert length(merged) == 5 and gaps(merged) == [(4, 5)]
+    assert gaps([]) == [] and union([]) == []
+
+
+def test_overlaps_of_two_lists_are_found_pair_by_pair() -> None:
+    found = common([(0, 10), (20, 30)], [(5, 22), (25, 26), (40, 50)])
+    assert found == [(0, 0, 5), (1, 0, 2), (1, 1, 1)]
+
+
+def test_busy_is_the_union_over_streams_with_and_without_nccl() -> None:
+    found = analyse(parse_timeline(TRACE), steps=1)
+    assert found["busy_ms"] == pytest.approx(0.210)
+    assert found["busy_without_nccl_ms"] == pytest.approx(0.150)
+    assert found["nccl_ms"] == pytest.approx(0.110)
+    assert found["exposed_nccl_ms"] == pytest.approx(0.060)
+    assert found["idle_ms"] == pytest.approx(0.100)
+    assert found["window_ms"] == pytest.approx(0.310)
+
+
+def test_nccl_is_exposed_where_nothing_else_runs() -> None:
+    kernels = [
+        device("gemm", 0, 100, 7, 1),
+        # 20 us under the first, 30 alone, 50 under the second; two at once count once.
+        device("ncclDevKernel_AllGather", 80, 180, 20, 2),
+        device("ncclDevKernel_ReduceScatter", 90, 140, 21, 3),
+        device("gemm", 130, 170, 7, 4),
+        device("Memcpy DtoD", 160, 200, 8, 5),
+        # All alone, after a gap.
+        device("ncclDevKernel_AllReduce", 210, 225, 20, 6),
+    ]
+    found = busy_figures(parse_timeline({"traceEvents": kernels}), steps=2)
+    assert found["nccl_ms"] == pytest.approx(0.115 / 2)
+    assert found["exposed_nccl_ms"] == pytest.approx((0.030 + 0.015) / 2)
+    assert found["busy_without_nccl_ms"] == pytest.approx(0.170 / 2)
+    assert found["busy_ms"] == pytest.approx(0.215 / 2)
+
+
+def test_the_device_alone_has_its_own_figures_and_nothing_of_operators() -> None:
+    """Of the calls of CUDA, which such a trace has, and of the device's work."""
+    calls = [e for e in TRACE["traceEvents"] if e.get("cat") not in ("cpu_op", "user_annotation")]
+    found = busy_figures(parse_timeline({"traceEvents": calls}), steps=1)
+    whole = analyse(parse_timeline(TRACE), steps=1)
+    assert {name: whole[name] for name in found if name != "longest_gaps"} == {
+        name: value for name, value in found.items() if name != "longest_gaps"
+    }
+    assert found["kernel_launches"] == 2 and found["idle_for_host_ms"] == pytest.approx(0.040)
+    assert found["longest_gaps"] == [
+        {"us": 60, "ended_by": "Memcpy DtoD", "launched_late": False},
+        {"us": 40, "ended_by": "norm", "launched_late": True},
+    ]
+    assert set(whole) - set(found) == {"idle_by_launch", "idle_by_host_work"}
+
+
+def test_without_calls_of_cuda_nothing_is_told_of_them() -> None:
+    kernels = [e for e in TRACE["traceEvents"] if e.get("cat") in DEVICE]
+    found = busy_figures(parse_timeline({"traceEvents": kernels}), steps=1)
+    assert found["idle_ms"] == pytest.approx(0.100) and len(found["longest_gaps"]) == 2
+    assert not {"kernel_launches", "graph_launches", "idle_for_host_ms"} & set(found)
+
+
+def test_figures_are_by_step() -> None:
+    one, two = (analyse(parse_timeline(TRACE), steps) for steps in (1, 2))
+    for name in (
+        "busy_ms",
+        "exposed_nccl_ms",
+        "idle_ms",
+        "kernel_launches",
+        "graph_launches",
+        "kernels",
+        "gaps",
+    ):
+        assert one[name] == pytest.approx(2 * two[name])
+
+
+def test_launches_are_told_apart_and_counted_once() -> None:
+    found = analyse(parse_timeline(TRACE), steps=1)
+    assert found["kernel_launches"] == 2 and found["graph_launches"] == 1
+    assert found["copies"] == 1 and found["sets"] == 0
+    assert found["kernels"] == 4
+    assert found["waits"] == 1 and found["waited_ms"] == pytest.approx(0.2)
+
+
+def test_a_gap_is_put_down_to_the_call_that_ended_it() -> None:
+    found = analyse(parse_timeline(TRACE), steps=1)
+    device_gap, host_gap = found["longest_gaps"]
+    assert device_gap["us"] == 60 and not device_gap["launched_late"]
+    assert device_gap["phase"] == "steps" and device_gap["launched_by"] == "steps"
+    assert host_gap["us"] == 40 and host_gap["launched_late"]
+    assert (host_gap["ended_by"], host_gap["launched_by"]) == ("norm", "unshard")
+    assert (host_gap["phase"], host_gap["thread"]) == ("unshard", "main")
+    assert found["idle_for_host_ms"] == pytest.approx(0.040)
+    assert [row["ms"] for row in found["idle_by_launch"]] == pytest.approx([0.060, 0.040])
+
+
+def test_what_each_thread_did_meanwhile_is_summed_by_its_innermost_event() -> None:
+    rows = analyse(parse_timeline(TRACE), steps=1)["idle_by_host_work"]
+    found = {(row["thread"], row["phase"], row["what"]): row["ms"] * 1e3 for row in rows}
+    # 260 to 300: 20 in the copy, 5 more of Python in its phase, then the launch.
+    assert found["main", "unshard", "aten::copy_"] == pytest.approx(20)
+    assert found["main", "unshard", "unshard"] == pytest.approx(5)
+    assert found["main", "unshard", "cudaGraphLaunch"] == pytest.approx(5)
+    evaluate = "autograd::engine::evaluate_function: MmBackward0"
+    assert found["backward", OUTSIDE, evaluate] == pytest.approx(25)
+    main = sum(ms for (thread, _, _), ms in found.items() if thread == "main")
+    assert main == pytest.approx(100)
+
+
+def test_nested_events_of_a_thread_become_stretches_of_the_innermost() -> None:
+    events = [
+        Event("cg: a", "user_annotation", 0, 10),
+        Event("op", "cpu_op", 2, 6),
+        Event("cudaLaunchKernel", "cuda_runtime", 3, 4, 7),
+        Event("late", "cpu_op", 8, 12),
+        Event("alone", "cpu_op", 20, 21),
+    ]
+    work = HostWork(events)
+    assert work.segments == [
+        Segment(0, 2, "a", "a"),
+        Segment(2, 3, "op", "a"),
+        Segment(3, 4, "cudaLaunchKernel", "a"),
+        Segment(4, 6, "op", "a"),
+        Segment(6, 8, "a", "a"),
+        Segment(8, 10, "late", "a"),
+        Segment(20, 21, "alone", OUTSIDE),
+    ]
+    assert work.callers == {7: Caller("op", "a")}
+
+
+def test_a_kernel_that_nobody_launched_ends_a_gap_too() -> None:
+    kernels = [device("a", 0, 10, 7, 1), device("b", 30, 40, 7, 2)]
+    (gap,) = analyse(parse_timeline({"traceEvents": kernels}), steps=1)["longest_gaps"]
+    assert gap["us"] == 20 and gap["launched_by"] == "?" and not gap["launched_late"]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_a_file_is_read_packed_or_not(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"trace{suffix}"
+    text = json.dumps(TRACE).encode()
+    path.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
+    assert len(read_timeline(path).device) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "cannot be read|can be read"), ("[]", "no list traceEvents"), ("{}", "no list")],
+)
+def test_what_is_no_trace_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(FiguresError, match=words):
+        read_timeline(path)
+    with pytest.raises(FiguresError, match=r"trace\.gz is not a trace"):
+        read_timeline(tmp_path / "trace.gz")
+
+
+def test_a_trace_without_work_of_a_gpu_is_refused() -> None:
+    with pytest.raises(FiguresError, match="no kernel in the trace"):
+        analyse(parse_timeline({"traceEvents": [host("aten::mm", 0, 1)]}), 1)
+
+
+def test_torch_writes_what_is_read(tmp_path: Path) -> None:
+    """A real trace of the CPU: operators lie inside the ranges of phases."""
+
+    def phase() -> None:
+        torch.ones(3).add_(1)
+
+    path = tmp_path / "trace.json"
+    ranges = PhaseRanges(record_function, PREFIX)
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as prof,
+        watching({phase.__code__: "p"}, ranges),
+    ):
+        phase()
+    prof.export_chrome_trace(str(path))
+    (events,) = read_timeline(path).host.values()
+    phases = {segment.name: segment.phase for segment in HostWork(events).segments}
+    assert phases["aten::add_"] == "p"

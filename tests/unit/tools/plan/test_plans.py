@@ -1,0 +1,494 @@
+"""Whole plans, made by one process: every preset, and command lines with mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatron_cg.tools.align.presets import load_preset, preset_names
+from megatron_cg.tools.cli import plan as command
+from megatron_cg.tools.plan.planned_samples import masks_given
+from megatron_cg.tools.plan.process import Plan, PlanError, make_plans
+from megatron_cg.tools.plan.request import Request, read_request
+from megatron_cg.tools.plan.settings import fewest_gpus
+from megatron_cg.tools.plan.tables import print_plan
+
+MISTAKES = (
+    "--cuda-graph-modules attn moe_router --pipeline-model-parallel-size 3 "
+    "--recompute-granularity full --recompute-method uniform"
+)
+SELECTED = ("attn:0-1", "moe_router:1-")
+HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model somebody/model"
+CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+
+
+def on_preset(flags: str, **more: Any) -> Request:
+    return read_request("llama-tiny", flags.split(), **more)
+
+
+def with_a_tokenizer(name: str) -> Request:
+    """The preset without ``--vocab-size``, which its tokenizer then knows alone."""
+    words = list(read_request(name, HUGGING_FACE.split()).words)
+    at = words.index("--vocab-size")
+    return Request("x", (*words[:at], *words[at + 2 :]), 2)
+
+
+REFUSED_WHILE_BUILDING: dict[str, tuple[str, list[str]]] = {
+    "Invalid length of moe_layer_pattern": ("deepseek-v3", ["--num-layers", "16"]),
+    "k not in range for dimension": (
+        "mixtral-tiny",
+        ["--num-experts", "4", "--moe-router-topk", "8"],
+    ),
+    "is invalid for input of size": (
+        "llama-tiny",
+        ["--group-query-attention", "--num-query-groups", "3"],
+    ),
+    "negative dimension -5": ("llama-tiny", ["--seq-length", "-5"]),
+    "ValueError: cannot convert float NaN": (
+        "mixtral-tiny",
+        ["--moe-expert-capacity-factor", "nan"],
+    ),
+    "Storage size calculation overflowed": ("llama-tiny", ["--hidden-size", "100000000000"]),
+    "Overflow when unpacking long": ("llama-tiny", ["--ffn-hidden-size", "9" * 20]),
+    "ZeroDivisionError: ": ("llama-tiny", ["--hidden-size", "0"]),
+}
+"""By the error text of Megatron, or of torch inside it."""
+
+REQUESTS = {
+    **{name: read_request(name, []) for name in preset_names()},
+    "mistakes": on_preset(MISTAKES),
+    "only Megatron minds": on_preset("--num-attention-heads 7"),
+    "indivisible": read_request("mixtral-tiny", ["--expert-model-parallel-size", "2"], nproc=3),
+    **{name: read_request(*words) for name, words in REFUSED_WHILE_BUILDING.items()},
+    "many ranks": on_preset("--global-batch-size 65536", nproc=32_768),
+    "too many ranks": on_preset("", nproc=10**9),
+    "without the launcher": read_request(
+        None, ["torchrun", "pretrain_gpt.py", *on_preset("").words], nproc=2
+    ),
+    "without the launcher or graphs": read_request(
+        None, ["torchrun", "train.py", "--cuda-graph-impl", "none", "--lr", "1"], nproc=2
+    ),
+    "not a range": on_preset("", cg_layers=["attn:x"]),
+    "unknown flag": on_preset("--cuda-graf-modules attn"),
+    "bad value": on_preset("--num-layers many"),
+    "mistyped scope": on_preset("--cuda-graph-modules moe_rooter"),
+    "a tokenizer": with_a_tokenizer("llama-tiny"),
+    "foreign flag": Request(
+        "train.py", (*on_preset("--fsdp-double-bufer").words, "--my-flag", "1"), own_flags=True
+    ),
+    "no graphs": on_preset("--cuda-graph-impl none"),
+    "selected": read_request("qwen3-moe-tiny", [], cg_layers=SELECTED),
+    "whole layers": on_preset("", scopes=[]),
+    "twice as long": on_preset("--seq-length 1024 --max-position-embeddings 1024"),
+    "more microbatches": on_preset("--global-batch-size 16"),
+    "no warmup": on_preset("--cuda-graph-warmup-steps 1"),
+    "fp8": on_preset("--fp8-format hybrid"),
+    "fp32": Request("x", tuple(w for w in on_preset("").words if w != "--bf16"), 2),
+    "context parallel": on_preset("--context-parallel-size 2"),
+    "experts": read_request("mixtral-tiny", CAPACITY.split(), scopes=["attn", "moe"]),
+    "tensor parallel": on_preset("--tensor-model-parallel-size 2 --sequence-parallel"),
+    "again": read_request("deepseek-v3-tiny", []),
+    "expandable": Request(
+        "x", on_preset("").words, 2, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    return dict(zip(REQUESTS, make_plans(list(REQUESTS.values()), timeout=3600.0), strict=True))
+
+
+def shown(plan: Plan) -> str:
+    console = Console(width=command.WIDTH, record=True, file=io.StringIO())
+    print_plan(console, plan)
+    return console.export_text()
+
+
+def rules(plan: Plan) -> set[str]:
+    return {item["rule"] for item in plan["violations"]}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_plans(plans: dict[str, Plan], name: str) -> None:
+    plan = plans[name]
+    assert command.exit_code(plan) == command.READY, plan
+    graphed = [row for row in plan["layers"] if "memory" in row]
+    assert len(graphed) == plan["graphs"]["captured"] > 0
+    scopes = {scope for row in graphed for scope in row["scopes"]}
+    assert scopes == set(load_preset(name).scopes)
+    for row in plan["layers"]:
+        assert row["captured"] or row["eager"]
+        assert all(part["reason"] for part in row["eager"])
+    assert plan["kernels"]["saved_per_step"] > 0
+    assert "graph_memory" in plan and plan["fsdp"]["totals"]["double_buffers"]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_terms_of_the_memory_add_up(plans: dict[str, Plan], name: str) -> None:
+    memory = plans[name]["graph_memory"]
+    rows = [row["memory"] for row in plans[name]["layers"] if "memory" in row]
+    for term in ("static_inputs", "saved_activations", "outputs"):
+        assert memory[term] == sum(row[term] for row in rows) > 0
+    inside = ("saved_activations", "outputs", "gradients_and_workspace", "torch_gemm_workspace")
+    assert memory["pool_peak"] == sum(memory[term] for term in inside)
+    assert memory["pool_reserved"] == memory["pool_peak"] + memory["fragmentation"]
+    outside = memory["static_inputs"] + memory["output_gradients"]
+    assert memory["total"] == memory["pool_reserved"] + outside
+    assert all(value >= 0 for value in memory.values())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_tables_fit_their_width(plans: dict[str, Plan], name: str) -> None:
+    text = shown(plans[name])
+    assert max(map(len, text.splitlines())) <= command.WIDTH
+    for part in ("What is captured", "Static inputs", "Memory of one graph", "Megatron-FSDP's"):
+        assert part in text
+
+
+def test_layers_in_one_row_follow_each_other(plans: dict[str, Plan]) -> None:
+    text = shown(plans["mamba-hybrid-tiny"])
+    titles = ("Static inputs of a graph", "Memory of one graph", "Estimated memory")
+    for title, following in pairwise(titles):
+        lines = text[text.index(title) : text.index(following)].splitlines()
+        numbers = [line.split()[0] for line in lines if line[1:2].isdecimal()]
+        assert numbers == ["0-1", "4-5"]
+
+
+def test_experts_say_what_lets_a_graph_hold_them(plans: dict[str, Plan]) -> None:
+    (reason,) = {
+        part["reason"]
+        for row in plans["qwen3-moe-tiny"]["layers"]
+        for part in row["eager"]
+        if part["part"] == "experts"
+    }
+    assert reason == (
+        "tokens per expert differ from step to step; moe can capture them with "
+        "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity"
+    )
+
+
+def test_a_model_in_fp32_is_planned_in_fp32(plans: dict[str, Plan]) -> None:
+    plan, narrow = plans["fp32"], plans["llama-tiny"]
+    assert command.exit_code(plan) == command.READY, plan
+    (hidden,) = {
+        (entry["dtype"], entry["bytes"])
+        for row in plan["layers"]
+        for entry in row["static_inputs"]
+        if entry["name"] == "hidden_states"
+    }
+    assert hidden == ("float32", 2 * narrow["layers"][0]["static_inputs"][0]["bytes"])
+    for term in ("saved_activations", "outputs"):
+        assert plan["graph_memory"][term] > narrow["graph_memory"][term]
+
+
+def test_a_plan_does_not_depend_on_those_before_it(plans: dict[str, Plan]) -> None:
+    assert plans["again"] == plans["deepseek-v3-tiny"]
+
+
+def test_three_mistakes_are_named_at_once(plans: dict[str, Plan]) -> None:
+    plan = plans["mistakes"]
+    assert rules(plan) == {"moe-without-experts", "pipeline-parallel", "full-recompute"}
+    assert command.exit_code(plan) == command.BROKEN
+    text = " ".join(shown(plan).split())
+    for item in plan["violations"]:
+        assert item["found"] in text and f"Instead: {item['remedy']}" in text
+    # Megatron's own rule is shown beside ours.
+    assert plan["megatron"] and plan["megatron"] in text and "layers" not in plan
+
+
+def test_what_only_megatron_refuses_is_refused(plans: dict[str, Plan]) -> None:
+    plan = plans["only Megatron minds"]
+    assert not plan["violations"] and "num_attention_heads" in plan["megatron"]
+    assert command.exit_code(plan) == command.BROKEN
+
+
+def test_what_megatron_refuses_with_its_groups_is_refused_too(plans: dict[str, Plan]) -> None:
+    plan = plans["indivisible"]
+    assert "world_size (3) is not divisible by expert" in plan["megatron"]
+    assert command.exit_code(plan) == command.BROKEN and "layers" not in plan
+
+
+@pytest.mark.parametrize("said", REFUSED_WHILE_BUILDING)
+def test_what_megatron_refuses_while_it_builds_the_model_is_one_line(
+    plans: dict[str, Plan], said: str
+) -> None:
+    plan = plans[said]
+    assert said in plan["megatron"] and len(plan["megatron"].splitlines()) == 1
+    assert "frame #" not in plan["megatron"] and "layers" not in plan
+    assert command.exit_code(plan) == command.BROKEN
+    assert f"Megatron stops with: {plan['megatron'][:20]}" in shown(plan)
+
+
+def test_ranks_are_alike_however_many_there_are(plans: dict[str, Plan]) -> None:
+    many, few = plans["many ranks"], plans["llama-tiny"]
+    assert many["gpus"] == 32_768 and command.exit_code(many) == command.READY
+    assert many["graph_memory"] == few["graph_memory"] and many["layers"] == few["layers"]
+
+
+def test_more_ranks_than_can_be_listed_are_refused(plans: dict[str, Plan]) -> None:
+    plan = plans["too many ranks"]
+    assert plan["usage"] == "1,000,000,000 GPUs, and a plan is made for at most 262,144"
+    assert command.exit_code(plan) == command.UNREADABLE
+
+
+def test_a_command_without_the_launcher_is_told_where_it_goes(plans: dict[str, Plan]) -> None:
+    plan = plans["without the launcher"]
+    assert rules(plan) == {"launcher"} and command.exit_code(plan) == command.BROKEN
+    assert "Instead: write -m megatron_cg before pretrain_gpt.py" in " ".join(shown(plan).split())
+    # A run that asks for no graphs needs none.
+    assert rules(plans["without the launcher or graphs"]) == {"no-graphs"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "expert", "fewest"), [(1, 1, 1, 2), (2, 1, 3, 6), (2, 2, 4, 4)]
+)
+def test_the_fewest_gpus_are_a_multiple_of_all_sizes(
+    tensor: int, context: int, expert: int, fewest: int
+) -> None:
+    args = Namespace(
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=None,
+        pipeline_model_parallel_size=1,
+    )
+    assert fewest_gpus(args) == fewest
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("unknown flag", ("--cuda-graf-modules", "--cuda-graph-modules")),
+        ("bad value", ("many",)),
+        ("mistyped scope", ("moe_rooter", "did you mean moe_router?", "attn", "mamba")),
+    ],
+)
+def test_flags_that_cannot_be_read_are_a_usage_error(
+    plans: dict[str, Plan], name: str, words: Sequence[str]
+) -> None:
+    plan = plans[name]
+    assert command.exit_code(plan) == command.UNREADABLE
+    assert all(word in plan["usage"] and word in shown(plan) for word in words)
+
+
+def test_a_script_may_have_flags_of_its_own(plans: dict[str, Plan]) -> None:
+    plan = plans["foreign flag"]
+    assert command.exit_code(plan) == command.READY
+    (note,) = [note for note in plan["notes"] if "the script's own" in note]
+    # One that may be a slip is said to be.
+    assert "--fsdp-double-bufer (did you mean --fsdp-double-buffer?) --my-flag 1" in note
+
+
+def test_a_vocabulary_that_only_a_tokenizer_knows_is_counted_as_some(
+    plans: dict[str, Plan],
+) -> None:
+    known, unknown = plans["llama-tiny"], plans["a tokenizer"]
+    assert command.exit_code(unknown) == command.READY
+    assert unknown["graph_memory"] == known["graph_memory"]
+    (note,) = [note for note in unknown["notes"] if "vocabulary" in note]
+    assert "131,072" in note and "--vocab-size" in note
+    assert not any("vocabulary" in note for note in known["notes"])
+    hidden, grown = 512, 131_072 - 512
+    more = unknown["model"]["parameters_on_rank_0"] - known["model"]["parameters_on_rank_0"]
+    assert more == 2 * grown * hidden
+
+
+def test_a_run_without_graphs_is_said_to_have_none(plans: dict[str, Plan]) -> None:
+    assert rules(plans["no graphs"]) == {"no-graphs"}
+
+
+def test_variables_before_the_command_are_checked(plans: dict[str, Plan]) -> None:
+    assert rules(plans["expandable"]) == {"expandable-segments"}
+
+
+@pytest.mark.parametrize(
+    ("in_dataloader", "steps", "given"), [(False, 1, False), (False, 0, True), (True, 3, True)]
+)
+def test_a_mask_is_captured_unless_steps_before_capture_show_none(
+    in_dataloader: bool, steps: int, given: bool
+) -> None:
+    flags = Namespace(
+        create_attention_mask_in_dataloader=in_dataloader, cuda_graph_warmup_steps=steps
+    )
+    assert masks_given(flags) is given
+
+
+def test_selected_layers_capture_what_was_selected(plans: dict[str, Plan]) -> None:
+    rows = plans["selected"]["layers"]
+    assert [row["scopes"] for row in rows] == [["attn"], ["attn", "moe_router"], ["moe_router"]]
+    left_out = {part["part"]: part["reason"] for part in rows[2]["eager"]}
+    assert "--cg-layers" in left_out["attention"]
+    names = [[entry["name"] for entry in row["static_inputs"]] for row in rows]
+    assert names[0] == names[1] == ["hidden_states", "rotary_pos_emb"]
+    assert "rotary_pos_emb" not in names[2]
+
+
+def test_whole_layers_capture_everything(plans: dict[str, Plan]) -> None:
+    rows = plans["whole layers"]["layers"]
+    assert all(row["captured"] == ["attention", "MLP"] and not row["eager"] for row in rows)
+    partly = plans["llama-tiny"]["graph_memory"]["saved_activations"]
+    assert plans["whole layers"]["graph_memory"]["saved_activations"] > partly
+
+
+def test_experts_of_fixed_capacity_are_captured(plans: dict[str, Plan]) -> None:
+    for row in plans["experts"]["layers"]:
+        assert "experts" in row["captured"] and not row["eager"]
+
+
+def test_microbatches_share_their_graphs(plans: dict[str, Plan]) -> None:
+    one, four = plans["llama-tiny"], plans["more microbatches"]
+    assert one["graph_memory"] == four["graph_memory"]
+    assert four["graphs"]["replays_per_step"] == 4 * one["graphs"]["replays_per_step"]
+    assert four["kernels"]["saved_per_step"] == 4 * one["kernels"]["saved_per_step"]
+
+
+def test_a_table_seen_in_fewer_than_two_steps_is_copied(
+    plans: dict[str, Plan],
+) -> None:
+    kept, copied = plans["llama-tiny"], plans["no warmup"]
+    assert (copies(kept), copies(copied)) == ([False] * 3, [True] * 3)
+    # One table for all layers, so it is counted once.
+    size = kept["layers"][0]["static_inputs"][1]["bytes"]
+    grown = copied["graph_memory"]["static_inputs"] - kept["graph_memory"]["static_inputs"]
+    assert grown == size
+
+
+def copies(plan: Plan) -> list[bool]:
+    return [
+        entry["copied"]
+        for row in plan["layers"]
+        for entry in row["static_inputs"]
+        if entry["name"] == "rotary_pos_emb"
+    ]
+
+
+def test_memory_of_attention_is_what_a_pencil_gives(plans: dict[str, Plan]) -> None:
+    tokens, hidden, length, batch, heads, groups, width = 1024, 512, 512, 2, 8, 4, 64
+    normed, statistics = tokens * hidden * 2, tokens * 4
+    q, kv = tokens * heads * width * 2, tokens * groups * width * 2
+    attention = tokens * heads * width * 2 + batch * heads * length * 4 + 512
+    tables = 4 * length * width * 2  # cosines and sines, in bfloat16, for q and for k
+    by_hand = normed + statistics + q + 2 * kv + attention + tables
+    for row in plans["llama-tiny"]["layers"]:
+        memory = row["memory"]
+        assert memory["saved_activations"] == by_hand
+        assert memory["outputs"] == memory["input_gradient"] == tokens * hidden * 2
+        qkv, projection = (heads + 2 * groups) * width * hidden, heads * width * hidden
+        assert memory["weight_gradients"] == (qkv + projection + hidden) * 2
+        assert memory["static_inputs"] == tokens * hidden * 2
+
+
+def test_memory_grows_with_the_sequence(plans: dict[str, Plan]) -> None:
+    one, two = plans["llama-tiny"]["layers"][0], plans["twice as long"]["layers"][0]
+    saved = [row["memory"]["saved_activations"] for row in (one, two)]
+    assert saved[1] == 2 * saved[0] - 512  # the state of random numbers does not grow
+
+
+def test_tensor_parallel_ranks_hold_a_part(plans: dict[str, Plan]) -> None:
+    whole, half = (plans[n]["layers"][0]["memory"] for n in ("llama-tiny", "tensor parallel"))
+    assert half["outputs"] * 2 == whole["outputs"]
+    assert whole["saved_activations"] / 2 <= half["saved_activations"] < whole["saved_activations"]
+    assert plans["tensor parallel"]["model"]["data_parallel"] == 1
+
+
+def test_what_cannot_be_counted_is_said(plans: dict[str, Plan]) -> None:
+    assert any("bfloat16" in note for note in plans["fp8"]["notes"])
+    plan = plans["context parallel"]
+    assert any("context parallel" in note for note in plan["notes"])
+    assert "graph_memory" not in plan and plan["layers"] and plan["fsdp"]
+    assert "What is captured" in shown(plan)
+
+
+def test_fsdps_buffers_are_those_of_its_units(plans: dict[str, Plan]) -> None:
+    plan = plans["llama-tiny"]
+    units = plan["fsdp"]["units"]
+    assert [unit["name"] for unit in units if unit["unit"] is not None] == [
+        f"layer {index}" for index in range(plan["model"]["layers"])
+    ]
+    assert sum(unit["elements"] for unit in units) == plan["model"]["parameters_on_rank_0"]
+    whole = {
+        unit["name"]: sum(bucket["weights"]["unsharded"] for bucket in unit["buckets"])
+        for unit in units
+    }
+    totals = plan["fsdp"]["totals"]
+    assert totals["double_buffers"]["weights bfloat16"] == 2 * whole["layer 0"]
+    assert totals["persistent_buffers"]["weights bfloat16"] == whole["outside of all units"]
+    shards = sum(bucket["weights"]["shard"] for unit in units for bucket in unit["buckets"])
+    assert totals["shards"]["weights bfloat16"] == shards == sum(whole.values()) / plan["gpus"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("name", ["llama-tiny", "mistakes", "unknown flag", "not a range"])
+def test_the_command_prints_the_plan_and_its_exit_code(
+    plans: dict[str, Plan],
+    name: str,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The process that the command starts is the one that made all plans above.
+    monkeypatch.setattr(
+        "megatron_cg.tools.plan.process.make_plans", lambda _requests: [plans[name]]
+    )
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["llama-tiny", *(["--json"] if as_json else [])])
+    assert command.run(args, []) == command.exit_code(plans[name])
+    printed = capsys.readouterr().out
+    if as_json:
+        assert json.loads(printed) == plans[name]
+    else:
+        assert printed.startswith(plans[name]["title"])
+        # As it was typed: ":x:" is no picture.
+        assert "attn:x: 'x' is not" in printed or name != "not a range"
+
+
+def test_a_process_that_makes_no_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match=r"within 0\.01 seconds"):
+        make_plans([REQUESTS["llama-tiny"]], timeout=0.01)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(PlanError, match="exit code 1"):
+        make_plans([REQUESTS["llama-tiny"]])
+
+
+@pytest.fixture
+def noisy_worker(plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Let the worker be a script that prints on both streams, and answers with this plan."""
+    made = tmp_path / "made.json"
+    made.write_text(json.dumps([plans["bad value"]]))
+    worker = tmp_path / "worker.sh"
+    worker.write_text(f'#!/bin/sh\necho loud\necho louder >&2\ncp "{made}" "$4"\n')
+    worker.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(worker))
+    return plans["bad value"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_plan_that_takes_a_while_says_that_it_works(
+    terminal: bool,
+    noisy_worker: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    else:
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr("megatron_cg.tools.plan.process.PATIENCE", 0.0)
+    assert make_plans([REQUESTS["bad value"]]) == [noisy_worker]
+    printed, said = capfd.readouterr()
+    assert "Megatron builds the model" in said and printed == ""
+    assert terminal or len(said.splitlines()) == 1
+    monkeypatch.setattr("megatron_cg.tools.plan.process.PATIENCE", 600.0)
+    assert make_plans([REQUESTS["bad value"]])[0]["usage"]
+    assert capfd.readouterr() == ("", "")

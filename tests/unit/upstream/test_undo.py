@@ -1,0 +1,280 @@
+"""An undo restores what is still ours, leaves later changes by others, and names both."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial, wraps
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from megatron_cg.integrations.megatron.teardown import close_before_process_groups
+from megatron_cg.upstream.closures import cells_of, put_over_cell, set_cell
+from megatron_cg.upstream.patch import put_over, run_after, run_before, set_attribute
+
+Events = list[str]
+
+
+def theirs_over(owner: Any, name: str, events: Events) -> Callable[..., Any]:
+    """Another package's wrapper, installed in the usual way."""
+    beneath = getattr(owner, name)
+
+    @wraps(beneath)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        events.append("theirs")
+        return beneath(*args, **kwargs)
+
+    setattr(owner, name, theirs)
+    return theirs
+
+
+def stepping() -> Any:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("run", [run_before, run_after])
+def test_a_step_that_somebody_wrapped_stays_wrapped(
+    run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, events = stepping(), Events()
+    undo = run(optimizer, "step", lambda: events.append("ours"))
+    theirs = theirs_over(optimizer, "step", events)
+    optimizer.step()
+    assert sorted(events) == ["ours", "theirs"]
+    events.clear()
+    undo()
+    undo()
+    assert optimizer.step is theirs
+    optimizer.step()
+    assert events == ["theirs"]
+    (warning,) = warned(caplog)
+    assert "SGD.step is left as it is" in warning
+    assert "theirs_over.<locals>.theirs was put there after" in warning
+    assert "test_a_step_that_somebody_wrapped_stays_wrapped.<locals>.<lambda>" in warning
+
+
+def test_a_schedule_of_torchs_may_wrap_a_step_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, events = stepping(), Events()
+    undo = run_after(optimizer, "step", lambda: events.append("ours"))
+    LambdaLR(optimizer, lambda _: 1.0)
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    undo()
+    optimizer.step()
+    assert events == ["ours"]
+    assert torch.equal(weight.detach(), torch.ones(1) - 0.1 - 0.1)
+    assert "SGD.step is left as it is" in warned(caplog)[0]
+
+
+def test_a_forward_that_somebody_wrapped_stays_wrapped(caplog: pytest.LogCaptureFixture) -> None:
+    layer, events = nn.Linear(1, 1), Events()
+    rows = torch.ones(1, 1)
+    expected = layer(rows)
+    undo = put_over(layer, "forward", lambda rows: 2 * rows)
+    assert torch.equal(layer(rows), 2 * rows)
+    theirs_over(layer, "forward", events)
+    undo()
+    assert torch.equal(layer(rows), expected) and events == ["theirs"]
+    assert len(warned(caplog)) == 1
+    del layer.forward
+    assert torch.equal(layer(rows), expected) and events == ["theirs"]
+
+
+def test_the_end_of_process_groups_that_somebody_wrapped_stays_wrapped(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron_cg.integrations.megatron import teardown
+
+    events = Events()
+    group = torch.distributed.new_group(backend="gloo")
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        monkeypatch.setattr(module, "destroy_process_group", module.destroy_process_group)
+    monkeypatch.setattr(teardown, "close_for_the_end", lambda: events.append("ours"))
+    undo = close_before_process_groups()
+    theirs = theirs_over(torch.distributed, "destroy_process_group", events)
+    undo()
+    assert torch.distributed.destroy_process_group is theirs
+    torch.distributed.destroy_process_group(group)
+    assert events == ["theirs"]
+    assert "torch.distributed.destroy_process_group is left" in warned(caplog)[0]
+
+
+def test_a_value_that_somebody_changed_stays(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(mode="old")
+    undo = set_attribute(config, "mode", "ours")
+    config.mode = "theirs"
+    undo()
+    assert config.mode == "theirs"
+    assert "'theirs' was put there after 'ours'" in warned(caplog)[0]
+    shared = set_attribute(config, "mode", "ours", shared=True)
+    config.mode = "another"
+    shared()
+    assert config.mode == "theirs" and not warned(caplog)
+
+
+def test_what_somebody_took_away_is_not_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace()
+    undo = set_attribute(config, "mode", "ours")
+    del config.mode
+    undo()
+    assert not vars(config)
+    assert "nothing was put there after 'ours'" in warned(caplog)[0]
+
+
+@pytest.mark.parametrize("order", permutations(range(3)), ids=str)
+@pytest.mark.parametrize("theirs_after", [None, 0, 1, 2])
+def test_changes_of_ours_are_undone_in_any_order(
+    order: tuple[int, ...], theirs_after: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = Events()
+    owner: Any = SimpleNamespace(run=lambda: events.append("own"), flag=False)
+    own = owner.run
+    undos, flags = [], []
+    for number in range(3):
+        undos.append(run_before(owner, "run", partial(events.append, str(number))))
+        flags.append(set_attribute(owner, "flag", True))
+        if number == theirs_after:
+            theirs_over(owner, "run", events)
+    left = {"0", "1", "2"}
+    for number in order:
+        undos[number]()
+        flags[number]()
+        left.remove(str(number))
+        events.clear()
+        owner.run()
+        expected = {*left, "own"} | ({"theirs"} if theirs_after is not None else set())
+        assert set(events) == expected and len(events) == len(expected)
+        assert owner.flag is bool(left)
+    assert (owner.run is own) is (theirs_after is None)
+    assert bool(warned(caplog)) is (theirs_after is not None)
+
+
+def test_closure_variables_are_put_back_only_while_they_are_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def made() -> tuple[Callable[[], str], Callable[[], str]]:
+        def inner() -> str:
+            return "own"
+
+        def outer() -> str:
+            return inner()
+
+        return outer, inner
+
+    outer, own = made()
+    cell = cells_of(outer)["inner"]
+    undo = put_over_cell(cell, lambda: "ours")
+    assert outer() == "ours"
+    ours = cell.cell_contents
+    cell.cell_contents = lambda: f"theirs over {ours()}"
+    undo()
+    assert outer() == "theirs over own" and len(warned(caplog)) == 1
+    cell.cell_contents = own
+    undo = set_cell(cell, lambda: "ours")
+    undo()
+    assert cell.cell_contents is own and not warned(caplog)
+
+
+def frame_above() -> Any:
+    return sys._getframe(1)
+
+
+def test_no_frame_stands_between_a_caller_and_a_function_of_ours() -> None:
+    def inner() -> Any:
+        return None
+
+    def outer() -> Any:
+        return inner()
+
+    owner: Any = SimpleNamespace(run=lambda: None)
+    module: Any = nn.Linear(1, 1)
+    undos = [
+        put_over(one, name, frame_above) for one, name in ((owner, "run"), (module, "forward"))
+    ]
+    undos.append(put_over_cell(cells_of(outer)["inner"], frame_above))
+    here = sys._getframe()
+    assert owner.run() is here and module.forward() is here
+    assert outer().f_code is outer.__code__
+    for undo in undos:
+        undo()
+
+
+def test_a_method_of_a_class_gets_its_object_and_keeps_its_signature(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Owner:
+        def run(self, value: int) -> Any:
+            return "own", self, value
+
+    def ours(self: Any, *args: Any) -> Any:
+        return "ours", self, *args
+
+    own, one = Owner.run, Owner()
+    undo = put_over(Owner, "run", ours)
+    left: Any = vars(Owner)["run"]
+    assert one.run(3) == ("ours", one, 3)
+    assert list(inspect.signature(one.run).parameters) == ["value"]
+    assert inspect.unwrap(Owner.run, stop=lambda found: found is ours) is ours
+    undo()
+    assert Owner.run is own and left.__get__(one)(4) == ("own", one, 4)
+    assert not warned(caplog)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_object_whose_undo_was_dropped_is_freed(number: int) -> None:
+    optimizer = stepping()
+    for _ in range(number):
+        run_after(optimizer, "step", lambda: None)
+        set_attribute(optimizer, "flag", True)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_unit_whose_forward_somebody_wrapped_is_closed(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("megatron_fsdp")
+    from tests.unit.integrations.standalone.networks import Run
+
+    eager, run, events = Run(), Run(), Events()
+    graphs = run.with_graphs()
+    layer = run.network.layers[1]
+    for number in range(4):
+        if number == 2:
+            theirs = theirs_over(layer, "forward", events)
+        if number == 3:
+            graphs.close()
+            run.graphs = None
+        state = torch.get_rng_state()
+        expected = eager.step()
+        torch.set_rng_state(state)
+        assert torch.equal(run.step(), expected)
+    assert vars(layer)["forward"] is theirs and events == ["theirs"] * 2
+    graphs.counters.expect(replayed=6)
+    assert any("Block.forward is left as it is" in text for text in warned(caplog))
+
+
+def test_a_method_that_something_runs_after_returns_what_it_returned() -> None:
+    owner, events = SimpleNamespace(step=lambda number: number + 1), Events()
+    undo = run_after(owner, "step", lambda: events.append("after"))
+    assert owner.step(1) == 2 and events == ["after"]
+    undo()
+    assert owner.step(1) == 2 and events == ["after"]
