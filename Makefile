@@ -13,14 +13,15 @@ INSTALL := sh tools/install.sh $(PYTHON)
 # once for each file.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 # Tests that neither train a model nor start a process.
-FAST := arguments ordering/test_clocks.py integrations/standalone/test_call.py replay/test_in_flight.py \
-	capture/test_static_inputs.py consensus/test_mutants_of_pure_modules.py hooks/test_extract.py replay/guard/test_inputs.py \
-	$(patsubst %,align/test_%.py,command compare data) \
-	$(patsubst %,bench/test_%.py,budget host host_calls measured results rounds sampling schedule trace) \
-	$(patsubst %,fsdp/fast/test_%.py,buckets heuristics kept known views) \
-	$(patsubst %,plan/test_%.py,check pool request) \
-	$(patsubst %,report/test_%.py,facts series words) \
-	$(patsubst %,reporting/test_%.py,log progress)
+FAST := arguments ordering/test_clocks.py integrations/standalone/test_call.py \
+	replay/test_in_flight.py replay/guard/test_inputs.py capture/test_static_inputs.py \
+	capture/test_observers.py consensus/test_mutants_of_pure_modules.py hooks/test_extract.py \
+	$(patsubst %,tools/align/test_%.py,command compare data) \
+	$(patsubst %,tools/bench/test_%.py,budget host host_calls measured results rounds sampling schedule trace) \
+	$(patsubst %,fastpath/test_%.py,buckets heuristics last_unit cached_lists views) \
+	$(patsubst %,tools/plan/test_%.py,check pool request) \
+	$(patsubst %,tools/report/test_%.py,facts series words) \
+	$(patsubst %,telemetry/test_%.py,log progress)
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.
 WANTED := $(shell cat requirements/*.txt pyproject.toml tools/find_python.sh | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(WANTED)

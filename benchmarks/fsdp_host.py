@@ -1,6 +1,6 @@
 """What Megatron-FSDP's own bookkeeping takes of the host in a step, with the fast path and without.
 
-The real Megatron-FSDP around a small mixture of experts, two gloo processes, no graphs: what is
+The real Megatron-FSDP around a small MoE model, two gloo processes, no graphs: what is
 timed is Python, which is the same whatever the tensors' sizes are. Collectives are timed apart, and
 a function's time is without that of other functions in this table. Functions that wait for gloo
 inside a coalesced collective are shown in brackets and left out of the sum. Prints the medians over

@@ -31,7 +31,7 @@ Costs = dict[str, float]
 
 
 class TimedGuard:
-    """In the place of a guard: times each clause at the first call, and answers as the guard does.
+    """Instead of a guard: times each clause at the first call, and answers as the guard does.
 
     Args:
         guard: which one.
@@ -79,7 +79,7 @@ def _name(clause: object) -> str:
 
 
 def measure(experts: int, calls: int) -> Costs:
-    """Nanoseconds by clause, of the first layer; needs cpu_standins and a process group of one."""
+    """Nanoseconds by clause, of the first layer; needs cpu_fakes and a process group of one."""
     from megatron.core import parallel_state
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend

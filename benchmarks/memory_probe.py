@@ -1,4 +1,4 @@
-"""Where a run's memory goes, stage by stage; run by the launcher in the place of the script.
+"""Where a run's memory goes, stage by stage; run by the launcher instead of the script.
 
 With two GPUs, an eager run and one with graphs, and their table:
 

@@ -1,7 +1,7 @@
 """What guards and votes cost in each step of a run, put into the run's own record.
 
 Relied on, of this package: ``Boundary.after_step`` (what ranks do after each step),
-``Watch.begin_step`` (each step with graphs), ``Agreement.agree`` (votes that wait),
+``MismatchPolicy.begin_step`` (each step with graphs), ``Agreement.agree`` (votes that wait),
 ``Inputs.copied`` and ``GuardedGraph._guard_backward`` (what a replay does beside asking its
 guard), and ``Recorder.finish``.
 """
@@ -19,7 +19,7 @@ from megatron_cg.consensus.decision import name_of
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guarded_graph import GuardedGraph
-from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.telemetry.record import Recorder
 from megatron_cg.upstream.patch import put_over
 
@@ -40,7 +40,7 @@ def probing() -> Iterator[None]:
     with ExitStack() as undo:
         for owner, name, wrap in (
             (Boundary, "after_step", probe.of_votes_after_a_step),
-            (Watch, "begin_step", probe.of_a_step_with_graphs),
+            (MismatchPolicy, "begin_step", probe.of_a_step_with_graphs),
             (Agreement, "agree", probe.of_a_vote_that_waits),
             (Inputs, "copied", probe.of_work_around_a_replay),
             (GuardedGraph, "_guard_backward", probe.of_work_around_a_replay),
@@ -54,7 +54,7 @@ class _Probe:
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
         self._votes: list[dict[str, Any]] = []
-        self._watch: Watch | None = None
+        self._watch: MismatchPolicy | None = None
         self._before: dict[str, int] = {}
         self._around_ns = 0
 
@@ -77,7 +77,7 @@ class _Probe:
 
     def of_a_step_with_graphs(self, old: Callable[..., None]) -> Callable[..., None]:
         @wraps(old)
-        def begin_step(watch: Watch) -> None:
+        def begin_step(watch: MismatchPolicy) -> None:
             old(watch)
             self._watch, self._before, self._around_ns = watch, watch.counters.as_dict(), 0
 

@@ -36,13 +36,18 @@ BASELINE_SECONDS = 300.0
 VARIABLE = "MEGATRON_CG_MUTANT"
 """Set for a trial's processes: the module, a colon, the mutant's number."""
 _TAPE = (
-    "backends/tape/test_mutants_of_memory.py backends/tape/test_contract.py backends/tape/test_replay.py "
-    "backends/tape/test_standins.py backends/tape/test_training.py"
+    "backends/tape/test_mutants_of_memory.py backends/tape/test_contract.py "
+    "backends/tape/test_replay.py "
+    "backends/tape/test_fakes.py backends/tape/test_training.py"
 )
 _HOOKS = "hooks fsdp/test_hooks_of_real_models.py"
-_REPLAY = "capture/test_session.py replay/test_order_of_passes.py replay/test_verify.py replay/guard/test_faults.py"
+_REPLAY = (
+    "capture/test_session.py replay/test_order_of_passes.py replay/test_verify.py "
+    "replay/guard/test_faults.py"
+)
 NEAR: dict[str, str] = {
-    "capture/accumulators.py": "capture/test_accumulators.py capture/test_session.py backends/tape/test_training.py",
+    "capture/accumulators.py": "capture/test_accumulators.py capture/test_session.py "
+    "backends/tape/test_training.py",
     "consensus/exchange.py": "consensus/test_mutants_of_agreement.py consensus/test_agreement.py",
     "backends/tape/tape_backend.py": _TAPE,
     "backends/tape/tape_graphs.py": _TAPE,
@@ -51,7 +56,8 @@ NEAR: dict[str, str] = {
     "backends/tape/tape_recording.py": f"{_TAPE} backends/tape/test_collectives.py",
     "consensus/boundary.py": "consensus/test_boundary.py consensus/test_decision.py "
     "capture/test_session.py runs/test_one_rank_failures.py",
-    "capture/transaction.py": "capture/test_session.py memory/test_capture_memory.py capture/test_broken_captures.py "
+    "capture/transaction.py": "capture/test_session.py memory/test_capture_memory.py "
+    "capture/test_broken_captures.py "
     "capture/test_token_counts.py runs/test_some_layers.py backends/tape/test_training.py",
     "memory/release.py": "memory/test_capture_memory.py capture/test_broken_captures.py",
     "upstream/copies.py": "upstream/test_copies.py integrations/standalone/test_copies.py",
@@ -83,25 +89,27 @@ NEAR: dict[str, str] = {
     "fsdp/tag.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,
     "replay/guarded_graph.py": _REPLAY,
-    "replay/guard/addresses.py": "guard runs/test_moved_buffers.py",
-    "replay/guard/guard.py": "guard",
-    "replay/guard/inputs.py": "guard",
-    "replay/guard/mismatch.py": "guard",
-    "replay/guard/modes.py": "guard",
-    "replay/guard/objects.py": "guard",
+    "replay/guard/addresses.py": "replay/guard runs/test_moved_buffers.py",
+    "replay/guard/guard.py": "replay/guard",
+    "replay/guard/inputs.py": "replay/guard",
+    "replay/guard/mismatch.py": "replay/guard",
+    "replay/guard/modes.py": "replay/guard",
+    "replay/guard/objects.py": "replay/guard",
     "capture/guarded_capture.py": "capture/test_session.py capture/test_broken_captures.py "
-    "runs/test_one_rank_failures.py guard",
+    "runs/test_one_rank_failures.py replay/guard",
     "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
     "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",
     "replay/attach.py": f"{_REPLAY} upstream/test_copies.py",
-    "hooks/capture_schedule.py": "capture/test_hook_order.py consensus/test_mutants_of_pure_modules.py",
+    "hooks/capture_schedule.py": "capture/test_hook_order.py "
+    "consensus/test_mutants_of_pure_modules.py",
     "capture/session.py": "capture/test_session.py runs/test_life.py "
     "capture/test_broken_captures.py runs/test_one_rank_failures.py",
     "capture/static_inputs.py": "capture/test_static_inputs.py "
     "capture/test_session.py replay/guard/test_inputs.py backends/tape/test_training.py",
-    "upstream/patch.py": "upstream/test_undo.py integrations/megatron/test_patches.py capture/test_session.py",
-    "capture/unit_guard.py": "capture/test_session.py guard",
+    "upstream/patch.py": "upstream/test_undo.py integrations/megatron/test_patches.py "
+    "capture/test_session.py",
+    "capture/unit_guard.py": "capture/test_session.py replay/guard",
     "consensus/decision.py": "consensus/test_decision.py consensus/test_mutants_of_pure_modules.py",
     "replay/verify.py": "replay/test_verify.py",
     "replay/mismatch_policy.py": "replay/test_mismatch_policy.py test_fault_table.py",

@@ -61,7 +61,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def with_reference(nav: Sequence[Any]) -> list[Any]:
-    """The navigation with a page for each room in the place of the entry ``reference``."""
+    """The navigation with a page for each room instead of the entry ``reference``."""
     whole: list[Any] = []
     for entry in nav:
         ((title, inside),) = entry.items()
@@ -122,7 +122,7 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
 
 
 def with_drawings(html: str, folder: Path) -> str:
-    """The page with each drawing of ``folder`` in the place of its image."""
+    """The page with each drawing of ``folder`` instead of its image."""
 
     def drawing(found: re.Match[str]) -> str:
         svg = (folder / f"{found[2]}.svg").read_text(encoding="utf-8")

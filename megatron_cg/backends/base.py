@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.scratch import Room
+from megatron_cg.memory.scratch import ScratchMemory
 from megatron_cg.replay.guard.objects import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
 
@@ -18,7 +18,7 @@ class GraphedCallable(Protocol):
     """One layer's graph: called with tensors, differentiable, and releasable."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay, in the place of the layer's forward."""
+        """Replay, instead of the layer's forward."""
 
     def reset(self) -> None:
         """Release the graph; a later call raises."""
@@ -51,7 +51,7 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait until no graph is replaying: one that is must not be destroyed."""
 
-    def room(self) -> Room | None:
+    def scratch(self) -> ScratchMemory | None:
         """Memory of what was captured that may be lent between two steps; None if there is none."""
 
     def numerics(self) -> Any:

@@ -16,9 +16,9 @@ from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.refusals import clear_frames
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.decision import Decision, Level, Verdict
+from megatron_cg.consensus.decision import Decision, Level, Vote
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.consensus.process_exit import leave_without_waiting
+from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
 from megatron_cg.events import GraphsDeleted, emit
 from megatron_cg.replay.counters import Counters
@@ -57,7 +57,7 @@ class GraphController:
         self._agreement = agreement
         self._capture, self._forget_inputs = capture, forget_inputs
         self._goes_on, self._option, self._clean_up = goes_on, option, clean_up
-        self._boundary = Boundary(agreement, self._verdict, self.recapture, self._give_up)
+        self._boundary = Boundary(agreement, self._vote, self.recapture, self._give_up)
         self._earlier = Counters()
         self.session: Session | None = None
         """The graphs as they are now; None before capture, and after they were deleted."""
@@ -96,13 +96,13 @@ class GraphController:
     def recapture(self) -> None:
         """Delete the graphs and capture again; on all ranks, between two steps."""
         if self.session is not None:
-            watch = self.session.watch
-            if watch.saw(STATIC_INPUT) or watch.saw(_STRUCTURE):
+            mismatches = self.session.mismatches
+            if mismatches.saw(STATIC_INPUT) or mismatches.saw(_STRUCTURE):
                 self._forget_inputs()
         self.delete()
         self.capture()
         if self.session is not None:
-            self.session.watch.captured_again = True
+            self.session.mismatches.captured_again = True
             self.session.counters.recaptured += 1
 
     def delete(self) -> None:
@@ -130,11 +130,11 @@ class GraphController:
         self._boundary.close()
         self._agreement.close()
 
-    def _verdict(self) -> Verdict:
+    def _vote(self) -> Vote:
         if self.session is None:
-            return Verdict()
-        wants = Level.RECAPTURE if self.session.watch.wants_recapture else Level.KEEP
-        return Verdict(wants, graphs=self.session.digest)
+            return Vote()
+        wants = Level.RECAPTURE if self.session.mismatches.wants_recapture else Level.KEEP
+        return Vote(wants, graphs=self.session.digest)
 
     def _give_up(self, decision: Decision) -> None:
         logger.error("All ranks train eagerly from here on: %s.", decision.reason())
@@ -149,7 +149,7 @@ class GraphController:
         if not self._goes_on or isinstance(error, OutOfStepError | EarlierWorkError):
             # Without a vote: the launcher ends the other ranks.
             if isinstance(error, OutOfStepError):
-                leave_without_waiting()
+                exit_without_waiting()
             raise failure from (error if failure is not error else error.__cause__)
         self._agreement.report_failure()
         logger.error("%s Training goes on eagerly (%s).", failure, self._option)

@@ -28,7 +28,7 @@ from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.moe_metrics import metric_entries, metrics_kept
 from megatron_cg.replay.guarded_graph import GuardedGraph
-from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class GuardedCapture:
         fsdp: the ``MegatronFSDP``.
         units: the layers, in the order of their forward passes.
         backend: what captures.
-        watch: what the graphs do about a mismatch.
+        mismatches: what the graphs do about a mismatch.
         static_inputs: what is known of the units' inputs, in the same order.
     """
 
@@ -53,11 +53,11 @@ class GuardedCapture:
         fsdp: nn.Module,
         units: Sequence[Unit],
         backend: Backend,
-        watch: Watch,
+        mismatches: MismatchPolicy,
         static_inputs: StaticInputs,
     ) -> None:
         self._fsdp, self._units, self._backend = fsdp, tuple(units), backend
-        self._watch, self._static_inputs = watch, static_inputs
+        self._mismatches, self._static_inputs = mismatches, static_inputs
         self._guards = UnitGuards(UnitGuard(unit) for unit in self._units)
         self.eager_passes: tuple[EagerPasses, ...] = ()
         """One for each unit, once its graphs are captured."""
@@ -110,7 +110,7 @@ class GuardedCapture:
                 raise
             raise refused from error
         self.eager_passes = tuple(
-            EagerPasses(unit.name, self._watch, collectives=guard.collectives)
+            EagerPasses(unit.name, self._mismatches, collectives=guard.collectives)
             for unit, guard in zip(self._units, self._guards, strict=True)
         )
         return self._guarded_graphs(
@@ -161,7 +161,7 @@ class GuardedCapture:
         return numbers
 
     def _borrow(self, numbers_of: Sequence[Sequence[int]], kwargs: Kwargs) -> list[torch.Tensor]:
-        """Put the model's own tensors in the place of samples that never change; return them."""
+        """Replace samples that never change by the model's own tensors; return those."""
         borrowed: list[torch.Tensor] = []
         for index, numbers in enumerate(numbers_of):
             for number in numbers:
@@ -202,7 +202,7 @@ class GuardedCapture:
             guard,
             unit,
             microbatch,
-            self._watch,
+            self._mismatches,
             eager_passes=self.eager_passes[index],
             replay=self._backend.replay_function(graph),
             kept=lambda: self._kept(unit),

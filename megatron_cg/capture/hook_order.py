@@ -61,7 +61,8 @@ class HookOrder:
         observers: see Note [Around a pass] in ``observers.py``.
 
     Raises:
-        CaptureError: callables, samples and order do not fit; see ``megatron_cg.hooks.capture_schedule``.
+        CaptureError: callables, samples and order do not fit; see
+            ``megatron_cg.hooks.capture_schedule``.
     """
 
     def __init__(

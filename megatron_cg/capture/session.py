@@ -34,19 +34,19 @@ from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import capturing
-from megatron_cg.consensus.decision import Verdict, digest
+from megatron_cg.consensus.decision import Vote, digest
 from megatron_cg.consensus.exchange import Agreement, AgreementError
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.events import CaptureBegan, CaptureEnded, emit
 from megatron_cg.fastpath import FastPath
 from megatron_cg.fastpath import install as install_fast_path
-from megatron_cg.fastpath.params.last_unit import keep_no_more
+from megatron_cg.fastpath.params.last_unit import reshard_last_unit
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.attach import attach_replay
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
-from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import run_before, set_attribute
@@ -119,8 +119,8 @@ class Session:
         self._capture: GuardedCapture | None = None
         self.phase = Phase.EAGER
         self.counters = Counters()
-        all_leave = agreement.leave_together if agreement is not None else None
-        self.watch = Watch(policy or ReplayPolicy(), self.counters, all_leave)
+        all_fall_back = agreement.fall_back_together if agreement is not None else None
+        self.mismatches = MismatchPolicy(policy or ReplayPolicy(), self.counters, all_fall_back)
 
     @property
     def digest(self) -> int:
@@ -148,9 +148,9 @@ class Session:
         whole = False
         try:
             self.phase = Phase.CAPTURING
-            keep_no_more(self._fsdp)  # All ranks capture, or none, so they are at one place.
+            reshard_last_unit(self._fsdp)  # All ranks capture, or none, so they are at one place.
             self._capture = GuardedCapture(
-                self._fsdp, self._units, self._backend, self.watch, self._static_inputs
+                self._fsdp, self._units, self._backend, self.mismatches, self._static_inputs
             )
             with capturing(self._units, self._fsdp, self._backend) as (hooks, lasting):
                 self._hooks = hooks
@@ -161,7 +161,7 @@ class Session:
                 self._check_whole()
                 for unit, unit_hooks in zip(self._units, hooks, strict=True):
                     attach = unit.attach or attach_replay
-                    lasting.callback(attach(unit, unit_hooks.before_replay, self.watch))
+                    lasting.callback(attach(unit, unit_hooks.before_replay, self.mismatches))
                 self._undo, whole = lasting.pop_all(), True
             # Only now are FSDP's hooks, by which the fast path is found, back in place.
             self._install_fast_path()
@@ -212,7 +212,7 @@ class Session:
 
         def begin() -> None:
             if self._agreement is not None:
-                self._agreement.ready(Verdict(size=args[0][0].numel(), graphs=self.digest))
+                self._agreement.ready(Vote(size=args[0][0].numel(), graphs=self.digest))
 
         return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
 
@@ -222,7 +222,7 @@ class Session:
         agreement = self._agreement
         self.fast_path = install_fast_path(
             self._fsdp,
-            self._backend.room(),
+            self._backend.scratch(),
             self._optimizers,
             self._graphed(),
             self._replay_functions(),
@@ -230,7 +230,7 @@ class Session:
             together=agreement.undo_together if agreement is not None else None,
         )
         self._undo.callback(self.fast_path.close)
-        self.watch.issue_held = self.fast_path.late.issue
+        self.mismatches.issue_held = self.fast_path.deferred.issue
 
     @contextmanager
     def _failed_start_shared(self) -> Iterator[None]:

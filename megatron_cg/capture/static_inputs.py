@@ -52,7 +52,7 @@ class StaticInputs:
     def replace_in(
         self, index: int, samples: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """``samples`` of the layer ``index`` with what never changed in the place of made-up ones.
+        """``samples`` of the layer ``index`` with what never changed instead of made-up ones.
 
         Nothing is replaced before two steps were seen: a mask may be one tensor for all
         microbatches of a step and another in the next.

@@ -4,7 +4,7 @@ Note [Two stacks]
     Some changes must always be taken back, capture or no capture: hooks cleared, parameters made
     whole, RNG and FP8 state advanced by made-up inputs, TE's flags. They are on a stack that is
     unwound before :func:`capturing` ends, whatever happened. Lasting changes (the graphs, the
-    replay in the place of forward) are on a second one: unwound when anything raised, and handed
+    replay instead of the forward) are on a second one: unwound when anything raised, and handed
     to the session when all went well, so that closing the session takes them back in reverse.
 
 Note [Order of entering]

@@ -13,7 +13,7 @@ from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
-from megatron_cg.replay.guard.objects import Entry, Hooks, Parts, entries
+from megatron_cg.replay.guard.objects import Entry, Hooks, Objects, entries
 from megatron_cg.replay.unit import Unit
 
 
@@ -77,7 +77,7 @@ class UnitGuard:
             Autocast(device_type),
             Numerics(numerics, read_numerics),
             Training([layer, *graphed]),
-            Parts(table),
+            Objects(table),
             self._hooks,
         )
         return [Guard(own, self._addresses, unit) for own in inputs]

@@ -3,12 +3,12 @@
 Note [One step behind]
     A vote is posted at the end of a step and collected at the end of the next one, so the exchange
     has a whole step to hide behind. What it decides is applied before the step after that, on all
-    ranks alike, since all collect the same rows. A wish of step n is thus done before step n + 2.
+    ranks alike, since all collect the same rows. So a request of step n is done before step n + 2.
 
 Note [The vote under way]
-    When a decision is applied, the vote of the step after the wish is on its way. Every rank has
-    posted it, so every rank collects it, and ranks stay in step. Its wishes are about graphs that
-    are being replaced, so a wish to recapture is done with; one to give up still counts.
+    When a decision is applied, the vote of the step after the request is on its way. Every rank has
+    posted it, so every rank collects it, and ranks stay in step. Its requests are about graphs that
+    are being replaced, so a request to recapture is done with; one to give up still counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 
-from megatron_cg.consensus.decision import Decision, Kind, Level, Verdict
+from megatron_cg.consensus.decision import Decision, Kind, Level, Vote
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import MegatronCGError
 
@@ -34,7 +34,7 @@ class Boundary:
 
     Args:
         agreement: with no vote posted.
-        verdict: asked after each step for what this rank wants, until that was done.
+        vote: asked after each step for what this rank wants, until that was done.
         recapture: gives up the graphs and captures again; called on all ranks before one step.
         give_up: goes on without graphs; called on all ranks before one step, with the reason.
     """
@@ -42,12 +42,12 @@ class Boundary:
     def __init__(
         self,
         agreement: Agreement,
-        verdict: Callable[[], Verdict],
+        vote: Callable[[], Vote],
         recapture: Callable[[], None],
         give_up: Callable[[Decision], None],
     ) -> None:
         self._agreement = agreement
-        self._verdict = verdict
+        self._vote = vote
         self._recapture = recapture
         self._give_up = give_up
         self._steps = 0
@@ -59,7 +59,7 @@ class Boundary:
         self._closed = False
 
     def after_step(self, step: int | None = None) -> None:
-        """Post this rank's verdict, and learn what was decided on those of the step before.
+        """Post this rank's vote, and learn what was decided on those of the step before.
 
         Args:
             step: the training step's number, by which ranks that are not at the same step are
@@ -75,9 +75,9 @@ class Boundary:
         if self._due is not None:
             self._all_lost = self._lost if self._due.same_graphs else None
         serial = self._steps if step is None else step
-        verdict = self._verdict()
-        self._lost = self._agreement.left if verdict.graphs == 0 else None
-        self._agreement.post(Kind.STEP, verdict, serial=serial)
+        vote = self._vote()
+        self._lost = self._agreement.left if vote.graphs == 0 else None
+        self._agreement.post(Kind.STEP, vote, serial=serial)
 
     def before_step(self) -> None:
         """Do what was decided, if anything was. Raises what that raises, and AgreementError."""

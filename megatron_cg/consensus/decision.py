@@ -52,7 +52,7 @@ class Exchange(IntEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Vote:
     """What one rank puts into a vote."""
 
     level: Level = Level.KEEP
@@ -68,21 +68,21 @@ class Decision:
 
     level: Level = Level.KEEP
     asked: tuple[int, ...] = ()
-    """The ranks whose own verdict was ``level``; empty for KEEP."""
+    """The ranks whose own vote was ``level``; empty for KEEP."""
     smallest: int = 0
     largest: int = 0
-    odd: tuple[int, ...] = ()
+    minority: tuple[int, ...] = ()
     """The ranks that do not hold the set of graphs that most ranks hold."""
 
     @property
     def rank(self) -> int | None:
         """The lowest rank that brought the decision about; None for KEEP."""
-        return min(self.asked or self.odd, default=None)
+        return min(self.asked or self.minority, default=None)
 
     @property
     def same_graphs(self) -> bool:
         """Whether all ranks hold the same set of graphs."""
-        return not self.odd
+        return not self.minority
 
     @property
     def sizes_agree(self) -> bool:
@@ -97,11 +97,13 @@ class Decision:
         """In words, why this was decided."""
         reasons = []
         if self.asked:
-            wish = "to capture again" if self.level is Level.RECAPTURE else "to give the graphs up"
-            reasons.append(f"{ranks_text(self.asked)} asked {wish}")
-        if self.odd:
+            request = (
+                "to capture again" if self.level is Level.RECAPTURE else "to give the graphs up"
+            )
+            reasons.append(f"{ranks_text(self.asked)} asked {request}")
+        if self.minority:
             reasons.append(
-                f"{ranks_text(self.odd)} and the other ranks hold different sets of graphs"
+                f"{ranks_text(self.minority)} and the other ranks hold different sets of graphs"
             )
         if not self.sizes_agree:
             reasons.append(f"static sizes go from {self.smallest} to {self.largest}")
@@ -121,10 +123,10 @@ def digest(names: Iterable[str]) -> int:
 
 
 def encode(
-    kind: Kind, serial: int, verdict: Verdict, exchange: Exchange = Exchange.POSTED
+    kind: Kind, serial: int, vote: Vote, exchange: Exchange = Exchange.POSTED
 ) -> torch.Tensor:
-    """A rank's row, (6,) int64: which vote (three values), then the verdict (three)."""
-    row = (kind, serial, exchange, verdict.level, verdict.size, verdict.graphs)
+    """A rank's row, (6,) int64: which vote (three values), then the vote (three)."""
+    row = (kind, serial, exchange, vote.level, vote.size, vote.graphs)
     return torch.tensor(row, dtype=torch.int64, device="cpu")
 
 
@@ -142,13 +144,13 @@ def decide(rows: torch.Tensor) -> Decision:
         raise AgreementError(_mixed_up(heads.tolist()))
     level = Level(int(levels.max()))
     asked = levels.eq(level).nonzero().flatten().tolist() if level > Level.KEEP else ()
-    odd: tuple[int, ...] = ()
+    minority: tuple[int, ...] = ()
     if not torch.equal(graphs, graphs[:1].expand_as(graphs)):
         held = graphs.tolist()
         most = Counter(held).most_common(1)[0][0]
-        odd = tuple(rank for rank, own in enumerate(held) if own != most)
+        minority = tuple(rank for rank, own in enumerate(held) if own != most)
         asked, level = asked if level is Level.GIVE_UP else (), Level.GIVE_UP
-    return Decision(level, tuple(asked), int(sizes.min()), int(sizes.max()), odd)
+    return Decision(level, tuple(asked), int(sizes.min()), int(sizes.max()), minority)
 
 
 def _mixed_up(heads: list[list[int]]) -> str:

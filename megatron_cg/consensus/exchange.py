@@ -1,8 +1,8 @@
 """One decision for all ranks, before anything that all of them must do together.
 
 A rank that captures, or leaves its graphs, while another does not enters collectives that the
-other never joins. So every rank, also one that failed, puts its verdict into one small exchange,
-and a pure function of all verdicts decides (``consensus/decision.py``). The exchange has a
+other never joins. So every rank, also one that failed, puts its vote into one small exchange,
+and a pure function of all votes decides (``consensus/decision.py``). The exchange has a
 gloo group of its own: CPU tensors, never NCCL, never inside a graph.
 
 Note [Undone by all ranks together]
@@ -33,7 +33,7 @@ from megatron_cg.consensus.decision import (
     Exchange,
     Kind,
     Level,
-    Verdict,
+    Vote,
     decide,
     digest,
     encode,
@@ -50,16 +50,16 @@ __all__ = (
     "Decision",
     "Kind",
     "Level",
-    "Verdict",
+    "Vote",
     "decide",
     "digest",
 )
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others' verdicts, as long as NCCL waits by default: capture of a
+"""How long a rank waits for the others' votes, as long as NCCL waits by default: capture of a
 large model takes minutes, and ranks differ."""
 
-LEAVING = timedelta(seconds=60)
+FALLING_BACK = timedelta(seconds=60)
 """How long a rank waits for the others to leave a graph for a mismatch: they find the same at the
 same call."""
 
@@ -74,7 +74,7 @@ class AgreementTime:
     waiting_ms: float = 0.0
     """Until the last rank had come; for asynchronous votes, blocked in ``collect``."""
     exchanging_ms: float = 0.0
-    """Exchanging verdicts when all were there; synchronous votes only."""
+    """Exchanging votes when all were there; synchronous votes only."""
 
     def as_dict(self) -> dict[str, float]:
         """The figures by name."""
@@ -149,7 +149,7 @@ class Agreement:
     def agree(
         self,
         kind: Kind,
-        verdict: Verdict,
+        vote: Vote,
         *,
         serial: int = 0,
         timeout: timedelta | None = None,
@@ -158,10 +158,10 @@ class Agreement:
 
         Args:
             kind: what is voted on.
-            verdict: this rank's.
+            vote: this rank's.
             serial: what the caller counts, a training step for one. Ranks whose counts differ
                 are at different votes.
-            timeout: in the place of the agreement's own.
+            timeout: instead of the agreement's own.
 
         Raises:
             AgreementError: a rank is gone or did not come in time, or came to another vote. No
@@ -171,13 +171,13 @@ class Agreement:
         _require_no_capture()
         self.time.votes += 1
         with self.time.measure("waiting_ms"):
-            arriving = self._issue(encode(kind, serial, verdict, Exchange.ARRIVING), timeout)
+            arriving = self._issue(encode(kind, serial, vote, Exchange.ARRIVING), timeout)
             self._finish(arriving)
         with self.time.measure("exchanging_ms"):
-            row = encode(kind, serial, verdict, Exchange.VOTING)
+            row = encode(kind, serial, vote, Exchange.VOTING)
             return self._finish(self._issue(row, timeout))
 
-    def post(self, kind: Kind, verdict: Verdict, *, serial: int = 0) -> None:
+    def post(self, kind: Kind, vote: Vote, *, serial: int = 0) -> None:
         """Vote without waiting; :meth:`collect` gives the decision. One at a time.
 
         Raises AgreementError and PhaseError as :meth:`agree`; PhaseError also when the vote
@@ -188,7 +188,7 @@ class Agreement:
             raise PhaseError("a vote is posted already: collect() its decision before the next")
         self.time.votes += 1
         with self.time.measure("issuing_ms"):
-            self._pending = self._issue(encode(kind, serial, verdict), None)
+            self._pending = self._issue(encode(kind, serial, vote), None)
 
     def collect(self, timeout: timedelta | None = None) -> Decision | None:
         """The decision of the posted vote, waiting for it if need be; None when none was posted.
@@ -221,11 +221,11 @@ class Agreement:
         """Whether the vote on this capture's start is still to come."""
         return self._next is Kind.CAPTURE_START
 
-    def ready(self, verdict: Verdict | None = None, timeout: timedelta | None = None) -> None:
+    def ready(self, vote: Vote | None = None, timeout: timedelta | None = None) -> None:
         """Say that this rank can begin to capture; returns when all ranks can.
 
         Args:
-            verdict: the static size and the graphs that this rank is about to capture.
+            vote: the static size and the graphs that this rank is about to capture.
             timeout: as in :meth:`agree`.
 
         Raises:
@@ -234,18 +234,18 @@ class Agreement:
             PhaseError: this capture has voted on that; :meth:`begin_capture` opens another.
         """
         self._require_next(Kind.CAPTURE_START)
-        self._vote_on_capture(Kind.CAPTURE_START, verdict or Verdict(), timeout)
+        self._vote_on_capture(Kind.CAPTURE_START, vote or Vote(), timeout)
 
-    def confirm(self, verdict: Verdict | None = None, timeout: timedelta | None = None) -> None:
+    def confirm(self, vote: Vote | None = None, timeout: timedelta | None = None) -> None:
         """Say that this rank's capture is whole; returns when all ranks' are.
 
-        A caller that did not come to :meth:`ready` does so here, with the same verdict. Arguments
+        A caller that did not come to :meth:`ready` does so here, with the same vote. Arguments
         and exceptions as there.
         """
         if self._next is Kind.CAPTURE_START:
-            self.ready(verdict, timeout)
+            self.ready(vote, timeout)
         self._require_next(Kind.CAPTURE_END)
-        self._vote_on_capture(Kind.CAPTURE_END, verdict or Verdict(), timeout)
+        self._vote_on_capture(Kind.CAPTURE_END, vote or Vote(), timeout)
 
     def report_failure(self) -> None:
         """Say that this rank's capture failed, in the next of its votes, so that all give up.
@@ -262,7 +262,7 @@ class Agreement:
                 raise AgreementError(self._broken)
             if kind is not None:
                 with suppress(CaptureError):
-                    self._vote_on_capture(kind, Verdict(Level.GIVE_UP), None)
+                    self._vote_on_capture(kind, Vote(Level.GIVE_UP), None)
         except AgreementError as error:
             raise CaptureError(
                 "this rank's capture failed, and the other ranks did not come to agree on it "
@@ -270,12 +270,12 @@ class Agreement:
                 "without graphs: --cuda-graph-impl none"
             ) from error
 
-    def leave_together(self, name: str, timeout: timedelta | None = None) -> None:
+    def fall_back_together(self, name: str, timeout: timedelta | None = None) -> None:
         """Return when all ranks want to leave the graph of that name now.
 
         Args:
             name: of the graph and the reason.
-            timeout: how long to wait for a rank that does not come; :data:`LEAVING` if None.
+            timeout: how long to wait for a rank that does not come; :data:`FALLING_BACK` if None.
 
         Raises AgreementError when a rank does not, and after ``timeout`` when one does not come:
         it is waiting for a collective in its replay then.
@@ -283,10 +283,10 @@ class Agreement:
         # Without groups there is no rank that could wait for this one.
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        verdict = Verdict(graphs=digest([name]))
-        decision = self.agree(Kind.MISMATCH, verdict, timeout=timeout or LEAVING)
-        if decision.odd:
-            self._broken = f"{ranks_text(decision.odd)} found another mismatch than {name}"
+        vote = Vote(graphs=digest([name]))
+        decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK)
+        if decision.minority:
+            self._broken = f"{ranks_text(decision.minority)} found another mismatch than {name}"
             raise AgreementError(self._broken)
 
     def close(self) -> None:
@@ -299,8 +299,8 @@ class Agreement:
             with suppress(ValueError):
                 dist.destroy_process_group(group)
 
-    def _vote_on_capture(self, kind: Kind, verdict: Verdict, timeout: timedelta | None) -> None:
-        decision = self.agree(kind, verdict, serial=self._captures, timeout=timeout)
+    def _vote_on_capture(self, kind: Kind, vote: Vote, timeout: timedelta | None) -> None:
+        decision = self.agree(kind, vote, serial=self._captures, timeout=timeout)
         self._next = None
         if decision.level is Level.GIVE_UP or not decision.sizes_agree:
             self.together()
@@ -309,7 +309,7 @@ class Agreement:
                 f"capture failed on {ranks_text(decision.asked)}, whose own log has the reason. "
                 "All ranks give their graphs up; hooks and state are as before"
             )
-        if decision.odd or not decision.sizes_agree:
+        if decision.minority or not decision.sizes_agree:
             raise CaptureError(
                 f"ranks would not capture the same ({decision.reason()}), and their collectives "
                 "would not pair. All ranks give their graphs up; hooks and state are as before. "

@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 
 
-def leave_without_waiting() -> None:
+def exit_without_waiting() -> None:
     """From now on this process ends with exit code 1 as soon as its script has ended.
 
     Functions that ``atexit`` runs do not run any more, but for those registered later. Safe to call

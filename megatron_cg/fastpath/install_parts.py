@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.fastpath.gradients import bucketing as gradients
-from megatron_cg.fastpath.gradients.bucketing import GradientHandOff, install_gradients
-from megatron_cg.fastpath.gradients.detached_in_graphs import install_hidden_graphs
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, install_hidden
+from megatron_cg.fastpath.gradients.bucketing import GradientBucketing, install_gradients
+from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, install_detached
 from megatron_cg.fastpath.heuristics import install_heuristics
 from megatron_cg.fastpath.not_applicable import StepsAsideError
 from megatron_cg.fastpath.optimizer import adam, clip, zero
@@ -23,13 +23,13 @@ from megatron_cg.fastpath.optimizer.main_weights import install_main_gradients, 
 from megatron_cg.fastpath.optimizer.zero import install_zero
 from megatron_cg.fastpath.params import gather, swap, unshard
 from megatron_cg.fastpath.params import last_unit as kept
-from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import install_gathers
-from megatron_cg.fastpath.params.last_unit import install_kept
+from megatron_cg.fastpath.params.last_unit import install_last_unit
 from megatron_cg.fastpath.params.swap import install_swap
 from megatron_cg.fastpath.params.unshard import install_unshard
 from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
-from megatron_cg.memory.scratch import Room
+from megatron_cg.memory.scratch import ScratchMemory
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.symbols import Symbol
 
@@ -51,7 +51,7 @@ def _warn_once(part: str, why: str) -> None:
 
 
 class FastPath:
-    """What was put in the place of Megatron-FSDP's bookkeeping for one model.
+    """What replaces Megatron-FSDP's bookkeeping for one model.
 
     ``close`` puts everything back, but for what the caller undoes with all ranks. A part that does
     not apply is left out, and ``left_out`` says why, by the part's name.
@@ -61,8 +61,8 @@ class FastPath:
         self._fsdp = fsdp
         self.parts: list[str] = []
         self.left_out: dict[str, str] = {}
-        self.hand_off: GradientHandOff | None = None
-        self.late = LatePrefetch()
+        self.bucketing: GradientBucketing | None = None
+        self.deferred = DeferredPrefetch()
         """Holds gathers; they have to be issued before a graphed unit runs eagerly."""
         self._hidden: HiddenWeights | None = None
         self._undo = ExitStack()
@@ -94,22 +94,22 @@ class FastPath:
         self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
     ) -> None:
         """Add what runs around the passes of units: hidden weights, unshards and gathers."""
-        fsdp, late = self._fsdp, LatePrefetch(graphed)
-        self._add("hidden weights", lambda: install_hidden(self._hides(fsdp, graphed)))
+        fsdp, deferred = self._fsdp, DeferredPrefetch(graphed)
+        self._add("hidden weights", lambda: install_detached(self._detaches(fsdp, graphed)))
         if replays:
             self._add(
                 _OF_GRAPHS,
-                lambda: install_hidden_graphs(self._hides(fsdp, graphed), replays, late.launched),
+                lambda: detach_in_graphs(self._detaches(fsdp, graphed), replays, deferred.launched),
             )
         self._add("GEMM heuristics", lambda: install_heuristics(fsdp.module))
         if _OF_GRAPHS in self.parts and not unknown_bodies(unshard.REPLACES, fsdp):
-            self.late = late
+            self.deferred = deferred
         self._add(
             "unshard",
-            lambda: install_unshard(fsdp, self._unit_is_done, self.late),
+            lambda: install_unshard(fsdp, self._unit_is_done, self.deferred),
             unshard.REPLACES,
         )
-        self._add("gathers", lambda: install_gathers(fsdp, self.late), gather.REPLACES)
+        self._add("gathers", lambda: install_gathers(fsdp, self.deferred), gather.REPLACES)
 
     def _gradients(self, fsdp: Any) -> Undo:
         strategy = fsdp.data_parallel_sharding_strategy
@@ -118,25 +118,25 @@ class FastPath:
                 f"the sharding strategy is {strategy}, in which no hook tells that a unit's "
                 "backward pass is done"
             )
-        self.hand_off, undo = install_gradients(fsdp)
+        self.bucketing, undo = install_gradients(fsdp)
         return undo
 
-    def _hides(self, fsdp: Any, graphed: Container[nn.Module]) -> HiddenWeights:
+    def _detaches(self, fsdp: Any, graphed: Container[nn.Module]) -> HiddenWeights:
         """The same for all parts: a weight is hidden once, whoever uses it."""
-        if self.hand_off is None:
+        if self.bucketing is None:
             raise StepsAsideError("gradients are left to Megatron-FSDP")
         if self._hidden is None:
-            self._hidden = HiddenWeights(fsdp.module, self.hand_off, graphed)
+            self._hidden = HiddenWeights(fsdp.module, self.bucketing, graphed)
         return self._hidden
 
     def _unit_is_done(self, unit: nn.Module) -> None:
-        if self.hand_off is not None:
-            self.hand_off.unit_is_done(unit)
+        if self.bucketing is not None:
+            self.bucketing.unit_is_done(unit)
 
 
 def install(
     fsdp: Any,
-    room: Room | None = None,
+    scratch: ScratchMemory | None = None,
     optimizers: Sequence[Any] = (),
     graphed: Collection[nn.Module] = (),
     replays: Sequence[ReplayFunction] = (),
@@ -148,7 +148,7 @@ def install(
 
     Args:
         fsdp: the ``MegatronFSDP``.
-        room: where what lives between two steps may lie; ordinary memory where there is none.
+        scratch: where what lives between two steps may lie; ordinary memory where there is none.
         optimizers: of its parameters, Megatron's or torch's.
         graphed: modules whose Python no longer runs.
         replays: how autograd sees each graph of theirs.
@@ -165,7 +165,7 @@ def install(
     """
     path = FastPath(fsdp)
     try:
-        path._add("kept unit", lambda: install_kept(fsdp), kept.REPLACES, together)
+        path._add("kept unit", lambda: install_last_unit(fsdp), kept.REPLACES, together)
         path._add("swap", lambda: install_swap(fsdp), swap.REPLACES)
         # Without "unshard" nothing reports the end of a unit's backward pass.
         replaces = (*gradients.REPLACES, *unshard.REPLACES)
@@ -173,7 +173,7 @@ def install(
         path._add_around_units(graphed, replays)
         path._add(
             "main gradients",
-            lambda: install_main_gradients(fsdp, room),
+            lambda: install_main_gradients(fsdp, scratch),
             weights.REPLACES_ATTACHING,
         )
         path._add("main weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)

@@ -72,7 +72,7 @@ def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
 def raw_parameters(fsdp: Any) -> Iterator[None]:
     """Let the modules hold their raw parameters, as during a forward pass, and undo it after.
 
-    Between steps Megatron-FSDP puts sharded DTensors in the place of the parameters. A graph has
+    Between steps Megatron-FSDP replaces the parameters by sharded DTensors. A graph has
     to be captured on the raw ones: these are what a replay hands to autograd, and the
     post-accumulate-grad hooks sit on them.
 

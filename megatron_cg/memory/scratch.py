@@ -62,7 +62,7 @@ _ROUND = 512
 _DENSE = torch.contiguous_format
 
 
-class Room(Protocol):
+class ScratchMemory(Protocol):
     """Where tensors that live between two steps come from."""
 
     def empty(
@@ -153,23 +153,23 @@ class IdlePool:
         """By the plans made so far."""
 
     def lends(self) -> bool:
-        """See :class:`Room`."""
+        """See :class:`ScratchMemory`."""
         return self.lent_bytes > 0
 
     def still_held(self) -> int:
-        """See :class:`Room`."""
+        """See :class:`ScratchMemory`."""
         given, self._given = self._given, {}
         return sum(not chunk.expired() for chunks in given.values() for chunk in chunks)
 
     def lend_no_more(self) -> None:
-        """See :class:`Room`."""
+        """See :class:`ScratchMemory`."""
         self._plans.clear()
         self._grew, self.lent_bytes = True, 0
 
     def empty(
         self, caller: Hashable, like: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """See :class:`Room`."""
+        """See :class:`ScratchMemory`."""
         if caller not in self._plans:
             self._plans[caller] = self._planned(like, dtype)
         plan = self._plans[caller]

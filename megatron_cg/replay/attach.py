@@ -1,6 +1,6 @@
 """What a graphed layer runs instead of its forward.
 
-Note [The replay stands in the place of forward]
+Note [The replay replaces forward]
     Megatron's ``GraphableMegatronModule.__call__`` returns ``_te_cuda_graph_replay(...)`` without
     going through ``torch.nn.Module.__call__``: no hook fires, and under Megatron-FSDP nothing is
     unsharded. Here the layer's own ``_should_call_te_cudagraph`` answers no, so that its call
@@ -24,7 +24,7 @@ from torch import nn
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
-from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.region import is_running_part
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over, set_attribute
@@ -46,7 +46,7 @@ ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 
 
 def attach_replay(
-    unit: Unit, before_replay: Sequence[ManualHook], watch: Watch
+    unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy
 ) -> Callable[[], None]:
     """Let ``unit`` replay its graphs in training, run eagerly in evaluation; returns the undo.
 
@@ -54,7 +54,7 @@ def attach_replay(
         unit: a ``GraphableMegatronModule`` whose ``cuda_graphs`` are set.
         before_replay: (fn, arguments) run before each replay; see
             :attr:`megatron_cg.fsdp.transform.UnitHooks.before_replay`.
-        watch: of the unit's session.
+        mismatches: of the unit's session.
     """
     target: Any = unit.layer
     eager = target.forward
@@ -77,7 +77,7 @@ def attach_replay(
         try:
             return target._te_cuda_graph_replay(*args, **kwargs)
         except Exception:
-            watch.issue_held()
+            mismatches.issue_held()
             raise
 
     with ExitStack() as undo:

@@ -19,7 +19,7 @@ class Counters:
     mismatched: int = 0
     """Times that a guard forbade a replay."""
     recaptured: int = 0
-    """Captures in the place of an earlier one, which a mismatch led to."""
+    """Captures instead of an earlier one, which a mismatch led to."""
     verified: int = 0
     """Replays that were compared with an eager pass."""
     gradients_verified: int = 0

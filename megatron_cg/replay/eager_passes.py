@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay.guard.mismatch import Mismatch
-from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy
 
 
 class EagerPasses:
@@ -26,13 +26,13 @@ class EagerPasses:
 
     Args:
         name: the name of the unit.
-        watch: what is done about a mismatch.
+        mismatches: what is done about a mismatch.
         collectives: whether the unit's graphs hold any, as found when they were captured.
     """
 
-    def __init__(self, name: str, watch: Watch, *, collectives: bool) -> None:
+    def __init__(self, name: str, mismatches: MismatchPolicy, *, collectives: bool) -> None:
         self.collectives = collectives
-        self._name, self._watch = name, watch
+        self._name, self._mismatches = name, mismatches
         self._replays = True
 
     def for_mismatch(self, mismatch: Mismatch, microbatch: int = 0, *, fresh: bool = True) -> None:
@@ -44,22 +44,22 @@ class EagerPasses:
             fresh: whether another capture would not help.
 
         Raises:
-            ReplayMismatchError: see :meth:`megatron_cg.replay.mismatch_policy.Watch.mismatched`.
+            ReplayMismatchError: see :meth:`MismatchPolicy.mismatched`.
         """
-        self._watch.issue_held()
-        self._watch.mismatched(
+        self._mismatches.issue_held()
+        self._mismatches.mismatched(
             mismatch, self._name, microbatch, collectives=self.collectives, fresh=fresh
         )
-        self._watch.counters.eager += 1
+        self._mismatches.counters.eager += 1
 
     def for_no_replay(self, why: str) -> None:
         """Return if passes are to run eagerly until :meth:`replay_follows`; ``why`` in words.
 
         Raises ReplayMismatchError where the graphs hold collectives and other ranks replay.
         """
-        self._watch.issue_held()
+        self._mismatches.issue_held()
         self._turn(f"eager passes, since {why}", "eager", replays=False)
-        self._watch.counters.eager += 1
+        self._mismatches.counters.eager += 1
 
     def replay_follows(self) -> None:
         """Return if the unit is to be replayed. Raises as :meth:`for_no_replay`."""
@@ -71,5 +71,5 @@ class EagerPasses:
             return
         if self.collectives:
             text = f"{self._name} turns to {words}, on this rank."
-            self._watch.leave_together(f"{self._name}/{name}", text, agreement.TIMEOUT)
+            self._mismatches.fall_back_together(f"{self._name}/{name}", text, agreement.TIMEOUT)
         self._replays = replays

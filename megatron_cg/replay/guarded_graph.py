@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard, Mismatch
-from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Kept, verify
@@ -27,7 +27,7 @@ class GuardedGraph:
         guard: what has to hold.
         unit: the layer.
         microbatch: the number of this graph within the layer.
-        watch: what is done about a mismatch.
+        mismatches: what is done about a mismatch.
         eager_passes: what comes before an eager pass of the unit.
         replay: how autograd sees the graph's replays.
         kept: see :func:`megatron_cg.replay.verify.verify`.
@@ -39,7 +39,7 @@ class GuardedGraph:
         guard: Guard,
         unit: Unit,
         microbatch: int,
-        watch: Watch,
+        mismatches: MismatchPolicy,
         *,
         eager_passes: EagerPasses,
         replay: ReplayFunction,
@@ -48,7 +48,7 @@ class GuardedGraph:
         self.eager_passes = eager_passes
         self._graph, self._guard = graph, guard
         self._unit, self._microbatch = unit, microbatch
-        self._watch, self._kept = watch, kept
+        self._mismatches, self._kept = mismatches, kept
         self._replay = replay
         self._replays = 0
         self._awaited = 0
@@ -60,14 +60,17 @@ class GuardedGraph:
         return self._graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay, or run the part eagerly. Raises ReplayMismatchError; see :class:`Watch`."""
-        counters = self._watch.counters
+        """Replay, or run the region eagerly.
+
+        Raises ReplayMismatchError; see :class:`MismatchPolicy`.
+        """
+        counters = self._mismatches.counters
         began = time.perf_counter_ns()
         mismatch = self._guard.broken(args, kwargs)
         counters.guard_ns += time.perf_counter_ns() - began
-        if mismatch is None and self._watch.verifies:
+        if mismatch is None and self._mismatches.verifies:
             counters.verified += 1
-            self._watch.issue_held()
+            self._mismatches.issue_held()
             mismatch = self._verify(args, kwargs)
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=self._replays == 0)
@@ -96,7 +99,7 @@ class GuardedGraph:
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
-        counters, gradients = self._watch.counters, self._guard.is_as_in_backward()
+        counters, gradients = self._mismatches.counters, self._guard.is_as_in_backward()
         counters.gradients_verified += gradients
         # With the function that the backend made, not the one that the fast path puts there.
         undo = self._replay.replace(self._replay.function)
@@ -137,6 +140,6 @@ class GuardedGraph:
         self._awaited = 0
         began = time.perf_counter_ns()
         mismatch = self._guard.broken_in_backward()
-        self._watch.counters.guard_ns += time.perf_counter_ns() - began
+        self._mismatches.counters.guard_ns += time.perf_counter_ns() - began
         if mismatch is not None:
-            self._watch.mismatched_in_backward(mismatch, self._unit.name, self._microbatch)
+            self._mismatches.mismatched_in_backward(mismatch, self._unit.name, self._microbatch)

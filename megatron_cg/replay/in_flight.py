@@ -33,7 +33,7 @@ class _Pass:
         self.node = weakref.ref(node)
 
 
-class Flight:
+class InFlight:
     """The replays of one session that wait for their backward, in the order of replay."""
 
     def __init__(self) -> None:

@@ -31,21 +31,21 @@ class ReplayPolicy:
     """Steps between two verifications; 0 is never."""
 
 
-class Watch:
+class MismatchPolicy:
     """Over all graphs of one session.
 
     Args:
         policy: what the user asked for.
         counters: where mismatches are counted.
-        all_leave: ``Agreement.leave_together`` of all ranks. None where one rank decides for
-            itself.
+        all_fall_back: ``Agreement.fall_back_together`` of all ranks. None where one rank decides
+            for itself.
     """
 
     def __init__(
         self,
         policy: ReplayPolicy,
         counters: Counters,
-        all_leave: Callable[[str, timedelta | None], None] | None = None,
+        all_fall_back: Callable[[str, timedelta | None], None] | None = None,
     ) -> None:
         self.counters = counters
         self.wants_recapture = False
@@ -54,7 +54,7 @@ class Watch:
         self.issue_held: Callable[[], None] = _nothing
         """Issues the gathers that are held until a launch; has to be called before eager passes."""
         self._policy = policy
-        self._all_leave = all_leave
+        self._all_fall_back = all_fall_back
         self._reported: set[tuple[str, tuple[str, str]]] = set()
         self._step = 0
 
@@ -75,7 +75,7 @@ class Watch:
     def mismatched(
         self, mismatch: Mismatch, layer: str, microbatch: int, *, collectives: bool, fresh: bool
     ) -> None:
-        """Return where the part is to be run eagerly in the place of the replay.
+        """Return if the region is to run eagerly instead of the replay.
 
         Args:
             mismatch: what the guard found.
@@ -91,7 +91,7 @@ class Watch:
         if self._policy.on_mismatch == "error":
             raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
         if collectives:
-            self.leave_together(f"{layer}/{microbatch}/{mismatch.key}", text)
+            self.fall_back_together(f"{layer}/{microbatch}/{mismatch.key}", text)
         if self._policy.on_mismatch == "recapture" and not (fresh and self.captured_again):
             self.wants_recapture = True
 
@@ -102,16 +102,16 @@ class Watch:
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )
 
-    def leave_together(self, name: str, text: str, timeout: timedelta | None = None) -> None:
+    def fall_back_together(self, name: str, text: str, timeout: timedelta | None = None) -> None:
         """Return if all ranks agree, by ``name``, on what to do with a graph with collectives.
 
         Else raises ReplayMismatchError, whose message begins with ``text``. ``timeout`` is as in
-        ``Agreement.leave_together``.
+        ``Agreement.fall_back_together``.
         """
-        if self._all_leave is None:
+        if self._all_fall_back is None:
             return
         try:
-            self._all_leave(name, timeout)
+            self._all_fall_back(name, timeout)
         except RuntimeError as error:
             raise ReplayMismatchError(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "

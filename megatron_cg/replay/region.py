@@ -36,7 +36,7 @@ RELIES_ON = (
 )
 
 
-def run_part(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_region(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the graph of ``layer`` would return for these arguments, with autograd as usual.
 
     Hooks of FSDP on modules inside the part run as in an eager pass.
@@ -51,7 +51,7 @@ def run_part(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 @contextmanager
-def part_in_backward() -> Iterator[None]:
+def region_in_backward() -> Iterator[None]:
     """The backward pass of a part, in which Megatron also checks whether it is being captured.
 
     If so, it skips its own recomputation (megatron-core 0.19.2).
@@ -64,7 +64,7 @@ def part_in_backward() -> Iterator[None]:
 
 
 def is_running_part() -> bool:
-    """Whether :func:`run_part` runs now, or a capture."""
+    """Whether :func:`run_region` runs now, or a capture."""
     return bool(_flag("is_graph_capturing")())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.replay.region import part_in_backward, run_part
+from megatron_cg.replay.region import region_in_backward, run_region
 
 
 def _leave_out_unit(_module: nn.Module | None) -> str:
@@ -30,12 +30,12 @@ class Unit:
     """Whether the graph is known to hold collectives; others are found when it is captured."""
     inputs: tuple[str, ...] = ("hidden_states",)
     """Names of the positional inputs, for messages."""
-    run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_part
+    run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_region
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
-    in_backward: Callable[[], AbstractContextManager[None]] = part_in_backward
+    in_backward: Callable[[], AbstractContextManager[None]] = region_in_backward
     """Makes a context for its backward pass."""
     attach: Callable[..., Callable[[], None]] | None = None
-    """Puts the replay in the place of that, with arguments and undo of
+    """Replaces that by the replay, with arguments and undo of
     :func:`megatron_cg.replay.attach.attach_replay`, which None is."""
     leave_out: Callable[[nn.Module | None], str] = _leave_out_unit
     """Returns a sentence: what to type so that a module below the layer is in no graph. The module

@@ -1,6 +1,6 @@
 """The example script with one thing broken or interrupted on purpose.
 
-Run by the launcher in the place of ``examples/pretrain_gpt.py``; the functional tests look at how
+Run by the launcher instead of ``examples/pretrain_gpt.py``; the functional tests look at how
 the run ends. What is done is named by MEGATRON_CG_MUTATE, which only the graph run is given, and
 by MEGATRON_CG_SCENARIO, which both runs are: ``action@detail``. Without them it is the example as
 it is.

@@ -35,7 +35,7 @@ def case(name: str, *graph_flags: str) -> Case:
     return Case(name, "llama-tiny", ("attn", "mlp"), flags, graph_flags=graph_flags)
 
 
-def mixture(name: str, *graph_flags: str) -> Case:
+def moe_case(name: str, *graph_flags: str) -> Case:
     flags = (*batch(8), *DROPOUT, *FP8)
     scopes = ("attn", "moe_router")
     return Case(name, "deepseek-v3-tiny", scopes, flags, graph_flags=graph_flags)
@@ -70,7 +70,7 @@ def test_the_script_of_these_tests_passes_when_nothing_is_broken(align: Align) -
 
 @pytest.mark.parametrize(
     ("stage", "make"),
-    [*((stage, case) for stage in STAGES), ("capture-backward", mixture)],
+    [*((stage, case) for stage in STAGES), ("capture-backward", moe_case)],
 )
 def test_a_failed_capture_leaves_an_eager_run(
     stage: str, make: Callable[..., Case], align: Align
@@ -135,7 +135,7 @@ def test_the_host_read_that_ended_a_capture_is_logged_where_training_goes_on(
     assert f"in <lambda>: `{statement}`" in log(going_on)
 
 
-@pytest.mark.parametrize("make", [case, mixture])
+@pytest.mark.parametrize("make", [case, moe_case])
 def test_deleted_graphs_leave_an_eager_run(make: Callable[..., Case], align: Align) -> None:
     outcome = align(make("delete"), script=SCRIPT, mutation="delete@7")
     assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail

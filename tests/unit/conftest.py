@@ -129,13 +129,13 @@ def imported() -> None:
 
 @pytest.fixture
 def one_rank(imported: None, tmp_path: Path) -> Iterator[None]:
-    """A gloo group of this process alone, under the CPU stand-ins."""
+    """A gloo group of this process alone, under the CPU fakes."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    from megatron_cg.tools.cpu.fakes import cpu_standins
+    from megatron_cg.tools.cpu.fakes import cpu_fakes
 
-    with cpu_standins():
+    with cpu_fakes():
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
         )

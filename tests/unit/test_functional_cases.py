@@ -27,7 +27,7 @@ LIFE = [
     *cases.LIFE.values(),
     *(cases.resumed(cases.LIFE[n], 6) for n in ("saved", "saved-dropout")),
 ]
-ALL = [*cases.CASES, *LIFE, test_failures.case("failing"), test_failures.mixture("mixture")]
+ALL = [*cases.CASES, *LIFE, test_failures.case("failing"), test_failures.moe_case("moe_case")]
 """Every case that a functional test trains; others differ from one of these in their names."""
 
 

@@ -45,7 +45,7 @@ class Drawing:
     """An SVG of ``width`` by ``height`` user units.
 
     Args:
-        title: what the drawing shows, in a sentence; read out in the place of the drawing.
+        title: what the drawing shows, in a sentence; read out instead of the drawing.
     """
 
     def __init__(self, width: float, height: float, title: str) -> None:

@@ -97,7 +97,7 @@ def capture() -> Drawing:
 
 
 def replay() -> Drawing:
-    """One layer with its graph in the place of forward."""
+    """One layer with its graph instead of forward."""
     return timeline(
         "Replay: the same hooks around one launch",
         (_HOST, _COMPUTE, _GATHER, _REDUCE),

@@ -1,4 +1,4 @@
-"""A backend without a GPU: ATen operations recorded on a tape in the place of a CUDA graph.
+"""A backend without a GPU: ATen operations recorded on a tape instead of a CUDA graph.
 
 The contract is that of ``make_graphed_callables`` in transformer-engine 2.20.2
 (``transformer_engine/pytorch/graph.py``): the same refusals, the same warmup, hooks run outside
@@ -29,7 +29,7 @@ from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.capture_schedule import Step, schedule
-from megatron_cg.memory.scratch import Room
+from megatron_cg.memory.scratch import ScratchMemory
 from megatron_cg.replay.guard.objects import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
 
@@ -110,7 +110,7 @@ class TapeBackend:
         """None: all that a tape uses are parameters and buffers."""
         return []
 
-    def room(self) -> Room | None:
+    def scratch(self) -> ScratchMemory | None:
         """None: the memory of tapes is ordinary memory."""
         return None
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.scratch import IdlePool, Room
+from megatron_cg.memory.scratch import IdlePool, ScratchMemory
 from megatron_cg.replay.guard.objects import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
@@ -126,7 +126,7 @@ class TransformerEngineBackend:
         """See :class:`megatron_cg.backends.base.Backend`."""
         return replay_function(graph)
 
-    def room(self) -> Room | None:
+    def scratch(self) -> ScratchMemory | None:
         """The idle memory of the graphs' pool."""
         return IdlePool(self._pool) if self._pool is not None else None
 

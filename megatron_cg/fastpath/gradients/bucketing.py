@@ -78,7 +78,7 @@ from megatron_cg.upstream.closures import put_over_cell
 from megatron_cg.upstream.patch import run_before
 
 WAITING_BYTES = 64 << 20
-"""Of gradients of one bucket; some ten of the experts of a 30B-A3B mixture."""
+"""Of gradients of one bucket; some ten of the experts of a 30B-A3B MoE model."""
 _PROCESS = "_process_post_backward_gradients"
 _TWICE = (
     "A weight got gradients twice in one backward pass, as in two uses under reentrant activation "
@@ -126,8 +126,8 @@ RELIES_ON = (
 )
 
 
-class GradientHandOff:
-    """Stands in the place of Megatron-FSDP's gradient function for one model.
+class GradientBucketing:
+    """Replaces Megatron-FSDP's gradient function for one model.
 
     Args:
         fsdp: the ``MegatronFSDP``; its strategy is ``optim_grads_params``.
@@ -390,15 +390,15 @@ class GradientHandOff:
         self._original([last])
 
 
-def install_gradients(fsdp: Any) -> tuple[GradientHandOff, Callable[[], None]]:
+def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]:
     """Replace Megatron-FSDP's gradient function; returns what replaces it, and the undo.
 
     Raises UpstreamChangedError when the function is gone; nothing is changed then.
     """
     cell = find_cell(hook_functions(fsdp), _PROCESS)
-    hand_off = GradientHandOff(fsdp, cell.cell_contents)
+    bucketing = GradientBucketing(fsdp, cell.cell_contents)
     with ExitStack() as undo:
-        undo.callback(put_over_cell(cell, hand_off))
-        undo.callback(hand_off.freed.install())
-        undo.callback(run_before(fsdp, "forward", hand_off.refuse_what_is_left))
-        return hand_off, undo.pop_all().close
+        undo.callback(put_over_cell(cell, bucketing))
+        undo.callback(bucketing.freed.install())
+        undo.callback(run_before(fsdp, "forward", bucketing.refuse_what_is_left))
+        return bucketing, undo.pop_all().close

@@ -6,8 +6,9 @@ Megatron-FSDP's bucket. Here a graph is replayed without its weights among autog
 grouped GEMM is run (``detached_weights.py``), and the gradients go from the graph's own memory
 into the bucket by one copy.
 
-See Note [Gradients that are lent] in ``megatron_cg/replay/replay_function.py``: where they cannot go into
-their bucket at once, since a weight is used in another way too for one, they are copied as before.
+See Note [Gradients that are lent] in ``megatron_cg/replay/replay_function.py``. Where they cannot
+go into their bucket at once, because a weight is also used in another way, they are copied as
+before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, call_
 from megatron_cg.replay.replay_function import ReplayFunction
 
 
-def install_hidden_graphs(
+def detach_in_graphs(
     hidden: HiddenWeights, replays: Sequence[ReplayFunction], launched: Callable[[], None]
 ) -> Callable[[], None]:
     """Hide the weights of graphs; returns the undo.
@@ -35,14 +36,14 @@ def install_hidden_graphs(
     with ExitStack() as undo:
         undo.callback(hidden.close)
         for replay in replays:
-            stand_in = _StandIn(hidden, replay, launched)
+            stand_in = _Fake(hidden, replay, launched)
             undo.callback(replay.replace(stand_in))
             undo.callback(stand_in.end)
         return undo.pop_all().close
 
 
-class _StandIn:
-    """Applied in the place of a graph's function."""
+class _Fake:
+    """Applied instead of a graph's function."""
 
     def __init__(
         self, hidden: HiddenWeights, replay: ReplayFunction, launched: Callable[[], None]

@@ -25,7 +25,7 @@ Note [Nodes that are kept]
     A weight has one AccumulateGrad node for as long as anything refers to it, and asking for one
     that nobody refers to makes it, which costs thirty times as much as the question itself. So they
     are kept. Were a weight given another one in spite of that, its own hook would come after its
-    gradient was handed over, and ends the pass with an error (``GradientHandOff``).
+    gradient was handed over, and ends the pass with an error (``GradientBucketing``).
 
 Relied on: transformer-engine 2.20.2, ``_GroupedLinear``, which ``GroupedLinear.forward`` looks up
 in its module for each call: ``forward`` takes weights and biases last, and ``backward`` returns
@@ -48,7 +48,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.bucketing import GradientHandOff
+from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
 from megatron_cg.fastpath.hook_closures import hooks_of_gradient
 from megatron_cg.fastpath.not_applicable import StepsAsideError
 from megatron_cg.upstream.patch import set_attribute
@@ -74,7 +74,7 @@ MANY = 4
 Gradients = Sequence[torch.Tensor | None]
 
 
-def install_hidden(hidden: HiddenWeights) -> Callable[[], None]:
+def install_detached(hidden: HiddenWeights) -> Callable[[], None]:
     """Hide the weights of Transformer Engine's grouped GEMMs; returns the undo.
 
     Args:
@@ -95,11 +95,11 @@ def install_hidden(hidden: HiddenWeights) -> Callable[[], None]:
 def hide_in(module: Any, name: str, hidden: HiddenWeights) -> Callable[[], None]:
     """Let a function of autograd's, looked up in ``module``, be run without its weights.
 
-    Several models share one stand-in. The returned function undoes it for this one.
+    Several models share one fake. The returned function undoes it for this one.
     """
     stand_in: Any = getattr(module, name)
-    if not isinstance(stand_in, _StandIn):
-        stand_in = _StandIn(stand_in)
+    if not isinstance(stand_in, _Fake):
+        stand_in = _Fake(stand_in)
         stand_in.undo = set_attribute(module, name, stand_in)
     stand_in.models.add(hidden)
 
@@ -112,8 +112,8 @@ def hide_in(module: Any, name: str, hidden: HiddenWeights) -> Callable[[], None]
     return undo
 
 
-class _StandIn:
-    """Stands in the place of the function: ``apply`` without weights, all else its own."""
+class _Fake:
+    """Replaces the function: ``apply`` without weights, all else its own."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -194,15 +194,15 @@ class HiddenWeights:
 
     Args:
         model: what Megatron-FSDP wraps.
-        hand_off: takes the gradients.
+        bucketing: takes the gradients.
         graphed: modules that are left as they are.
     """
 
     def __init__(
-        self, model: nn.Module, hand_off: GradientHandOff, graphed: Container[nn.Module] = ()
+        self, model: nn.Module, bucketing: GradientBucketing, graphed: Container[nn.Module] = ()
     ) -> None:
         self._modules = [module for module in model.modules() if module not in graphed]
-        self._hand_off = hand_off
+        self._bucketing = bucketing
         self._eager: frozenset[int] | None = None
         self._of: dict[int, Weights] = {}
 
@@ -228,7 +228,7 @@ class HiddenWeights:
 
     def _add(self, tail: Sequence[Any], *, of_graph: bool) -> Weights | None:
         needed = [place for place, needs in enumerate(_needs(tail)) if needs]
-        if not needed or not all(self._hand_off.knows(tail[place]) for place in needed):
+        if not needed or not all(self._bucketing.knows(tail[place]) for place in needed):
             return None
         ids = {id(tail[place]) for place in needed}
         if len(ids) < len(needed):
@@ -237,7 +237,7 @@ class HiddenWeights:
             return None
         if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
             return None  # those of another operation, which their own hooks wait for
-        weights = Weights(tail, needed, self._hand_off)
+        weights = Weights(tail, needed, self._bucketing)
         self._of[id(tail[0])] = weights
         return weights
 
@@ -252,8 +252,10 @@ class HiddenWeights:
 class Weights:
     """Weights of one operation, and what is known of them in a backward pass."""
 
-    def __init__(self, tail: Sequence[Any], needed: list[int], hand_off: GradientHandOff) -> None:
-        self._places, self._hand_off = needed, hand_off
+    def __init__(
+        self, tail: Sequence[Any], needed: list[int], bucketing: GradientBucketing
+    ) -> None:
+        self._places, self._bucketing = needed, bucketing
         self._needs = _needs(tail)
         self.parameters = [tail[place] for place in needed]
         self.leaf = torch.zeros((), device=self.parameters[0].device, requires_grad=True)
@@ -266,7 +268,7 @@ class Weights:
         """Nodes of calls that a backward pass may come to."""
         self._before: dict[int, list[torch.Tensor | None]] = {}
         """Sums of the gradients of calls that a backward pass has come to, by its number."""
-        self._together = hand_off.hide(self.parameters, self.is_still_to_come)
+        self._together = bucketing.hide(self.parameters, self.is_still_to_come)
 
     def are(self, tail: Sequence[Any]) -> bool:
         """Whether they are all that needs gradients among an operation's last arguments."""
@@ -284,7 +286,7 @@ class Weights:
 
     def close(self) -> None:
         """Let autograd see them again."""
-        self._hand_off.show(self._together)
+        self._bucketing.show(self._together)
 
     def is_used_by(self, node: Any) -> None:
         """A call has been made, whose backward pass may come."""
@@ -334,7 +336,7 @@ class Weights:
             self._before[now] = [one.clone() if lent and one is not None else one for one in found]
         else:
             used = [self._executes(one) for one in self._nodes]
-            self._hand_off.take_hidden(self._together, found, used, lent=lent)
+            self._bucketing.take_hidden(self._together, found, used, lent=lent)
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

@@ -123,7 +123,7 @@ def _is_special(adam: Any) -> bool:
 
 
 class LocalStep:
-    """Stands in the place of ``FusedAdam.step``."""
+    """Replaces ``FusedAdam.step``."""
 
     def __init__(self, adam: Any) -> None:
         self._adam, self._original = adam, adam.step

@@ -312,7 +312,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class LocalClip:
-    """Stands in the place of ``MegatronOptimizer.clip_grad_norm``."""
+    """Replaces ``MegatronOptimizer.clip_grad_norm``."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._original = optimizer, optimizer.clip_grad_norm

@@ -39,7 +39,7 @@ import torch
 from megatron_cg.fastpath.not_applicable import StepsAsideError
 from megatron_cg.fastpath.params.unshard import is_float8
 from megatron_cg.fsdp.fsdp_symbols import in_both
-from megatron_cg.memory.scratch import Room
+from megatron_cg.memory.scratch import ScratchMemory
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
@@ -80,16 +80,16 @@ RELIES_ON = (
 )
 
 
-def install_main_gradients(fsdp: Any, room: Room | None) -> Callable[[], None]:
+def install_main_gradients(fsdp: Any, scratch: ScratchMemory | None) -> Callable[[], None]:
     """Attach gradients to the optimizer's parameters from a table; returns the undo.
 
     Args:
         fsdp: the ``MegatronFSDP``.
-        room: where the copies for the optimizer go, if not into ordinary memory; see
+        scratch: where the copies for the optimizer go, if not into ordinary memory; see
             Note [Copies in lent memory].
     """
     store = fsdp.param_and_grad_buffer
-    table = _GradientTable(store, room)
+    table = _GradientTable(store, scratch)
 
     def come_home() -> None:
         if table.lent and fsdp.training and torch.is_grad_enabled():
@@ -119,10 +119,10 @@ Kind = tuple[torch.device, torch.dtype, torch.dtype] | None
 
 
 class _GradientTable:
-    """Stands in the place of ``update_main_grads``."""
+    """Replaces ``update_main_grads``."""
 
-    def __init__(self, store: Any, room: Room | None) -> None:
-        self._store, self._original, self._room = store, store.update_main_grads, room
+    def __init__(self, store: Any, scratch: ScratchMemory | None) -> None:
+        self._store, self._original, self._scratch = store, store.update_main_grads, scratch
         self._groups: list[_GroupGradients] = []
         self._kinds: list[_OneKind] = []
         self.lent = False
@@ -137,8 +137,8 @@ class _GradientTable:
             self.use(self._read_in_place())
         attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
         for one_kind in self._kinds:
-            one_kind.attach(attribute, self._room)
-        self.lent = self._room is not None and self._room.lends()
+            one_kind.attach(attribute, self._scratch)
+        self.lent = self._scratch is not None and self._scratch.lends()
 
     def use(self, groups: list[_GroupGradients]) -> None:
         """Attach these from now on, all of one kind together."""
@@ -153,9 +153,9 @@ class _GradientTable:
         self.lent = False
         for one_kind in self._kinds:
             one_kind.come_home()
-        held = self._room.still_held() if self._room is not None else 0
-        if held and self._room is not None:
-            self._room.lend_no_more()
+        held = self._scratch.still_held() if self._scratch is not None else 0
+        if held and self._scratch is not None:
+            self._scratch.lend_no_more()
             logger.warning(
                 "megatron_cg: as a forward pass begins, at least %d tensors are still held that "
                 "share memory with the optimizer's gradients. It is the graphs' now, and their "
@@ -168,7 +168,7 @@ class _GradientTable:
         """Whether Megatron-FSDP has made all its DTensors, whose dtype is that of the copies."""
         known = self._store.dist_main_grad
         return (
-            self._room is not None
+            self._scratch is not None
             and not self._store.use_decoupled_grad
             and all(name in known or self._buffer_of(p) is None for name, p in self._named())
         )
@@ -248,11 +248,11 @@ class _OneKind:
         self._pieces = [piece for group in groups for piece in group.pieces]
         self._empty = [parameter for group in groups for parameter in group.empty]
 
-    def attach(self, attribute: str, room: Room | None) -> None:
+    def attach(self, attribute: str, scratch: ScratchMemory | None) -> None:
         """Set every parameter's gradient, as a DTensor on its piece of the buffer or a copy."""
         pieces = self._pieces
         if self._kind is not None and pieces:
-            pieces = self._copies(self._kind[-1], room)
+            pieces = self._copies(self._kind[-1], scratch)
         for parameter, gradient, piece in zip(
             self._parameters, self._gradients, pieces, strict=True
         ):
@@ -261,14 +261,14 @@ class _OneKind:
         for parameter in self._empty:
             setattr(parameter, attribute, None)
 
-    def _copies(self, dtype: torch.dtype, room: Room | None) -> list[torch.Tensor]:
+    def _copies(self, dtype: torch.dtype, scratch: ScratchMemory | None) -> list[torch.Tensor]:
         for gradient in self._gradients:
             # Copies of this very step, where gradients are scaled after they were reduced.
             gradient._local_tensor = None
-        if room is None:
+        if scratch is None:
             copies = [torch.empty_like(piece, dtype=dtype) for piece in self._pieces]
         else:
-            copies = room.empty(self._kind, self._pieces, dtype)
+            copies = scratch.empty(self._kind, self._pieces, dtype)
         torch._foreach_copy_(copies, self._pieces)
         return copies
 

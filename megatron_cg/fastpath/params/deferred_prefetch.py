@@ -4,8 +4,8 @@ Note [Launch first]
     Before a unit's forward pass Megatron-FSDP gathers its weights and those of the unit that
     follows, and only then does the unit run. Asking for a gather takes the host about as long as
     the gather takes the GPU, so where the GPU waits for the host (the first layers of a step; all
-    layers of a dropless mixture) it does nothing meanwhile, and then the gather lies bare. So what
-    is for the next unit is held until the graph of this one is launched.
+    layers of a dropless MoE model) it does nothing meanwhile, and the gather is exposed. So the
+    gather for the next unit is held until the graph of this one is launched.
     The order of collectives stays: nothing else is gathered or reduced between the two places, and
     what is still held when more is asked for goes first.
 
@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 
-class LatePrefetch:
+class DeferredPrefetch:
     """Holds gathers until a graph is launched; one for a model.
 
     Args:

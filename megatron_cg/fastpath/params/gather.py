@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.fastpath.not_applicable import StepsAsideError
-from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over, run_before
 
@@ -98,21 +98,21 @@ RELIES_ON = (
 )
 
 
-def install_gathers(fsdp: Any, late: LatePrefetch) -> Callable[[], None]:
+def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]:
     """Replace what asks for all-gathers of ``fsdp``'s weights; returns the undo.
 
     Args:
         fsdp: the ``MegatronFSDP``.
-        late: holds gathers for the next unit until the graph of this one is launched.
+        deferred: holds gathers for the next unit until the graph of this one is launched.
 
     Raises StepsAsideError where weights are not sharded.
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
         raise StepsAsideError("the sharding strategy is no_shard, in which nothing is gathered")
     pipeline = fsdp.all_gather_pipeline
-    gathers = Gathers(pipeline, late, lambda: bool(fsdp.training))
+    gathers = Gathers(pipeline, deferred, lambda: bool(fsdp.training))
     with ExitStack() as undo:
-        undo.callback(late.drop)
+        undo.callback(deferred.drop)
         undo.callback(run_before(fsdp, "forward", gathers.begin_pass))
         for name in ("all_gather_params", "async_bucket_gather"):
             undo.callback(put_over(pipeline, name, getattr(gathers, name)))
@@ -142,16 +142,18 @@ class _Opening:
 
 
 class Gathers:
-    """What asks an ``AllGatherPipeline`` for buckets, in the place of its own methods.
+    """What asks an ``AllGatherPipeline`` for buckets, instead of its own methods.
 
     Args:
         pipeline: the ``AllGatherPipeline``.
-        late: see there.
+        deferred: see there.
         replays: whether graphs are replayed in this pass.
     """
 
-    def __init__(self, pipeline: Any, late: LatePrefetch, replays: Callable[[], bool]) -> None:
-        self._pipeline, self._late, self._replays = pipeline, late, replays
+    def __init__(
+        self, pipeline: Any, deferred: DeferredPrefetch, replays: Callable[[], bool]
+    ) -> None:
+        self._pipeline, self._deferred, self._replays = pipeline, deferred, replays
         self._all_gather_params = pipeline.all_gather_params
         self._async_bucket_gather = pipeline.async_bucket_gather
         module: Any = inspect.getmodule(type(pipeline))
@@ -173,7 +175,7 @@ class Gathers:
 
     def begin_pass(self) -> None:
         """The model's forward pass begins; see Note [As a pass begins]."""
-        self._late.drop()
+        self._deferred.drop()
         self._before = self._early = None
         if any(self._version_of(key) != version for key, version in self._unasked.items()):
             self._let_unasked_go()
@@ -195,7 +197,7 @@ class Gathers:
         self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
     ) -> None:
         """Gather the buckets of ``params`` that are not there, as the pipeline's own would."""
-        self._late.issue()
+        self._deferred.issue()
         asked = (tuple(params), prefetch, *options.items())
         plan = self._plans.get(asked)
         if plan is None:
@@ -217,7 +219,7 @@ class Gathers:
         if ours:
             now, later = self._now_and_later(plan, absent)
             if later:
-                self._late.hold(partial(self._gather, later))
+                self._deferred.hold(partial(self._gather, later))
             if now:
                 self._gather(now)
         elif any(self._pipeline.bucket_status[key] is self._status.PRESERVED for key in absent):
@@ -263,7 +265,7 @@ class Gathers:
 
         Args:
             buckets: none of them is there.
-            since: the event that they wait for, in the place of what was launched until now.
+            since: the event that they wait for, instead of what was launched until now.
         """
         current = torch.cuda.current_stream()
         stream = self._pipeline.ag_stream or current
@@ -304,5 +306,5 @@ class Gathers:
         asked.bucket_can_be_released, asked.bucket_status = listed, looked_at
         type(asked).all_gather_params(asked, params, **options)
         order = options.get("prefetch_order")
-        before_graph = order is self._forward and self._late.begins_with_graph(params)
+        before_graph = order is self._forward and self._deferred.begins_with_graph(params)
         return _Plan(listed, tuple(looked_at), before_graph)

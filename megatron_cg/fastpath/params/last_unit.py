@@ -80,7 +80,7 @@ RELIES_ON = (
 )
 
 
-def install_kept(fsdp: Any) -> Callable[[], None]:
+def install_last_unit(fsdp: Any) -> Callable[[], None]:
     """Keep the last unit's weights between its passes; returns the undo.
 
     The undo may come at any time between two steps, and on all ranks at the same.
@@ -110,15 +110,15 @@ def install_kept(fsdp: Any) -> Callable[[], None]:
     return kept.undo
 
 
-def keep_no_more(fsdp: Any) -> None:
-    """Undo :func:`install_kept` before a capture, whoever has its undo; on all ranks."""
+def reshard_last_unit(fsdp: Any) -> None:
+    """Undo :func:`install_last_unit` before a capture, whoever has its undo; on all ranks."""
     kept = vars(fsdp.all_gather_pipeline).get(_KEPT)
     if isinstance(kept, _Kept):
         kept.undo()
 
 
 class _Kept:
-    """Stands in the place of an ``AllGatherPipeline``'s ways to free buckets."""
+    """Replaces an ``AllGatherPipeline``'s ways to free buckets."""
 
     def __init__(self, fsdp: Any) -> None:
         self.undo: Callable[[], None] = lambda: None

@@ -24,7 +24,7 @@ from megatron_cg.fastpath.params.cached_lists import (
     KnownParameters,
     ParameterLists,
 )
-from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler
 from megatron_cg.hooks.hook_records import module_hooks
@@ -73,14 +73,14 @@ RELIES_ON = (
 
 
 def install_unshard(
-    fsdp: Any, after_backward: Callable[[nn.Module], None], late: LatePrefetch
+    fsdp: Any, after_backward: Callable[[nn.Module], None], deferred: DeferredPrefetch
 ) -> Callable[[], None]:
     """Replace what walks over parameters before and after a unit's passes; returns the undo.
 
     Args:
         fsdp: the ``MegatronFSDP``.
         after_backward: called with a unit after its backward pass, before its buckets are freed.
-        late: may hold gathers, which are issued at the latest as a unit is released.
+        deferred: may hold gathers, which are issued at the latest as a unit is released.
 
     Raises:
         StepsAsideError: weights are not sharded, so that nothing is unsharded.
@@ -101,7 +101,9 @@ def install_unshard(
         undo.callback(_show_known_modules(fsdp))
         undo.callback(put_over_cell(listed, lists))
         undo.callback(
-            put_over_cell(release, _released(release.cell_contents, whole, after_backward, late))
+            put_over_cell(
+                release, _released(release.cell_contents, whole, after_backward, deferred)
+            )
         )
         undo.callback(put_over(fsdp, gather, _gathered(getattr(fsdp, gather))))
         for group in fsdp.param_and_grad_buffer.parameter_groups:
@@ -183,7 +185,7 @@ def _released(
     original: Callable[..., None],
     lists: ParameterLists,
     after_backward: Callable[..., None],
-    late: LatePrefetch,
+    deferred: DeferredPrefetch,
 ) -> Callable[..., None]:
     def release_module_parameters(
         module: nn.Module, bwd: bool, lazy: bool = False, *unused: Any
@@ -192,7 +194,7 @@ def _released(
             after_backward(module)
         else:
             # Of a unit that came to no graph, before anything of it is freed or kept.
-            late.issue()
+            deferred.issue()
         original(lists(module, "whole"), bwd, lazy)
 
     return release_module_parameters

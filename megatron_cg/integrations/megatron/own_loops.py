@@ -62,7 +62,7 @@ class LoopHelper(FsdpCudaGraphHelper):
         self.steps.after_step()
         super().create_cudagraphs()
         if self.session is not None:
-            self.session.watch.begin_step()
+            self.session.mismatches.begin_step()
 
     def of_model(self, fsdp: Any) -> bool:
         """Whether this helper captures the model in that ``MegatronFSDP``."""

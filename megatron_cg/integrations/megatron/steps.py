@@ -54,7 +54,7 @@ class StepRoutine:
         """Do what all ranks have decided, and begin the step."""
         self._controller.before_step()
         if self._controller.session is not None:
-            self._controller.session.watch.begin_step()
+            self._controller.session.mismatches.begin_step()
         elif self._controller.awaits_capture:
             self._stop_observing = self._static_inputs.observe_step()
 

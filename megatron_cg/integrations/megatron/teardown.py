@@ -91,7 +91,7 @@ def close_at_exit() -> Callable[[], None]:
 def close_for_the_end() -> None:
     """Close all graphs as far as that goes, in limited time, and raise nothing.
 
-    For the end of a run, where an error of closing must not stand in the place of the error that
+    For the end of a run, where an error of closing must not replace the error that
     ended the run: what went wrong is logged. See Note [Waiting at the end].
     """
     if not session.open_sessions():

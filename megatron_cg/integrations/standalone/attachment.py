@@ -1,4 +1,4 @@
-"""Where the graph of a plain module sits: in the place of its whole forward."""
+"""How the graph of a plain module is attached: it replaces the whole forward."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.replay.attach import ManualHook
 from megatron_cg.replay.eager_passes import EagerPasses
-from megatron_cg.replay.in_flight import Flight
-from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.in_flight import InFlight
+from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
 
 
-class Seat:
+class Attachment:
     """One module's forward, eager or replayed.
 
     Args:
@@ -25,14 +25,14 @@ class Seat:
         name: the unit's name.
         module: the unit.
         form: how it is called.
-        flight: the replays under way, of all units.
+        in_flight: the replays under way, of all units.
     """
 
     def __init__(
-        self, index: int, name: str, module: nn.Module, form: CallForm, flight: Flight
+        self, index: int, name: str, module: nn.Module, form: CallForm, in_flight: InFlight
     ) -> None:
         self._index, self._name, self._module = index, name, module
-        self._form, self._flight = form, flight
+        self._form, self._in_flight = form, in_flight
         self._eager: Callable[..., Any] = module.forward
 
     def unit(self) -> Unit:
@@ -65,7 +65,7 @@ class Seat:
         return self._eager(*positional, **by_name)
 
     def _attach(
-        self, unit: Unit, before_replay: Sequence[ManualHook], watch: Watch
+        self, unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy
     ) -> Callable[[], None]:
         """See ``attach`` of :class:`megatron_cg.capture.transaction.Unit`."""
         target: Any = unit.layer
@@ -79,7 +79,7 @@ class Seat:
                 passes.for_no_replay("its graphs were taken away")
                 return self._eager(*args, **kwargs)
             inputs, by_name, mismatch = self._form.split(args, kwargs)
-            mismatch = mismatch or self._flight.broken(self._index)
+            mismatch = mismatch or self._in_flight.broken(self._index)
             if mismatch is not None:
                 passes.for_mismatch(mismatch)
                 return self._eager(*args, **kwargs)
@@ -87,18 +87,22 @@ class Seat:
             try:
                 for hook, arguments in before_replay:
                     hook(*arguments)
-                return self._replay(target.cuda_graphs[0], inputs, by_name, watch)
+                return self._replay(target.cuda_graphs[0], inputs, by_name, mismatches)
             except Exception:
-                watch.issue_held()
+                mismatches.issue_held()
                 raise
 
         return put_over(target, "forward", forward)
 
     def _replay(
-        self, graph: Any, inputs: Sequence[Any], by_name: Mapping[str, Any], watch: Watch
+        self,
+        graph: Any,
+        inputs: Sequence[Any],
+        by_name: Mapping[str, Any],
+        mismatches: MismatchPolicy,
     ) -> Any:
-        replayed = watch.counters.replayed
+        replayed = mismatches.counters.replayed
         outputs = graph(*inputs, **by_name)
-        if watch.counters.replayed > replayed:  # and not run eagerly, for what the guard found
-            self._flight.begin(self._index, self._name, outputs)
+        if mismatches.counters.replayed > replayed:  # and not run eagerly, for what the guard found
+            self._in_flight.begin(self._index, self._name, outputs)
         return outputs

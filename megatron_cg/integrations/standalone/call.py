@@ -22,7 +22,7 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class _Tensor:
-    """In the place of an argument that the graph takes."""
+    """Instead of an argument that the graph takes."""
 
 
 _TENSOR = _Tensor()

@@ -26,12 +26,12 @@ from megatron_cg.integrations.call_arguments import (
     several,
 )
 from megatron_cg.integrations.reminder import remind_of_steps
-from megatron_cg.integrations.standalone.attachment import Seat
+from megatron_cg.integrations.standalone.attachment import Attachment
 from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.in_flight import Flight
+from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 
@@ -171,7 +171,7 @@ class GraphedUnits:
             CaptureError: capture failed, on this rank or another; nothing was changed. Not with
                 ``on_failure="eager"``, unless ranks can no longer go on together.
             AgreementError: ranks no longer do the same; this one has to end.
-            ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.Watch`.
+            ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
         self._stepped()
         self._controller.before_step()
@@ -179,7 +179,7 @@ class GraphedUnits:
             self._controller.capture()
         with ExitStack() as stack:
             if self.session is not None:
-                self.session.watch.begin_step()
+                self.session.mismatches.begin_step()
             elif self._controller.awaits_capture:
                 stack.callback(self._observer.observe_step())
             yield
@@ -201,14 +201,14 @@ class GraphedUnits:
     def _capture(self) -> Session:
         seen = self._observer.in_order()
         check_seen(self._units, seen)
-        flight = Flight()
-        seats = [
-            Seat(index, name, self._units[name], call.form, flight)
+        in_flight = InFlight()
+        attachments = [
+            Attachment(index, name, self._units[name], call.form, in_flight)
             for index, (name, call) in enumerate(seen.items())
         ]
         session = Session(
             self._model,
-            [seat.unit() for seat in seats],
+            [attachment.unit() for attachment in attachments],
             self._backend,
             self._agreement,
             joins=self._on_failure == "eager",
@@ -218,8 +218,8 @@ class GraphedUnits:
         )
         with session.capturing(), ExitStack() as stack:
             stack.enter_context(_autocast(list(seen.values())))
-            for seat in seats:
-                stack.enter_context(seat.taking_tensors())
+            for attachment in attachments:
+                stack.enter_context(attachment.taking_tensors())
             graphs = session.capture(
                 [self._units[name] for name in seen],
                 [call.args for call in seen.values()],

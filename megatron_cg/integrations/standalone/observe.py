@@ -20,7 +20,7 @@ from megatron_cg.upstream.copies import look_before
 
 @dataclass(frozen=True)
 class Seen:
-    """The last call of one unit in training, with stand-ins of its tensors, and its autocast."""
+    """The last call of one unit in training, with fakes of its tensors, and its autocast."""
 
     form: CallForm
     args: tuple[torch.Tensor, ...]

@@ -9,7 +9,7 @@ from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
-from megatron_cg.replay.guard.objects import Hooks, Parts
+from megatron_cg.replay.guard.objects import Hooks, Objects
 
 
 class Guard:
@@ -19,7 +19,7 @@ class Guard:
         self,
         inputs: Inputs,
         addresses: Addresses,
-        unit: Sequence[Training | Autograd | Autocast | Numerics | Parts | Hooks],
+        unit: Sequence[Training | Autograd | Autocast | Numerics | Objects | Hooks],
     ) -> None:
         self.inputs = inputs
         self._addresses = addresses

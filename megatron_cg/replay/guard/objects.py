@@ -62,7 +62,7 @@ def entries(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
     return found
 
 
-class Parts:
+class Objects:
     """The objects of :func:`entries`, and of a backend's own entries, are still the same."""
 
     def __init__(self, table: Iterable[Entry]) -> None:

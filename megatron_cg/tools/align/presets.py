@@ -31,7 +31,7 @@ class PresetError(MegatronCGError):
 
 @dataclass(frozen=True)
 class TapeShape:
-    """The preset's likeness that is small enough for a CPU; ``experts`` 0 is a dense model."""
+    """The preset's fake that is small enough for a CPU; ``experts`` 0 is a dense model."""
 
     layers: int
     hidden: int

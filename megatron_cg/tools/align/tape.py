@@ -1,4 +1,4 @@
-"""The two runs on the CPU: real Megatron-FSDP over gloo, a tape in the place of the CUDA graph."""
+"""The two runs on the CPU: real Megatron-FSDP over gloo, a tape instead of the CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def tape_shape(preset: Preset) -> TapeShape:
-    """The preset's small likeness. Raises LaunchError where it has none."""
+    """The preset's small fake. Raises LaunchError where it has none."""
     if preset.tape is None:
         raise LaunchError(
             f"preset {preset.name} cannot be built on a CPU ({preset.description}) Give another "
@@ -39,7 +39,7 @@ def describe(shape: TapeShape) -> str:
     """What is trained in the preset's place, in words."""
     experts = f", {shape.experts} experts, top-{shape.topk}" if shape.experts else ""
     return (
-        f"{TAPE_NOTICE}; the model is the preset's likeness in small: {shape.layers} layers, "
+        f"{TAPE_NOTICE}; the model is the preset's fake in small: {shape.layers} layers, "
         f"hidden {shape.hidden}, {shape.heads} heads{experts}, sequences of {shape.seq}, plain "
         "attention"
     )

@@ -1,4 +1,7 @@
-"""One run on the CPU: ``python -m megatron_cg.tools.align.tape_worker PLAN DIRECTORY``, PLAN in JSON."""
+"""One run on the CPU: ``python -m megatron_cg.tools.align.tape_worker PLAN DIRECTORY``.
+
+PLAN is JSON.
+"""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> lis
 
 
 def _in_small(settings: Settings) -> Settings:
-    """The settings as they are of the preset's likeness, which the tape trains."""
+    """The settings as they are of the preset's fake, which the tape trains."""
     shape = tape_shape(settings.preset)
     return replace(
         settings,

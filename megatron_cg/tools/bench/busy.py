@@ -4,8 +4,8 @@ Note [Two traces]
     Host events in a trace, and ranges around phases, slow the host so much that it falls behind a
     GPU which it is well ahead of without them: the GPU then waits, and collectives overlap with
     nothing. So what is told of the GPU comes from a trace of the device alone, whose steps are
-    nearly as long as the timed ones. It has the host's calls of CUDA and nothing else of the host;
-    what the host did while the GPU waited is for :mod:`megatron_cg.tools.bench.idle`, from another trace.
+    nearly as long as the timed ones. It has the host's calls of CUDA and nothing else of the host.
+    What the host did while the GPU waited is for ``idle.py``, from another trace.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Relied on: megatron-core 0.19.2. ``--cuda-graph-impl full_iteration`` needs
 captures forward and backward of all microbatches in the step after ``--cuda-graph-warmup-steps``
 (``full_cuda_graph.py``), and under Megatron-FSDP sets ``megatron_fsdp_cuda_graph_mode`` and
 ``fsdp_all_gather_in_start_param_sync`` itself (``training.py``); the optimizer step stays outside.
-A mixture of experts with dropless routing reads token counts on the host, which no such graph can.
+An MoE model with dropless routing reads token counts on the host, which no such graph can.
 """
 
 from __future__ import annotations

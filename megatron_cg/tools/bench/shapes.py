@@ -46,7 +46,7 @@ def with_layers(preset: Preset, layers: int) -> Preset:
     """The preset with that many layers of the same kinds.
 
     A hybrid's pattern is repeated and cut at its beginning, since all kinds of layers are at its
-    end; dense layers at the beginning of a mixture of experts stay as many as they are. Raises
+    end; dense layers at the beginning of an MoE model stay as many as they are. Raises
     ShapeError where the preset's layers follow another rule.
     """
     flags: dict[str, Flag] = dict(preset.flags)

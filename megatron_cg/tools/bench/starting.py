@@ -71,7 +71,7 @@ def check_for_tape(run: PlannedRun) -> None:
 
 
 def on_tape(data: TokenStream) -> Start:
-    """Starts runs of the preset's likeness on the CPU, joined by gloo."""
+    """Starts runs of the preset's fake on the CPU, joined by gloo."""
 
     def start(run: PlannedRun, folder: Path) -> Run:
         settings = run.settings

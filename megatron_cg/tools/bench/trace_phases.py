@@ -56,7 +56,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
         f"{_FAST}.params.unshard:_gathered/all_gather_and_wait_parameters_ready",
         f"{_FAST}.params.gather:Gathers.begin_pass",
-        f"{_FAST}.params.deferred_prefetch:LatePrefetch.launched",
+        f"{_FAST}.params.deferred_prefetch:DeferredPrefetch.launched",
         f"{_HOOKS}/_pre_forward_param_unshard",
         f"{_HOOKS}/_pre_backward_param_unshard",
     ),

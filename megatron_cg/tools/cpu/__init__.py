@@ -1,1 +1,1 @@
-"""The real Megatron-FSDP trained without a GPU: stand-ins, a model, a loop, its processes."""
+"""The real Megatron-FSDP trained without a GPU: fakes, a model, a loop, its processes."""

@@ -76,7 +76,7 @@ def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
 
 
 def build(model: CpuModelConfig) -> FullyShardedDataParallel:
-    """Build and shard the model; needs cpu_standins and an initialised default process group."""
+    """Build and shard the model; needs cpu_fakes and an initialised default process group."""
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     torch.manual_seed(model.seed)

@@ -2,10 +2,10 @@
 
 Megatron-core 0.19.2 and megatron-fsdp 0.6.1 name ``cuda`` in many places: streams and events,
 the device of every buffer, the device type of their meshes, the GPU's random generator. Inside
-:func:`cpu_standins` those names lead to the CPU. Nothing of FSDP's own logic is replaced: its
+:func:`cpu_fakes` those names lead to the CPU. Nothing of FSDP's own logic is replaced: its
 hooks, buckets, buffers, all-gathers and reduce-scatters run as they are, over gloo.
 
-What differs from a GPU, and is therefore *not* shown by a run under the stand-ins:
+What differs from a GPU, and is therefore *not* shown by a run under the fakes:
 
 * one stream: every copy, collective and kernel is done when its call returns, so a race between
   streams changes no number. ``tests/unit/ordering`` finds it by clocks instead (docs/fast_path.md,
@@ -69,7 +69,7 @@ TE_VERSION = "2.20.2"
 _CPU = torch.device("cpu")
 
 
-class StandInStream:
+class FakeStream:
     """A stream on which everything is finished when it was asked for.
 
     Takes and ignores torch.cuda.Stream's arguments; all its waits return at once.
@@ -87,9 +87,9 @@ class StandInStream:
     def wait_event(self, event: object) -> None:
         """Do nothing: the event has already happened."""
 
-    def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Return ``event``, or a new one, as already reached."""
-        return StandInEvent() if event is None else event
+        return FakeEvent() if event is None else event
 
     def synchronize(self) -> None:
         """Return at once: no work is pending. Raises HostSyncError in a capture."""
@@ -99,14 +99,14 @@ class StandInStream:
         """Return True: no work is pending."""
         return True
 
-    def __enter__(self) -> StandInStream:
+    def __enter__(self) -> FakeStream:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         return None
 
 
-class StandInEvent:
+class FakeEvent:
     """An event that has happened. Takes and ignores torch.cuda.Event's arguments."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
@@ -225,11 +225,11 @@ def _stream_context(_stream: object) -> AbstractContextManager[None]:
 
 def _cuda_names() -> dict[str, object]:
     """Return what each name of ``torch.cuda`` stands for on the CPU."""
-    stream = StandInStream()
+    stream = FakeStream()
     generator = torch.default_generator
     return {
-        "Stream": StandInStream,
-        "Event": StandInEvent,
+        "Stream": FakeStream,
+        "Event": FakeEvent,
         "stream": _stream_context,
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
@@ -360,7 +360,7 @@ def _transformer_engine(stack: ExitStack) -> None:
 
 
 @contextmanager
-def cpu_standins() -> Iterator[None]:
+def cpu_fakes() -> Iterator[None]:
     """Let the real Megatron-FSDP, of either package, run on the CPU inside the block.
 
     Undone in reverse when the block is left, also by an exception. Enter it before the model is

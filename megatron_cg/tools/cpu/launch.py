@@ -24,7 +24,7 @@ so sets of strings have the same order on all ranks; spawned ones do not."""
 
 
 def run_processes(body: Callable[[], Any], processes: int = 2) -> None:
-    """Run ``body`` in that many processes, under the stand-ins, joined by gloo over loopback.
+    """Run ``body`` in that many processes, under the fakes, joined by gloo over loopback.
 
     ``body`` must be picklable. Raises torch's ProcessRaisedException, with the traceback, when it
     raises in any of them.
@@ -56,10 +56,10 @@ def _worker(
         )
     # A rank that ends before another has connected ends that one: "Connection closed by peer".
     dist.barrier()
-    from megatron_cg.tools.cpu.fakes import cpu_standins
+    from megatron_cg.tools.cpu.fakes import cpu_fakes
 
     try:
-        with cpu_standins():
+        with cpu_fakes():
             # A capture collects garbage; what was imported is none, and the most there is to visit.
             gc.freeze()
             body()
@@ -73,7 +73,7 @@ def _worker(
 
 
 def run_plans(jobs: Sequence[tuple[TrainingPlan, Path]], processes: int = 2) -> None:
-    """Train each plan in turn, in the same processes; see :func:`megatron_cg.tools.cpu.train.train`.
+    """Train each plan in turn, in the same processes; see ``train`` in ``train.py``.
 
     Each process writes ``rank<N>.json`` in the plan's directory. A plan that fails ends all.
     """

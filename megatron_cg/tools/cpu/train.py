@@ -27,7 +27,7 @@ from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
 
 class Trainer:
-    """A built model with its optimizer; needs cpu_standins and a default process group."""
+    """A built model with its optimizer; needs cpu_fakes and a default process group."""
 
     def __init__(self, plan: TrainingPlan) -> None:
         from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import (
@@ -52,7 +52,7 @@ class Trainer:
         """Train one step; return the mean loss a token over all processes and the gradient norm."""
         with ExitStack() as stack:
             if self.session is not None:
-                self.session.watch.begin_step()
+                self.session.mismatches.begin_step()
             elif self.plan.graphs:
                 stack.callback(self._static_inputs.observe_step())
             return self._step()

@@ -11,9 +11,9 @@ from pathlib import Path
 class CpuModelConfig:
     """Shape and precision of a Llama-like model: RMSNorm, SwiGLU, rotary positions.
 
-    ``experts`` 0 makes a dense model, else a mixture of that many experts with ``topk`` of them
-    used by each token. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty tuple is
-    the whole layer. ``fsdp_options`` go to Megatron's DistributedDataParallelConfig as they are.
+    ``experts`` 0 makes a dense model. Otherwise it is an MoE model with that many experts, and each
+    token uses ``topk`` of them. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty
+    tuple is the whole layer. ``fsdp_options`` go to Megatron's DistributedDataParallelConfig.
     """
 
     layers: int = 3

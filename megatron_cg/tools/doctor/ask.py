@@ -1,4 +1,4 @@
-"""Questions to another interpreter, which may crash in the place of this one."""
+"""Questions to another interpreter, which may crash instead of this one."""
 
 from __future__ import annotations
 

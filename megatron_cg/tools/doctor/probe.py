@@ -1,7 +1,7 @@
 """The other process of the doctor: imports and loads, and writes down what it saw.
 
-``python -m megatron_cg.tools.doctor.probe FILE BACKEND STAGE...`` writes one line of JSON a stage, at
-once, so that what was seen before a crash is kept. What stages print goes to a log.
+``python -m megatron_cg.tools.doctor.probe FILE BACKEND STAGE...`` writes one line of JSON a stage,
+at once, so that what was seen before a crash is kept. What stages print goes to a log.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch.distributions import Distribution
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
 from megatron_cg.hooks.capture_schedule import schedule
-from megatron_cg.replay.region import run_part
+from megatron_cg.replay.region import run_region
 from megatron_cg.tools.plan.planned_samples import Sample
 from megatron_cg.tools.plan.pool import Pool, round_up
 from megatron_cg.tools.plan.trace import Trace, tracing
@@ -133,7 +133,7 @@ class _Capture:
         sample, layer = self._samples[number], self.layers[number]
         before, kernels = self._pool.mark(), self._trace.launches
         with tracing(self._trace, _reads(sample, "forward")):
-            result = run_part(sample.layer, sample.args, sample.kwargs)
+            result = run_region(sample.layer, sample.args, sample.kwargs)
         outputs = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         del result
         held = self._pool.allocated - before

@@ -36,7 +36,7 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
     if settings.run.fp8 is not None:
         notes.append(
             f"--fp8-format {settings.run.fp8}: memory and kernels are counted as for bfloat16, "
-            "because Transformer Engine's quantized tensors have no likeness yet."
+            "because Transformer Engine's quantized tensors have no fake yet."
         )
         args.fp8, args.fp8_param_gather = None, False
     if args.padded_vocab_size is None and args.vocab_size is None:

@@ -24,8 +24,8 @@ from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.cpu.fakes import (
     FACTORIES,
     METHODS,
-    StandInEvent,
-    StandInStream,
+    FakeEvent,
+    FakeStream,
     redirected,
     redirected_method,
     replaced,
@@ -72,13 +72,13 @@ def _restore_environment(saved: Mapping[str, str]) -> None:
 
 
 def _cuda_names() -> dict[str, Any]:
-    stream = StandInStream()
+    stream = FakeStream()
     properties = SimpleNamespace(
         major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132, name="NVIDIA H200"
     )
     return {
-        "Stream": StandInStream,
-        "Event": StandInEvent,
+        "Stream": FakeStream,
+        "Event": FakeEvent,
         "stream": lambda _stream: nullcontext(),
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,

@@ -1,6 +1,6 @@
 """Has plans made in a process of their own.
 
-There the likenesses of Transformer Engine are what Megatron is built on, whatever is imported here.
+There the fakes of Transformer Engine are what Megatron is built on, whatever is imported here.
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ def read_request(
         target: a preset's name or a script; None where ``extra`` is a whole command line.
         extra: what came after ``--``: Megatron's flags, or a command line with a script in it,
             of which all before the script is read only for GPUs and variables.
-        scopes: in the place of ``--cuda-graph-modules``; empty for whole layers.
+        scopes: instead of ``--cuda-graph-modules``; empty for whole layers.
         cg_layers: values of ``--cg-layers``.
-        nproc: GPUs, in the place of what is said elsewhere.
+        nproc: GPUs, instead of what is said elsewhere.
 
     Raises RequestError for what is neither, naming what there is.
     """

@@ -172,13 +172,13 @@ def tracing(trace: Trace, reads: HostReads | None = None) -> Iterator[None]:
 
 
 def launched(kernels: int) -> None:
-    """Say that a likeness of an operation would have launched so many kernels."""
+    """Say that a fake of an operation would have launched so many kernels."""
     if _active:
         _active[-1].launches += kernels
 
 
 def compiled(function: Any = None, **_settings: Any) -> Any:
-    """In the place of ``torch.compile``: the function as it is, traced as one kernel."""
+    """Instead of ``torch.compile``: the function as it is, traced as one kernel."""
     if function is None:
         return compiled
 

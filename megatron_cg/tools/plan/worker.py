@@ -1,6 +1,6 @@
 """Makes plans: ``python -m megatron_cg.tools.plan.worker REQUESTS.json PLANS.json``.
 
-In a process of its own, in which the likenesses of TE are installed before Megatron is imported.
+In a process of its own, in which the fakes of TE are installed before Megatron is imported.
 """
 
 from __future__ import annotations

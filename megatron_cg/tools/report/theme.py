@@ -1,7 +1,7 @@
 """Colours, for figures in a page that follows the reader's scheme and for PNG files.
 
 In a page a figure's colours are names of the page's style, so that one drawing is right in light
-and in dark: it is drawn in stand-ins, which :func:`as_styled` replaces. The hues are from the
+and in dark: it is drawn in fakes, which :func:`as_styled` replaces. The hues are from the
 palette of Okabe and Ito, told apart with every kind of colour blindness, in the shade that keeps
 3:1 against the page; text keeps 4.5:1.
 """
@@ -60,7 +60,7 @@ DARK = Palette(
 )
 _NAMES = tuple(field.name for field in fields(Palette))
 STYLED = Palette(**{name: f"#00fe{number:02x}" for number, name in enumerate(_NAMES)})
-"""The stand-ins; no figure uses these colours for themselves."""
+"""The fakes; no figure uses these colours for themselves."""
 
 
 def variables(palette: Palette) -> str:
@@ -69,6 +69,6 @@ def variables(palette: Palette) -> str:
 
 
 def as_styled(svg: str) -> str:
-    """``svg``, drawn in :data:`STYLED`, with the page's properties in the place of stand-ins."""
+    """``svg``, drawn in :data:`STYLED`, with the page's properties instead of fakes."""
     stand_ins = {getattr(STYLED, name): name for name in _NAMES}
     return re.sub(r"#00fe[0-9a-f]{2}\b", lambda found: f"var(--{stand_ins[found[0]]})", svg)

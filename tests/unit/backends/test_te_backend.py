@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_cg.backends.te import te_backend as transformer_engine
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.replay.guard.objects import Parts
+from megatron_cg.replay.guard.objects import Objects
 from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
 
 
@@ -187,7 +187,7 @@ def test_scales_and_histories_are_what_a_graph_holds_of_fp8(
     fake_te(monkeypatch, new_capture)
     backend = transformer_engine.TransformerEngineBackend()
     scaled = DelayedScaling()
-    parts = Parts(backend.entries([scaled, nn.Linear(1, 1)]))
+    parts = Objects(backend.entries([scaled, nn.Linear(1, 1)]))
     assert parts.broken() is None
     scaled.fp8_meta["scaling_bwd"].amax_history = torch.zeros(8, 2)
     found = parts.broken()

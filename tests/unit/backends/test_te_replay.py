@@ -118,7 +118,7 @@ class Captured:
 
 
 class Noting:
-    """Applied in the place of a function, and then the function itself."""
+    """Applied instead of a function, and then the function itself."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, list[tuple[Any, ...]]()

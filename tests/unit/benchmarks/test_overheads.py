@@ -18,7 +18,7 @@ from megatron_cg.consensus.boundary import Boundary
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guarded_graph import GuardedGraph
-from megatron_cg.replay.mismatch_policy import Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.telemetry.record import Recorder
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
@@ -102,7 +102,7 @@ def test_a_probe_leaves_nothing_behind() -> None:
             vars(owner)[name]
             for owner, name in (
                 (Boundary, "after_step"),
-                (Watch, "begin_step"),
+                (MismatchPolicy, "begin_step"),
                 (Agreement, "agree"),
                 (Inputs, "copied"),
                 (GuardedGraph, "_guard_backward"),

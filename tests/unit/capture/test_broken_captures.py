@@ -100,7 +100,7 @@ def train_all(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Comparison]:
+def votes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Comparison]:
     from megatron_cg.tools.cpu.launch import run_processes
 
     root = tmp_path_factory.mktemp("broken")
@@ -109,8 +109,8 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Comparison]:
     return {name: compare(eager, read_run(root / name)) for name in BROKEN}
 
 
-def test_unbroken_graphs_train_as_eager(verdicts: dict[str, Comparison]) -> None:
-    assert verdicts["unbroken"].status == "identical", verdicts["unbroken"].reason
+def test_unbroken_graphs_train_as_eager(votes: dict[str, Comparison]) -> None:
+    assert votes["unbroken"].status == "identical", votes["unbroken"].reason
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_unbroken_graphs_train_as_eager(verdicts: dict[str, Comparison]) -> None
     ],
 )
 def test_a_broken_capture_never_passes(
-    name: str, status: str, words: str, verdicts: dict[str, Comparison]
+    name: str, status: str, words: str, votes: dict[str, Comparison]
 ) -> None:
-    assert verdicts[name].status == status, verdicts[name].reason
-    assert words in verdicts[name].reason
+    assert votes[name].status == status, votes[name].reason
+    assert words in votes[name].reason

@@ -20,7 +20,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.hook_order import HookOrder, OutOfStepError
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
-from megatron_cg.tools.cpu.fakes import cpu_standins
+from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 Call = tuple[int, str, str]
 Capture = Callable[..., Any]
@@ -126,7 +126,7 @@ def loops_of_te(monkeypatch: pytest.MonkeyPatch) -> Capture:
 
     def run(modules: Any, samples: Any, *, capture_time_hooks: Any, **options: Any) -> Any:
         hooks = scope["_canonicalize_capture_time_hooks"](len(modules), capture_time_hooks)
-        with cpu_standins():
+        with cpu_fakes():
             return scope["_make_graphed_callables"](
                 modules, samples, capture_time_hooks=hooks, **options
             )

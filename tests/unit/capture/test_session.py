@@ -166,7 +166,7 @@ def test_a_session_is_eager_again_if_capture_fails_before_its_first_change(train
     backend = TapeBackend()
     before = dict(vars(backend))
     session = Session(trainer.model, [], backend)
-    undo = failing(module, "keep_no_more", 1, Forced())
+    undo = failing(module, "reshard_last_unit", 1, Forced())
     try:
         with pytest.raises(Forced), session.capturing():
             pass
@@ -202,18 +202,18 @@ def test_a_closed_session_has_released_its_graphs(trainer: Any) -> None:
 
 def test_another_capture_is_asked_for_only_once_the_last_one_has_replayed(trainer: Any) -> None:
     session = trainer.capture(TapeBackend(), policy=ReplayPolicy("recapture"))
-    session.watch.captured_again = True
+    session.mismatches.captured_again = True
     hook = layers_of(trainer)[0].self_attention.register_forward_hook(lambda *_: None)
     trainer.step()
     session.counters.expect(replayed=1, mismatched=1)
-    assert not session.watch.wants_recapture
+    assert not session.mismatches.wants_recapture
     hook.remove()
     trainer.step()
     session.counters.expect(replayed=3, mismatched=1)
     layers_of(trainer)[0].self_attention.register_forward_hook(lambda *_: None)
     trainer.step()
     session.counters.expect(replayed=4, mismatched=2)
-    assert session.watch.wants_recapture
+    assert session.mismatches.wants_recapture
 
 
 class Alone(Agreement):

@@ -22,7 +22,7 @@ from megatron_cg.consensus.exchange import (
     AgreementTime,
     Kind,
     Level,
-    Verdict,
+    Vote,
     digest,
 )
 from megatron_cg.errors import CaptureError, PhaseError
@@ -45,9 +45,9 @@ def said(*calls: Callable[[], Any]) -> list[str]:
     return results
 
 
-def wish(rank: int) -> Verdict:
+def request(rank: int) -> Vote:
     """Rank 1 wants a recapture, and another size than rank 0."""
-    return Verdict(Level(rank), size=96 + 32 * rank, graphs=5)
+    return Vote(Level(rank), size=96 + 32 * rank, graphs=5)
 
 
 def confirmed_by_both(rank: int, votes: Agreement) -> Any:
@@ -76,11 +76,11 @@ def captured_again(rank: int, votes: Agreement) -> Any:
 
 
 def other_sizes(rank: int, votes: Agreement) -> Any:
-    return said(lambda: votes.ready(Verdict(size=96 + rank)), votes.report_failure)
+    return said(lambda: votes.ready(Vote(size=96 + rank)), votes.report_failure)
 
 
 def other_graphs(rank: int, votes: Agreement) -> Any:
-    held = Verdict(graphs=digest(["layer 0", f"layer {rank + 1}"]))
+    held = Vote(graphs=digest(["layer 0", f"layer {rank + 1}"]))
     return said(votes.ready, lambda: votes.confirm(held), votes.report_failure)
 
 
@@ -90,17 +90,17 @@ def failed_alone(rank: int, _votes: Agreement) -> Any:
 
 
 def decided_at_once(rank: int, votes: Agreement) -> Any:
-    decision = votes.agree(Kind.SIZE, wish(rank))
+    decision = votes.agree(Kind.SIZE, request(rank))
     return [decision.level, decision.rank, decision.smallest, decision.largest]
 
 
 def decided_later(rank: int, votes: Agreement) -> Any:
     """A vote is posted, one is made at once meanwhile, then the first is collected."""
     nothing = votes.collect()
-    votes.post(Kind.STEP, wish(rank), serial=7)
-    second = said(lambda: votes.post(Kind.STEP, wish(rank)))
-    between = votes.agree(Kind.SIZE, Verdict(Level.GIVE_UP if rank == 0 else Level.KEEP))
-    third = said(lambda: votes.post(Kind.STEP, wish(rank)))
+    votes.post(Kind.STEP, request(rank), serial=7)
+    second = said(lambda: votes.post(Kind.STEP, request(rank)))
+    between = votes.agree(Kind.SIZE, Vote(Level.GIVE_UP if rank == 0 else Level.KEEP))
+    third = said(lambda: votes.post(Kind.STEP, request(rank)))
     first = votes.collect()
     assert first is not None and votes.collect() is None and nothing is None
     return [between.level, between.rank, first.level, first.rank, *second, *third]
@@ -109,14 +109,14 @@ def decided_later(rank: int, votes: Agreement) -> Any:
 def came_to_different_votes(rank: int, votes: Agreement) -> Any:
     """One rank at a vote that it waits for, one at a vote that it posted."""
     if rank == 0:
-        return said(lambda: votes.agree(Kind.MISMATCH, Verdict()), votes.ready)
-    votes.post(Kind.STEP, Verdict(), serial=5)
+        return said(lambda: votes.agree(Kind.MISMATCH, Vote()), votes.ready)
+    votes.post(Kind.STEP, Vote(), serial=5)
     return said(votes.collect, votes.ready, votes.report_failure)
 
 
 def came_to_different_steps(rank: int, votes: Agreement) -> Any:
     votes.confirm()
-    votes.post(Kind.STEP, Verdict(), serial=5 + rank)
+    votes.post(Kind.STEP, Vote(), serial=5 + rank)
     return said(votes.collect, votes.report_failure)
 
 
@@ -124,7 +124,7 @@ def came_late(rank: int, votes: Agreement) -> Any:
     """Rank 0 waits a second, and rank 1 comes after that."""
     if rank == 1:
         dist.barrier()
-    result = said(lambda: votes.agree(Kind.MISMATCH, Verdict(), timeout=SHORT))
+    result = said(lambda: votes.agree(Kind.MISMATCH, Vote(), timeout=SHORT))
     if rank == 0:
         dist.barrier()
     return result
@@ -133,15 +133,15 @@ def came_late(rank: int, votes: Agreement) -> Any:
 def left_a_graph(rank: int, votes: Agreement) -> Any:
     """Both ranks leave one graph; then each another; then they can leave none."""
     names = ("layer 0", f"layer {rank}", "layer 0")
-    return said(*(partial(votes.leave_together, name) for name in names))
+    return said(*(partial(votes.fall_back_together, name) for name in names))
 
 
 def was_timed(rank: int, votes: Agreement) -> Any:
     time.sleep(0.3 * rank)
     arrived = time.perf_counter()
-    votes.agree(Kind.SIZE, Verdict())
+    votes.agree(Kind.SIZE, Vote())
     left, at_once = time.perf_counter(), votes.time.as_dict()
-    votes.post(Kind.STEP, Verdict())
+    votes.post(Kind.STEP, Vote())
     votes.collect()
     return {"arrived": arrived, "left": left, "at once": at_once, "both": votes.time.as_dict()}
 
@@ -152,7 +152,7 @@ def was_opened_and_closed(rank: int, votes: Agreement) -> Any:
     for _ in range(6):
         other = Agreement(LONG)
         other.ready()
-        other.post(Kind.STEP, Verdict())
+        other.post(Kind.STEP, Vote())
         other.collect()
         other.close()
         other.close()
@@ -165,7 +165,7 @@ def was_opened_and_closed(rank: int, votes: Agreement) -> Any:
 def lost_a_rank(rank: int, votes: Agreement) -> Any:
     if rank == 1:
         os._exit(0)
-    return said(lambda: votes.agree(Kind.STEP, Verdict()), votes.report_failure)
+    return said(lambda: votes.agree(Kind.STEP, Vote()), votes.report_failure)
 
 
 SCENARIOS = (
@@ -195,8 +195,8 @@ def vote_in_detail(root: Path) -> None:
     set_debug_level_from_env()
     rank = dist.get_rank()
     votes, alone = Agreement(LONG), Agreement(SHORT)
-    decision = votes.agree(Kind.STEP, wish(rank))
-    votes.post(Kind.STEP, Verdict())
+    decision = votes.agree(Kind.STEP, request(rank))
+    votes.post(Kind.STEP, Vote())
     result = [decision.level.name, str(votes.collect()), *said(votes.ready, votes.confirm)]
     missed = said(alone.ready) if rank == 0 else []
     (root / f"{rank}.json").write_text(json.dumps([result, missed]))
@@ -342,7 +342,7 @@ def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:
     from megatron_cg.backends.tape.tape_recording import recording
 
     votes = Agreement(LONG)
-    votes.post(Kind.STEP, Verdict())
+    votes.post(Kind.STEP, Vote())
     with recording(Pool(), torch.nn.Identity(), "a layer"):
         for call in (votes.ready, votes.confirm, votes.report_failure, votes.collect):
             with pytest.raises(PhaseError, match="while a CUDA graph is captured"):
@@ -353,13 +353,13 @@ def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:
 
 def test_one_rank_agrees_with_itself(one_rank: None) -> None:
     votes = Agreement(LONG)
-    votes.confirm(Verdict(size=3))
-    votes.post(Kind.STEP, Verdict(Level.RECAPTURE))
+    votes.confirm(Vote(size=3))
+    votes.post(Kind.STEP, Vote(Level.RECAPTURE))
     decision = votes.collect()
     assert decision is not None and decision.rank == 0
     votes.begin_capture()
     votes.report_failure()
-    votes.leave_together("layer 0")
+    votes.fall_back_together("layer 0")
     assert votes.time.votes == 4
 
 
@@ -367,7 +367,7 @@ def test_an_agreement_closes_after_the_process_groups(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     votes = Agreement(LONG)
-    votes.post(Kind.STEP, Verdict())
+    votes.post(Kind.STEP, Vote())
     dist.destroy_process_group()
     votes.close()
     assert votes.collect() is None

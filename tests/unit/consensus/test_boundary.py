@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_cg.consensus import boundary
 from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.exchange import Agreement, AgreementError, Decision, Kind, Level, Verdict
+from megatron_cg.consensus.exchange import Agreement, AgreementError, Decision, Kind, Level, Vote
 from megatron_cg.tools.cpu.launch import run_processes
 
 KEEP, RECAPTURE, GIVE_UP = Level
@@ -32,16 +32,16 @@ LIMIT = 15.0
 
 
 class Owner:
-    """Whose graphs a boundary decides on: one wish a step, and what was done before which."""
+    """Whose graphs a boundary decides on: one request a step, and what was done before which."""
 
-    def __init__(self, *wishes: Verdict | Level) -> None:
-        self.wishes = [w if isinstance(w, Verdict) else Verdict(w) for w in wishes]
+    def __init__(self, *requests: Vote | Level) -> None:
+        self.requests = [w if isinstance(w, Vote) else Vote(w) for w in requests]
         self.done: list[str] = []
         self.votes = Agreement(LONG)
-        self.boundary = Boundary(self.votes, self.verdict, self.recapture, self.give_up)
+        self.boundary = Boundary(self.votes, self.vote, self.recapture, self.give_up)
 
-    def verdict(self) -> Verdict:
-        return self.wishes.pop(0)
+    def vote(self) -> Vote:
+        return self.requests.pop(0)
 
     def recapture(self) -> None:
         self.done.append("recapture")
@@ -50,8 +50,8 @@ class Owner:
         self.done.append(f"give up: {decision.reason()}")
 
     def run(self) -> list[str]:
-        """Train as many steps as there are wishes; return what was done and when."""
-        while self.wishes:
+        """Train as many steps as there are requests; return what was done and when."""
+        while self.requests:
             self.boundary.before_step()
             self.done.append("step")
             self.boundary.after_step()
@@ -82,21 +82,21 @@ def test_a_wish_after_the_recapture_is_a_new_one(one_rank: None) -> None:
     assert owner.run() == ["step", "step", "recapture", "step", "step", "recapture", "step"]
 
 
-@pytest.mark.parametrize("wishes", [(RECAPTURE, GIVE_UP), (GIVE_UP, RECAPTURE)])
-def test_giving_up_comes_before_a_recapture(one_rank: None, wishes: tuple[Level, Level]) -> None:
+@pytest.mark.parametrize("requests", [(RECAPTURE, GIVE_UP), (GIVE_UP, RECAPTURE)])
+def test_giving_up_comes_before_a_recapture(one_rank: None, requests: tuple[Level, Level]) -> None:
     reason = "give up: rank 0 asked to give the graphs up"
-    assert Owner(*wishes, KEEP, KEEP, KEEP).run() == ["step", "step", reason, *["step"] * 3]
+    assert Owner(*requests, KEEP, KEEP, KEEP).run() == ["step", "step", reason, *["step"] * 3]
 
 
 def test_what_changes_collectives_is_undone_once_all_give_up(one_rank: None) -> None:
-    owner = Owner(Verdict(GIVE_UP, graphs=1), *[Verdict(graphs=1)] * 3)
+    owner = Owner(Vote(GIVE_UP, graphs=1), *[Vote(graphs=1)] * 3)
     owner.votes.undo_together(lambda: owner.done.append("undo"))
     reason = "give up: rank 0 asked to give the graphs up"
     assert owner.run() == ["step", "step", reason, "undo", "step", "step"]
 
 
 def test_what_changes_collectives_is_undone_once_no_rank_has_graphs(one_rank: None) -> None:
-    held, none = Verdict(graphs=1), Verdict()
+    held, none = Vote(graphs=1), Vote()
     owner = Owner(none, none, held, none, none, none)
     for number in range(6):
         owner.boundary.before_step()
@@ -110,7 +110,7 @@ def test_what_changes_collectives_is_undone_once_no_rank_has_graphs(one_rank: No
 
 
 def test_what_a_new_capture_has_changed_outlives_votes_of_before(one_rank: None) -> None:
-    held, none = Verdict(graphs=1), Verdict()
+    held, none = Vote(graphs=1), Vote()
     owner = Owner(none, none, none, held, held, held)
     owner.votes.undo_together(lambda: owner.done.append("undo"))
     for number in range(6):
@@ -140,8 +140,8 @@ def test_nothing_is_decided_after_the_close(one_rank: None) -> None:
     owner.boundary.close()
     owner.boundary.before_step()
     owner.boundary.after_step()
-    assert owner.done == [] and len(owner.wishes) == 1
-    owner.boundary = Boundary(owner.votes, owner.verdict, owner.recapture, owner.give_up)
+    assert owner.done == [] and len(owner.requests) == 1
+    owner.boundary = Boundary(owner.votes, owner.vote, owner.recapture, owner.give_up)
     assert owner.run() == ["step"]
 
 
@@ -158,15 +158,15 @@ def test_a_boundary_closes_after_the_process_groups(tmp_path: Path) -> None:
 def test_a_vote_made_within_a_step_does_not_disturb_the_posted_one(one_rank: None) -> None:
     owner = Owner(RECAPTURE, KEEP, KEEP)
     owner.boundary.after_step()
-    assert owner.votes.agree(Kind.MISMATCH, Verdict()).level is KEEP
+    assert owner.votes.agree(Kind.MISMATCH, Vote()).level is KEEP
     assert owner.run() == ["step", "recapture", "step"]
 
 
 def decided_together(rank: int) -> Any:
     """Rank 2 asks for a recapture; later rank 1 holds other graphs than the rest."""
-    wishes = [Verdict(RECAPTURE if rank == 2 and step == 1 else KEEP) for step in range(5)]
-    wishes += [Verdict(graphs=1 + (rank == 1)), *[Verdict()] * 3]
-    return Owner(*wishes).run()
+    requests = [Vote(RECAPTURE if rank == 2 and step == 1 else KEEP) for step in range(5)]
+    requests += [Vote(graphs=1 + (rank == 1)), *[Vote()] * 3]
+    return Owner(*requests).run()
 
 
 def at_other_steps(rank: int) -> Any:
@@ -221,13 +221,13 @@ class Recapturing:
         self.wanted = False
         self.votes = Agreement(LONG) if agreed else None
         self.boundary = (
-            Boundary(self.votes, self.verdict, self.recapture, lambda _decision: None)
+            Boundary(self.votes, self.vote, self.recapture, lambda _decision: None)
             if self.votes is not None
             else None
         )
 
-    def verdict(self) -> Verdict:
-        return Verdict(RECAPTURE if self.wanted else KEEP)
+    def vote(self) -> Vote:
+        return Vote(RECAPTURE if self.wanted else KEEP)
 
     def recapture(self) -> None:
         from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -325,8 +325,8 @@ def told(root: Path, scenario: Callable[[int], Any]) -> list[Any]:
 
 
 def test_all_ranks_do_what_one_asks_for_before_the_same_step(played: Path) -> None:
-    odd = "give up: rank 1 and the other ranks hold different sets of graphs"
-    steps = [*["step"] * 3, "recapture", *["step"] * 4, odd, *["step"] * 2]
+    minority = "give up: rank 1 and the other ranks hold different sets of graphs"
+    steps = [*["step"] * 3, "recapture", *["step"] * 4, minority, *["step"] * 2]
     assert told(played, decided_together) == [steps] * RANKS
 
 

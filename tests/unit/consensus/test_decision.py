@@ -1,4 +1,4 @@
-"""What follows from the verdicts of all ranks, whoever asked and in whatever order."""
+"""What follows from the votes of all ranks, whoever asked and in whatever order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cg.consensus.decision import (
     Exchange,
     Kind,
     Level,
-    Verdict,
+    Vote,
     decide,
     digest,
     encode,
@@ -25,23 +25,23 @@ from megatron_cg.consensus.decision import (
 KEEP, RECAPTURE, GIVE_UP = Level
 
 
-def decided(verdicts: Iterable[Verdict]) -> Decision:
-    return decide(torch.stack([encode(Kind.STEP, 3, verdict) for verdict in verdicts]))
+def decided(votes: Iterable[Vote]) -> Decision:
+    return decide(torch.stack([encode(Kind.STEP, 3, vote) for vote in votes]))
 
 
 def levels(*asked: Level) -> Decision:
-    return decided(Verdict(level) for level in asked)
+    return decided(Vote(level) for level in asked)
 
 
 def test_a_row_holds_the_vote_and_then_the_verdict() -> None:
-    row = encode(Kind.MISMATCH, 9, Verdict(RECAPTURE, 5, 7), Exchange.VOTING)
+    row = encode(Kind.MISMATCH, 9, Vote(RECAPTURE, 5, 7), Exchange.VOTING)
     assert row.dtype is torch.int64 and row.device.type == "cpu"
     assert row.tolist() == [4, 9, 2, 1, 5, 7]
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind_of_vote_has_the_same_length(kind: Kind) -> None:
-    assert len(encode(kind, 2**40, Verdict(GIVE_UP, 2**40, 2**63 - 1))) == 6
+    assert len(encode(kind, 2**40, Vote(GIVE_UP, 2**40, 2**63 - 1))) == 6
 
 
 def test_the_highest_level_wins_and_says_who_asked() -> None:
@@ -53,8 +53,8 @@ def test_the_highest_level_wins_and_says_who_asked() -> None:
 
 
 def test_sizes_give_one_static_size_or_none() -> None:
-    same = decided([Verdict(size=96), Verdict(size=96)])
-    other = decided([Verdict(size=96), Verdict(size=128), Verdict(size=0)])
+    same = decided([Vote(size=96), Vote(size=96)])
+    other = decided([Vote(size=96), Vote(size=128), Vote(size=0)])
     assert same.sizes_agree and same.static_size(False) == same.static_size(True) == 96
     assert (other.smallest, other.largest, other.sizes_agree) == (0, 128, False)
     assert other.static_size(can_pad=True) == 128 and other.static_size(can_pad=False) is None
@@ -62,20 +62,22 @@ def test_sizes_give_one_static_size_or_none() -> None:
 
 
 @pytest.mark.parametrize("level", Level)
-@pytest.mark.parametrize("odd", range(3))
-def test_another_set_of_graphs_is_given_up_whatever_was_asked(level: Level, odd: int) -> None:
-    verdicts = [Verdict(graphs=digest(["a", "b"]))] * 3
-    verdicts[odd] = Verdict(level, graphs=digest(["a"]))
-    decision = decided(verdicts)
-    assert decision.level is GIVE_UP and decision.odd == (odd,) and not decision.same_graphs
-    assert decision.asked == ((odd,) if level is GIVE_UP else ()) and decision.rank == odd
-    assert f"rank {odd} and the other ranks hold different sets" in decision.reason()
+@pytest.mark.parametrize("minority", range(3))
+def test_another_set_of_graphs_is_given_up_whatever_was_asked(level: Level, minority: int) -> None:
+    votes = [Vote(graphs=digest(["a", "b"]))] * 3
+    votes[minority] = Vote(level, graphs=digest(["a"]))
+    decision = decided(votes)
+    assert (
+        decision.level is GIVE_UP and decision.minority == (minority,) and not decision.same_graphs
+    )
+    assert decision.asked == ((minority,) if level is GIVE_UP else ()) and decision.rank == minority
+    assert f"rank {minority} and the other ranks hold different sets" in decision.reason()
 
 
 def test_of_two_sets_held_equally_often_that_of_the_lowest_rank_is_the_common_one() -> None:
-    verdicts = [Verdict(graphs=held) for held in (9, 3, 3, 9)]
-    assert decided(verdicts).odd == (1, 2)
-    assert decided([Verdict(graphs=1), Verdict(graphs=1)]).same_graphs
+    votes = [Vote(graphs=held) for held in (9, 3, 3, 9)]
+    assert decided(votes).minority == (1, 2)
+    assert decided([Vote(graphs=1), Vote(graphs=1)]).same_graphs
 
 
 def test_a_digest_is_of_a_set_and_fits_a_row() -> None:
@@ -95,13 +97,13 @@ def test_a_digest_is_the_same_in_another_process() -> None:
 @pytest.mark.parametrize(
     ("others", "named"),
     [
-        (encode(Kind.SIZE, 3, Verdict()), "rank 1 to size 3 (posted)"),
-        (encode(Kind.STEP, 4, Verdict()), "rank 1 to step 4 (posted)"),
-        (encode(Kind.STEP, 3, Verdict(), Exchange.ARRIVING), "rank 1 to step 3 (arriving)"),
+        (encode(Kind.SIZE, 3, Vote()), "rank 1 to size 3 (posted)"),
+        (encode(Kind.STEP, 4, Vote()), "rank 1 to step 4 (posted)"),
+        (encode(Kind.STEP, 3, Vote(), Exchange.ARRIVING), "rank 1 to step 3 (arriving)"),
     ],
 )
 def test_different_votes_are_an_error_that_names_them(others: torch.Tensor, named: str) -> None:
-    own = encode(Kind.STEP, 3, Verdict(GIVE_UP))
+    own = encode(Kind.STEP, 3, Vote(GIVE_UP))
     with pytest.raises(AgreementError) as caught:
         decide(torch.stack([own, others, own]))
     assert f"ranks 0, 2 to step 3 (posted), {named}" in str(caught.value)

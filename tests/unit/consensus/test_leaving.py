@@ -9,11 +9,11 @@ import pytest
 
 SCRIPT = """
 import atexit, logging, threading
-from megatron_cg.consensus.process_exit import leave_without_waiting
+from megatron_cg.consensus.process_exit import exit_without_waiting
 # What the end of a process out of step meets: something that waits for other ranks for ever.
 atexit.register(threading.Event().wait)
-leave_without_waiting()
-leave_without_waiting()
+exit_without_waiting()
+exit_without_waiting()
 print("written")
 raise RuntimeError("a hook raised")
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_cg.consensus.exchange import Agreement, Kind, Verdict
+from megatron_cg.consensus.exchange import Agreement, Kind, Vote
 from megatron_cg.errors import PhaseError
 
 
@@ -29,10 +29,10 @@ def test_no_vote_is_begun_in_a_capture(one_rank: None, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for vote in (votes.agree, votes.post):
         with pytest.raises(PhaseError):
-            vote(Kind.STEP, Verdict())
+            vote(Kind.STEP, Vote())
     assert votes.time.votes == 0
     monkeypatch.undo()
-    votes.post(Kind.STEP, Verdict())
+    votes.post(Kind.STEP, Vote())
     assert votes.collect() is not None
 
 

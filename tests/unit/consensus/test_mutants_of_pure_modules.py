@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_cg.consensus.decision import Level, Verdict, ranks_text
+from megatron_cg.consensus.decision import Level, Vote, ranks_text
 from megatron_cg.errors import CaptureError
 from megatron_cg.hooks.capture_schedule import schedule
 
@@ -31,7 +31,7 @@ def test_an_order_that_cannot_be_is_refused_by_what_is_wrong_with_it(
 
 
 def test_the_verdict_of_a_rank_that_says_nothing() -> None:
-    assert Verdict() == Verdict(Level.KEEP, size=0, graphs=0)
+    assert Vote() == Vote(Level.KEEP, size=0, graphs=0)
 
 
 def test_a_list_of_ranks_is_cut_after_the_eighth() -> None:

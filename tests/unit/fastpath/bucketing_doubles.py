@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class HandOff:
+class Bucketing:
     """Keeps what it is given."""
 
     def __init__(self) -> None:
@@ -44,6 +44,6 @@ class HandOff:
 
 
 def hook_weights(weights: Iterable[nn.Parameter]) -> None:
-    """Give each weight a hook, in the place of Megatron-FSDP's own."""
+    """Give each weight a hook, instead of Megatron-FSDP's own."""
     for weight in weights:
         weight.register_post_accumulate_grad_hook(lambda _: None)

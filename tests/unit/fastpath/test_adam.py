@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.fastpath.not_applicable import StepsAsideError
 from megatron_cg.fastpath.optimizer.adam import LocalStep, install_adam
-from megatron_cg.tools.cpu.fakes import cpu_standins
+from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 fused_adam = pytest.importorskip(
     "transformer_engine.pytorch.optimizers.fused_adam",
@@ -29,7 +29,7 @@ MultiTensorApply: Any = type(fused_adam.multi_tensor_applier)
 
 
 def kernel(chunk: int, flag: Any, tensors: Any, lr: float, *numbers: Any) -> None:
-    """Something of every number and tensor, in place, in the place of the CUDA kernel."""
+    """Something of every number and tensor, in place, instead of the CUDA kernel."""
     beta1, beta2, eps, step, _mode, _correction, decay = numbers
     assert tensors[0] and all(tensor.numel() for row in tensors for tensor in row)
     assert chunk == 65536 and flag.tolist() == [0]
@@ -40,8 +40,8 @@ def kernel(chunk: int, flag: Any, tensors: Any, lr: float, *numbers: Any) -> Non
 
 
 @pytest.fixture(autouse=True)
-def standins(one_rank: None) -> Iterator[None]:
-    with cpu_standins():
+def fakes(one_rank: None) -> Iterator[None]:
+    with cpu_fakes():
         yield
 
 

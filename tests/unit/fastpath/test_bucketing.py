@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.bucketing import GradientHandOff
+from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
 
 SIZE = 2
 Gradients = list[torch.Tensor | None]
@@ -42,7 +42,7 @@ class Megatron:
 
     def __init__(self, *sizes: int, sharded: bool = True) -> None:
         self.buffers, groups = [], []
-        self.room: list[int] = []
+        self.scratch: list[int] = []
         """Buckets that a buffer was made free for."""
         for size in sizes:
             parameters: list[Any] = [nn.Parameter(torch.zeros(SIZE)) for _ in range(size)]
@@ -61,7 +61,7 @@ class Megatron:
         self.grad_reduce_pipeline = SimpleNamespace(
             bucket_grad_ready_params=[set() for _ in sizes],
             grad_reduce_queue=[],
-            _enforce_double_buffer_limit=self.room.extend,
+            _enforce_double_buffer_limit=self.scratch.extend,
         )
         self.report_nan_in_param_grad = False
         self.told: list[int] = []
@@ -119,12 +119,12 @@ class Case:
 
     def __init__(self, *sizes: int, hidden: int = 4, sharded: bool = True) -> None:
         self.megatron = Megatron(*sizes, sharded=sharded)
-        self.hand_off = GradientHandOff(self.megatron, self.megatron.take)
+        self.bucketing = GradientBucketing(self.megatron, self.megatron.take)
         self.weights = self.megatron.parameters[:hidden]
         self.rest = self.megatron.parameters[hidden:]
         self.comes_still = False
         if hidden:
-            self.together = self.hand_off.hide(self.weights, lambda: self.comes_still)
+            self.together = self.bucketing.hide(self.weights, lambda: self.comes_still)
         self.gradients: Gradients = list(
             torch.arange(1.0, 1 + SIZE * len(self.megatron.parameters)).split(SIZE)
         )
@@ -132,13 +132,13 @@ class Case:
     def take(self, used: Sequence[int] = ()) -> None:
         """The operation's own backward function is done."""
         also = [place in used for place in range(len(self.weights))]
-        self.hand_off.take_hidden(self.together, self.gradients[: len(self.weights)], also)
+        self.bucketing.take_hidden(self.together, self.gradients[: len(self.weights)], also)
 
     def hook(self, parameter: Any, gradient: torch.Tensor) -> None:
         """Autograd has a gradient for a parameter: it is added up, and the hook runs."""
         before = parameter.grad
         parameter.grad = gradient.clone() if before is None else before + gradient
-        self.hand_off([parameter])
+        self.bucketing([parameter])
 
     def rest_comes(self) -> None:
         own = self.gradients[len(self.weights) :]
@@ -149,7 +149,7 @@ class Case:
 
 def refused(case: Case) -> bool:
     try:
-        case.hand_off.refuse_what_is_left()
+        case.bucketing.refuse_what_is_left()
     except FastPathError:
         return True
     return False
@@ -168,13 +168,13 @@ def test_plain_gradients_are_copied_at_once(
     elif lie == "weights apart":
         buffer.param_idx = {parameter: 5 - place for parameter, place in buffer.param_idx.items()}
     pieces: list[int] = []
-    copy = case.hand_off._copy
+    copy = case.bucketing._copy
 
     def counted(bucket: Any, into: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         pieces.append(len(into))
         copy(bucket, into, gradients)
 
-    monkeypatch.setattr(case.hand_off, "_copy", counted)
+    monkeypatch.setattr(case.bucketing, "_copy", counted)
     for number in (1, 2):
         megatron.begin()
         steps = [case.take, case.rest_comes]
@@ -187,12 +187,12 @@ def test_plain_gradients_are_copied_at_once(
         assert megatron.left() == ([4, 5] if first == "experts" else list(range(6)))
         assert refused(case)
         steps[1]()
-        assert buffer.reduced == number and case.hand_off.copies == 2 * number
+        assert buffer.reduced == number and case.bucketing.copies == 2 * number
         times = 1 if sharded else number
         assert megatron.has([g * times for g in case.gradients if g is not None])
         assert all(parameter.grad is None for parameter in megatron.parameters)
     assert megatron.told == [5 if first == "experts" else 3] * 2
-    assert megatron.room == [0] * 4
+    assert megatron.scratch == [0] * 4
     assert sorted(pieces) == ([1, 1, 2, 2] if lie == "neighbours" else [2, 2, 4, 4])
     megatron.begin()
     assert not refused(case)
@@ -200,18 +200,18 @@ def test_plain_gradients_are_copied_at_once(
 
 def test_two_operations_and_what_waits_have_copies_of_their_own() -> None:
     case = Case(9)
-    other = case.hand_off.hide(case.rest[:3], bool)
-    assert case.hand_off.knows(case.weights[0]) and not case.hand_off.knows(nn.Parameter())
+    other = case.bucketing.hide(case.rest[:3], bool)
+    assert case.bucketing.knows(case.weights[0]) and not case.bucketing.knows(nn.Parameter())
     for number in (1, 2):
         case.megatron.begin()
         one, two = case.gradients[7:]
         assert one is not None and two is not None
         case.hook(case.rest[3], one)
         case.take()
-        case.hand_off.take_hidden(other, case.gradients[4:7], [False] * 3)
+        case.bucketing.take_hidden(other, case.gradients[4:7], [False] * 3)
         case.hook(case.rest[4], two)
         # What waited before the experts came waits on for the last one.
-        assert case.hand_off.copies == 3 * number and case.megatron.has(case.gradients)
+        assert case.bucketing.copies == 3 * number and case.megatron.has(case.gradients)
 
 
 def test_a_pass_that_comes_to_the_experts_alone_leaves_the_rest_to_the_root_hook() -> None:
@@ -219,13 +219,13 @@ def test_a_pass_that_comes_to_the_experts_alone_leaves_the_rest_to_the_root_hook
     for _ in range(2):
         case.megatron.begin()
         case.take()
-        case.hand_off.unit_is_done(case.megatron.unit)
+        case.bucketing.unit_is_done(case.megatron.unit)
         assert case.megatron.left() == [4, 5] and case.megatron.told == []
         for parameter in case.rest:
             parameter.grad = torch.ones(SIZE)
-        case.hand_off(case.rest[:1])
+        case.bucketing(case.rest[:1])
     # The one that waits is of the second pass; what waited in the first is forgotten.
-    assert len(case.hand_off._buckets[0].waiting) == 1
+    assert len(case.bucketing._buckets[0].waiting) == 1
 
 
 def no_gradient(case: Case) -> Gradients:
@@ -280,7 +280,7 @@ def test_a_second_gradient_of_hidden_weights_overwrites_the_first() -> None:
     assert case.megatron.told == []
     case.gradients[:4] = [torch.full((SIZE,), 7.0) for _ in range(4)]
     case.take()
-    assert case.megatron.told == [0, 1, 2, 3] and case.hand_off.copies == 1
+    assert case.megatron.told == [0, 1, 2, 3] and case.bucketing.copies == 1
     case.rest_comes()
     assert case.megatron.has(case.gradients) and case.megatron.buffers[0].reduced == 1
 
@@ -305,7 +305,7 @@ def test_a_second_gradient_that_was_added_to_one_that_waits_is_an_error() -> Non
     for _ in range(2):
         case.hook(case.rest[0], torch.ones(SIZE))
     with pytest.raises(FastPathError, match="twice in one backward pass"):
-        case.hand_off.unit_is_done(case.megatron.unit)
+        case.bucketing.unit_is_done(case.megatron.unit)
 
 
 def test_weights_of_several_buckets_go_to_their_own() -> None:
@@ -357,7 +357,7 @@ def test_parts_that_wait_alone_are_refused(first: str) -> None:
         case.take(used=range(4))
     else:
         case.hook(case.weights[1], torch.ones(SIZE))
-    assert not case.hand_off._buckets[0].waiting and case.megatron.told == []
+    assert not case.bucketing._buckets[0].waiting and case.megatron.told == []
     assert refused(case)
     case.megatron._root_pre_backward_hook_issued = False
     assert not refused(case)
@@ -379,5 +379,5 @@ def test_a_hidden_weight_may_be_used_without_the_operation_and_be_shown_again() 
             case.hook(weight, gradient)
         assert case.megatron.has(case.gradients)
         # What is shown has nothing to wait for.
-        case.hand_off.show(case.together)
+        case.bucketing.show(case.together)
         case.comes_still = True

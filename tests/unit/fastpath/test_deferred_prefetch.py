@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.fastpath.gradients import detached_in_graphs as hidden_graphs
-from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import Gathers
-from megatron_cg.tools.cpu import fakes as standins
+from megatron_cg.tools.cpu import fakes
 from megatron_cg.tools.cpu.launch import run_processes
 
 UNITS = 3
 
 
-class Stream(standins.StandInStream):
+class Stream(fakes.FakeStream):
     """Notes what it is told to wait for."""
 
     def __init__(self, events: list[Any]) -> None:
@@ -73,9 +73,9 @@ class Pipeline:
         own.bucket_can_be_released = dict.fromkeys(own.bucket_status, False)
         own.bucket_to_bucket_group = {i: i for i in range(UNITS + 1)}
         own.ag_stream = Stream(self.events)
-        self.late = LatePrefetch(self.modules[1:])
+        self.deferred = DeferredPrefetch(self.modules[1:])
         self.training = True
-        gathers: Any = Gathers(own, self.late, lambda: self.training)
+        gathers: Any = Gathers(own, self.deferred, lambda: self.training)
         self.gathers = gathers
         self.gathers.async_bucket_gather = self.gather
 
@@ -113,17 +113,17 @@ class Pipeline:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    with standins.cpu_standins():
+    with fakes.cpu_fakes():
         yield
 
 
 def test_the_next_unit_is_gathered_once_a_graph_is_launched() -> None:
     pipeline = Pipeline()
     assert pipeline.ask(1) == ["waits for all", 1]
-    pipeline.late.launched()
+    pipeline.deferred.launched()
     # For what the unit before has launched, and not for the graph itself.
     assert pipeline.happened() == ["waits for an earlier event", 2]
-    pipeline.late.launched()
+    pipeline.deferred.launched()
     assert pipeline.ask(1) == []
 
 
@@ -141,7 +141,7 @@ def test_a_pass_that_failed_leaves_nothing_to_gather() -> None:
     pipeline.free(1)
     # As a pass begins the first unit is gathered, and what the failed one held is not.
     assert pipeline.begin() == ["waits for all", 1]
-    pipeline.late.launched()
+    pipeline.deferred.launched()
     assert pipeline.happened() == []
 
 
@@ -152,7 +152,7 @@ def test_without_a_replay_to_come_all_is_gathered_at_once() -> None:
     pipeline = Pipeline()
     assert pipeline.ask(3, backward=True) == ["waits for all", 2, 3]
     pipeline = Pipeline()
-    pipeline.gathers._late = LatePrefetch(pipeline.modules[2:])
+    pipeline.gathers._deferred = DeferredPrefetch(pipeline.modules[2:])
     assert pipeline.ask(1) == ["waits for all", 1, 2]
 
 
@@ -162,7 +162,7 @@ def test_the_first_gather_of_a_pass_is_issued_as_it_begins() -> None:
         assert pipeline.begin() == (["waits for all", 1] if number else [])
         assert pipeline.ask(0) == []
         assert pipeline.ask(1) == ([] if number else ["waits for all", 1])
-        pipeline.late.launched()
+        pipeline.deferred.launched()
         assert pipeline.happened() == ["waits for an earlier event", 2]
         pipeline.free(1)
         pipeline.free(2)
@@ -185,7 +185,7 @@ def test_nothing_goes_before_a_gather_that_comes_first() -> None:
     pipeline.free(1)
     # Bucket 0 was there in the pass before, and has to be gathered first in this one.
     assert pipeline.begin() == []
-    pipeline.late.drop()
+    pipeline.deferred.drop()
     assert pipeline.ask(0) == ["waits for all", 0]
     # And so it is the first of the next pass.
     pipeline.free(0)
@@ -208,7 +208,7 @@ def test_an_evaluation_is_as_megatron_has_it_and_forgets_nothing() -> None:
     pipeline = Pipeline()
     pipeline.begin()
     pipeline.ask(1)
-    pipeline.late.launched()
+    pipeline.deferred.launched()
     pipeline.happened()
     pipeline.training = False
     for bucket in (1, 2):

@@ -106,7 +106,7 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from megatron_cg import fastpath as fast_path
-    from megatron_cg.fastpath.gradients.bucketing import GradientHandOff
+    from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
 
     torch.manual_seed(0)
     taken: list[int] = []
@@ -126,16 +126,16 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.003))
     function, place = _Grouped, sys.modules[Grouped.__module__]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as undo:
-        taking = counted(GradientHandOff.take_hidden, taken)
-        patch.setattr(GradientHandOff, "take_hidden", taking)
+        taking = counted(GradientBucketing.take_hidden, taken)
+        patch.setattr(GradientBucketing, "take_hidden", taking)
         losses = []
         for step in range(STEPS + 1):
             if fast and step == 1:
                 path = fast_path.install(model)
                 undo.callback(path.close)
-                assert path.hand_off is not None and "gradients" in path.parts
+                assert path.bucketing is not None and "gradients" in path.parts
                 graphed = set(model.modules()) if way == "graphed" else set()
-                hidden = HiddenWeights(model.module, path.hand_off, graphed)
+                hidden = HiddenWeights(model.module, path.bucketing, graphed)
                 undo.callback(hide_in(place, "_Grouped", hidden))
                 assert _Grouped is not function
             optimizer.zero_grad()
@@ -152,9 +152,9 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
 
 
 def counted(take: Callable[..., Any], taken: list[int]) -> Callable[..., Any]:
-    def counting(hand_off: Any, weights: Any, *rest: Any, **how: Any) -> None:
+    def counting(bucketing: Any, weights: Any, *rest: Any, **how: Any) -> None:
         taken.append(len(weights.weights))
-        take(hand_off, weights, *rest, **how)
+        take(bucketing, weights, *rest, **how)
 
     return counting
 

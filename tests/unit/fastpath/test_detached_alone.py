@@ -1,4 +1,4 @@
-"""Hidden weights with a stand-in of the hand-off, in one process."""
+"""Hidden weights with a fake of the hand-off, in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_cg.errors import FastPathError, UpstreamChangedError
 from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, hide_in
-from tests.unit.fastpath.bucketing_doubles import HandOff, hook_weights
+from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 from tests.unit.fastpath.test_detached import PARTS, WIDTH, Grouped
 
 PLACE, NAME = sys.modules[Grouped.__module__], "_Grouped"
@@ -38,17 +38,17 @@ def module() -> Grouped:
 
 
 @pytest.fixture
-def hand_off() -> HandOff:
-    return HandOff()
+def bucketing() -> Bucketing:
+    return Bucketing()
 
 
 @pytest.fixture
-def hide(hand_off: HandOff) -> Iterator[Callable[[nn.Module], Callable[[], None]]]:
+def hide(bucketing: Bucketing) -> Iterator[Callable[[nn.Module], Callable[[], None]]]:
     """Hides a module's weights; undone at the test's end."""
     undo = ExitStack()
 
     def hiding(module: nn.Module) -> Callable[[], None]:
-        hidden = HiddenWeights(nn.Sequential(module), hand_off)  # type: ignore[arg-type]
+        hidden = HiddenWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
         undo.callback(hide_in(PLACE, NAME, hidden))
         return undo.close
 
@@ -60,27 +60,27 @@ Hide = Callable[[nn.Module], Callable[[], None]]
 
 
 def test_each_backward_pass_is_handed_over_and_none_after_the_undo(
-    module: Grouped, hand_off: HandOff, hide: Hide
+    module: Grouped, bucketing: Bucketing, hide: Hide
 ) -> None:
     undo = hide(module)
     weights = list(module.parameters())
     # Two microbatches on their way at once, as in a pipeline.
     first, second = module(rows())[0].sum(), module(rows())[0].sum()
     first.backward()
-    assert len(hand_off.taken) == 1
+    assert len(bucketing.taken) == 1
     second.backward()
-    assert len(hand_off.taken) == 2 and all(weight.grad is None for weight in weights)
-    assert len(hand_off.hidden) == PARTS
+    assert len(bucketing.taken) == 2 and all(weight.grad is None for weight in weights)
+    assert len(bucketing.hidden) == PARTS
     with torch.no_grad():
         module(rows())
     undo()
-    assert hand_off.hidden == [] and isinstance(function(), type)
+    assert bucketing.hidden == [] and isinstance(function(), type)
     module(rows())[0].sum().backward()
-    assert len(hand_off.taken) == 2 and weights[0].grad is not None
+    assert len(bucketing.taken) == 2 and weights[0].grad is not None
 
 
 def test_a_pass_that_names_its_inputs_is_refused(
-    module: Grouped, hand_off: HandOff, hide: Hide
+    module: Grouped, bucketing: Bucketing, hide: Hide
 ) -> None:
     hide(module)
     given, weights = rows(), list(module.parameters())
@@ -91,11 +91,11 @@ def test_a_pass_that_names_its_inputs_is_refused(
             torch.autograd.grad(module(given)[0].sum(), named, allow_unused=True)
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(module(given)[0].sum(), weights[:1])
-    assert hand_off.taken == [] and all(weight.grad is None for weight in weights)
+    assert bucketing.taken == [] and all(weight.grad is None for weight in weights)
 
 
 def test_what_is_handed_over_are_the_gradients_in_the_weights_order(
-    module: Grouped, hand_off: HandOff, hide: Hide
+    module: Grouped, bucketing: Bucketing, hide: Hide
 ) -> None:
     module(rows())[0].square().sum().backward()
     expected = [weight.grad for weight in module.parameters()]
@@ -103,26 +103,26 @@ def test_what_is_handed_over_are_the_gradients_in_the_weights_order(
     given = rows()
     module(given)[0].square().sum().backward()
     assert given.grad is not None
-    ((found, used),) = hand_off.taken
+    ((found, used),) = bucketing.taken
     assert used == [False] * PARTS
     for ours, theirs in zip(found, expected, strict=True):
         assert theirs is not None and torch.equal(ours, theirs)
 
 
 def test_two_calls_of_one_pass_are_handed_over_as_a_sum(
-    module: Grouped, hand_off: HandOff, hide: Hide
+    module: Grouped, bucketing: Bucketing, hide: Hide
 ) -> None:
     (module(rows())[0].sum() + module(rows() * 2)[0].square().sum()).backward()
     expected = [weight.grad for weight in module.parameters()]
     hide(module)
     (module(rows())[0].sum() + module(rows() * 2)[0].square().sum()).backward()
-    ((found, _),) = hand_off.taken
+    ((found, _),) = bucketing.taken
     for ours, theirs in zip(found, expected, strict=True):
         assert theirs is not None and torch.equal(ours, theirs)
 
 
 def test_a_pass_that_failed_between_two_calls_leaves_nothing(
-    module: Grouped, hand_off: HandOff, hide: Hide
+    module: Grouped, bucketing: Bucketing, hide: Hide
 ) -> None:
     hide(module)
 
@@ -134,24 +134,24 @@ def test_a_pass_that_failed_between_two_calls_leaves_nothing(
     middle.register_hook(refuse)
     with pytest.raises(ValueError, match="refused"):
         module(middle)[0].sum().backward()
-    assert hand_off.taken == []
+    assert bucketing.taken == []
     del first, middle
     module(rows())[0].sum().backward()
-    ((found, _),) = hand_off.taken
+    ((found, _),) = bucketing.taken
     expected = rows().chunk(PARTS)
     assert torch.equal(found[0], torch.ones(1, WIDTH).t() @ expected[0])
 
 
 def test_the_weights_that_are_used_beside_are_named(
-    module: Grouped, hand_off: HandOff, hide: Hide
+    module: Grouped, bucketing: Bucketing, hide: Hide
 ) -> None:
     hide(module)
     weights = list(module.parameters())
     (module(rows())[0].sum() + weights[2].sum()).backward()
-    ((_, used),) = hand_off.taken
+    ((_, used),) = bucketing.taken
     assert used == [place == 2 for place in range(PARTS)]
     module(rows())[0].sum().backward()
-    assert hand_off.taken[1][1] == [False] * PARTS
+    assert bucketing.taken[1][1] == [False] * PARTS
 
 
 def hooked(module: Any) -> None:
@@ -172,76 +172,76 @@ def computed_later(module: Any) -> None:
 
 @pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
 def test_weights_that_are_more_than_weights_are_left_to_autograd(
-    module: Grouped, hand_off: HandOff, hide: Hide, change: Callable[[Any], None]
+    module: Grouped, bucketing: Bucketing, hide: Hide, change: Callable[[Any], None]
 ) -> None:
     hide(module)
     module(rows())[0].sum().backward()
-    assert len(hand_off.taken) == 1
+    assert len(bucketing.taken) == 1
     change(module)
     module(rows())[0].sum().backward()
-    assert len(hand_off.taken) == 1
+    assert len(bucketing.taken) == 1
 
 
 @pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
 def test_weights_that_change_between_the_passes_end_the_run(
-    module: Grouped, hand_off: HandOff, hide: Hide, change: Callable[[Any], None]
+    module: Grouped, bucketing: Bucketing, hide: Hide, change: Callable[[Any], None]
 ) -> None:
     hide(module)
     loss = module(rows())[0].sum()
     change(module)
     with pytest.raises(FastPathError, match="after the forward pass"):
         loss.backward()
-    assert hand_off.taken == []
+    assert bucketing.taken == []
 
 
 def test_only_what_needs_a_gradient_is_hidden(
-    module: Grouped, hand_off: HandOff, hide: Hide
+    module: Grouped, bucketing: Bucketing, hide: Hide
 ) -> None:
     hide(module)
     frozen(module)
     module(rows())[0].sum().backward()
-    ((found, _),) = hand_off.taken
+    ((found, _),) = bucketing.taken
     assert len(found) == PARTS - 1 and all(w.grad is None for w in module.parameters())
 
 
 def test_weights_that_nobody_takes_or_that_are_few_are_left_to_autograd(
-    module: Grouped, hand_off: HandOff, hide: Hide, monkeypatch: pytest.MonkeyPatch
+    module: Grouped, bucketing: Bucketing, hide: Hide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(module)
     with monkeypatch.context() as patch:
-        patch.setattr(hand_off, "knows", lambda one: one is not module.weight5)
+        patch.setattr(bucketing, "knows", lambda one: one is not module.weight5)
         module(rows())[0].sum().backward()
     for number in range(3):
         module.get_parameter(f"weight{number}").requires_grad_(False)
     module(rows())[0].sum().backward()
-    assert hand_off.taken == [] and module.weight5.grad is not None
+    assert bucketing.taken == [] and module.weight5.grad is not None
 
 
-def test_calls_without_a_backward_pass_are_not_kept(module: Grouped, hand_off: HandOff) -> None:
-    hidden = HiddenWeights(nn.Sequential(module), hand_off)  # type: ignore[arg-type]
+def test_calls_without_a_backward_pass_are_not_kept(module: Grouped, bucketing: Bucketing) -> None:
+    hidden = HiddenWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
     undo = hide_in(PLACE, NAME, hidden)
     for _ in range(10):
         module(rows())
-    to_come: Any = hand_off.to_come
+    to_come: Any = bucketing.to_come
     assert not to_come() and len(to_come.__self__._calls) == 1
     undo()
 
 
 def test_a_weight_that_an_operation_has_twice_is_left_to_autograd(
-    module: Grouped, hand_off: HandOff, hide: Hide
+    module: Grouped, bucketing: Bucketing, hide: Hide
 ) -> None:
     module._parameters["weight5"] = module._parameters["weight0"]
     hide(module)
     module(rows())[0].sum().backward()
-    assert hand_off.taken == [] and all(w.grad is not None for w in module.parameters())
+    assert bucketing.taken == [] and all(w.grad is not None for w in module.parameters())
 
 
-def test_a_function_whose_weights_are_not_last_is_refused(hand_off: HandOff) -> None:
+def test_a_function_whose_weights_are_not_last_is_refused(bucketing: Bucketing) -> None:
     class Fixed(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, rows: Any, weight: Any) -> Any: ...
 
-    hidden = HiddenWeights(nn.Sequential(), hand_off)  # type: ignore[arg-type]
+    hidden = HiddenWeights(nn.Sequential(), bucketing)  # type: ignore[arg-type]
     place = SimpleNamespace(Fixed=Fixed)
     with pytest.raises(UpstreamChangedError, match="weights come last"):
         hide_in(place, "Fixed", hidden)
@@ -249,18 +249,18 @@ def test_a_function_whose_weights_are_not_last_is_refused(hand_off: HandOff) -> 
 
 
 def test_two_models_share_the_stand_in_and_leave_in_any_order(
-    module: Grouped, hand_off: HandOff
+    module: Grouped, bucketing: Bucketing
 ) -> None:
     other, own = Grouped(), function()
     models = [nn.Sequential(module), nn.Sequential(other)]
     undo = [
-        hide_in(PLACE, NAME, HiddenWeights(model, hand_off))  # type: ignore[arg-type]
+        hide_in(PLACE, NAME, HiddenWeights(model, bucketing))  # type: ignore[arg-type]
         for model in models
     ]
     module(rows())[0].sum().backward()
-    assert len(hand_off.taken) == 1
+    assert len(bucketing.taken) == 1
     undo[0]()
     module(rows())[0].sum().backward()
-    assert len(hand_off.taken) == 1 and function() is not own
+    assert len(bucketing.taken) == 1 and function() is not own
     undo[1]()
     assert function() is own

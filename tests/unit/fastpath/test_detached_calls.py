@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.fastpath.gradients.detached_weights import MANY, HiddenWeights, hide_in
-from tests.unit.fastpath.bucketing_doubles import HandOff, hook_weights
+from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 
 WIDTH = 3
 
@@ -54,7 +54,7 @@ class Scaled(nn.Module):
         return output
 
 
-class ByWeight(HandOff):
+class ByWeight(Bucketing):
     """Keeps gradients by the weight that they are handed over for."""
 
     def take_hidden(self, weights: list[Any], gradients: Any, used: Any, **how: Any) -> None:
@@ -63,8 +63,8 @@ class ByWeight(HandOff):
 
 class Case:
     def __init__(self, module: Scaled) -> None:
-        self.module, self.hand_off = module, ByWeight()
-        self.hidden = HiddenWeights(nn.Sequential(module), self.hand_off)  # type: ignore[arg-type]
+        self.module, self.bucketing = module, ByWeight()
+        self.hidden = HiddenWeights(nn.Sequential(module), self.bucketing)  # type: ignore[arg-type]
 
     @property
     def before(self) -> dict[int, Any]:
@@ -73,7 +73,7 @@ class Case:
 
     def is_taken(self, *passes: Any) -> bool:
         """Whether those are the gradients of all passes so far, by weight."""
-        taken = self.hand_off.taken
+        taken = self.bucketing.taken
         return len(taken) == len(passes) and all(
             ours.keys() == theirs.keys() and all(map(same, ours.values(), theirs.values()))
             for ours, theirs in zip(taken, passes, strict=True)
@@ -134,7 +134,7 @@ def test_many_weights_are_hidden_and_few_are_not(
     case = made(weights)
     hide(case, undo)
     case.module(rows()).sum().backward()
-    assert len(case.hand_off.taken) == hidden
+    assert len(case.bucketing.taken) == hidden
     assert all((weight.grad is None) == hidden for weight in case.module.weights)
 
 
@@ -143,7 +143,7 @@ def test_a_weight_that_nobody_waits_for_is_left_to_autograd(undo: ExitStack) -> 
     case.module.weights[2]._post_accumulate_grad_hooks.clear()
     hide(case, undo)
     case.module(rows()).sum().backward()
-    assert case.hand_off.taken == [] and case.module.weights[2].grad is not None
+    assert case.bucketing.taken == [] and case.module.weights[2].grad is not None
 
 
 def constants(module: Scaled) -> list[Any]:
@@ -205,7 +205,7 @@ def test_weights_that_are_others_are_hidden_anew(
     change(case.module)
     run()
     undo.close()
-    assert case.hand_off.hidden == []
+    assert case.bucketing.hidden == []
     assert case.is_taken(*first, *of_autograd(run, case.module))
 
 
@@ -219,7 +219,7 @@ def test_a_call_with_some_of_the_weights_is_seen_by_autograd(first: int, undo: E
     module.order = [[one, three, two, *others], [two, three, *others]][first]
     loss = loss + module(rows()).sum()
     loss.backward()
-    assert len(case.hand_off.taken) == 1 and len(case.hand_off.hidden) == MANY + 2
+    assert len(case.bucketing.taken) == 1 and len(case.bucketing.hidden) == MANY + 2
     assert [weight.grad is None for weight in module.weights[:2]] == [bool(first), False]
 
 
@@ -229,10 +229,10 @@ def test_weights_that_are_shown_for_a_while_are_hidden_anew(undo: ExitStack) -> 
     case.module(rows()).sum().backward()
     case.module.weights[1].requires_grad_(False)
     case.module(rows()).sum().backward()
-    assert len(case.hand_off.taken) == 1 and case.hand_off.hidden == []
+    assert len(case.bucketing.taken) == 1 and case.bucketing.hidden == []
     case.module.weights[1].requires_grad_(True)
     case.module(rows()).sum().backward()
-    assert len(case.hand_off.taken) == 2 and len(case.hand_off.hidden) == MANY
+    assert len(case.bucketing.taken) == 2 and len(case.bucketing.hidden) == MANY
 
 
 def twice(module: Scaled) -> None:
@@ -294,7 +294,7 @@ def test_another_operation_that_is_recomputed_meanwhile_is_a_pass_of_its_own(
     of_inner = of_autograd(run, inner.module)
     for weight in module.parameters():
         weight.grad = None
-    hidden = HiddenWeights(module, outer.hand_off)  # type: ignore[arg-type]
+    hidden = HiddenWeights(module, outer.bucketing)  # type: ignore[arg-type]
     undo.callback(hide_in(sys.modules[__name__], "_Scaled", hidden))
     run()
     # The inner pass ends first, though the outer one has come to a call of its own before.
@@ -305,11 +305,11 @@ def test_nothing_is_to_come_outside_a_pass(undo: ExitStack) -> None:
     case = made()
     hide(case, undo)
     loss = case.module(rows()).sum()
-    assert not case.hand_off.to_come()
+    assert not case.bucketing.to_come()
     seen: list[bool] = []
-    loss.register_hook(lambda _: seen.append(case.hand_off.to_come()))
+    loss.register_hook(lambda _: seen.append(case.bucketing.to_come()))
     loss.backward(retain_graph=True)
-    assert not case.hand_off.to_come()
+    assert not case.bucketing.to_come()
     loss.backward()
     assert seen == [True, True]
 
@@ -327,4 +327,4 @@ def test_what_a_failed_pass_leaves_is_gone_at_the_next_forward_pass(undo: ExitSt
         case.module(middle).sum().backward()
     assert len(case.before) == 1
     case.module(rows())
-    assert case.before == {} and case.hand_off.taken == []
+    assert case.before == {} and case.bucketing.taken == []

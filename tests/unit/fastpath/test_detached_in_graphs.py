@@ -15,10 +15,10 @@ from torch import nn
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_graphs import StaleReplayError, TapeCallable, storage_keys
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.bucketing import GradientHandOff
-from megatron_cg.fastpath.gradients.detached_in_graphs import install_hidden_graphs
+from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
+from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
 from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights
-from tests.unit.fastpath.bucketing_doubles import HandOff, hook_weights
+from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 from tests.unit.fastpath.test_bucketing import SIZE, Megatron
 
 MICROBATCHES = 3
@@ -67,10 +67,10 @@ class Case:
         self.eagerly: Sequence[int] = ()
         """Microbatches that the guard finds another mismatch in."""
 
-    def install(self, hand_off: Any) -> Callable[[], None]:
+    def install(self, bucketing: Any) -> Callable[[], None]:
         graphed = set(self.layer.modules())
-        hidden = HiddenWeights(nn.Sequential(self.layer, self.other), hand_off, graphed)
-        return install_hidden_graphs(hidden, self.replays, lambda: None)
+        hidden = HiddenWeights(nn.Sequential(self.layer, self.other), bucketing, graphed)
+        return detach_in_graphs(hidden, self.replays, lambda: None)
 
     def call(self, number: int = 0) -> torch.Tensor:
         rows = torch.linspace(-1.0, 1.0 + number, SIZE).requires_grad_()
@@ -116,24 +116,24 @@ def equal(found: Gradients, expected: Gradients) -> bool:
 
 
 class Kept:
-    """A case whose gradients a stand-in of the hand-off keeps as they are given to it."""
+    """A case whose gradients a fake of the hand-off keeps as they are given to it."""
 
     def __init__(self, weights: int = 3) -> None:
         self.case = Case([nn.Parameter(torch.zeros(SIZE)) for _ in range(weights)])
-        self.hand_off = HandOff()
+        self.bucketing = Bucketing()
         hook_weights(self.case.weights)  # there is none during capture
-        self.undo = self.case.install(self.hand_off)
+        self.undo = self.case.install(self.bucketing)
 
     def took(self, expected: Gradients) -> bool:
         """Whether that is what was handed over last, and autograd was given nothing."""
-        gradients, _ = self.hand_off.taken[-1]
+        gradients, _ = self.bucketing.taken[-1]
         return equal(gradients, expected) and self.got_nothing()
 
     def got_nothing(self) -> bool:
         return all(weight.grad is None for weight in self.case.weights)
 
     def lie_in_a_graph(self) -> list[bool]:
-        gradients, _ = self.hand_off.taken[-1]
+        gradients, _ = self.bucketing.taken[-1]
         return [self.case.lies_in_a_graph(gradient) for gradient in gradients]
 
 
@@ -142,12 +142,12 @@ class Handed:
 
     def __init__(self, *sizes: int, graphed: int, sharded: bool = True) -> None:
         self.megatron = Megatron(*sizes, sharded=sharded)
-        self.hand_off = GradientHandOff(self.megatron, self.megatron.take)
+        self.bucketing = GradientBucketing(self.megatron, self.megatron.take)
         parameters = self.megatron.parameters
         self.case, self.rest = Case(parameters[:graphed]), parameters[graphed:]
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda one: self.hand_off([one]))
-        self.case.install(self.hand_off)
+            parameter.register_post_accumulate_grad_hook(lambda one: self.bucketing([one]))
+        self.case.install(self.bucketing)
 
     def rest_comes(self) -> list[torch.Tensor]:
         """What is eager in the unit has its gradients after the graph, and another replay."""
@@ -155,7 +155,7 @@ class Handed:
         found = [torch.full((SIZE,), 3.0 + place) for place, _ in enumerate(self.rest)]
         for parameter, gradient in zip(self.rest, found, strict=True):
             parameter.grad = gradient.clone()
-            self.hand_off([parameter])
+            self.bucketing([parameter])
         return found
 
 
@@ -192,7 +192,7 @@ def test_gradients_are_handed_over_as_they_lie_there() -> None:
     expected = kept.case.of_autograd(first)
     first(kept.case)
     assert kept.took(expected) and kept.lie_in_a_graph() == [True] * 3
-    assert kept.hand_off.lent == [True] and kept.hand_off.taken[0][1] == [False] * 3
+    assert kept.bucketing.lent == [True] and kept.bucketing.taken[0][1] == [False] * 3
     # They hold until the next replay of any graph.
     kept.case.replay_another()
     assert not kept.took(expected)
@@ -203,8 +203,8 @@ def test_the_graphs_of_two_microbatches_share_their_weights() -> None:
     for number, run in enumerate((first, second, first)):
         expected = kept.case.of_autograd(run)
         run(kept.case)
-        assert kept.took(expected) and len(kept.hand_off.taken) == number + 1
-    assert [id(w) for w in kept.hand_off.hidden] == [id(w) for w in kept.case.weights]
+        assert kept.took(expected) and len(kept.bucketing.taken) == number + 1
+    assert [id(w) for w in kept.bucketing.hidden] == [id(w) for w in kept.case.weights]
 
 
 @pytest.mark.parametrize("run", [two_calls, three_calls])
@@ -213,7 +213,7 @@ def test_calls_of_one_pass_are_summed_up_outside_of_the_graphs(run: Run) -> None
     expected = kept.case.of_autograd(run)
     for number in (1, 2):
         run(kept.case)
-        assert kept.took(expected) and len(kept.hand_off.taken) == number
+        assert kept.took(expected) and len(kept.bucketing.taken) == number
         assert kept.lie_in_a_graph() == [False] * 3
 
 
@@ -230,7 +230,7 @@ def test_few_weights_are_hidden_too_and_a_frozen_one_is_left_out() -> None:
     kept.case.weights[0].requires_grad_(False)
     (nothing, expected) = kept.case.of_autograd(first)
     first(kept.case)
-    assert nothing is None and kept.took([expected]) and len(kept.hand_off.taken[0][0]) == 1
+    assert nothing is None and kept.took([expected]) and len(kept.bucketing.taken[0][0]) == 1
 
 
 def test_without_grad_the_graph_is_replayed_as_it_is() -> None:
@@ -238,7 +238,7 @@ def test_without_grad_the_graph_is_replayed_as_it_is() -> None:
     with torch.no_grad():
         output = kept.case.call()
         assert torch.equal(output, kept.case.layer(torch.linspace(-1.0, 1.0, SIZE)))
-    assert not output.requires_grad and kept.hand_off.hidden == []
+    assert not output.requires_grad and kept.bucketing.hidden == []
     expected = kept.case.of_autograd(first)
     first(kept.case)
     assert kept.took(expected)
@@ -259,8 +259,8 @@ def test_after_the_undo_autograd_has_copies_of_all_gradients() -> None:
     first(kept.case)
     kept.undo()
     first(kept.case)
-    assert is_visible(kept, expected) and len(kept.hand_off.taken) == 1
-    assert kept.hand_off.hidden == []
+    assert is_visible(kept, expected) and len(kept.bucketing.taken) == 1
+    assert kept.bucketing.hidden == []
     assert all(isinstance(graph._function, type) for graph in kept.case.graphs)
 
 
@@ -271,7 +271,7 @@ def test_a_weight_with_a_hook_of_its_own_is_seen_and_its_gradient_a_copy() -> No
     seen: list[torch.Tensor] = []
     hook = kept.case.weights[1].register_hook(lambda gradient: seen.append(gradient.clone()))
     first(kept.case)
-    assert is_visible(kept, expected) and len(kept.hand_off.taken) == 1
+    assert is_visible(kept, expected) and len(kept.bucketing.taken) == 1
     (of_hook,) = seen
     assert expected[1] is not None and torch.equal(of_hook, expected[1])
     hook.remove()
@@ -313,12 +313,12 @@ def test_lent_gradients_go_into_their_bucket_by_one_copy(rest: int, sharded: boo
     expected = handed.case.of_autograd(first)
     for number in (1, 2):
         handed.megatron.begin()
-        before = handed.hand_off.copies
+        before = handed.bucketing.copies
         first(handed.case)
-        assert handed.hand_off.copies == before + 1
+        assert handed.bucketing.copies == before + 1
         assert handed.megatron.buffers[0].reduced == (number - 1 if rest else number)
         more = handed.rest_comes()
-        assert handed.hand_off.copies == before + (2 if rest else 1)
+        assert handed.bucketing.copies == before + (2 if rest else 1)
         times = 1 if sharded else number
         assert handed.megatron.has([g * times for g in [*expected, *more] if g is not None])
         assert all(parameter.grad is None for parameter in handed.megatron.parameters)
@@ -340,7 +340,7 @@ def test_what_lies_in_the_bucket_is_what_autograd_has(
         more = handed.rest_comes()
         assert handed.megatron.has([*expected, *more])
         handed.megatron.begin()
-        handed.hand_off.refuse_what_is_left()
+        handed.bucketing.refuse_what_is_left()
 
 
 @pytest.mark.parametrize("run", [first, two_calls, penalty_first, penalty_last])

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, hide_in
 from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.fastpath.bucketing_doubles import HandOff, hook_weights
+from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 
 pytest.importorskip("megatron_fsdp")
 
@@ -216,8 +216,8 @@ def fit(way: str, fast: bool) -> list[str]:
             if fast and step == 1:
                 path = fast_path.install(model)
                 undo.callback(path.close)
-                assert path.hand_off is not None
-                hidden = HiddenWeights(model.module, path.hand_off)
+                assert path.bucketing is not None
+                hidden = HiddenWeights(model.module, path.bucketing)
                 undo.callback(hide_in(sys.modules[__name__], "_Grouped", hidden))
             optimizer.zero_grad()
             if step == HALFWAY:
@@ -282,7 +282,7 @@ def test_losses_are_the_same_or_there_is_an_error(folder: Path, way: str) -> Non
         assert (eager[-1] == ValueError.__name__) == (way == "checked")
 
 
-class Owner(HandOff):
+class Owner(Bucketing):
     """Knows one module's parameters only."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -304,29 +304,29 @@ def given() -> torch.Tensor:
     return torch.arange(float(PARTS * WIDTH)).reshape(PARTS, WIDTH).sin().requires_grad_()
 
 
-def hide(module: nn.Module, hand_off: Any) -> Callable[[], None]:
-    hidden = HiddenWeights(nn.Sequential(module), hand_off)
+def hide(module: nn.Module, bucketing: Any) -> Callable[[], None]:
+    hidden = HiddenWeights(nn.Sequential(module), bucketing)
     return hide_in(sys.modules[__name__], "_Grouped", hidden)
 
 
 def test_a_weight_that_was_frozen_at_first_gets_its_gradient() -> None:
     module = grouped()
-    hand_off = Owner(module)
+    bucketing = Owner(module)
     module.weight1.requires_grad_(False)
-    undo = hide(module, hand_off)
+    undo = hide(module, bucketing)
     try:
         module(given()).sum().backward()
         module.weight1.requires_grad_(True)
         module(given()).sum().backward()
     finally:
         undo()
-    assert module.weight1.grad is not None or len(hand_off.taken[-1][0]) == PARTS
+    assert module.weight1.grad is not None or len(bucketing.taken[-1][0]) == PARTS
 
 
 def test_gradients_are_cast_before_they_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Grouped, "gradients", torch.bfloat16)
     module = grouped()
-    hand_off = Owner(module)
+    bucketing = Owner(module)
 
     def loss() -> torch.Tensor:
         found: torch.Tensor = module(given()).square().sum()
@@ -335,12 +335,12 @@ def test_gradients_are_cast_before_they_are_added_up(monkeypatch: pytest.MonkeyP
 
     loss().backward()
     expected = [weight.grad for weight in module.parameters()]
-    undo = hide(module, hand_off)
+    undo = hide(module, bucketing)
     try:
         loss().backward()
     finally:
         undo()
-    ((found, _),) = hand_off.taken
+    ((found, _),) = bucketing.taken
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.to(theirs.dtype), theirs)
 
@@ -364,12 +364,12 @@ def test_a_model_that_is_between_two_steps_as_another_runs_is_hidden_later() -> 
 
 def test_a_second_pass_over_a_kept_graph_is_handed_over_once_too() -> None:
     module = grouped()
-    hand_off = Owner(module)
-    undo = hide(module, hand_off)
+    bucketing = Owner(module)
+    undo = hide(module, bucketing)
     try:
         loss = module(given()).sum() + module(given() * 2).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
     finally:
         undo()
-    assert len(hand_off.taken) == 2
+    assert len(bucketing.taken) == 2

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, install_hidden
+from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, install_detached
 from megatron_cg.fastpath.gradients.views import in_one_piece
-from tests.unit.fastpath.bucketing_doubles import HandOff, hook_weights
+from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="TE is not installed")
 GEMMS, INTO, OUT = 6, 4, 8
@@ -55,13 +55,13 @@ def test_its_gradients_are_the_same_and_one_tensor(grouped: Any) -> None:
     expected, of_rows = [weight.grad for weight in grouped.parameters()], rows.grad
     rows.grad = None
     grouped.zero_grad()
-    hand_off: Any = HandOff()
-    undo = install_hidden(HiddenWeights(nn.Sequential(grouped), hand_off))
+    bucketing: Any = Bucketing()
+    undo = install_detached(HiddenWeights(nn.Sequential(grouped), bucketing))
     grouped(rows, splits).square().sum().backward()
     with torch.no_grad():
         grouped(rows, splits)
     undo()
-    ((found, _),) = hand_off.taken
+    ((found, _),) = bucketing.taken
     assert torch.equal(rows.grad, of_rows)  # type: ignore[arg-type]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert all(weight.grad is None for weight in grouped.parameters())

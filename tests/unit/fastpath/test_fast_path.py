@@ -78,8 +78,8 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=2))
         if penalty:
             with_penalty(trainer.model)
-        taking = gradients.GradientHandOff.take_hidden
-        patch.setattr(gradients.GradientHandOff, "take_hidden", noted(taking, lent))
+        taking = gradients.GradientBucketing.take_hidden
+        patch.setattr(gradients.GradientBucketing, "take_hidden", noted(taking, lent))
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         did: dict[str, Any] = {}
         path: FastPath | None = None
@@ -92,7 +92,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
             path = session.fast_path
         numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
         if path is not None:
-            copies = path.hand_off.copies if path.hand_off else 0
+            copies = path.bucketing.copies if path.bucketing else 0
             assert not isinstance(backend, Lending) or backend.poisoned > 0
             did = {"parts": path.parts, "left out": path.left_out, "copies": copies, "lent": lent}
         return {"numbers": numbers, "shards": parameter_digests(trainer.model), **did}
@@ -106,7 +106,7 @@ class Lending(TapeBackend):
         self.given: list[torch.Tensor] = []
         self.poisoned = 0
 
-    def room(self) -> Any:
+    def scratch(self) -> Any:
         return self
 
     def lends(self) -> bool:
@@ -147,10 +147,10 @@ class Overwriting:
 def noted(take: Callable[..., Any], lent: list[int]) -> Callable[..., Any]:
     """Notes how many weights are used in another way too, each time that gradients are lent."""
 
-    def noting(hand_off: Any, weights: Any, found: Any, used: list[bool], **how: Any) -> None:
+    def noting(bucketing: Any, weights: Any, found: Any, used: list[bool], **how: Any) -> None:
         if how["lent"]:
             lent.append(sum(used))
-        take(hand_off, weights, found, used, **how)
+        take(bucketing, weights, found, used, **how)
 
     return noting
 
@@ -200,7 +200,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_rank_alone_in_its_group_sums_up_its_microbatches(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As the experts of a mixture may be: no buffer is sharded then."""
+    """As the experts of an MoE model may be: no buffer is sharded then."""
     run_processes(partial(train_alone, options, tmp_path / "runs.json"), processes=1)
     runs = json.loads((tmp_path / "runs.json").read_text())
     for key in ("numbers", "shards"):

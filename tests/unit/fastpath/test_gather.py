@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.fastpath.params.cached_lists import KnownModules
-from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import Gathers, install_gathers
-from megatron_cg.fastpath.params.last_unit import install_kept
+from megatron_cg.fastpath.params.last_unit import install_last_unit
 from megatron_cg.fastpath.params.unshard import install_unshard
-from megatron_cg.tools.cpu.fakes import StandInStream, cpu_standins
+from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes
 from megatron_cg.tools.cpu.launch import run_processes
 
 Events = list[tuple[Any, ...]]
@@ -86,10 +86,10 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
 
 
 def shorten(fsdp: Any) -> Callable[[], None]:
-    late = LatePrefetch()
+    deferred = DeferredPrefetch()
     with ExitStack() as undo:
-        undo.callback(install_unshard(fsdp, lambda _unit: None, late))
-        undo.callback(install_gathers(fsdp, late))
+        undo.callback(install_unshard(fsdp, lambda _unit: None, deferred))
+        undo.callback(install_gathers(fsdp, deferred))
         return undo.pop_all().close
 
 
@@ -150,8 +150,8 @@ def train_all(folder: Path) -> None:
     for name, options in SCENARIOS.items():
         runs = {"own": trained(options), "short": trained(options, shorten)}
         if name in KEPT:
-            runs["kept"] = trained(options, install_kept)
-            runs["both"] = trained(options, install_kept, shorten)
+            runs["kept"] = trained(options, install_last_unit)
+            runs["both"] = trained(options, install_last_unit, shorten)
         (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
 
 
@@ -216,16 +216,16 @@ def asked_of(
     }
     pipeline.bucket_can_be_released = {(i, False): True for i in range(3)}
     pipeline.bucket_to_bucket_group = {i: 7 if together else i for i in range(3)}
-    pipeline.ag_stream = StandInStream()
+    pipeline.ag_stream = FakeStream()
     asked: list[Any] = []
 
     def all_gather_params(params: Any, prefetch: bool = False, **_: Any) -> None:
         asked.append(([next(i for i in range(3) if parameters[i] is p) for p in params], prefetch))
 
     pipeline.all_gather_params = all_gather_params
-    gathers: Any = Gathers(pipeline, LatePrefetch(), lambda: True)
+    gathers: Any = Gathers(pipeline, DeferredPrefetch(), lambda: True)
     gathers.async_bucket_gather = lambda bucket, _: asked.append(bucket)
-    with cpu_standins():
+    with cpu_fakes():
         gathers.all_gather_params(parameters[:2], **options)
     return asked, pipeline.bucket_can_be_released
 
@@ -259,7 +259,7 @@ def test_a_bucket_kept_past_a_reset_is_left_to_megatron() -> None:
 
 def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
     pipeline = dense_model.module.all_gather_pipeline
-    undo = install_gathers(dense_model.module, LatePrefetch())
+    undo = install_gathers(dense_model.module, DeferredPrefetch())
     seen = []
     own = type(pipeline).all_gather_params
 

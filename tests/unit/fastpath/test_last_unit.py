@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_cg.fastpath.not_applicable import StepsAsideError
-from megatron_cg.fastpath.params.last_unit import install_kept, keep_no_more
+from megatron_cg.fastpath.params.last_unit import install_last_unit, reshard_last_unit
 
 
 class Pipeline:
@@ -52,7 +52,7 @@ def a_model(units: tuple[int | None, ...] = (None, 0, 1), **changes: Any) -> Any
 )
 def test_where_it_would_not_do_it_steps_aside(model: Any, why: str) -> None:
     with pytest.raises(StepsAsideError, match=why):
-        install_kept(model)
+        install_last_unit(model)
     assert vars(model.all_gather_pipeline).keys() == {"freed", "bucket_can_be_released"}
 
 
@@ -74,7 +74,7 @@ def passes(model: Any, order: list[int], *, backward: bool = True) -> list[int]:
 
 def test_the_unit_that_ended_last_is_kept_from_the_second_pass_on() -> None:
     model = a_model()
-    undo = install_kept(model)
+    undo = install_last_unit(model)
     assert passes(model, [1, 2]) == [1, 2, 2, 1]
     assert passes(model, [1, 2]) == [1, 2, 1]
     # Another unit ends the pass: it is learned from it once more.
@@ -95,14 +95,14 @@ def test_the_unit_that_ended_last_is_kept_from_the_second_pass_on() -> None:
 def test_it_is_undone_once_before_a_capture_or_by_its_own_undo() -> None:
     model = a_model()
     own = vars(model.all_gather_pipeline).keys() - {"release_bucket", "recycle_unused_buckets"}
-    keep_no_more(model)
-    first = install_kept(model)
+    reshard_last_unit(model)
+    first = install_last_unit(model)
     passes(model, [1, 2], backward=True)
     passes(model, [1, 2], backward=False)
-    keep_no_more(model)
+    reshard_last_unit(model)
     assert vars(model.all_gather_pipeline).keys() == own
     assert model.all_gather_pipeline.freed == [1, 2]
-    second = install_kept(model)
+    second = install_last_unit(model)
     # What an earlier one left with an agreement takes nothing of the new one.
     first()
     assert vars(model.all_gather_pipeline).keys() > own

@@ -33,7 +33,7 @@ class Buffer:
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of one bucket, with the table in the place of Megatron-FSDP's copy."""
+    """A model of one bucket, with the table instead of Megatron-FSDP's copy."""
     monkeypatch.setattr(
         "megatron_cg.fastpath.optimizer.main_weights.is_float8", lambda _fsdp: lambda _p: False
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_cg.fastpath.params import unshard
 from megatron_cg.fastpath.params.cached_lists import KnownParameters, ParameterLists
-from megatron_cg.fastpath.params.deferred_prefetch import LatePrefetch
+from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fsdp.fsdp_model import gather_alone
 
 
@@ -26,54 +26,54 @@ class Event:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> tuple[LatePrefetch, list[Any]]:
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[DeferredPrefetch, list[Any]]:
     """A gather that is held until a launch, and the events that gathers were called with."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    late, gathered = LatePrefetch(), list[Any]()
-    late.hold(gathered.append)
+    deferred, gathered = DeferredPrefetch(), list[Any]()
+    deferred.hold(gathered.append)
     assert gathered == []
-    return late, gathered
+    return deferred, gathered
 
 
 def test_a_held_gather_waits_for_what_was_recorded_as_it_was_held(
-    held: tuple[LatePrefetch, list[Any]],
+    held: tuple[DeferredPrefetch, list[Any]],
 ) -> None:
-    late, gathered = held
-    late.launched()
-    late.launched()
+    deferred, gathered = held
+    deferred.launched()
+    deferred.launched()
     (event,) = gathered
     assert event.records == 1
-    late.hold(gathered.append)
-    late.launched()
+    deferred.hold(gathered.append)
+    deferred.launched()
     assert gathered == [event, event] and event.records == 2
 
 
 def test_a_held_gather_is_issued_once_where_no_graph_is_launched(
-    held: tuple[LatePrefetch, list[Any]],
+    held: tuple[DeferredPrefetch, list[Any]],
 ) -> None:
-    late, gathered = held
-    late.issue()
-    late.issue()
-    late.launched()
+    deferred, gathered = held
+    deferred.issue()
+    deferred.issue()
+    deferred.launched()
     assert gathered == [None]
 
 
 def test_a_gather_of_a_pass_that_failed_is_forgotten(
-    held: tuple[LatePrefetch, list[Any]],
+    held: tuple[DeferredPrefetch, list[Any]],
 ) -> None:
-    late, gathered = held
-    late.drop()
-    late.launched()
+    deferred, gathered = held
+    deferred.drop()
+    deferred.launched()
     assert gathered == []
 
 
 def test_a_unit_begins_with_a_graph_if_its_first_weight_is_in_one() -> None:
     graphed, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-    late = LatePrefetch([graphed])
+    deferred = DeferredPrefetch([graphed])
     (inside,), (outside,) = graphed.parameters(), other.parameters()
-    assert late.begins_with_graph([inside, outside])
-    assert not late.begins_with_graph([outside, inside])
-    assert not late.begins_with_graph([])
+    assert deferred.begins_with_graph([inside, outside])
+    assert not deferred.begins_with_graph([outside, inside])
+    assert not deferred.begins_with_graph([])
 
 
 def test_parameters_that_stand_for_others_are_marked_with_them_and_once() -> None:
@@ -102,7 +102,7 @@ def test_a_unit_is_released_at_once_unless_that_was_asked_otherwise(bwd: bool) -
         lambda module, _: list(module.parameters()), lambda _parameter: 0, lambda _parameter: False
     )
     release = unshard._released(
-        lambda *given: released.append(given), lists, lambda _unit: None, LatePrefetch()
+        lambda *given: released.append(given), lists, lambda _unit: None, DeferredPrefetch()
     )
     release(unit, bwd)
     release(unit, bwd, True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath.optimizer.adam import install_adam
-from megatron_cg.tools.cpu.fakes import cpu_standins
+from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 fused_adam = pytest.importorskip(
     "transformer_engine.pytorch.optimizers.fused_adam",
@@ -19,8 +19,8 @@ fused_adam = pytest.importorskip(
 
 
 @pytest.fixture(autouse=True)
-def standins(one_rank: None) -> Iterator[None]:
-    with cpu_standins():
+def fakes(one_rank: None) -> Iterator[None]:
+    with cpu_fakes():
         yield
 
 

@@ -61,7 +61,7 @@ def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     from megatron_cg.replay import guarded_graph as graphed
 
     patch.setattr(graphed, "verify", lambda *_, **__: WRONG)
-    patch.setattr(type(trainer.session.watch), "verifies", True)
+    patch.setattr(type(trainer.session.mismatches), "verifies", True)
 
 
 WAYS = [no_change, refused, evaluation, no_tensor, no_graphs, verified]

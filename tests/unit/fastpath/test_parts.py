@@ -38,7 +38,7 @@ CELLS = (
 
 
 def state(fsdp: Any) -> list[Any]:
-    """Everything that the parts put something in the place of, by identity."""
+    """Everything that the parts put something instead of, by identity."""
     store = fsdp.param_and_grad_buffer
     owners = [fsdp, store, *(g.model_weight_buffer for g in store.parameter_groups)]
     functions = list(hook_functions(fsdp))
@@ -150,7 +150,7 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     data = torch.arange(6.0).bfloat16()
     lent = [torch.empty(2, 2), torch.empty(2)]
     ended: list[bool] = []
-    room = SimpleNamespace(
+    scratch = SimpleNamespace(
         empty=lambda *_: list(lent),
         lends=lambda: True,
         still_held=lambda: 2,
@@ -165,7 +165,7 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
         held.extend(gradient._local_tensor for gradient in gradients)
 
     fsdp = SimpleNamespace(param_and_grad_buffer=store, forward=forward, training=training)
-    undo = install_main_gradients(fsdp, room)
+    undo = install_main_gradients(fsdp, scratch)
     table: Any = store.update_main_grads.__wrapped__
     group, rows = a_group(data, [[2, 2], [2], [0]])
     gradients: list[Any] = [row.gradient for row in rows[:2]]
@@ -173,9 +173,9 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     table()
     assert [row.parameter.grad for row in rows] == [*gradients, None]
     assert gradients[0]._local_tensor.data_ptr() == lent[0].data_ptr()
-    # Gradients that are scaled after their reduction are copied once more, into the same room.
+    # Gradients that are scaled after their reduction are copied once more, into the same scratch.
     data.mul_(2)
-    room.empty = lambda *_: [] if any(g._local_tensor is not None for g in gradients) else lent
+    scratch.empty = lambda *_: [] if any(g._local_tensor is not None for g in gradients) else lent
     table()
     data.div_(2)
     table()
@@ -201,9 +201,9 @@ def test_buckets_of_one_kind_are_cast_together_and_others_read_in_place(decouple
         asked.append([tensor.shape for tensor in like])
         return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
 
-    room = SimpleNamespace(empty=empty, lends=lambda: True)
+    scratch = SimpleNamespace(empty=empty, lends=lambda: True)
     store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=decoupled)
-    install_main_gradients(SimpleNamespace(param_and_grad_buffer=store, forward=None), room)
+    install_main_gradients(SimpleNamespace(param_and_grad_buffer=store, forward=None), scratch)
     table: Any = store.update_main_grads.__wrapped__
     datas = [torch.arange(6.0).bfloat16(), torch.arange(4.0), torch.arange(2.0).bfloat16()]
     made = [
@@ -287,10 +287,10 @@ def compare_attached(folder: Path) -> None:
             found |= {"pieces": [], "equal": [], "restored": []}
             # Once with DTensors that Megatron-FSDP has made before, once without.
             for _ in range(2):
-                room = OneChunk()
-                undo = install_main_gradients(fsdp, room)  # type: ignore[arg-type]
+                scratch = OneChunk()
+                undo = install_main_gradients(fsdp, scratch)  # type: ignore[arg-type]
                 found["equal"].append(attached(store, decoupled) == megatrons)
-                found["pieces"].append(room.pieces)
+                found["pieces"].append(scratch.pieces)
                 undo()
                 left = [vars(p).get("decoupled_grad") for _, p in store.optimizer_named_parameters]
                 found["restored"].append(decoupled or left == [None] * len(left))

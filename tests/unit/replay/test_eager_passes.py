@@ -21,7 +21,7 @@ from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.runs.test_one_rank_failures import no_hang
 
@@ -117,14 +117,14 @@ def together(root: Path) -> None:
     eager, run = with_collectives(), with_collectives()
     run.with_graphs(verify_interval=7)
     votes: list[str] = []
-    real = Agreement.leave_together
+    real = Agreement.fall_back_together
 
     def leave(self: Any, name: str, timeout: timedelta | None = None) -> None:
         votes.append(name)
         real(self, name, timeout)
 
     found: dict[str, Any] = {}
-    with patch.object(Agreement, "leave_together", leave), no_hang():
+    with patch.object(Agreement, "fall_back_together", leave), no_hang():
         assert torch.equal(eager.step(), run.step())
         for name, change, _ in STEPS:
             for one in (eager, run):
@@ -159,8 +159,8 @@ def test_all_ranks_vote_before_a_unit_runs_eagerly(tmp_path: Path) -> None:
 def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta | None) -> None:
     """A checkpoint or a first batch of data may lie before a turn, on some ranks only."""
     asked: list[Any] = []
-    watch = Watch(ReplayPolicy(), Counters(), lambda *given: asked.append(given))
-    passes = EagerPasses(UNIT, watch, collectives=True)
+    mismatches = MismatchPolicy(ReplayPolicy(), Counters(), lambda *given: asked.append(given))
+    passes = EagerPasses(UNIT, mismatches, collectives=True)
     if turn:
         passes.for_no_replay("it is in evaluation mode")
         passes.replay_follows()
@@ -170,15 +170,15 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
 
 
 def test_each_eager_pass_is_counted() -> None:
-    watch = Watch(ReplayPolicy(), Counters())
-    passes = EagerPasses(UNIT, watch, collectives=False)
+    mismatches = MismatchPolicy(ReplayPolicy(), Counters())
+    passes = EagerPasses(UNIT, mismatches, collectives=False)
     for eager in (1, 2):
         passes.for_no_replay("it is in evaluation mode")
-        watch.counters.expect(eager=eager, mismatched=0)
+        mismatches.counters.expect(eager=eager, mismatched=0)
     passes.replay_follows()
     for mismatched in (1, 2):
         passes.for_mismatch(WRONG)
-        watch.counters.expect(eager=2 + mismatched, mismatched=mismatched)
+        mismatches.counters.expect(eager=2 + mismatched, mismatched=mismatched)
 
 
 def alone(root: Path, change: Callable[[Any], None]) -> None:
@@ -193,7 +193,7 @@ def alone(root: Path, change: Callable[[Any], None]) -> None:
         change(run)
     soon = timedelta(seconds=3)
     with (
-        patch.object(agreement, "LEAVING", soon),
+        patch.object(agreement, "FALLING_BACK", soon),
         patch.object(agreement, "TIMEOUT", soon),
         no_hang(),
     ):

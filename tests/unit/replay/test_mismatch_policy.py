@@ -17,65 +17,65 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.mismatch_policy import ReplayPolicy, Watch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
 
 SHAPE = Mismatch("shape", "shape of argument x", "(2,)", "(3,)", "Cause.")
 
 
-def found(watch: Watch, **options: Any) -> None:
-    watch.mismatched(SHAPE, "layer 0", 0, **{"collectives": False, "fresh": False, **options})
+def found(mismatches: MismatchPolicy, **options: Any) -> None:
+    mismatches.mismatched(SHAPE, "layer 0", 0, **{"collectives": False, "fresh": False, **options})
 
 
 def test_a_mismatch_is_counted_each_time_and_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watch = Watch(ReplayPolicy(), Counters())
+    mismatches = MismatchPolicy(ReplayPolicy(), Counters())
     for layer in ("layer 0", "layer 0", "layer 1"):
-        watch.mismatched(SHAPE, layer, 0, collectives=False, fresh=False)
-    watch.counters.expect(mismatched=3)
+        mismatches.mismatched(SHAPE, layer, 0, collectives=False, fresh=False)
+    mismatches.counters.expect(mismatched=3)
     assert [r.getMessage().split(",")[0] for r in caplog.records] == [
         "megatron_cg: no replay of layer 0",
         "megatron_cg: no replay of layer 1",
     ]
-    assert not watch.wants_recapture
+    assert not mismatches.wants_recapture
 
 
 def test_a_recapture_is_asked_for_unless_the_last_one_did_not_help() -> None:
-    watch = Watch(ReplayPolicy("recapture"), Counters())
-    watch.captured_again = True
-    found(watch, fresh=True)
-    assert not watch.wants_recapture
-    found(watch)
-    assert watch.wants_recapture
+    mismatches = MismatchPolicy(ReplayPolicy("recapture"), Counters())
+    mismatches.captured_again = True
+    found(mismatches, fresh=True)
+    assert not mismatches.wants_recapture
+    found(mismatches)
+    assert mismatches.wants_recapture
 
 
 def test_the_first_capture_is_followed_by_another_one() -> None:
-    watch = Watch(ReplayPolicy("recapture"), Counters())
-    found(watch, fresh=True)
-    assert watch.wants_recapture
+    mismatches = MismatchPolicy(ReplayPolicy("recapture"), Counters())
+    found(mismatches, fresh=True)
+    assert mismatches.wants_recapture
 
 
 def test_error_ends_the_run() -> None:
     with pytest.raises(ReplayMismatchError, match=r"layer 0, microbatch 0.*--cg-on-mismatch error"):
-        found(Watch(ReplayPolicy("error"), Counters()))
+        found(MismatchPolicy(ReplayPolicy("error"), Counters()))
 
 
 def test_verification_of_every_step_is_due_in_every_step() -> None:
-    watch = Watch(ReplayPolicy(verify_interval=1), Counters())
+    mismatches = MismatchPolicy(ReplayPolicy(verify_interval=1), Counters())
     for _ in range(3):
-        watch.begin_step()
-        assert watch.verifies
+        mismatches.begin_step()
+        assert mismatches.verifies
 
 
 def test_verification_is_due_at_its_interval() -> None:
-    watch = Watch(ReplayPolicy(verify_interval=3), Counters())
+    mismatches = MismatchPolicy(ReplayPolicy(verify_interval=3), Counters())
     due = []
     for _ in range(7):
-        watch.begin_step()
-        due.append(watch.verifies)
+        mismatches.begin_step()
+        due.append(mismatches.verifies)
     assert due == [False, False, True, False, False, True, False]
-    never = Watch(ReplayPolicy(), Counters())
+    never = MismatchPolicy(ReplayPolicy(), Counters())
     never.begin_step()
     assert not never.verifies
 
@@ -85,15 +85,15 @@ def leave(root: Path) -> None:
     outcomes = []
     for layers in (("layer 0", "layer 0"), ("layer 0", "layer 1"), ("layer 0", None)):
         votes = Agreement()
-        watch = Watch(ReplayPolicy(), Counters(), votes.leave_together)
+        mismatches = MismatchPolicy(ReplayPolicy(), Counters(), votes.fall_back_together)
         layer = layers[dist.get_rank()]
         outcome = "stayed"
         # Only who votes alone is to wait in vain, and not for long.
         waits = timedelta(seconds=1) if None in layers else timedelta(minutes=10)
         if layer is not None:
             try:
-                with patch.object(agreement, "LEAVING", waits):
-                    watch.mismatched(SHAPE, layer, 0, collectives=True, fresh=False)
+                with patch.object(agreement, "FALLING_BACK", waits):
+                    mismatches.mismatched(SHAPE, layer, 0, collectives=True, fresh=False)
                 outcome = "eager"
             except ReplayMismatchError as error:
                 outcome = str(error)

@@ -1,1 +1,1 @@
-"""Likenesses of Transformer Engine and mamba-ssm, for machines that have neither a GPU nor them."""
+"""Fakes of Transformer Engine and mamba-ssm, for machines that have neither a GPU nor them."""

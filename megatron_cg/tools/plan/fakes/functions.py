@@ -1,4 +1,4 @@
-"""Likenesses of Transformer Engine's and mamba-ssm's autograd functions on the meta device.
+"""Fakes of Transformer Engine's and mamba-ssm's autograd functions on the meta device.
 
 Each has the inputs and outputs of its original, keeps for the backward pass the same tensors, takes
 the same temporary memory in the same order, and counts the kernels that the original launches. No

@@ -1,4 +1,4 @@
-"""Likenesses of mamba-ssm's functions on the meta device; see ``functions.py``.
+"""Fakes of mamba-ssm's functions on the meta device; see ``functions.py``.
 
 The facts are those of mamba-ssm 2.3.2, ``ops/triton/ssd_combined.py`` and ``layernorm_gated.py``.
 """

@@ -1,4 +1,4 @@
-"""Puts the likenesses where Megatron imports ``transformer_engine`` and ``mamba_ssm`` from.
+"""Puts the fakes where Megatron imports ``transformer_engine`` and ``mamba_ssm`` from.
 
 Only in a process of its own (``worker.py``), before Megatron is imported: Megatron's classes are
 derived from TE's when they are defined. They are put in whether or not the packages are installed,
@@ -29,7 +29,7 @@ _NAMES = (_TE, "mamba_ssm", "causal_conv1d")
 
 
 def install() -> Callable[[], None]:
-    """Put the likenesses into ``sys.modules``; returns the undo.
+    """Put the fakes into ``sys.modules``; returns the undo.
 
     Raises MegatronCGError where Megatron has been imported already.
     """

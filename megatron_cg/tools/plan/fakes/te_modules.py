@@ -1,8 +1,8 @@
-"""Likenesses of the Transformer Engine modules that Megatron's layers are made of.
+"""Fakes of the Transformer Engine modules that Megatron's layers are made of.
 
 Constructor and parameters are the originals' (transformer-engine 2.20.2): names, order, shapes and
 types, so that the Megatron classes derived from them, and Megatron-FSDP's buckets, are as on a GPU.
-What is asked for and has no likeness here raises :class:`NotLikened`.
+What is asked for and has no fake here raises :class:`NotLikened`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NotLikened(MegatronCGError):
 
 def refused(what: str) -> NotLikened:
     """The error for such a part."""
-    return NotLikened(f"a model with {what} cannot be planned yet: there is no likeness of it.")
+    return NotLikened(f"a model with {what} cannot be planned yet: there is no fake of it.")
 
 
 class TransformerEngineBaseModule(nn.Module):

@@ -14,7 +14,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
 from megatron_cg.errors import CaptureError, HookError, HostSyncError
 from megatron_cg.hooks.capture_schedule import Step, schedule
-from megatron_cg.tools.cpu.fakes import cpu_standins
+from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -128,7 +128,7 @@ def test_a_read_on_the_host_is_refused_with_op_and_module(
 
 
 def wait_for_all() -> None:
-    torch.cuda.synchronize()  # looked up as it is called, when it is a stand-in
+    torch.cuda.synchronize()  # looked up as it is called, when it is a fake
 
 
 def wait_for_a_stream() -> None:
@@ -145,7 +145,7 @@ def wait_for_a_stream() -> None:
 def test_a_wait_for_the_device_is_refused_with_its_module(
     wait: Callable[[], None], named: str
 ) -> None:
-    with cpu_standins():
+    with cpu_fakes():
         with pytest.raises(HostSyncError, match=rf"{named} in the callable itself \(Reading\)"):
             capture(Reading(lambda _: wait()))
         wait()

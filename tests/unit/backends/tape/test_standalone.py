@@ -1,4 +1,4 @@
-"""The standalone megatron_fsdp package under the stand-ins, in two processes."""
+"""The standalone megatron_fsdp package under the fakes, in two processes."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_two_eager_runs_are_equal_and_another_is_not(records: Path) -> None:
 def test_the_number_of_processes_does_not_matter_but_for_rounding(
     records: Path, tmp_path: Path
 ) -> None:
-    """The collectives that the stand-ins lead to gloo sum what they should."""
+    """The collectives that the fakes lead to gloo sum what they should."""
     alone = replace(SHARED, micro_batch_size=2 * SHARED.micro_batch_size)
     run_plans([(alone, tmp_path)], processes=1)
     pair = [read_run(path)[0]["steps"] for path in (records / "shared", tmp_path)]

@@ -78,7 +78,7 @@ def test_a_wish_to_capture_again_is_done_between_two_steps(
     trainer.step()
     helper.create_cudagraphs()
     first = helper.session
-    first.watch.wants_recapture = True
+    first.mismatches.wants_recapture = True
     trainer.step()
     assert helper.session is first
     trainer.step()

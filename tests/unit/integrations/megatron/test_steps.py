@@ -22,7 +22,7 @@ class Optimizer:
 
 
 class Routine:
-    """Notes what it is called for, in the place of a ``StepRoutine``."""
+    """Notes what it is called for, instead of a ``StepRoutine``."""
 
     def __init__(self, events: list[Any]) -> None:
         self.before_step = lambda: events.append("before")

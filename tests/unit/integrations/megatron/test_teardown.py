@@ -188,13 +188,13 @@ atexit.register(report)
 
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.fakes import cpu_standins
+from megatron_cg.tools.cpu.fakes import cpu_fakes
 
 megatron_cg.enable()
 store = "file://" + tempfile.mkdtemp() + "/store"
 torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-standins = cpu_standins()
-standins.__enter__()
+fakes = cpu_fakes()
+fakes.__enter__()
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.tools.cpu.train import Trainer
 from megatron_cg.tools.cpu.training_plan import TrainingPlan

@@ -12,11 +12,11 @@ from tests.unit.conftest import let_models_go
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A gloo group of this process alone, under the CPU stand-ins."""
-    from megatron_cg.tools.cpu.fakes import cpu_standins
+    """A gloo group of this process alone, under the CPU fakes."""
+    from megatron_cg.tools.cpu.fakes import cpu_fakes
 
     store = tmp_path_factory.mktemp("group") / "store"
-    with cpu_standins():
+    with cpu_fakes():
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=0, world_size=1
         )

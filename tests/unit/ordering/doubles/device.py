@@ -13,7 +13,7 @@ from tests.unit.ordering.doubles.streams import Streams, modelled_streams
 
 @contextmanager
 def modelled_device() -> Iterator[Notes]:
-    """Record what runs in the block, inside ``cpu_standins``, while the trace is on.
+    """Record what runs in the block, inside ``cpu_fakes``, while the trace is on.
 
     Everything runs at once and in the order of the host, so no number changes.
     """

@@ -12,7 +12,7 @@ import torch
 
 import megatron_cg.fastpath  # noqa: F401 - all modules that ask for the stream
 from megatron_cg.fastpath.gradients import streams as fast_streams
-from megatron_cg.tools.cpu.fakes import StandInEvent, StandInStream, replaced
+from megatron_cg.tools.cpu.fakes import FakeEvent, FakeStream, replaced
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.sites import caller
 from tests.unit.ordering.trace import Await, AwaitStream, HostAwaits, Keep, Record
@@ -69,7 +69,7 @@ class Streams:
         return Event(self)
 
 
-class Stream(StandInStream):
+class Stream(FakeStream):
     """One stream, known by its number."""
 
     def __init__(self, streams: Streams, number: int) -> None:
@@ -98,7 +98,7 @@ class Stream(StandInStream):
         self._streams.notes.add(entry)
 
 
-class Event(StandInEvent):
+class Event(FakeEvent):
     """One event, known by its number."""
 
     _numbers = count()

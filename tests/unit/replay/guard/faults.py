@@ -21,7 +21,7 @@ from megatron_cg.replay.guard import inputs as inputs_module
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
-from megatron_cg.replay.guard.objects import Hooks, Parts
+from megatron_cg.replay.guard.objects import Hooks, Objects
 
 Fault = Callable[[Any], Any]
 """Does its worst to a trainer; may return a context manager for the next step."""
@@ -193,10 +193,10 @@ def switched_off(clause: str) -> Iterator[None]:
 
             patch.setattr(inputs_module, "fields", but_one)
         else:
-            init = Parts.__init__
+            init = Objects.__init__
 
             def without(self: Any, table: Any) -> None:
                 init(self, [entry for entry in table if entry[2] != clause])
 
-            patch.setattr(Parts, "__init__", without)
+            patch.setattr(Objects, "__init__", without)
         yield

@@ -12,7 +12,7 @@ from megatron_cg.capture.unit_guard import UnitGuard
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.guard.modes import Autocast, Training
-from megatron_cg.replay.guard.objects import Hooks, Parts, entries
+from megatron_cg.replay.guard.objects import Hooks, Objects, entries
 from megatron_cg.replay.unit import Unit
 
 
@@ -89,7 +89,7 @@ def test_a_replaced_part_is_named_by_its_place_in_the_layer(
     layer = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
     layer.register_parameter("scale", nn.Parameter(torch.ones(1)))
     layer.get_submodule("0.0").register_buffer("mean", torch.ones(1))
-    parts = Parts(entries(layer, list(layer.modules())))
+    parts = Objects(entries(layer, list(layer.modules())))
     assert parts.broken() is None
     owner = layer.get_submodule(place)
     old = getattr(owner, name)

@@ -28,7 +28,7 @@ Loop = Callable[..., Any]
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In the place of Megatron's loop one that trains nothing; returns what it has done."""
+    """Instead of Megatron's loop one that trains nothing; returns what it has done."""
     done: list[str] = []
 
     def train_step(*_args: Any) -> Any:
@@ -77,7 +77,7 @@ def test_other_ranks_are_neither_sampled_nor_traced(
 
 
 class Profile:
-    """In the place of torch's; notes what it was asked for and what came while it was on."""
+    """Instead of torch's; notes what it was asked for and what came while it was on."""
 
     def __init__(self, log: list[Any], activities: Any) -> None:
         self._log = log
@@ -97,7 +97,7 @@ class Profile:
 
 @contextmanager
 def noted(log: list[Any], name: str) -> Iterator[None]:
-    """In the place of a range, or of the phases' watch."""
+    """Instead of a range, or of the phases' watch."""
     log.append(name)
     yield
 

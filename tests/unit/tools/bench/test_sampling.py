@@ -48,7 +48,7 @@ while True:
 
 
 def stand_in(body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of that name in the place of py-spy, which is never a dependency."""
+    """A program of that name instead of py-spy, which is never a dependency."""
     program = folder / "py-spy"
     program.write_text(f"#!{sys.executable}\n{body}")
     program.chmod(0o755)

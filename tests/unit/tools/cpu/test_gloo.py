@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import FileStore
 
 from megatron_cg.tools.cpu import gloo
-from megatron_cg.tools.cpu.fakes import cpu_standins
+from megatron_cg.tools.cpu.fakes import cpu_fakes
 from megatron_cg.tools.cpu.gloo import one_worker_a_group
 from megatron_cg.tools.cpu.launch import run_processes
 
@@ -111,7 +111,7 @@ def test_groups_are_as_torch_makes_them_after_the_block_also_after_an_exception(
 
 
 def test_the_stand_ins_give_every_group_one_worker(store: str) -> None:
-    with cpu_standins():
+    with cpu_fakes():
         groups = [group_of_one(store), dist.new_group([0])]
     assert [group._get_backend(CPU).options._threads for group in groups] == [1, 1]
 

@@ -81,7 +81,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 # Nothing of CUDA is called here, and Megatron takes long to import.
-sys.modules["megatron_cg.tools.cpu.fakes"] = types.SimpleNamespace(cpu_standins=nullcontext)
+sys.modules["megatron_cg.tools.cpu.fakes"] = types.SimpleNamespace(cpu_fakes=nullcontext)
 from megatron_cg.tools.cpu import launch
 
 folder, join = Path(sys.argv[1]), dist.init_process_group

@@ -50,7 +50,7 @@ def answering(answers: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def system(answers: Mapping[str, Any] | None = None, **changes: Any) -> System:
-    """A good system but for ``changes``, and for ``answers`` in the place of good ones."""
+    """A good system but for ``changes``, and for ``answers`` instead of good ones."""
     versions = VERSIONS | changes.pop("versions", {})
     settings: dict[str, Any] = {
         "ask": answering(ANSWERS | dict(answers or {})),

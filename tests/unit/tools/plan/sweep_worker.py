@@ -1,7 +1,7 @@
 """Captures tiny layers on the meta device, one for each set of flags, and says how each ended.
 
-``python -m tests.unit.tools.plan.sweep_worker CASES.json ENDS.json``, in a process of its own, like a
-plan. Our rules are reported but not enforced: what they refuse is traced all the same.
+``python -m tests.unit.tools.plan.sweep_worker CASES.json ENDS.json``, in a process of its own, like
+a plan. Our rules are reported but not enforced: what they refuse is traced all the same.
 """
 
 from __future__ import annotations

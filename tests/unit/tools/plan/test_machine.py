@@ -26,7 +26,7 @@ from megatron_cg.tools.plan.fakes.packages import TE_VERSION, install
 MEGATRON = "megatron.core.extensions.transformer_engine"
 
 
-def test_likenesses_are_put_in_and_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fakes_are_put_in_and_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, MEGATRON, raising=False)
     monkeypatch.setitem(sys.modules, "mamba_ssm", ModuleType("mamba_ssm"))
     before, compiler = dict(sys.modules), torch.compile

@@ -67,7 +67,7 @@ def test_a_compiled_function_is_one_kernel_without_temporaries() -> None:
     assert pool.allocated == 0
 
 
-def test_likenesses_speak_for_their_kernels() -> None:
+def test_fakes_speak_for_their_kernels() -> None:
     trace = Trace(Pool())
     pool = trace.memory
     assert isinstance(pool, Pool)

@@ -17,7 +17,7 @@ MODEL = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"), sequence_length=
 
 
 def train_recorded(plan: TrainingPlan, directory: Path) -> None:
-    """Train in this process, under the stand-ins, and write the record."""
+    """Train in this process, under the fakes, and write the record."""
     recorder = Recorder(directory)
     with recording(recorder):
         trainer = VotingTrainer(plan)

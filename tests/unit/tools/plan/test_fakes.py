@@ -1,6 +1,6 @@
-"""The likenesses against Transformer Engine itself, where it is installed.
+"""The fakes against Transformer Engine itself, where it is installed.
 
-TE's own Python runs on the meta device, with stand-ins for its kernels only: what it keeps for the
+TE's own Python runs on the meta device, with fakes for its kernels only: what it keeps for the
 backward pass is its own choice.
 """
 
@@ -70,7 +70,7 @@ def made(module: Any, name: str, settings: dict[str, Any]) -> torch.nn.Module:
     return found
 
 
-def test_the_likenesses_are_of_the_installed_release(te: Any) -> None:
+def test_the_fakes_are_of_the_installed_release(te: Any) -> None:
     import transformer_engine
 
     assert str(transformer_engine.__version__).split("+", maxsplit=1)[0] == TE_VERSION
@@ -78,8 +78,8 @@ def test_the_likenesses_are_of_the_installed_release(te: Any) -> None:
 
 @pytest.mark.parametrize(("name", "settings"), BUILT)
 def test_parameters_are_those_of_the_original(te: Any, name: str, settings: dict[str, Any]) -> None:
-    original, likeness = made(te, name, settings), made(modules, name, settings)
-    assert described(likeness) == described(original)
+    original, fake = made(te, name, settings), made(modules, name, settings)
+    assert described(fake) == described(original)
 
 
 def described(module: torch.nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:

@@ -1,4 +1,4 @@
-"""The stand-ins: what they replace, and that nothing of it stays."""
+"""The fakes: what they replace, and that nothing of it stays."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu import fakes as standins
-from megatron_cg.tools.cpu.fakes import cpu_standins, replaced, to_cpu
+from megatron_cg.tools.cpu import fakes
+from megatron_cg.tools.cpu.fakes import cpu_fakes, replaced, to_cpu
 
 CPU = torch.device("cpu")
 
 
 def everything() -> dict[str, object]:
-    """Every attribute the stand-ins touch, as each owner's own dictionary has it."""
-    found = {f"torch.{name}": vars(torch)[name] for name in standins.FACTORIES}
-    found |= {f"Tensor.{name}": vars(torch.Tensor).get(name) for name in standins.METHODS}
+    """Every attribute the fakes touch, as each owner's own dictionary has it."""
+    found = {f"torch.{name}": vars(torch)[name] for name in fakes.FACTORIES}
+    found |= {f"Tensor.{name}": vars(torch.Tensor).get(name) for name in fakes.METHODS}
     found |= {f"cuda.{name}": value for name, value in vars(torch.cuda).items() if name[0] != "_"}
     found |= {"mesh": DeviceMesh.__init__, "group": vars(DeviceMesh)["from_group"]}
     found |= {"fork": CudaRNGStatesTracker.fork, "module": vars(torch.nn.Module)["cuda"]}
@@ -33,10 +33,10 @@ def everything() -> dict[str, object]:
 
 def test_all_is_undone_also_after_an_exception() -> None:
     before = everything()
-    with cpu_standins():
+    with cpu_fakes():
         inside = everything()
     assert everything() == before
-    with pytest.raises(KeyboardInterrupt), cpu_standins():
+    with pytest.raises(KeyboardInterrupt), cpu_fakes():
         raise KeyboardInterrupt
     assert everything() == before
     changed = {name for name in before if inside[name] is not before[name]}
@@ -75,7 +75,7 @@ def test_cuda_leads_to_the_cpu_also_in_a_hook_that_autograd_calls() -> None:
         devices.append(grad.to("cuda").device)
         devices.append(grad.cuda().device)
 
-    with cpu_standins():
+    with cpu_fakes():
         x = torch.ones(2, device=torch.cuda.current_device(), requires_grad=True)
         x.register_hook(hook)
         (x * 2).sum().backward()
@@ -87,7 +87,7 @@ def test_cuda_leads_to_the_cpu_also_in_a_hook_that_autograd_calls() -> None:
 
 
 def test_a_fork_draws_from_its_own_state_and_the_outer_one_goes_on() -> None:
-    with cpu_standins():
+    with cpu_fakes():
         tracker = CudaRNGStatesTracker()
         tracker.add("inner", 7)
         torch.manual_seed(1)
@@ -128,7 +128,7 @@ def test_a_tape_takes_the_tracker_along_and_capture_leaves_it_as_it_was(
     def three(call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         return torch.cat([call(x * scale).clone() for scale in (1.0, 2.0, 3.0)] + [torch.rand(4)])
 
-    with cpu_standins():
+    with cpu_fakes():
         torch.manual_seed(3)
         tracker.add("inner", 7)
         start, state = dict(tracker.states_), torch.get_rng_state()
@@ -147,7 +147,7 @@ def test_a_tape_takes_the_tracker_along_and_capture_leaves_it_as_it_was(
     reason="TE is installed here, so it is not stood in for",
 )
 def test_megatron_takes_the_stand_in_for_a_transformer_engine_that_can_replay() -> None:
-    with cpu_standins():
+    with cpu_fakes():
         import transformer_engine.pytorch
 
         assert utils.is_te_min_version("1.10.0")
