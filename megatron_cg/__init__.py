@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
-from megatron_cg.version import __version__
+from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.loop import GraphedLayers
@@ -23,7 +23,6 @@ __all__ = [
     "GraphedLayers",
     "GraphedUnits",
     "MegatronCGError",
-    "__version__",
     "disable",
     "enable",
     "graph_units",

@@ -4,7 +4,7 @@ Relied on: megatron-core 0.19.2, ``megatron.core.transformer.cuda_graphs._layer_
 which says whether a layer has any of the scopes of a config, and ``GraphableMegatronModule`` in
 ``megatron.core.transformer.module``, of which every layer that can be captured is one. Only layers
 have a ``layer_number``, from 1. A layer that is captured with scopes of its own sees them in a view
-of its config (``integrations/megatron/scopes.py``).
+of its config (``upstream/layer_config.py``).
 """
 
 from __future__ import annotations
