@@ -32,6 +32,7 @@ from megatron_cg.telemetry.coverage_lines import coverage
 from megatron_cg.telemetry.memory_lines import memory
 from megatron_cg.telemetry.progress import CaptureBar, capture_bar, is_first_rank
 from megatron_cg.telemetry.record import add_capture, follow, note, note_capture
+from megatron_cg.upstream.patch import applied
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class CaptureReport:
             "layers": len(self._units),
             "graphs": sum(len(getattr(unit.layer, "cuda_graphs", ())) for unit in self._units),
             "coverage": self._coverage(),
+            "patches": [change._asdict() for change in applied()],
         }
         follow(counters, self._votes)
         add_capture(entry)

@@ -148,7 +148,8 @@ _CAPTURE = _fields(
         "graphs": _whole,
         "coverage": _list(_LAYER),
         "error": _or_none(_text),
-    }
+    },
+    {"patches": _list(_fields({"place": _text, "value": _text, "objects": _whole}))},
 )
 _INTERVAL = _fields(
     {

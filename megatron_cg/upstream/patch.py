@@ -21,11 +21,13 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import count
 from types import MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from megatron_cg.upstream.copies import ABSENT, leave_out
@@ -76,9 +78,14 @@ class _Attribute:
             delattr(self._owner, self._name)
 
 
+_numbers = count()
+
+
 class _Change:
-    def __init__(self, place: Place, value: Any) -> None:
+    def __init__(self, place: Place, value: Any, label: str) -> None:
         self.place, self.value, self.old = place, value, place.get()
+        self.label = label
+        self.number = next(_numbers)
 
 
 class _Changes(list[_Change]):
@@ -99,7 +106,7 @@ def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -
             old value, whatever is there.
         label: a name for ``value`` in messages.
     """
-    made = _Change(place, value)
+    made = _Change(place, value, label)
     place.put(value)
     mine = _changes.setdefault(place.key, _Changes())
     mine.append(made)
@@ -125,6 +132,29 @@ def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -
             )
 
     return undo
+
+
+def _kind(value: Any) -> str:
+    """A name for a value without its contents: showing a tensor would wait for the GPU."""
+    return described(value) if callable(value) else f"a {type(value).__name__}"
+
+
+class Applied(NamedTuple):
+    """One change that is in force, at one or more objects of a kind."""
+
+    place: str
+    """Which attribute of what, such as ``MegatronFSDP.finish_grad_sync``."""
+    value: str
+    """What is there now: the module and name of a function, or the type of a value."""
+    objects: int
+    """How many objects have it."""
+
+
+def applied() -> list[Applied]:
+    """All changes of this process that are not undone, in the order in which they were made."""
+    made = sorted((one for mine in _changes.values() for one in mine), key=lambda one: one.number)
+    found = Counter((one.place.name, one.label or _kind(one.value)) for one in made)
+    return [Applied(place, value, objects) for (place, value), objects in found.items()]
 
 
 def set_attribute(

@@ -94,16 +94,17 @@ def write_pngs(story: Story, directory: Path) -> list[Path]:
 
 def parts(story: Story) -> list[Part]:
     """The sections in order."""
-    made: tuple[Callable[[Story], Part], ...] = (
+    made: tuple[Callable[[Story], Part | None], ...] = (
         _losses,
         _times,
         _coverage,
         _memory,
         _counters,
         _faults,
+        _patches,
         _versions,
     )
-    return [make(story) for make in made]
+    return [part for make in made if (part := make(story)) is not None]
 
 
 def _losses(story: Story) -> Part:
@@ -287,6 +288,21 @@ def _faults(story: Story) -> Part:
     else:
         body = html.paragraph("None: no guard forbade a replay, no capture failed, nothing raised.")
     return Part("faults", "Mismatches and faults", body)
+
+
+def _patches(story: Story) -> Part | None:
+    """What the last capture left changed in other packages; None where nothing is recorded."""
+    changes = story.captures[-1].get("patches", []) if story.captures else []
+    if not changes:
+        return None
+    rows = [[change["place"], change["value"], str(change["objects"])] for change in changes]
+    table = html.table(["place", "value while graphs live", "objects"], rows)
+    body = html.paragraph(
+        "Closing the graphs restores each place, in reverse order, unless other code has changed "
+        "it since."
+    )
+    title = "Changes in other packages"
+    return Part("patches", title, body + html.details(f"{len(rows)} places", table))
 
 
 def _versions(story: Story) -> Part:

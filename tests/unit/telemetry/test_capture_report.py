@@ -56,6 +56,8 @@ def test_a_capture_is_recorded_and_said_in_one_line(
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "megatron_cg:" in line)
     assert line.startswith("megatron_cg: 2 graphs of 2 layers captured in ")
     assert "capture" not in vars(backend)
+    changed = {(change["place"], change["objects"]) for change in entry["patches"]}
+    assert {("TransformerLayer.forward", 2), ("MegatronFSDP.zero_grad_buffer", 1)} <= changed
     json.dumps(recorder.data)
 
 

@@ -19,7 +19,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_cg.integrations.megatron.teardown import close_before_process_groups
 from megatron_cg.upstream.closures import cells_of, put_over_cell, set_cell
-from megatron_cg.upstream.patch import put_over, run_after, run_before, set_attribute
+from megatron_cg.upstream.patch import (
+    Applied,
+    applied,
+    put_over,
+    run_after,
+    run_before,
+    set_attribute,
+)
 
 Events = list[str]
 
@@ -278,3 +285,22 @@ def test_a_method_that_something_runs_after_returns_what_it_returned() -> None:
     assert owner.step(1) == 2 and events == ["after"]
     undo()
     assert owner.step(1) == 2 and events == ["after"]
+
+
+def test_changes_in_force_are_listed_in_order_by_place() -> None:
+    before = applied()
+    modules = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    undos = [put_over(module, "extra_repr", other) for module in modules]
+    undos.append(set_attribute(modules[0], "table", torch.zeros(3)))
+    listed = applied()[len(before) :]
+    assert listed == [
+        Applied("Linear.extra_repr", f"{__name__}.other", 2),
+        Applied("Linear.table", "a Tensor", 1),
+    ]
+    for undo in undos:
+        undo()
+    assert applied() == before
+
+
+def other() -> str:
+    return "other"

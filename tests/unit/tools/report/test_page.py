@@ -122,6 +122,14 @@ def test_a_record_without_what_newer_ones_have_is_told_of() -> None:
     assert "was not recorded" in text and "not recorded</code>" in text
 
 
+def test_what_is_changed_in_other_packages_is_listed_where_it_was_recorded() -> None:
+    record = make_record(steps=6)
+    text = page(Story("one", {0: record}))
+    assert "Changes in other packages" in text and "Layer.forward" in text
+    del record["captures"][0]["patches"]
+    assert "Changes in other packages" not in page(Story("one", {0: record}))
+
+
 def test_a_run_without_a_step_has_a_page() -> None:
     record = make_record(steps=0, graphs=False)
     record["finished"] = False
