@@ -35,7 +35,7 @@ def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:
 
 def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
     from benchmarks.probe import probing
-    from megatron_cg.tools.cpu.train import train
+    from megatron_cg.tools.cpu.voting import train
 
     with probing():
         for plan, directory in jobs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megatron_cg.consensus.exchange import AgreementTime
 from megatron_cg.replay.counters import Counters
@@ -20,9 +20,6 @@ from megatron_cg.telemetry.record import note_step
 from megatron_cg.telemetry.step_phases import StepPhases
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
-
-if TYPE_CHECKING:
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
 _TRAINING = "megatron.training.training"
 _VARIABLES = "megatron.training.global_vars"
@@ -45,7 +42,14 @@ _TIMES = ("waiting_ms", "exchanging_ms")
 Totals = dict[str, float]
 
 
-def follow_log(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
+class Counted(Protocol):
+    """The graphs of one model, as far as they are counted."""
+
+    def counted(self) -> tuple[Counters, AgreementTime]:
+        """All counts so far, and what votes cost."""
+
+
+def follow_log(helpers: Sequence[Counted]) -> Callable[[], None]:
     """Let Megatron's log and writers show the counters of ``helpers``; returns the undo.
 
     ``helpers`` is read anew at each step; without any, only the phases of steps are recorded.
@@ -68,7 +72,7 @@ def follow_log(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
 
 
 class _Log:
-    def __init__(self, helpers: Sequence[FsdpCudaGraphHelper]) -> None:
+    def __init__(self, helpers: Sequence[Counted]) -> None:
         self._helpers = helpers
         self._phases = StepPhases()
         self._last: Totals = {}

@@ -17,15 +17,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.upstream.patch import put_over, run_after
 from megatron_cg.upstream.symbols import Symbol
-
-if TYPE_CHECKING:
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
 _OPTIMIZER, _ITERATION = "optimizer", "iteration"
 _LOOP = Symbol("megatron-core", "megatron.training.training", "Megatron's training loop")
@@ -74,6 +71,18 @@ class StepRoutine:
         self._controller.close()
 
 
+class Followed(Protocol):
+    """A capture helper, as far as its steps are followed."""
+
+    @property
+    def steps(self) -> StepRoutine | None:
+        """What it does around each step; None for a model that is not under Megatron-FSDP."""
+
+    @property
+    def undo(self) -> ExitStack:
+        """Undoes what the helper changed for as long as the run lasts."""
+
+
 def _vote(routines: Sequence[StepRoutine], step: int | None) -> None:
     for routine in routines:
         routine.vote(step)
@@ -109,7 +118,7 @@ class _Votes:
         self._due = None
 
 
-def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
+def follow_steps(helpers: Sequence[Followed]) -> Callable[[], None]:
     """Let the routines of ``helpers`` run around each training step; returns the undo.
 
     ``helpers`` is read anew at each step. Raises UpstreamChangedError where ``train_step`` is gone.

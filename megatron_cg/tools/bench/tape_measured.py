@@ -39,8 +39,7 @@ def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
     from megatron_cg.tools.bench.captures import CaptureMeter
     from megatron_cg.tools.bench.measurement import Measurement
     from megatron_cg.tools.bench.windows import given
-    from megatron_cg.tools.cpu.train import train
-    from megatron_cg.tools.cpu.voting import VotingTrainer
+    from megatron_cg.tools.cpu.voting import VotingTrainer, train
 
     windows, directory = given()
     meter = CaptureMeter()

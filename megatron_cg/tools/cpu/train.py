@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 
 from megatron_cg.backends.base import Backend
@@ -19,8 +16,6 @@ from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.integrations.megatron.helper import units_of
 from megatron_cg.telemetry.capture_report import follow_captures
-from megatron_cg.telemetry.record import Recorder, recording
-from megatron_cg.telemetry.record_setup import of_tape
 from megatron_cg.tools.cpu.batches import Batches
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
@@ -156,34 +151,3 @@ def _megatron_capturing() -> Iterator[None]:
         yield
     finally:
         cuda_graphs._set_capture_end()
-
-
-def train(plan: TrainingPlan, directory: Path) -> None:
-    """Run ``plan`` in this process and write its record to ``directory/rank<N>.json``.
-
-    The record's file is written also when training fails, with the error's name and text.
-    """
-    from megatron_cg.tools.cpu.voting import VotingTrainer
-
-    recorder = Recorder(directory)
-    recorder.describe(of_tape(plan))
-    try:
-        trainer = VotingTrainer(plan)
-        with recording(recorder), closing(trainer):
-            for number in range(plan.steps):
-                if plan.graphs and number == plan.warmup_steps:
-                    trainer.start()
-                start = time.perf_counter()
-                loss, norm = trainer.step()
-                losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
-                recorder.add_step(losses, norm, False, start)
-            if plan.graphs:
-                recorder.note("graphs", trainer.report())
-                recorder.note("agreement", trainer.agreement.time.as_dict())
-            recorder.finish([trainer.model])
-    except BaseException as error:
-        recorder.note("error", f"{type(error).__name__}: {error}")
-        recorder.write()
-        raise
-    finally:
-        parallel_state.destroy_model_parallel()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import closing
+from pathlib import Path
 from typing import Any
+
+import torch
+from megatron.core import parallel_state
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -10,6 +16,8 @@ from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.telemetry.record import Recorder, recording
+from megatron_cg.telemetry.record_setup import of_tape
 from megatron_cg.tools.cpu.train import Trainer
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
@@ -65,3 +73,32 @@ class VotingTrainer(Trainer):
     def report(self) -> dict[str, Any]:
         """All counts so far, those of the session that runs included."""
         return self.controller.counters.as_dict()
+
+
+def train(plan: TrainingPlan, directory: Path) -> None:
+    """Run ``plan`` in this process and write its record to ``directory/rank<N>.json``.
+
+    The record's file is written also when training fails, with the error's name and text.
+    """
+    recorder = Recorder(directory)
+    recorder.describe(of_tape(plan))
+    try:
+        trainer = VotingTrainer(plan)
+        with recording(recorder), closing(trainer):
+            for number in range(plan.steps):
+                if plan.graphs and number == plan.warmup_steps:
+                    trainer.start()
+                start = time.perf_counter()
+                loss, norm = trainer.step()
+                losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
+                recorder.add_step(losses, norm, False, start)
+            if plan.graphs:
+                recorder.note("graphs", trainer.report())
+                recorder.note("agreement", trainer.agreement.time.as_dict())
+            recorder.finish([trainer.model])
+    except BaseException as error:
+        recorder.note("error", f"{type(error).__name__}: {error}")
+        recorder.write()
+        raise
+    finally:
+        parallel_state.destroy_model_parallel()

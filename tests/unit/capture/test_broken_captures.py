@@ -87,7 +87,7 @@ BROKEN: dict[str, Callable[[ExitStack], None]] = {
 
 def train_all(root: Path) -> None:
     """In one of the processes: eagerly, then broken in each way; errors go into the records."""
-    from megatron_cg.tools.cpu.train import train
+    from megatron_cg.tools.cpu.voting import train
 
     train(plan(graphs=False), root / "eager")
     for name, break_it in BROKEN.items():

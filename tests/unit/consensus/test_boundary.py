@@ -301,7 +301,7 @@ def play(root: Path) -> None:
     """In one process: all that needs four. The run without agreement does not come back."""
     from megatron.core import parallel_state
 
-    from megatron_cg.tools.cpu.train import train
+    from megatron_cg.tools.cpu.voting import train
 
     rank = dist.get_rank()
     for scenario in (decided_together, at_other_steps, closed_alone):

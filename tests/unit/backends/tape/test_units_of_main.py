@@ -40,7 +40,7 @@ def as_main(wrap: Any, *args: Any, **kwargs: Any) -> Any:
 
 def train_all(root: Path) -> None:
     from megatron_cg.tools.cpu import cpu_model as model
-    from megatron_cg.tools.cpu.train import train
+    from megatron_cg.tools.cpu.voting import train
     from megatron_cg.upstream.patch import set_attribute
 
     wrap = vars(model)["FullyShardedDataParallel"]

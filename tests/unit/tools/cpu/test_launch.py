@@ -45,7 +45,7 @@ def test_they_have_the_environment_of_the_moment(
 
 
 def write_down_and_train(folder: Path, plan: TrainingPlan) -> None:
-    from megatron_cg.tools.cpu.train import train
+    from megatron_cg.tools.cpu.voting import train
 
     write_down(folder)
     for name in ("eager", "graphs"):
