@@ -74,7 +74,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_lines_tell_what_is_new_and_writers_all_at_megatrons_intervals(run: Run) -> None:
     helper = Helper()
-    undo = follow_log([helper])  # type: ignore[list-item]
+    undo = follow_log([helper])
     for iteration in range(1, 11):
         if iteration == 4:
             helper.counters.captured += 3
@@ -109,7 +109,7 @@ def test_ranks_without_writers_and_runs_without_graphs_write_nothing(
 
     for name in ("get_tensorboard_writer", "get_wandb_writer"):
         monkeypatch.setattr(global_vars, name, lambda: None)
-    undo = follow_log([Helper()])  # type: ignore[list-item]
+    undo = follow_log([Helper()])
     for iteration in range(1, 11):
         run.step(iteration)
     undo()
