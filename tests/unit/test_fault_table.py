@@ -140,19 +140,19 @@ def test_every_clause_of_the_guard_has_a_row() -> None:
     assert set(FAULTS) | set(FIELDS) <= clauses
     for clause in FAULTS:
         test = f"test_each_fault_is_seen_by_its_clause_and_by_no_other[{clause}]"
-        assert f"{TAPE}/guard/test_faults.py::{test}" in named_tests("on the tape"), clause
+        assert f"{TAPE}/replay/guard/test_faults.py::{test}" in named_tests("on the tape"), clause
 
 
 def test_every_capture_that_fails_on_one_rank_has_a_row() -> None:
     stages = set().union(*(re.findall(r"stage `([^`]+)`", r.cells["injected by"]) for r in ROWS))
     assert stages == set(test_one_rank_failures.STAGES)
-    test = "test_one_rank_failures.py::test_all_ranks_go_on_eagerly_with_the_same_numbers"
+    test = "runs/test_one_rank_failures.py::test_all_ranks_go_on_eagerly_with_the_same_numbers"
     cases_named = {f"{TAPE}/{test}[{case}]" for case in test_one_rank_failures.CASES}
     assert cases_named <= named_tests("on the tape")
 
 
 def test_every_life_has_a_row() -> None:
-    test = f"{TAPE}/test_life.py::test_a_life_with_graphs_is_the_eager_one"
+    test = f"{TAPE}/runs/test_life.py::test_a_life_with_graphs_is_the_eager_one"
     assert {f"{test}[{name}]" for name in test_life.LIVES} <= named_tests("on the tape")
 
 

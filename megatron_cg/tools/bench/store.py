@@ -11,7 +11,7 @@ from megatron_cg.errors import MegatronCGError
 from megatron_cg.files import write_text
 from megatron_cg.tools.bench.bench_schedule import of_all_rounds, round_of, slug
 
-SCHEMA = {"name": "megatron_cg.tools.bench", "version": 3}
+SCHEMA = {"name": "megatron_cg.bench", "version": 3}
 _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
 """Version 1 had no rounds: a run without one is of the first. Version 2 had no trace of the device
 alone: what it tells of the GPU is from the trace with host events."""

@@ -72,9 +72,9 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "gradient hand-off": (
         f"{_HOOKS}/_process_post_backward_gradients",
         f"{_HOOKS}/_root_post_backward",
-        f"{_FAST}.gradients.bucketing:GradientHandOff.__call__",
-        f"{_FAST}.gradients.bucketing:GradientHandOff.take_hidden",
-        f"{_FAST}.gradients.bucketing:GradientHandOff.unit_is_done",
+        f"{_FAST}.gradients.bucketing:GradientBucketing.__call__",
+        f"{_FAST}.gradients.bucketing:GradientBucketing.take_hidden",
+        f"{_FAST}.gradients.bucketing:GradientBucketing.unit_is_done",
     ),
     "gradient reduce": (f"{_BUFFER}:GradReducePipeline.reduce_gradients",),
     "gradient reduce: wait": (f"{_BUFFER}:GradReducePipeline.wait_for_previous_grad_reduce",),

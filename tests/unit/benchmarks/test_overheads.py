@@ -121,5 +121,5 @@ def test_a_probe_leaves_nothing_behind() -> None:
 def test_every_clause_of_a_guard_is_timed(experts: int, one_rank: None) -> None:
     costs = measure(experts, calls=2)
     assert all(cost > 0 for cost in costs.values())
-    assert {"training", "autograd", "autocast", "numerics", "parts", "hooks"} < set(costs)
+    assert {"training", "autograd", "autocast", "numerics", "objects", "hooks"} < set(costs)
     assert {"addresses, forward", "addresses, backward", "all, forward"} < set(costs)

@@ -97,9 +97,9 @@ if end == "wait":
 @pytest.fixture
 def probe(tmp_path: Path) -> dict[str, str]:
     """An environment in which the other process is one made for a test."""
-    folder = tmp_path / "megatron_cg" / "doctor"
+    folder = tmp_path / "megatron_cg" / "tools" / "doctor"
     folder.mkdir(parents=True)
-    for place in (folder.parent, folder):
+    for place in (folder.parent.parent, folder.parent, folder):
         (place / "__init__.py").touch()
     (folder / "probe.py").write_text(STAGES)
     return {"PYTHONPATH": str(tmp_path)}
