@@ -38,8 +38,8 @@ class GraphController:
     Args:
         agreement: the votes of all ranks; no vote has been posted yet.
         capture: captures and returns the session, or raises; called again for a recapture.
-        forget_inputs: forgets which inputs never changed; called before a recapture that such an
-            input or a new input has caused.
+        forget_inputs: forgets which inputs never changed; called before a recapture if such an
+            input has changed or a new input has appeared.
         goes_on: whether training continues eagerly after a failed capture.
         option: what a user types for that.
         clean_up: called after such a failure.

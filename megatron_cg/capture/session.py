@@ -60,7 +60,7 @@ holds their session, and :func:`close_all_sessions` must find it."""
 
 
 class Phase(Enum):
-    """The phase of a session. CAPTURING follows EAGER; REPLAYING or, on failure, EAGER follows."""
+    """The phase of a session: EAGER, CAPTURING, then REPLAYING, or EAGER again after a failure."""
 
     EAGER = "eager"
     CAPTURING = "capturing"
