@@ -1,10 +1,9 @@
 """Layerwise CUDA graphs under Megatron-FSDP, bit for bit, on released packages.
 
-``torchrun ... -m megatron_cg pretrain_gpt.py ...`` runs an unchanged Megatron script;
-:func:`enable` does the same from inside a script, before its arguments are parsed. A training loop
-of one's own takes :class:`GraphedLayers` for a megatron-core model and :func:`graph_units` for one
-under the standalone Megatron-FSDP. Both bring torch with them, which ``import megatron_cg`` alone
-does not.
+``torchrun ... -m megatron_cg pretrain_gpt.py ...`` runs an unchanged Megatron script.
+:func:`enable` does the same from inside a script, before its arguments are parsed. A custom
+training loop uses :class:`GraphedLayers` for a megatron-core model and :func:`graph_units` for a
+model under the standalone Megatron-FSDP. Both import torch; ``import megatron_cg`` alone does not.
 """
 
 from importlib import import_module
@@ -36,7 +35,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name whose module is imported when it is first asked for."""
+    """Import the module of a public name at first access."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LATER[name]), name)

@@ -1,4 +1,4 @@
-"""The launcher: ``torchrun ... -m megatron_cg SCRIPT ARGUMENTS``, with graphs made possible."""
+"""The launcher: ``torchrun ... -m megatron_cg SCRIPT ARGUMENTS`` runs a script with graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ For the other tools: megatron-cg --help."""
 
 
 def main() -> None:
-    """Run the script that is the first argument as ``__main__``, its folder first on the path."""
+    """Run the script in the first argument as ``__main__``, with its folder first on the path."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(_USAGE)
         sys.exit(0 if len(sys.argv) > 1 else 2)

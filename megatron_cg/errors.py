@@ -1,4 +1,4 @@
-"""Typed errors: what was found, why it is wrong, what to type or do instead."""
+"""Typed errors. They say what was found, why it is wrong, and what to type or do instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class MegatronCGError(RuntimeError):
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: ``found`` in the run, ``reason`` it cannot work, ``remedy`` to type."""
+    """One broken rule: what was ``found``, the ``reason`` it cannot work, what to type instead."""
 
     rule: str
     found: str
@@ -24,9 +24,9 @@ class Violation:
 
 
 class ConfigurationError(MegatronCGError):
-    """The run as configured cannot be graphed; ``violations`` holds every reason at once.
+    """CUDA graphs cannot be used with this configuration; ``violations`` holds all reasons.
 
-    Raised before a model is built, so no GPU memory has been taken.
+    Raised before a model is built, so no GPU memory has been allocated.
     """
 
     def __init__(self, violations: Sequence[Violation]) -> None:
@@ -40,7 +40,7 @@ class ConfigurationError(MegatronCGError):
 
 
 class ArgumentError(ConfigurationError, ValueError):
-    """Arguments of a call of the Python API are wrong; ``violations`` holds every one."""
+    """A call of the Python API has wrong arguments; ``violations`` holds all of them."""
 
 
 class UpstreamChangedError(MegatronCGError):
@@ -56,11 +56,11 @@ class UpstreamChangedError(MegatronCGError):
 
 
 class HookError(MegatronCGError):
-    """A hook on a module to be captured cannot be carried over to a CUDA graph."""
+    """A hook on a module to be captured cannot be used with a CUDA graph."""
 
 
 class UnknownFsdpHookError(HookError):
-    """A hook made by Megatron-FSDP whose meaning this package does not know."""
+    """Megatron-FSDP has installed a hook that this package does not know."""
 
 
 class CaptureError(MegatronCGError):
@@ -79,11 +79,11 @@ _UPLOAD = (
 
 
 class HostSyncError(CaptureError):
-    """The captured code makes the host wait for the device, which no CUDA graph can hold.
+    """The captured code makes the host wait for the device, which a CUDA graph cannot contain.
 
     Args:
-        where: which operation it is, in which module, file and line, and in which capture.
-        upload: whether it copies from the host to the device, instead of the other way.
+        where: the operation, its module, file and line, and the capture.
+        upload: whether it copies from host to device, rather than from device to host.
     """
 
     def __init__(self, where: str, *, upload: bool = False) -> None:
@@ -93,7 +93,7 @@ class HostSyncError(CaptureError):
 
     @property
     def violation(self) -> Violation:
-        """The same as a broken rule, where a plan finds it before there is a run."""
+        """The error as a broken rule, for a plan that finds it before a run."""
         return Violation("host-read", self.where, f"it {self._why}", self._instead)
 
 
@@ -102,12 +102,12 @@ class EarlierWorkError(CaptureError):
 
 
 class PhaseError(MegatronCGError):
-    """An operation was asked of a session in a phase that does not allow it."""
+    """The current phase of a session does not allow the requested operation."""
 
 
 class FastPathError(MegatronCGError):
-    """A parameter was used in a way that the FSDP fast path cannot follow."""
+    """A parameter was used in a way that the FSDP fast path does not support."""
 
 
 class ReplayMismatchError(MegatronCGError):
-    """A graph must not be replayed: something is not as it was at capture."""
+    """A graph must not be replayed: something has changed since capture."""

@@ -1,8 +1,8 @@
-"""Events: what the core says of a capture, and who listens.
+"""Events that the core emits during a capture, and their subscribers.
 
-The core emits and knows no subscriber. Progress bar, log and record subscribe (``telemetry``). A
-subscriber runs in the thread that captures, so it must not queue work on the GPU or wait for it.
-What it raises reaches the core, as an error of capture.
+The core does not know its subscribers. Progress bar, log and record subscribe (``telemetry``). A
+subscriber runs in the thread that captures, so it must not queue work on the GPU or wait for it. An
+exception in a subscriber propagates to the core as an error of capture.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CaptureBegan:
-    """A capture of one model's units begins; nothing has been changed."""
+    """A capture of one model's units begins; nothing has been changed yet."""
 
     model: Any
     """The ``MegatronFSDP``."""
     units: Sequence[Any]
     """:class:`megatron_cg.replay.unit.Unit`, in the order of their forward passes."""
     votes: Any
-    """What votes have cost this rank (``AgreementTime``); None without other ranks."""
+    """The time that votes have cost this rank (``AgreementTime``); None without other ranks."""
 
 
 @dataclass(frozen=True)
 class PassesBegin:
-    """All ranks can capture, and the backend starts to."""
+    """All ranks can capture, and the backend begins its passes."""
 
     warmup: int
-    """Forward and backward passes of warmup."""
+    """The number of forward and backward passes of warmup."""
     total: int
-    """All passes, those that are captured included."""
+    """The number of all passes, including those that are captured."""
 
 
 @dataclass(frozen=True)
 class PassBegan:
-    """A forward or backward pass of warmup or capture follows; nothing runs between."""
+    """A forward or backward pass of warmup or capture begins right after this event."""
 
     unit: str
     forward: bool
@@ -44,7 +44,7 @@ class PassBegan:
 
 @dataclass(frozen=True)
 class PassEnded:
-    """That pass has ended, and no hook after it has run."""
+    """The pass has ended; the hooks that follow it have not run yet."""
 
     unit: str
     forward: bool
@@ -57,10 +57,10 @@ class PassesDone:
 
 @dataclass(frozen=True)
 class CaptureEnded:
-    """All graphs replay from now on, or nothing came of the capture."""
+    """All graphs replay from now on, or the capture failed."""
 
     counters: Any = None
-    """The session's ``Counters``; None where ``error`` is given."""
+    """The session's ``Counters``; None if ``error`` is given."""
     error: BaseException | None = None
 
 
@@ -73,7 +73,7 @@ class GraphsDeleted:
     total: Any
     """``Counters`` of all sessions of this model so far."""
     votes: Any
-    """What votes have cost this rank (``AgreementTime``)."""
+    """The time that votes have cost this rank (``AgreementTime``)."""
 
 
 Event = (
@@ -84,7 +84,7 @@ _subscribers: list[Callable[[Event], None]] = []
 
 
 def subscribe(heard: Callable[[Event], None]) -> Callable[[], None]:
-    """Call ``heard`` for each event from now on, after those who came before; returns the undo."""
+    """Call ``heard`` for each event from now on, after earlier subscribers; returns the undo."""
     _subscribers.append(heard)
 
     def unsubscribe() -> None:
@@ -94,6 +94,6 @@ def subscribe(heard: Callable[[Event], None]) -> Callable[[], None]:
 
 
 def emit(event: Event) -> None:
-    """Tell all subscribers, in the order in which they came."""
+    """Call all subscribers, in the order in which they subscribed."""
     for heard in tuple(_subscribers):
         heard(event)

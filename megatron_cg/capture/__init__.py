@@ -1,1 +1,1 @@
-"""From a model to its graphs, as one transaction."""
+"""Captures the graphs of a model as one transaction."""

@@ -1,14 +1,14 @@
-"""Fresh gradient accumulators for a capture.
+"""New gradient accumulators for a capture.
 
 Note [An old graph of autograd keeps its streams]
-    A parameter has one AccumulateGrad node for as long as any graph of autograd refers to it, and
-    that node belongs to the stream it was made on. A training loop that still holds the last step's
-    loss holds that step's graph, and so nodes of the ordinary stream. A backward pass under capture
-    then waits for that stream at its end, which ends the capture: "operation would make the legacy
-    stream depend on a capturing blocking stream" (torch 2.11). A node that is made anew inside of
-    the capture belongs to the stream of the capture. torch gives a parameter a new one once its
-    data has had another dtype (``VariableHooks::set_data``: "resets gradient accumulator if
-    metadata is out of date").
+    A parameter keeps its AccumulateGrad node as long as any autograd graph refers to the node. The
+    node belongs to the stream on which it was created. If a training loop still holds the last
+    step's loss, it also holds that step's autograd graph, with nodes of the normal stream. A
+    backward pass under capture then waits for that stream at its end, and the capture fails:
+    "operation would make the legacy stream depend on a capturing blocking stream" (torch 2.11). A
+    node that is created inside the capture belongs to the capture stream. torch creates a new node
+    after a parameter's data has had another dtype (``VariableHooks::set_data``: "resets gradient
+    accumulator if metadata is out of date").
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import nn
 
 
 def forget_accumulators(modules: Iterable[nn.Module]) -> None:
-    """Let the next pass make new AccumulateGrad nodes; see the note above.
+    """Make the next pass create new AccumulateGrad nodes; see the note above.
 
-    Parameters keep their data, gradients and hooks. Quantized ones are left alone.
+    Parameters keep their data, gradients and hooks. Quantized parameters are skipped.
 
     Args:
-        modules: whose parameters, those of their submodules included, are meant.
+        modules: the modules with the parameters, which include those of submodules.
     """
     for parameter in {p: None for module in modules for p in module.parameters()}:
         data = parameter.data

@@ -1,7 +1,7 @@
-"""The graphs of one model over its training steps: captured, captured again, given up.
+"""Capture, recapture and deletion of one model's graphs over its training steps.
 
-One controller serves Megatron's helper, the standalone API and the CPU trainer. They say how to
-capture; it decides when graphs go, with all ranks.
+Megatron's helper, the standalone API and the CPU trainer all use this controller. They define how
+to capture. The controller decides, together with all ranks, when graphs are deleted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _STRUCTURE = "structure"
 
 
 class GraphController:
-    """Captures one model's graphs, and captures again or gives up where all ranks decide so.
+    """Captures one model's graphs, and recaptures or gives up when all ranks decide so.
 
     Every rank calls :meth:`before_step` and :meth:`after_step` around each training step.
 
     Args:
-        agreement: the votes of all ranks; no vote is posted.
+        agreement: the votes of all ranks; no vote has been posted yet.
         capture: captures and returns the session, or raises; called again for a recapture.
-        forget_inputs: forgets which inputs never changed, before a capture for that mismatch.
-        goes_on: whether training goes on eagerly after a failed capture.
+        forget_inputs: forgets which inputs never changed; called before a recapture if such an
+            input has changed or a new input has appeared.
+        goes_on: whether training continues eagerly after a failed capture.
         option: what a user types for that.
         clean_up: called after such a failure.
     """
@@ -60,7 +61,7 @@ class GraphController:
         self._boundary = Boundary(agreement, self._vote, self.recapture, self._give_up)
         self._earlier = Counters()
         self.session: Session | None = None
-        """The graphs as they are now; None before capture, and after they were deleted."""
+        """The current graphs; None before capture and after deletion."""
         self.gave_up = False
         """Whether this model trains eagerly for the rest of the run."""
         self._captured = False
@@ -76,15 +77,15 @@ class GraphController:
 
     @property
     def awaits_capture(self) -> bool:
-        """Whether the first capture is still to come."""
+        """Whether the first capture has not happened yet."""
         return not self._captured and not self.gave_up
 
     def capture(self) -> None:
-        """Capture, on all ranks. After a failure that training survives, ``gave_up`` is True.
+        """Capture on all ranks. If capture fails and training continues, ``gave_up`` is True.
 
         Raises:
-            CaptureError: capture failed, and training does not go on without graphs.
-            MegatronCGError: the error itself, where it is one of this package's.
+            CaptureError: capture failed, and training does not continue without graphs.
+            MegatronCGError: the original error, if it is one of this package's.
         """
         self._agreement.begin_capture()
         try:
@@ -115,17 +116,17 @@ class GraphController:
         session.close()
 
     def before_step(self) -> None:
-        """Do what all ranks decided, if anything. Raises as :meth:`capture`, and AgreementError."""
+        """Do what all ranks decided, if anything. Raises as :meth:`capture`, or AgreementError."""
         self._boundary.before_step()
 
     def after_step(self, step: int | None = None) -> None:
-        """Post what this rank wants; see :meth:`Boundary.after_step`."""
+        """Post this rank's vote; see :meth:`Boundary.after_step`."""
         self._boundary.after_step(step)
 
     def close(self) -> None:
-        """Vote no more, and let the votes' process group go; before other groups go.
+        """Stop voting and release the votes' process group; call it before other groups go.
 
-        Safe to run twice. Graphs stay.
+        Safe to run twice. The graphs stay.
         """
         self._boundary.close()
         self._agreement.close()
@@ -142,9 +143,9 @@ class GraphController:
         self.delete()
 
     def _fail(self, error: Exception) -> None:
-        """Go on eagerly, or raise what the capture failed with."""
+        """Continue eagerly, or raise the error of the capture."""
         failure = self._as_capture_error(error)
-        # The traceback's frames hold half-made graphs, and training needs their memory.
+        # The traceback's frames hold incomplete graphs, and training needs their memory.
         clear_frames(error)
         if not self._goes_on or isinstance(error, OutOfStepError | EarlierWorkError):
             # Without a vote: the launcher ends the other ranks.

@@ -1,4 +1,4 @@
-"""The backend's capture, with all noted that a replay depends on: every graph gets its guard."""
+"""Runs the backend's capture and records what a replay depends on: every graph gets a guard."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Kwargs = list[dict[str, torch.Tensor]]
 
 
 class GuardedCapture:
-    """One capture of given units; made while their hooks are still on them.
+    """One capture of given units; to be created while their hooks are still installed.
 
     Args:
         fsdp: the ``MegatronFSDP``.
         units: the layers, in the order of their forward passes.
-        backend: what captures.
-        mismatches: what the graphs do about a mismatch.
-        static_inputs: what is known of the units' inputs, in the same order.
+        backend: captures the graphs.
+        mismatches: the mismatch policy of the graphs.
+        static_inputs: which inputs of the units never change; units in the same order.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class GuardedCapture:
         """Capture; returns a guarded graph for each sample.
 
         Args:
-            hooks: of each unit.
-            args: static inputs of each graph.
-            kwargs: those by keyword.
+            hooks: the hooks of each unit.
+            args: positional static inputs of each graph.
+            kwargs: keyword static inputs of each graph.
             options: other arguments of TE's ``make_graphed_callables``.
             begin: called when all is ready and before the first hook runs; may raise.
-            joins: whether to run, after a failure, the hooks that other ranks wait for.
+            joins: whether to run the hooks that other ranks wait for after a failure.
 
         Raises:
-            OutOfStepError: it failed in a way that leaves other ranks waiting.
+            OutOfStepError: capture failed in a way that leaves other ranks waiting.
         """
         numbers_of = self._samples_of_units(len(args), options)
         borrowed = self._borrow(numbers_of, kwargs)
@@ -103,7 +103,7 @@ class GuardedCapture:
         except Exception as error:
             refused = self._refusal(error, order)
             if joins:
-                # The frames hold half-made graphs, whose memory the hooks may need.
+                # The frames hold incomplete graphs, and the hooks may need their memory.
                 clear_frames(error)
                 order.run_rest()
             if refused is None:
@@ -136,8 +136,8 @@ class GuardedCapture:
     def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
         """What CUDA refused, by module and line; None for any other error.
 
-        Raises nothing: the advice comes from Megatron's code, and the hooks that other ranks wait
-        for have still to run.
+        Never raises, although the advice comes from Megatron's code: the hooks that other ranks
+        wait for must still run.
         """
         under_way = order.under_way
         if under_way is None:
@@ -161,7 +161,7 @@ class GuardedCapture:
         return numbers
 
     def _borrow(self, numbers_of: Sequence[Sequence[int]], kwargs: Kwargs) -> list[torch.Tensor]:
-        """Replace samples that never change by the model's own tensors; return those."""
+        """Replace samples that never change by the model's own tensors; returns these tensors."""
         borrowed: list[torch.Tensor] = []
         for index, numbers in enumerate(numbers_of):
             for number in numbers:
@@ -210,7 +210,7 @@ class GuardedCapture:
 
     @contextmanager
     def _kept(self, unit: Unit) -> Iterator[None]:
-        """Put back all that one pass through ``unit`` changes."""
+        """Restore everything that one pass through ``unit`` changes."""
         modules = list(unit.layer.modules())
         with ExitStack() as stack:
             stack.enter_context(training_states(modules))

@@ -1,25 +1,24 @@
-"""The order of capture-time hooks, and what a rank that failed half-way does with the rest.
+"""The order of capture-time hooks, and how a failed rank runs the remaining ones.
 
 Source of the order: ``_make_graphed_callables`` of transformer-engine 2.20.2 (``graph.py``,
 ``_run_warmup_forward``, ``_run_warmup_backward`` and the capture loops below them). It runs the
-passes of a schedule ``num_warmup_iters`` times to warm up, and once more to capture. Each time a
-forward pass calls forward_pre_hooks and then forward_hooks of its callable, and a backward pass
-backward_pre_hooks and then backward_hooks. What is captured has no part in the order.
+passes of a schedule ``num_warmup_iters`` times to warm up, and once more to capture. Each forward
+pass calls forward_pre_hooks and then forward_hooks of its callable. Each backward pass calls
+backward_pre_hooks and then backward_hooks. The captured code does not affect this order.
 
 Note [A failed rank runs the rest]
-    Megatron-FSDP's hooks issue all-gathers. When one rank fails, the others do not know: they run
-    their hooks to the end and only then vote. Unless the failed rank joins each of their
-    all-gathers, they wait for it for ever. Which all-gathers there will be depends on hooks alone
-    (the buckets' states, set by hooks; gradients' hooks are off), and the order of hooks is fixed
-    before capture begins. So the failed rank runs all hooks that the others will yet run, in the
-    same order and without the modules' work, and votes after that. This matches every collective
-    of the others where the modules have none themselves; with tensor or context parallelism inside
-    what is captured, the other ranks of such a group wait in their modules' collectives, and the
-    vote ends by its timeout.
+    Megatron-FSDP's hooks issue all-gathers. If one rank fails, the others do not know: they run all
+    their hooks and vote only after that. They wait forever unless the failed rank joins each of
+    their all-gathers. The all-gathers depend on hooks alone (hooks set the buckets' states;
+    gradient hooks are off), and the order of hooks is fixed before capture begins. So the failed
+    rank runs all remaining hooks in the same order, without the modules' work, and then votes. This
+    matches every collective of the others if the modules themselves issue none. With tensor or
+    context parallelism inside the captured region, the other ranks of such a group wait in their
+    modules' collectives, and the vote ends by its timeout.
 
 Note [A hook that raised]
-    One that raised may or may not have issued its collectives, and nobody can tell. Running it
-    again could issue them twice. That rank is out of step for good, and says so.
+    If a hook raised, it is unknown whether it issued its collectives. Running it again could issue
+    them twice. So this rank is permanently out of step, and raises OutOfStepError.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ _WARMUP_ITERS = 3
 
 
 class OutOfStepError(CaptureError):
-    """A rank that can no longer issue the collectives that the others issue: it must not go on."""
+    """A rank can no longer issue the same collectives as the others, and must not continue."""
 
 
 class HookOrder:
     """Every call of a capture-time hook from the first warmup to the last backward capture.
 
-    Give ``wrapped`` to the backend instead of the hooks. Each call is then checked against the
+    Pass ``wrapped`` to the backend instead of the hooks. Each call is then checked against the
     expected order.
 
     Args:
-        callables: what is captured, as given to ``make_graphed_callables``.
-        samples: how many sample arguments it is given.
-        hooks: the capture-time hooks, one entry a callable.
+        callables: the modules that are passed to ``make_graphed_callables``.
+        samples: the number of its sample arguments.
+        hooks: the capture-time hooks, one entry per callable.
         options: ``make_graphed_callables``'s other arguments; ``num_warmup_iters``, ``_order`` and
             ``_num_layers_per_chunk`` are read.
         observers: see Note [Around a pass] in ``observers.py``.
@@ -86,7 +85,7 @@ class HookOrder:
         self._callables = tuple(callables)
         self._hooks = tuple(hooks)
         self._observers = tuple(observers)
-        # One function a key, also where there are no hooks, so that no call goes unseen.
+        # One function per key, even without hooks, so that every call is checked.
         self.wrapped: list[CaptureTimeHooks] = [
             {key: {0: partial(self._called, layer, key)} for key in CAPTURE_TIME_KEYS}
             for layer in range(len(self._callables))
@@ -99,21 +98,21 @@ class HookOrder:
 
     @property
     def under_way(self) -> tuple[int, bool] | None:
-        """Which callable's pass runs now, and whether it is its backward; None between passes."""
+        """The callable that runs a pass now, and whether it is a backward; None between passes."""
         if self.finished or self._position == 0:
             return None
         layer, key = self._entries[self._position]
         return (layer, key == "backward_hooks") if key in _AFTER_A_PASS else None
 
     def check_finished(self) -> None:
-        """Raise UpstreamChangedError when a capture ended before the order did."""
+        """Raise UpstreamChangedError if capture ended before all hooks had run."""
         if not self.finished:
             raise self._other_order("nothing")
 
     def run_rest(self) -> None:
         """Run all hooks that have not run yet; see Note [A failed rank runs the rest].
 
-        Raises OutOfStepError when a hook raises, or raised during capture.
+        Raises OutOfStepError if a hook raises now or raised during capture.
         """
         try:
             while not self.finished and not self._raised:

@@ -1,10 +1,10 @@
-"""Who sees each pass of warmup and capture, in one order.
+"""Observers of warmup and capture passes, and the order in which they are called.
 
 Note [Around a pass]
-    Hooks before a pass, observers in order, the pass, observers in reverse order, hooks after the
-    pass. So the last observer is nearest to the pass, and what hooks do is in no observer's view.
-    A rank that failed and runs only the hooks that other ranks wait for (``hook_order.py``) has no
-    passes, so observers see none.
+    The order is: hooks before the pass, observers in order, the pass, observers in reverse order,
+    hooks after the pass. So the last observer is nearest to the pass, and no observer sees what
+    hooks do. A failed rank that runs only the remaining hooks (``hook_order.py``) has no passes, so
+    its observers are not called.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PassObserver(Protocol):
     """Sees the passes of the units that are captured, by the index of the unit."""
 
     def pass_begins(self, unit: int, *, forward: bool) -> None:
-        """A pass follows at once."""
+        """Called right before a pass."""
 
     def pass_ended(self, unit: int, *, forward: bool) -> None:
-        """A pass has ended, and no hook after it has run."""
+        """Called right after a pass, before the hooks that follow it."""
 
 
 class PassEvents:

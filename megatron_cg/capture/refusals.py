@@ -3,12 +3,13 @@
 Note [Two errors]
     CUDA refuses a read on the host, such as ``.item()``, in the call itself, so its error is raised
     in the model's own frame. Ending the capture then raises a second error, "operation failed due
-    to a previous error during capture", and the caller gets that one (``torch.cuda.graph``, torch
-    2.11, cannot end an invalidated capture in another way). Python keeps the first as its context.
+    to a previous error during capture", and the caller receives the second one
+    (``torch.cuda.graph``, torch 2.11, cannot end an invalidated capture in another way). Python
+    keeps the first error as its context.
 
 Note [Backward passes]
-    Autograd runs them without any module: only a ``torch.autograd.Function`` written in Python has
-    a line. Capture-time hooks show which unit it was.
+    Autograd runs backward passes outside of modules: only a ``torch.autograd.Function`` written in
+    Python has a source line. Capture-time hooks show which unit was running.
 
 Relied on: every text of CUDA's errors 900 to 908 (``cudaErrorStreamCapture*``) and of torch's own
 checks ("during CUDA graph capture") has "captur" in it. Python code of other packages (Triton, TE)
@@ -35,14 +36,14 @@ _AS_BEFORE = "Model, hooks, gradients, RNG and FP8 state are as before."
 
 
 def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError | None:
-    """What CUDA refused in the capture of ``unit``, or None where ``error`` is something else.
+    """An error that says what CUDA refused in the capture of ``unit``; None for other errors.
 
-    Where another error, such as too little memory, ended the capture and CUDA refused only what
-    followed, the returned error says that one instead: ``error`` itself would hide it.
+    If another error ended the capture first, such as out of memory, CUDA refused only what
+    followed. The returned error then reports that first error, which ``error`` itself would hide.
 
     Args:
-        error: as it came out of the capture, its frames not cleared yet.
-        unit: whose pass was being captured.
+        error: the error that the capture raised; its frames must not be cleared yet.
+        unit: the unit that was being captured.
         in_backward: whether it was the backward pass.
     """
     errors = list(chain(error))
@@ -68,7 +69,7 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and the errors that it came from, back to the first."""
+    """``error``, its cause or context, and so on back to the first error."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -78,9 +79,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Release what the frames of ``error`` and of its chain hold, such as half-made graphs.
+    """Release what the frames of ``error`` and of its chain hold, such as incomplete graphs.
 
-    Places have to be read before.
+    Read the places of the errors before this call.
     """
     for one in chain(error):
         traceback.clear_frames(one.__traceback__)

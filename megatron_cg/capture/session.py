@@ -1,19 +1,20 @@
 """One model's graphs, from before capture until they are released.
 
 Note [Where ranks vote on a capture]
-    They vote before the first hook runs, and again when nothing is left that can fail on one rank:
-    the graphs are complete, the changes of capture are undone, the fast path is installed. Undoing
-    the changes may issue all-gathers, on a rank that failed as on the others. So a rank that failed
-    before the first vote votes at once, where the others wait for it. One that failed later votes
-    after it has undone all changes. If training may not go on without graphs (``joins`` is false),
-    a rank that failed among the hooks ends, and its launcher ends the others. After the hooks the
-    others come to the vote in any case, so the rank votes and all end with the cause.
+    Ranks vote twice. The first vote is before the first hook runs. The second vote is when nothing
+    can fail on a single rank any more: the graphs are complete, the changes of capture are undone,
+    the fast path is installed. Undoing the changes may issue all-gathers, on a failed rank as on
+    the others. So a rank that fails before the first vote votes at once, because the others wait
+    for it there. A rank that fails later votes after it has undone all changes. If training must
+    not continue without graphs (``joins`` is false), a rank that fails among the hooks exits, and
+    its launcher ends the others. If it fails after the hooks, the others reach the vote in any
+    case, so this rank votes too and all ranks end with the cause.
 
 Note [Graphs that one rank deletes]
-    A rank may delete its graphs by itself, between two steps. All ranks find that out a step later
-    and give up theirs (``consensus/boundary.py``). Until then this rank runs eagerly what the
-    others replay. If a graph held collectives, that needs a vote. So a hook on the layer votes
-    until all ranks have agreed on what follows (Note [Undone by all ranks together] in
+    One rank alone may delete its graphs between two steps. All ranks learn this one step later and
+    delete theirs (``consensus/boundary.py``). Until then this rank runs eagerly what the others
+    replay. If a graph contained collectives, this needs a vote. So a hook on the layer votes until
+    all ranks have agreed on what follows (Note [Undone by all ranks together] in
     ``consensus/exchange.py``).
 """
 
@@ -54,12 +55,12 @@ from megatron_cg.upstream.patch import run_before, set_attribute
 logger = logging.getLogger(__name__)
 
 _SESSIONS: list[Session] = []
-"""Sessions with graphs; a strong reference, since the layers replay whether or not anybody else
+"""Sessions with graphs. The references are strong, since the layers replay even if nobody else
 holds their session, and :func:`close_all_sessions` must find it."""
 
 
 class Phase(Enum):
-    """Where a session is. EAGER goes to CAPTURING, and back (failure) or on to REPLAYING."""
+    """The phase of a session: EAGER, CAPTURING, then REPLAYING, or EAGER again after a failure."""
 
     EAGER = "eager"
     CAPTURING = "capturing"
@@ -73,19 +74,19 @@ class Session:
     Args:
         model: the ``MegatronFSDP``, or any module that contains exactly one.
         units: the layers to be captured, in the order of their forward passes.
-        backend: what captures them.
+        backend: captures the graphs.
         agreement: the votes of all ranks, for a model that several ranks train.
-        joins: a capture that fails here still runs what other ranks wait for; see
-            ``hook_order.py``. For a caller that goes on after a failure.
-        policy: what follows when a graph must not be replayed.
-        static_inputs: what is known of the units' inputs, in the same order.
-        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs live; see
+        joins: whether a capture that fails on this rank still runs the hooks that other ranks wait
+            for; see ``hook_order.py``. For a caller that continues after a failure.
+        policy: what to do when a graph must not be replayed.
+        static_inputs: which inputs of the units never change; units in the same order.
+        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs exist; see
             ``megatron_cg/fastpath``.
-        optimizers: of the model's parameters, for the fast path.
+        optimizers: the optimizers of the model's parameters, for the fast path.
 
     Raises:
         HookError: ``model`` holds no ``MegatronFSDP``.
-        UpstreamChangedError: it holds one that lacks a member we rely on.
+        UpstreamChangedError: its ``MegatronFSDP`` lacks a member we rely on.
     """
 
     def __init__(
@@ -129,11 +130,11 @@ class Session:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """The transaction in which the caller captures the units and gives them their graphs.
+        """The transaction in which the caller captures the units and sets their graphs.
 
         In the body the caller calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit.
-        Left normally, the units replay from then on; left by an exception, everything is as it
-        was before and the session can try again.
+        If the body ends normally, the units replay from then on. If it raises, everything is
+        restored and the session can try again.
 
         Raises:
             PhaseError: graphs exist already, or the session is closed.
@@ -148,7 +149,7 @@ class Session:
         whole = False
         try:
             self.phase = Phase.CAPTURING
-            reshard_last_unit(self._fsdp)  # All ranks capture, or none, so they are at one place.
+            reshard_last_unit(self._fsdp)  # All ranks capture or none does, so all call this.
             self._capture = GuardedCapture(
                 self._fsdp, self._units, self._backend, self.mismatches, self._static_inputs
             )
@@ -163,7 +164,7 @@ class Session:
                     attach = unit.attach or attach_replay
                     lasting.callback(attach(unit, unit_hooks.before_replay, self.mismatches))
                 self._undo, whole = lasting.pop_all(), True
-            # Only now are FSDP's hooks, by which the fast path is found, back in place.
+            # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()
             if self._agreement is not None:
                 self._agreement.confirm()
@@ -190,15 +191,15 @@ class Session:
 
         Args:
             callables: the units' layers, in order.
-            sample_args: static inputs of each graph, tensors on the device.
-            sample_kwargs: those by keyword.
+            sample_args: positional static inputs of each graph, tensors on the device.
+            sample_kwargs: keyword static inputs of each graph.
             **options: other arguments of TE's ``make_graphed_callables``.
 
         Returns:
             A guarded graph for each sample.
 
         Raises:
-            PhaseError: outside of :meth:`capturing`, or for other layers than the units'.
+            PhaseError: called outside of :meth:`capturing`, or with layers of other units.
             CaptureError: another rank cannot capture, or would capture something else.
             OutOfStepError: this rank failed in a way that leaves the others waiting.
         """
@@ -206,7 +207,7 @@ class Session:
         assert self._capture is not None
         if [id(layer) for layer in callables] != [id(unit.layer) for unit in self._units]:
             raise PhaseError("the layers to be captured are not this session's units, in order")
-        # Lists, since TE puts buffers that it shares between graphs into the very ones it is given.
+        # Lists, since TE stores buffers that graphs share into the containers that it receives.
         args = list(sample_args)
         kwargs = [dict(item) for item in sample_kwargs] if sample_kwargs else [{} for _ in args]
 
@@ -255,12 +256,12 @@ class Session:
                 self._agreement.report_failure()
 
     def on_close(self, undo: Callable[[], None]) -> None:
-        """Let :meth:`close` run ``undo`` too, before what was changed earlier is undone."""
+        """Make :meth:`close` run ``undo`` too, before it undoes earlier changes."""
         self._require(Phase.REPLAYING)
         self._undo.callback(undo)
 
     def close(self) -> None:
-        """Release the graphs and undo, in reverse, all that capture changed. Safe to run twice.
+        """Release the graphs and undo all changes of capture in reverse. Safe to run twice.
 
         The host waits for the GPU first: a graph must not be destroyed while it replays.
         """
@@ -275,7 +276,7 @@ class Session:
             for unit in self._units:
                 for graph in _graphs(unit.layer):
                     release.callback(graph.reset)
-            # Last in, first out: the wait comes first, and what it raises keeps no graph alive.
+            # Last in, first out: the wait runs first. If it raises, graphs are still released.
             release.callback(self._backend.synchronize)
 
     def _vote_when_eager(self) -> None:
@@ -303,7 +304,7 @@ class Session:
         return [self._backend.replay_function(graph.graph) for graph in graphs]
 
     def _wait_for_earlier_work(self) -> None:
-        """An error of the GPU shows at the next wait, which would otherwise be one of capture."""
+        """Wait for the GPU, so that an earlier error is not reported as an error of capture."""
         try:
             self._backend.synchronize()
         except Exception as error:

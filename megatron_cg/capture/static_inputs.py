@@ -1,13 +1,13 @@
-"""Inputs that are the same tensor in every pass, so that a graph can read them where they are.
+"""Inputs that are the same tensor in every pass, so that a graph can read them in place.
 
-A rotary table is computed once and given to every layer of every step. Captured as a made-up
-sample, it would be copied into the graph's own memory before each replay. Captured as itself, it
-is not.
+For example, a rotary table is computed once and passed to every layer in every step. A graph that
+is captured with a synthetic sample needs a copy of the table into the graph's own memory before
+each replay. A graph that is captured with the table itself needs no copy.
 
 Note [A borrowed input is never written]
-    TE copies an input that lies elsewhere into the static one (``Graphed.forward``), which here
-    would be the model's own table. So the guard forbids the replay when a borrowed input is not
-    the very memory that was captured; see ``replay/guard/inputs.py``.
+    TE copies an input at another address into the static input (``Graphed.forward``). Here that
+    would overwrite the model's own table. So the guard forbids the replay if a borrowed input is
+    not at the captured address; see ``replay/guard/inputs.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_cg.upstream.copies import look_before
 
 
 class StaticInputs:
-    """Finds, by looking at whole training steps, which keyword inputs of layers never change."""
+    """Observes whole training steps to find the keyword inputs of layers that never change."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = tuple(layers)
@@ -33,7 +33,7 @@ class StaticInputs:
         self._steps = 0
 
     def observe_step(self) -> Callable[[], None]:
-        """Look at every call of the layers until the returned function is called."""
+        """Observe every call of the layers until the returned function is called."""
         stack = ExitStack()
         for index, layer in enumerate(self._layers):
 
@@ -45,17 +45,17 @@ class StaticInputs:
         return stack.close
 
     def forget(self) -> None:
-        """Take no input for unchanging any more, after one has changed."""
+        """Forget which inputs seemed never to change, after one has changed."""
         self._seen.clear()
         self._steps = 0
 
     def replace_in(
         self, index: int, samples: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """``samples`` of the layer ``index`` with what never changed instead of made-up ones.
+        """``samples`` of layer ``index``, with unchanging inputs instead of synthetic ones.
 
-        Nothing is replaced before two steps were seen: a mask may be one tensor for all
-        microbatches of a step and another in the next.
+        Nothing is replaced before two steps were observed: a mask may be one tensor for all
+        microbatches of a step and another tensor in the next step.
         """
         found = dict(samples)
         for name, sample in samples.items():

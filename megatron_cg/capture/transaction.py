@@ -1,16 +1,16 @@
-"""Capture as a transaction: plan and validate everything, then change things, undo on failure.
+"""Capture as a transaction: plan and validate everything, apply the changes, undo them on failure.
 
 Note [Two stacks]
-    Some changes must always be taken back, capture or no capture: hooks cleared, parameters made
-    whole, RNG and FP8 state advanced by made-up inputs, TE's flags. They are on a stack that is
-    unwound before :func:`capturing` ends, whatever happened. Lasting changes (the graphs, the
-    replay instead of the forward) are on a second one: unwound when anything raised, and handed
-    to the session when all went well, so that closing the session takes them back in reverse.
+    Some changes must always be undone, whether capture succeeds or fails: cleared hooks, raw
+    parameters on the modules, RNG and FP8 state advanced by synthetic inputs, TE's flags. They are
+    on a stack that is always unwound before :func:`capturing` ends. Lasting changes (the graphs,
+    the replay instead of the forward) are on a second stack. It is unwound if anything raises.
+    Otherwise the session keeps it, and closing the session undoes these changes in reverse order.
 
 Note [Order of entering]
-    The raw parameters come before the parameters' hooks, which sit on the raw ones. The backend's
-    state comes last, so that it is put back first, while hooks are still off: restoring RNG and
-    FP8 state runs no module code, but a hook that fires for it would.
+    Raw parameters are entered before the parameters' hooks, because the hooks are on the raw
+    parameters. The backend's state is entered last, so it is restored first, while hooks are still
+    off: restoring RNG and FP8 state runs no module code, but a hook that fires on it would.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_cg.replay.unit import Unit
 
 
 def read_hooks(unit: Unit) -> UnitHooks:
-    """Phase 2 on a unit's hooks as they are now; changes nothing.
+    """Run phase 2 on a unit's current hooks; changes nothing.
 
     Raises HookError or UnknownFsdpHookError, naming the hook.
     """
@@ -47,15 +47,16 @@ def read_hooks(unit: Unit) -> UnitHooks:
 def capturing(
     units: Sequence[Unit], fsdp: nn.Module, backend: Backend
 ) -> Iterator[tuple[tuple[UnitHooks, ...], ExitStack]]:
-    """The state in which ``units`` can be captured.
+    """A context in which ``units`` can be captured.
 
-    Yields each unit's hooks for the backend, and the stack of lasting changes: what the caller
-    pushes there is undone if the body raises, and otherwise the caller's to keep (``pop_all``).
+    Yields each unit's hooks for the backend, and the stack of lasting changes. The caller pushes
+    its own lasting changes on that stack. They are undone if the body raises; otherwise the caller
+    keeps them with ``pop_all``.
 
     Args:
         units: the layers, in the order of their forward passes.
         fsdp: the ``MegatronFSDP`` that wraps them.
-        backend: whose traces are to be put back.
+        backend: the backend, to restore the state that its capture changes.
 
     Raises:
         HookError, UnknownFsdpHookError: before anything has been changed.
@@ -77,10 +78,10 @@ def capturing(
 
 
 def _quiet_modules(units: Sequence[Unit], modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Take off the units' hooks, and FSDP's hooks on modules below; returns what puts all back.
+    """Remove the units' hooks and FSDP's hooks on modules below them; returns the undo.
 
-    All modules are remembered, since TE hangs hooks of its own on every module below a callable
-    during warmup and leaves them there when it fails.
+    The undo restores the hooks of all modules, since TE installs its own hooks on every module
+    below a callable during warmup and leaves them there if it fails.
     """
     snapshots = [HookSnapshot(module) for module in modules]
     captured = {unit.layer for unit in units}
@@ -118,7 +119,7 @@ def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Gradients of made-up inputs never stay on a parameter."""
+    """Restore the parameters' gradients on exit; those of synthetic inputs are dropped."""
     saved = [(parameter, parameter.grad) for parameter in parameters]
     try:
         yield
@@ -129,7 +130,7 @@ def gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """What made-up inputs add to buffers (a router's token counts, for one) is taken back."""
+    """Restore buffers on exit, since synthetic inputs change some (a router's token counts)."""
     buffers = _unique(buffer for module in modules for buffer in module.buffers(recurse=False))
     saved = [(buffer, buffer.detach().clone()) for buffer in buffers]
     try:

@@ -1,4 +1,4 @@
-"""What capture notes of one unit, and the guards of its graphs made from it."""
+"""What capture records about one unit, and the guards of its graphs that are built from it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_cg.replay.unit import Unit
 
 
 class UnitGuard:
-    """One unit's conditions, noted while it is captured.
+    """One unit's conditions, recorded while it is captured.
 
     Args:
-        unit: the layer; its hooks are still on it.
+        unit: the layer; its hooks are still installed.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -30,19 +30,19 @@ class UnitGuard:
         self._addresses = Addresses(())
         self._before = 0
         self.collectives = unit.collectives
-        """Whether the unit's graphs hold any; complete once they are captured."""
+        """Whether the unit's graphs contain collectives; final once they are captured."""
 
     def watch_memory(self, fsdp: nn.Module) -> None:
-        """Find the memory whose addresses the graphs will hold, before the first pass.
+        """Find the memory that the graphs will address directly; called before the first pass.
 
-        ``fsdp`` is the ``MegatronFSDP``, and the modules hold their raw parameters already: the
-        sharded ones that they hold between steps are in no graph.
+        ``fsdp`` is the ``MegatronFSDP``. The modules must already hold their raw parameters: the
+        sharded parameters that they hold between steps are in no graph.
         """
         memory = watched_memory(fsdp, self._unit.layer, self._unit.graphed)
         self._addresses = Addresses(memory)
 
     def pass_begins(self, *, forward: bool) -> None:
-        """Note the addresses that this pass reads and writes."""
+        """Record the addresses that this pass reads and writes."""
         if forward:
             self._addresses.note_forward()
         else:
@@ -50,7 +50,7 @@ class UnitGuard:
         self._before = collectives_so_far()
 
     def pass_ended(self) -> None:
-        """Note whether the pass issued collectives."""
+        """Record whether the pass issued collectives."""
         self.collectives = self.collectives or collectives_so_far() > self._before
 
     def guards(
@@ -61,14 +61,14 @@ class UnitGuard:
         numerics: Any,
         more: Iterable[Entry] = (),
     ) -> list[Guard]:
-        """A guard for each of the unit's graphs, whose ``inputs`` are given.
+        """A guard for each of the unit's graphs.
 
         Args:
-            inputs: of each graph.
+            inputs: the inputs of each graph.
             device_type: where the unit runs, for autocast.
             read_numerics: see :class:`Numerics`.
-            numerics: what the graphs were captured with.
-            more: entries of the table of objects that are not the layer's own.
+            numerics: the numerics state at capture.
+            more: entries of the table of objects, in addition to those of the layer.
         """
         layer, graphed = self._unit.layer, self._unit.graphed
         table = [*entries(layer, graphed), *more]

@@ -1,4 +1,4 @@
-"""What a hook is, and how hooks are taken off a module and put back exactly."""
+"""Records of hooks, and snapshots that remove a module's hooks and restore them exactly."""
 
 from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, module_hooks
 from megatron_cg.hooks.snapshot import HookSnapshot, ParameterHookSnapshot

@@ -1,9 +1,9 @@
-"""The order in which TE warms up and captures: which forward or backward, of which callable.
+"""The order of TE's warmup and capture passes: which forward or backward, of which callable.
 
 Follows ``_make_graphed_callables`` of transformer-engine 2.20.2 (``_order``,
-``_num_layers_per_chunk``): chunks are numbered from 1, a positive entry is the forward of all
-layers of that chunk, a negative one their backward in reverse, and each chunk's samples are laid
-out microbatch by microbatch.
+``_num_layers_per_chunk``). Chunks are numbered from 1. A positive entry is the forward of all
+layers of that chunk; a negative entry is their backward in reverse order. Each chunk's samples are
+ordered by microbatch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def schedule(
 ) -> list[Step]:
     """Return the passes in order.
 
-    Without ``order`` there is one sample a callable: all forwards, then the backwards in reverse.
+    Without ``order`` each callable has one sample: all forwards, then the backwards in reverse.
 
     Raises:
-        CaptureError: samples or callables do not add up to the order, or the order asks for a
-            separate weight-gradient pass (a fraction), for which nothing here is made.
+        CaptureError: samples or callables do not match the order, or the order contains a separate
+            weight-gradient pass (a fraction), which is not supported.
     """
     if order is None:
         _require(samples == layers, f"{samples} sample_args for {layers} callables")

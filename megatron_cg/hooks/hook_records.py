@@ -1,9 +1,9 @@
-"""What a hook is: which of PyTorch's registries holds it, its id, its function and its flags.
+"""Records of hooks: the PyTorch registry of a hook, its id, its function and its flags.
 
-Hooks are read from torch's own registries, order and flags with them, and never from the
-bookkeeping of the library that made them (``MegatronFSDP.forward_pre_hooks`` is keyed by class
-name, so layers overwrite each other there). The registries are the private attributes that
-``torch.nn.Module.__init__`` makes; torch 2.11, ``torch/nn/modules/module.py``.
+Hooks are read from torch's own registries, with their order and flags. They are never read from
+the bookkeeping of the library that installed them: ``MegatronFSDP.forward_pre_hooks`` is keyed by
+class name, so layers overwrite each other there. The registries are private attributes that
+``torch.nn.Module.__init__`` creates; torch 2.11, ``torch/nn/modules/module.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLAG_REGISTRIES = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-"""Registries that hold one flag per hook id beside the four of :class:`HookKind`."""
+"""Registries that hold one flag per hook id, in addition to the four of :class:`HookKind`."""
 
 RELIES_ON = (
     Symbol(
@@ -76,7 +76,7 @@ def module_hooks(module: nn.Module) -> Iterator[HookRecord]:
 
 
 def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function below partials and decorators (``torch.compiler.disable`` is one)."""
+    """The function inside partials and decorators (such as ``torch.compiler.disable``)."""
     while True:
         if isinstance(fn, functools.partial):
             fn = fn.func
@@ -88,7 +88,7 @@ def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def describe(fn: Callable[..., Any]) -> str:
-    """A name that finds the hook in its source: module, qualified name and line."""
+    """A name that locates the hook in its source: module, qualified name and line."""
     inner = innermost(fn)
     if inspect.ismethod(inner):
         inner = inner.__func__

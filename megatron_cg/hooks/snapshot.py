@@ -1,14 +1,13 @@
-"""Phase 1 of capture: take hooks off modules and parameters, and put them back exactly.
+"""Phase 1 of capture: remove hooks from modules and parameters, and restore them exactly.
 
 Note [Registries are emptied, never replaced]
-    A ``RemovableHandle`` holds a weak reference to the very dict that its hook is in
-    (torch 2.11, ``torch/utils/hooks.py``). A new dict would leave every handle that somebody
-    keeps pointing nowhere, and its ``remove()`` would do nothing. So both detaching and
-    restoring change the contents of the same dict objects, in place. The autograd engine holds a
-    parameter's dicts in the same way.
+    A ``RemovableHandle`` holds a weak reference to the dict that contains its hook (torch 2.11,
+    ``torch/utils/hooks.py``). With a new dict, ``remove()`` of existing handles would do nothing.
+    So hooks are removed and restored by changing the contents of the same dict objects, in place.
+    The autograd engine holds a parameter's dicts in the same way.
 
-What is restored is never what phase 2 works on: a snapshot owns copies of its own, made before
-anything is cleared and not handed out.
+A snapshot restores from its own copies. It makes them before anything is cleared and does not
+expose them, so phase 2 cannot change them.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class HookSnapshot:
         return self._module
 
     def clear(self) -> None:
-        """Take every hook off the module. The snapshot keeps what :meth:`restore` gives back."""
+        """Remove all hooks from the module; :meth:`restore` installs them again."""
         for name in _MODULE_REGISTRIES:
             getattr(self._module, name).clear()
         self._module._is_full_backward_hook = None
 
     def restore(self) -> None:
-        """Put the identical hooks back in the identical order, flags too. Safe to run twice."""
+        """Restore the same hooks in the same order, with their flags. Safe to run twice."""
         for name, items in self._saved.items():
             registry = getattr(self._module, name)
             registry.clear()
@@ -59,8 +58,8 @@ class HookSnapshot:
 class ParameterHookSnapshot:
     """The hooks that autograd runs for given parameters: after accumulation, and on gradients.
 
-    During warmup and capture they must stay quiet, or gradients of made-up inputs are reduced
-    over all ranks (Megatron-FSDP's ``_process_post_backward_gradients`` is one of them).
+    They must not run during warmup and capture. Otherwise gradients of synthetic inputs would be
+    reduced over all ranks (``_process_post_backward_gradients`` of Megatron-FSDP is such a hook).
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -75,12 +74,12 @@ class ParameterHookSnapshot:
         return sum(len(items) for _, items in self._saved)
 
     def clear(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for registry, _ in self._saved:
             registry.clear()
 
     def restore(self) -> None:
-        """Put the identical hooks back in the identical order. Safe to run twice."""
+        """Restore the same hooks in the same order. Safe to run twice."""
         for registry, items in self._saved:
             registry.clear()
             registry.update(items)

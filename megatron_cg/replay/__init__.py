@@ -1,1 +1,1 @@
-"""One step of a captured region: guard, replay, or the same region eagerly."""
+"""Runs a captured region: checks its guard, then replays its graph or falls back to eager."""

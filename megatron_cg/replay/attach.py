@@ -3,10 +3,10 @@
 Note [The replay replaces forward]
     Megatron's ``GraphableMegatronModule.__call__`` returns ``_te_cuda_graph_replay(...)`` without
     going through ``torch.nn.Module.__call__``: no hook fires, and under Megatron-FSDP nothing is
-    unsharded. Here the layer's own ``_should_call_te_cudagraph`` answers no, so that its call
-    goes on to ``nn.Module.__call__``; FSDP's hooks run there, and between them, where the forward
-    would run, ``_te_cuda_graph_replay``. Both are attributes of the instance: the class, and
-    every layer that is not graphed, stay as they are.
+    unsharded. Here ``_should_call_te_cudagraph`` of the layer returns False, so its call continues
+    to ``nn.Module.__call__``. FSDP's hooks run there, and between them ``_te_cuda_graph_replay``
+    runs instead of the forward. Both overrides are attributes of the instance: the class and
+    layers without graphs do not change.
 
 Relied on: megatron-core 0.19.2, ``GraphableMegatronModule._should_call_te_cudagraph``,
 ``_te_cuda_graph_replay``, ``cuda_graphs`` and ``cuda_graph_manual_hooks``.
@@ -48,20 +48,20 @@ ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 def attach_replay(
     unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy
 ) -> Callable[[], None]:
-    """Let ``unit`` replay its graphs in training, run eagerly in evaluation; returns the undo.
+    """Make ``unit`` replay its graphs in training and run eagerly in evaluation; returns the undo.
 
     Args:
         unit: a ``GraphableMegatronModule`` whose ``cuda_graphs`` are set.
         before_replay: (fn, arguments) run before each replay; see
             :attr:`megatron_cg.fsdp.transform.UnitHooks.before_replay`.
-        mismatches: of the unit's session.
+        mismatches: the mismatch policy of the unit's session.
     """
     target: Any = unit.layer
     eager = target.forward
     passes: EagerPasses = target.cuda_graphs[0].eager_passes
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_running_part():  # of a layer whose part is its whole forward
+        if is_running_part():  # the captured region is the layer's whole forward
             return eager(*args, **kwargs)
         if not target.training:
             passes.for_no_replay("it is in evaluation mode")
@@ -88,9 +88,9 @@ def attach_replay(
 
 
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
-    """An argument that no graph can take: capture had a tensor there, or nothing.
+    """Find an argument that is not a tensor. At capture each was a tensor or was not given.
 
-    Megatron's replay would end in "CUDA graph accepts only Tensor inputs".
+    Megatron's replay would fail with "CUDA graph accepts only Tensor inputs".
     """
     positional = ((f"number {index}", value) for index, value in enumerate(args))
     for name, value in (*positional, *kwargs.items()):

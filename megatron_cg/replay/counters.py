@@ -1,4 +1,4 @@
-"""How often graphs were captured and replayed and what that cost, per session."""
+"""Counts of captures and replays, and their cost, per session."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Counters:
-    """Counts of one session; where not said, each is a number of forward passes of a layer."""
+    """Counts of one session, in forward passes of a layer unless stated otherwise."""
 
     captured: int = 0
     """Graphs that capture made."""
     replayed: int = 0
-    """Forward passes that were a replay."""
+    """Forward passes that were replayed."""
     eager: int = 0
-    """Forward passes of a graphed layer that were not: evaluation, or a mismatch."""
+    """Forward passes of a graphed layer that ran eagerly: in evaluation, or after a mismatch."""
     mismatched: int = 0
     """Times that a guard forbade a replay."""
     recaptured: int = 0
-    """Captures instead of an earlier one, which a mismatch led to."""
+    """Captures that replaced an earlier one because of a mismatch."""
     verified: int = 0
     """Replays that were compared with an eager pass."""
     gradients_verified: int = 0
-    """Those whose gradients were compared as well."""
+    """Verified replays for which gradients were compared too."""
     gradients_unstable: int = 0
-    """Gradients not compared, since two eager passes gave them different bits."""
+    """Gradients that were not compared, because two eager passes gave different bits."""
     inputs_in_place: int = 0
-    """Inputs that lay in the graph's own memory already, over all replays."""
+    """Inputs that were already in the graph's own memory, over all replays."""
     inputs_copied: int = 0
-    """Inputs that were copied there, over all replays."""
+    """Inputs that were copied into the graph's own memory, over all replays."""
     bytes_copied: int = 0
-    """Bytes of these."""
+    """Bytes of the copied inputs."""
     guard_ns: int = 0
     """Host time spent in guards, in nanoseconds."""
 
@@ -63,7 +63,7 @@ class Counters:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """The counts, by the names of :class:`Counters`, in one line to read; MiB are 2**20 bytes."""
+    """The counts, by the names of :class:`Counters`, as one line of text; 1 MiB is 2**20 bytes."""
     passes = ("captured", "replayed", "eager", "mismatched", "verified")
     words = ", ".join(f"{counts.get(name, 0)} {name}" for name in passes)
     replayed = counts.get("replayed", 0)

@@ -1,17 +1,17 @@
-"""What happens before a pass in which one unit runs eagerly instead of being replayed.
+"""What happens before a pass in which one unit runs eagerly instead of replaying its graph.
 
 Note [Before anything runs eagerly]
-    Two things come first, whatever the reason for the eager pass. The gathers that the fast path
-    holds until a launch are issued (Note [Launch first] in
-    ``fastpath/params/deferred_prefetch.py``). If the unit's graphs hold collectives, all ranks vote
-    (Note [A graph with collectives] in ``replay/mismatch_policy.py``).
+    Two things happen first, whatever the reason for the eager pass. The all-gathers that the fast
+    path defers until a launch are issued (Note [Launch first] in
+    ``fastpath/params/deferred_prefetch.py``). If the unit's graphs contain collectives, all ranks
+    vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``).
 
 Note [Turns]
-    Ranks vote on a mismatch in each pass. Evaluation and deleted graphs need no vote in each pass:
-    ranks vote when a unit changes from replays to eager passes and when it changes back. If a rank
-    changes alone, its vote fails, in either direction. A vote on a turn has the long timeout:
-    before the first pass after a turn, ranks may fetch data or write a checkpoint, and one may
-    take minutes longer than another.
+    For a mismatch, ranks vote in each pass. For evaluation and deleted graphs, ranks vote only when
+    a unit turns from replays to eager passes, and when it turns back. If one rank turns alone, its
+    vote fails, in either direction. A vote on a turn has the long timeout: before the first pass
+    after a turn, ranks may fetch data or write a checkpoint, and one rank may take minutes longer
+    than another.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class EagerPasses:
 
     Args:
         name: the name of the unit.
-        mismatches: what is done about a mismatch.
-        collectives: whether the unit's graphs hold any, as found when they were captured.
+        mismatches: the mismatch policy.
+        collectives: whether the unit's graphs contain collectives, as found at capture.
     """
 
     def __init__(self, name: str, mismatches: MismatchPolicy, *, collectives: bool) -> None:
@@ -36,7 +36,7 @@ class EagerPasses:
         self._replays = True
 
     def for_mismatch(self, mismatch: Mismatch, microbatch: int = 0, *, fresh: bool = True) -> None:
-        """Return if this pass is to run eagerly because of ``mismatch``.
+        """Prepare this pass to run eagerly because of ``mismatch``.
 
         Args:
             mismatch: what forbids the replay.
@@ -53,16 +53,16 @@ class EagerPasses:
         self._mismatches.counters.eager += 1
 
     def for_no_replay(self, why: str) -> None:
-        """Return if passes are to run eagerly until :meth:`replay_follows`; ``why`` in words.
+        """Prepare eager passes until :meth:`replay_follows`; ``why`` is the reason in words.
 
-        Raises ReplayMismatchError where the graphs hold collectives and other ranks replay.
+        Raises ReplayMismatchError if the graphs contain collectives and other ranks replay.
         """
         self._mismatches.issue_held()
         self._turn(f"eager passes, since {why}", "eager", replays=False)
         self._mismatches.counters.eager += 1
 
     def replay_follows(self) -> None:
-        """Return if the unit is to be replayed. Raises as :meth:`for_no_replay`."""
+        """Prepare a replay of the unit. Raises as :meth:`for_no_replay`."""
         if not self._replays:
             self._turn("replays", "replayed", replays=True)
 

@@ -1,4 +1,4 @@
-"""One graph behind its guard: what Megatron finds in ``layer.cuda_graphs``."""
+"""One graph with its guard: an item of ``layer.cuda_graphs``, which Megatron calls."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megatron_cg.replay.verify import Kept, verify
 
 
 class GuardedGraph:
-    """Replays its graph where the guard allows it, and else runs the same part eagerly.
+    """Replays its graph if the guard allows it; otherwise runs the captured region eagerly.
 
     Args:
         graph: a backend's graphed callable.
-        guard: what has to hold.
+        guard: the conditions of a replay.
         unit: the layer.
         microbatch: the number of this graph within the layer.
-        mismatches: what is done about a mismatch.
-        eager_passes: what comes before an eager pass of the unit.
-        replay: how autograd sees the graph's replays.
+        mismatches: the mismatch policy.
+        eager_passes: prepares eager passes of the unit.
+        replay: the autograd function of the graph's replays.
         kept: see :func:`megatron_cg.replay.verify.verify`.
     """
 
@@ -52,7 +52,7 @@ class GuardedGraph:
         self._replay = replay
         self._replays = 0
         self._awaited = 0
-        """The replay whose backward may run; 0 where none may."""
+        """The number of the replay that may run its backward; 0 if none may."""
 
     @property
     def graph(self) -> Any:
@@ -82,8 +82,8 @@ class GuardedGraph:
         return outputs
 
     def __getattr__(self, name: str) -> Any:
-        # backward_dw, where the backend's callable has it: Megatron asks with hasattr.
-        if name == "_graph":  # of an object without state yet, as while a copy is made
+        # For backward_dw: Megatron checks with hasattr whether the backend's callable has it.
+        if name == "_graph":  # the object has no state yet, as while it is being copied
             raise AttributeError(name)
         return getattr(self._graph, name)
 
@@ -101,7 +101,7 @@ class GuardedGraph:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
         counters, gradients = self._mismatches.counters, self._guard.is_as_in_backward()
         counters.gradients_verified += gradients
-        # With the function that the backend made, not the one that the fast path puts there.
+        # With the backend's own function, not the one that the fast path installs instead.
         undo = self._replay.replace(self._replay.function)
         try:
             return verify(
@@ -117,10 +117,10 @@ class GuardedGraph:
             undo()
 
     def _guard_backward(self, outputs: Any) -> None:
-        """Look at addresses once more before the backward replay; FSDP has unsharded by then.
+        """Check the addresses again before the backward replay, after FSDP has unsharded.
 
-        Its unsharding hook is on the layer's outputs, and a node's own hooks come after those on
-        the gradients that it is given (torch 2.11, ``engine.cpp``, ``call_function``).
+        FSDP's unsharding hook is on the layer's outputs. A node's own hooks run after the hooks on
+        the gradients that it receives (torch 2.11, ``engine.cpp``, ``call_function``).
         """
         for tensor in tree_flatten(outputs)[0]:
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:

@@ -1,16 +1,16 @@
-"""Replays whose backward has not run: their activations lie in memory that other graphs may use.
+"""Replays that wait for their backward: other graphs may reuse the memory of their activations.
 
 Note [Order of replays]
-    The graphs of a session share one memory pool. They were captured forward in the order of the
-    units, then backward in reverse, and what a graph keeps for its backward is free again once
-    that has been captured. So while unit ``n`` waits for its backward, replaying any pass of the
-    units after it is safe, since at their capture that memory was taken; a pass of ``n`` itself
-    or of a unit before it may write there. Megatron's schedules keep to that order; a training
-    loop of one's own may not: the same unit twice in a pass, two forward passes before the first
-    backward, units in another order, ``retain_graph=True``.
+    The graphs of a session share one memory pool. Forward passes were captured in the order of the
+    units, then backward passes in reverse. Once a unit's backward has been captured, the pool
+    reuses the memory of its activations. So while unit ``n`` waits for its backward, any pass of a
+    later unit is safe to replay, since that memory was in use when the pass was captured. A pass of
+    ``n`` itself or of an earlier unit may overwrite it. Megatron's schedules keep this order. A
+    custom training loop may break it: the same unit twice in a pass, two forward passes before the
+    first backward, units in another order, ``retain_graph=True``.
 
-Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is a Python object of its own,
-which lives exactly as long as its place in the autograd graph; ``Node.register_prehook``.
+Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is its own Python object and lives
+exactly as long as the node is in the autograd graph; ``Node.register_prehook``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_cg.replay.guard import Mismatch
 
 
 class _Pass:
-    """One forward replay, until its backward begins or nobody can ask for it any more."""
+    """One forward replay, until its backward begins or can no longer be run."""
 
     def __init__(self, index: int, name: str, node: Any) -> None:
         self.index, self.name = index, name
@@ -56,9 +56,9 @@ class InFlight:
         return None
 
     def begin(self, index: int, name: str, outputs: Any) -> None:
-        """Note a forward replay that gave ``outputs``.
+        """Record a forward replay that returned ``outputs``.
 
-        Its backward raises ReplayMismatchError when it comes out of order, or a second time.
+        Its backward raises ReplayMismatchError if it runs out of order or a second time.
         """
         tensors = [item for item in tree_flatten(outputs)[0] if isinstance(item, torch.Tensor)]
         node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)

@@ -1,10 +1,10 @@
-"""What follows when a guard forbids a replay: counted, reported once, and done as the user asked.
+"""Handles a replay that a guard forbids: counts it, reports it once, does what the user asked for.
 
 Note [A graph with collectives]
     One rank must not run a collective eagerly while others replay it (see ``collectives.py``).
-    So where a graph holds any, all ranks vote before the first of them leaves its graph: those
-    that found the same mismatch in the same layer go eagerly together. A rank that finds one
-    alone gets no answer in time, and ends with the reason instead of hanging the others.
+    So if a graph contains collectives, all ranks vote before any of them falls back to eager.
+    Ranks that found the same mismatch in the same layer fall back together. If only one rank found
+    it, its vote times out and the rank ends with the reason instead of hanging the others.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplayPolicy:
-    """What the flags say: ``--cg-on-mismatch`` and ``--cg-verify-interval``."""
+    """The values of the flags ``--cg-on-mismatch`` and ``--cg-verify-interval``."""
 
     on_mismatch: Literal["eager", "recapture", "error"] = "eager"
     verify_interval: int = 0
-    """Steps between two verifications; 0 is never."""
+    """Steps between two verifications; 0 means never."""
 
 
 class MismatchPolicy:
-    """Over all graphs of one session.
+    """The mismatch policy of all graphs of one session.
 
     Args:
         policy: what the user asked for.
         counters: where mismatches are counted.
-        all_fall_back: ``Agreement.fall_back_together`` of all ranks. None where one rank decides
-            for itself.
+        all_fall_back: ``Agreement.fall_back_together`` of all ranks. None if this rank decides
+            alone.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class MismatchPolicy:
         self.counters = counters
         self.wants_recapture = False
         self.captured_again = False
-        """Whether a mismatch led to this capture: one more is asked for only once it has helped."""
+        """Whether a mismatch led to this capture. Another is requested only if this one helped."""
         self.issue_held: Callable[[], None] = _nothing
-        """Issues the gathers that are held until a launch; has to be called before eager passes."""
+        """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self._policy = policy
         self._all_fall_back = all_fall_back
         self._reported: set[tuple[str, tuple[str, str]]] = set()
         self._step = 0
 
     def begin_step(self) -> None:
-        """Count training steps, by which verification is due."""
+        """Count training steps, to know when verification is due."""
         self._step += 1
 
     def saw(self, clause: str) -> bool:
-        """Whether that clause of a guard has forbidden a replay."""
+        """Whether this clause of a guard has forbidden a replay."""
         return any(seen == clause for _, (seen, _) in self._reported)
 
     @property
@@ -75,17 +75,17 @@ class MismatchPolicy:
     def mismatched(
         self, mismatch: Mismatch, layer: str, microbatch: int, *, collectives: bool, fresh: bool
     ) -> None:
-        """Return if the region is to run eagerly instead of the replay.
+        """Return if the region must run eagerly instead of the replay.
 
         Args:
             mismatch: what the guard found.
             layer: the unit's name.
             microbatch: the graph's number within the unit.
-            collectives: whether the graph holds any.
+            collectives: whether the graph contains collectives.
             fresh: whether the graph has never replayed.
 
         Raises:
-            ReplayMismatchError: ``--cg-on-mismatch error``, or the ranks cannot leave together.
+            ReplayMismatchError: ``--cg-on-mismatch error``, or the ranks cannot fall back together.
         """
         text = self._report(mismatch, layer, microbatch)
         if self._policy.on_mismatch == "error":
@@ -96,7 +96,7 @@ class MismatchPolicy:
             self.wants_recapture = True
 
     def mismatched_in_backward(self, mismatch: Mismatch, layer: str, microbatch: int) -> None:
-        """Raise ReplayMismatchError: what a forward replay began, nothing else can end."""
+        """Raise ReplayMismatchError: the backward of a replay cannot run eagerly."""
         text = self._report(mismatch, layer, microbatch)
         raise ReplayMismatchError(
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
@@ -105,8 +105,8 @@ class MismatchPolicy:
     def fall_back_together(self, name: str, text: str, timeout: timedelta | None = None) -> None:
         """Return if all ranks agree, by ``name``, on what to do with a graph with collectives.
 
-        Else raises ReplayMismatchError, whose message begins with ``text``. ``timeout`` is as in
-        ``Agreement.fall_back_together``.
+        Otherwise raise ReplayMismatchError with a message that begins with ``text``. ``timeout`` is
+        as in ``Agreement.fall_back_together``.
         """
         if self._all_fall_back is None:
             return

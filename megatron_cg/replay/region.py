@@ -1,9 +1,9 @@
-"""The part of a layer that its graph holds, run as plain Python.
+"""The captured region of a layer, run as plain Python.
 
 Relied on: megatron-core 0.19.2, ``GraphableMegatronModule._te_cuda_graph_capture``, which runs
-just what a graph holds and returns what the graph returns, as long as Megatron's capturing flag
-(``megatron.core.transformer.cuda_graphs._set_capture_start`` and ``_set_capture_end``) is set: by
-it a MoE layer knows where to stop.
+exactly the captured region and returns what the graph returns, as long as Megatron's capturing flag
+(``megatron.core.transformer.cuda_graphs._set_capture_start`` and ``_set_capture_end``) is set. The
+flag tells a MoE layer where to stop.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ RELIES_ON = (
 
 
 def run_region(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the graph of ``layer`` would return for these arguments, with autograd as usual.
+    """Return what the graph of ``layer`` would return for these arguments, with autograd as usual.
 
-    Hooks of FSDP on modules inside the part run as in an eager pass.
+    FSDP's hooks on modules inside the region run as in an eager pass.
     """
     target: Any = layer
     inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
@@ -52,9 +52,9 @@ def run_region(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 @contextmanager
 def region_in_backward() -> Iterator[None]:
-    """The backward pass of a part, in which Megatron also checks whether it is being captured.
+    """Set Megatron's capturing flag in the backward pass of a region too.
 
-    If so, it skips its own recomputation (megatron-core 0.19.2).
+    If the flag is set, Megatron skips its own recomputation (megatron-core 0.19.2).
     """
     _flag("_set_capture_start")()
     try:
@@ -64,7 +64,7 @@ def region_in_backward() -> Iterator[None]:
 
 
 def is_running_part() -> bool:
-    """Whether :func:`run_region` runs now, or a capture."""
+    """Whether :func:`run_region` or a capture is running."""
     return bool(_flag("is_graph_capturing")())
 
 

@@ -1,4 +1,4 @@
-"""How autograd sees the replays of one graph, and the gradients that lie in the graph's memory."""
+"""The autograd function that replays one graph, and the gradients in that graph's memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplayFunction:
-    """The function of autograd's by which one graph is replayed.
+    """The autograd function that replays one graph.
 
     Note [Gradients that are lent]
-        A graph's backward replay leaves the gradients of its weights in memory that other graphs
-        of the pool use too, so a backend returns copies of them. While they are lent, the function
-        returns them as they lie there. They hold until the next replay of any graph, so whoever
-        takes them has used them up, on the stream of the backward pass, before that.
+        A graph's backward replay leaves the weight gradients in memory that other graphs of the
+        pool also use, so a backend returns copies of them. While gradients are lent, the function
+        returns them without a copy. They are valid until the next replay of any graph. The receiver
+        must finish using them before that, on the stream of the backward pass.
     """
 
     function: Any
@@ -23,6 +23,6 @@ class ReplayFunction:
     first_weight: int
     """How many arguments come before the weights, which are the last ones."""
     replace: Callable[[Any], Callable[[], None]]
-    """Lets something else with a method ``apply`` be called in its place; returns the undo."""
+    """Replaces the function by another object with a method ``apply``; returns the undo."""
     lend: Callable[[], Callable[[], None]]
     """Lends gradients until the returned function is called."""

@@ -1,4 +1,4 @@
-"""A layer to be captured, and how its graph takes its place."""
+"""A layer to be captured, and how a replay replaces its forward."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Unit:
     graphed: tuple[nn.Module, ...]
     """The modules below it that are inside its graph."""
     direct: bool = True
-    """Whether the graph takes the layer's own arguments; else code of the layer runs before it."""
+    """Whether the graph takes the layer's arguments. If not, code of the layer runs before it."""
     collectives: bool = False
-    """Whether the graph is known to hold collectives; others are found when it is captured."""
+    """Whether the graph is known to contain collectives; capture detects others."""
     inputs: tuple[str, ...] = ("hidden_states",)
     """Names of the positional inputs, for messages."""
     run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_region
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
     in_backward: Callable[[], AbstractContextManager[None]] = region_in_backward
-    """Makes a context for its backward pass."""
+    """Returns a context for the backward pass of ``run``."""
     attach: Callable[..., Callable[[], None]] | None = None
-    """Replaces that by the replay, with arguments and undo of
-    :func:`megatron_cg.replay.attach.attach_replay`, which None is."""
+    """Installs the replay, with the arguments and the undo of
+    :func:`megatron_cg.replay.attach.attach_replay`. None means that function."""
     leave_out: Callable[[nn.Module | None], str] = _leave_out_unit
-    """Returns a sentence: what to type so that a module below the layer is in no graph. The module
-    is None if it is unknown."""
+    """Returns a sentence that says what to type to keep a module below the layer out of graphs. The
+    module is None if it is unknown."""

@@ -1,25 +1,26 @@
-"""A replay beside an eager pass on the same inputs, forward and backward, compared bit for bit.
+"""Compares a replay with an eager pass on the same inputs, forward and backward, bit for bit.
 
 Note [Outside of training]
-    Both passes run on detached inputs, and everything that they change is put back: random
-    generators, FP8 scales, buffers, MoE metrics, FSDP's states, gradients of parameters. The replay
-    that training uses is a further pass. So a run with verification trains exactly the numbers of
-    one without. The eager pass has autograd on, as in training: without it some kernels round
-    differently (seen with the attention of TE 2.20.2 behind query and key norms).
+    Both passes run on detached inputs, and everything that they change is restored: random
+    generators, FP8 scales, buffers, MoE metrics, FSDP's states, gradients of parameters. Training
+    then replays separately. So verification does not change the numbers of a training run. The
+    eager pass has autograd on, as in training: without it some kernels round differently (seen with
+    the attention of TE 2.20.2 after query and key norms).
 
 Note [A backward pass in the forward pass]
-    Gradients are compared before training's own forward replay, while the unit is unsharded and
-    nothing depends on its graph's memory: its backward was captured before those of the units
-    before it, so it does not overwrite what their own backward passes will read. Incoming gradients
-    are synthetic, since the loss is not known yet. Hooks of parameters are off, so nothing is
-    reduced or sharded, and weights that the fast path hides from autograd are shown. If a unit is
-    not unsharded for its backward pass yet, its gradients are not compared: its weights are at
-    another address then, or are quantized, with transposes that FSDP makes only before that pass.
+    Gradients are compared before training's own forward replay. The unit is unsharded then, and
+    nothing depends on its graph's memory: its backward was captured before the backward passes of
+    earlier units, so it does not overwrite what those will read. Incoming gradients are synthetic,
+    since the loss is not known yet. Parameter hooks are off, so nothing is reduced or sharded.
+    Weights that the fast path detaches from autograd are attached during the comparison. If a unit
+    is not yet unsharded for its backward pass, its gradients are not compared: its weights are then
+    at another address, or are quantized and FSDP creates their transposes only before that pass.
 
 Note [Gradients that differ by themselves]
     Without deterministic algorithms some backward kernels add in a different order each time
-    (attention, scattered tokens). So a second eager pass shows which gradients have the same bits
-    twice, and the others are not compared. All ranks run it, since it may hold collectives.
+    (attention, scattered tokens). So a second eager pass finds the gradients that have the same
+    bits both times, and the others are not compared. All ranks run this pass, since it may contain
+    collectives.
 """
 
 from __future__ import annotations
@@ -57,14 +58,15 @@ def verify(
     Waits for the GPU once for each output and once for each gradient.
 
     Args:
-        unit: whose part is run eagerly.
-        graph: its graph, whose weights autograd sees.
-        args: what it is called with; never written to.
-        kwargs: the same by keyword.
-        kept: makes a context that puts back what a pass changes, and in which no parameter has a
+        unit: the unit; its captured region runs eagerly.
+        graph: its graph, with the weights attached to autograd.
+        args: positional arguments; never written to.
+        kwargs: keyword arguments; never written to.
+        kept: returns a context that restores what a pass changes. In it, no parameter has a
             gradient or a hook.
-        gradients: whether gradients are compared as well, of inputs and of weights.
-        left_out: called with how many gradients differ by themselves; see the note above.
+        gradients: whether gradients of inputs and weights are compared too.
+        left_out: called with the number of gradients that are not compared; see
+            Note [Gradients that differ by themselves].
     """
 
     def eager(*inputs: Any, **keywords: Any) -> Any:
@@ -89,7 +91,7 @@ def verify(
         found = replay.outputs()
         if gradients and len(found) == len(needs):
             found += replay.gradients(needs)
-        # In this block: gradients of inputs are in the graph's own memory.
+        # Inside this block, since gradients of inputs are in the graph's own memory.
         different = _first_difference(expected, found, unstable)
     if different is None:
         return None
@@ -120,7 +122,7 @@ class _Pass:
         self._made: list[Any] = []
 
     def outputs(self) -> _Named:
-        """Copies of the outputs, which outlive the backward pass."""
+        """Run the forward pass; returns copies of the outputs that outlive the backward pass."""
         self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
         return [
             (f"output {index}", None if tensor is None else tensor.detach().clone())
@@ -128,11 +130,11 @@ class _Pass:
         ]
 
     def differentiable(self) -> list[bool]:
-        """Which outputs a backward pass begins with."""
+        """For each output, whether a backward pass begins with it."""
         return [tensor is not None and tensor.requires_grad for tensor in self._made]
 
     def gradients(self, needs: Sequence[bool]) -> _Named:
-        """Gradients of inputs and of parameters, from synthetic ones of the outputs ``needs``."""
+        """Gradients of inputs and parameters, from synthetic gradients of the outputs ``needs``."""
         chosen = [tensor for tensor, need in zip(self._made, needs, strict=True) if need]
         self._made = []
         with self._unit.in_backward():
@@ -156,7 +158,7 @@ def _detached(value: Any) -> Any:
 
 
 def _made_up(output: torch.Tensor) -> torch.Tensor:
-    """A gradient of an output with many values, the same in every pass; draws no number."""
+    """A synthetic gradient with many values, the same in every pass; draws no random number."""
     steps = torch.arange(output.numel(), device=output.device, dtype=torch.int64) % _STEPS
     values = (steps - _STEPS // 2).to(torch.float32) / _SCALE
     return values.to(output.dtype).view(output.shape)
@@ -183,7 +185,7 @@ def _first_difference(
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of it: NaN is equal to NaN here, and 0.0 is not -0.0."""
+    """The bytes of ``tensor``, so that NaN equals NaN and 0.0 differs from -0.0."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 

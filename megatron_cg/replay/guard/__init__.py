@@ -1,4 +1,4 @@
-"""What must hold for a replay: recorded at capture, compared before each one."""
+"""The conditions of a replay: recorded at capture, checked before each replay."""
 
 from megatron_cg.replay.guard.guard import Guard
 from megatron_cg.replay.guard.mismatch import Mismatch

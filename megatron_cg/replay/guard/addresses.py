@@ -1,14 +1,15 @@
-"""Memory that a graph reads without being given it: parameters and buffers.
+"""Memory that a graph reads but does not receive as input: parameters and buffers.
 
 Note [One address a bucket]
     Under Megatron-FSDP the unsharded parameters of a bucket are views of one storage, and each
-    unshard points them all at it (megatron-fsdp 0.6.1, ``DataParallelBuffer.fetch_bucket`` with
-    ``set_param_data``). So one parameter stands for its bucket. What FSDP does not point anew at
-    each unshard, as with ``optim`` and ``optim_grads``, is watched parameter by parameter.
+    unshard sets all of them to that storage (megatron-fsdp 0.6.1,
+    ``DataParallelBuffer.fetch_bucket`` with ``set_param_data``). So one parameter per bucket is
+    checked. With ``optim`` and ``optim_grads`` FSDP does not set parameters at each unshard, so
+    every parameter is checked.
 
 Note [Twice a pass]
-    A layer's parameters are unsharded once for its forward and once more for its backward pass,
-    and can come to lie elsewhere each time. Capture notes both, right after FSDP's own hooks.
+    A layer's parameters are unsharded once for its forward pass and again for its backward pass,
+    and their addresses can change each time. Capture records both, right after FSDP's own hooks.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import torch
 from megatron_cg.replay.guard.mismatch import Mismatch
 
 _RAW = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv")
-"""Where TE 2.20.2 keeps the memory of a quantized tensor, whose own address means nothing."""
+"""Where TE 2.20.2 keeps the memory of a quantized tensor; its own address has no meaning."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A tensor whose address a graph has in it, what it is, and why it might move."""
+    """A tensor that a graph reads at a fixed address, its name, and why it might move."""
 
     tensor: torch.Tensor
     name: str
@@ -34,7 +35,7 @@ class Watched:
 
 
 class Addresses:
-    """The tensors of one unit, and where they were in capture's forward and backward passes."""
+    """The tensors of one unit, and their addresses in capture's forward and backward passes."""
 
     def __init__(self, watched: Sequence[Watched]) -> None:
         self._watched = tuple(watched)
@@ -45,7 +46,7 @@ class Addresses:
         self.backward: list[object] = []
 
     def note_forward(self) -> None:
-        """Note where everything is as the forward pass begins; the last note counts."""
+        """Record all addresses as the forward pass begins; the last call counts."""
         self.forward = self._now()
 
     def note_backward(self) -> None:
@@ -53,18 +54,18 @@ class Addresses:
         self.backward = self._now()
 
     def broken_in_forward(self) -> Mismatch | None:
-        """The first tensor that lies elsewhere, before a forward replay."""
+        """The first tensor that has moved, before a forward replay."""
         return self._compare(self.forward, "forward")
 
     def broken_in_backward(self) -> Mismatch | None:
-        """The first tensor that lies elsewhere, before a backward replay."""
+        """The first tensor that has moved, before a backward replay."""
         return self._compare(self.backward, "backward")
 
     def are_as_in_backward(self) -> bool:
-        """Whether all weights are where the backward pass reads them, without further work.
+        """Whether all weights are already at the addresses that the backward pass reads.
 
-        Quantized weights do: Megatron-FSDP makes their transposes as it unshards for the backward
-        pass (megatron-fsdp 0.6.1, ``fp8_create_transpose_cache``).
+        False with quantized weights: Megatron-FSDP creates their transposes when it unshards for
+        the backward pass (megatron-fsdp 0.6.1, ``fp8_create_transpose_cache``).
         """
         quantized = any(map(_is_quantized, (item.tensor for item in self._watched)))
         return not quantized and self._now() == self.backward
@@ -92,7 +93,7 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def _reader(tensor: torch.Tensor) -> Callable[[], object]:
-    """What reads the address of ``tensor``, or the addresses of a quantized one."""
+    """Return a function that reads the address of ``tensor``, or all addresses if quantized."""
     if not _is_quantized(tensor):
         return tensor.data_ptr
 

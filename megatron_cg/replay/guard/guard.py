@@ -1,4 +1,4 @@
-"""All that must hold for one graph, asked in the order from cheap and telling to the rest."""
+"""All conditions of one graph; cheap checks with precise messages come first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cg.replay.guard.objects import Hooks, Objects
 
 
 class Guard:
-    """One graph's conditions: those of its unit, which its other graphs share, and its inputs."""
+    """One graph's conditions: its inputs, and those that all graphs of its unit share."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Guard:
         return self._addresses.broken_in_forward()
 
     def is_as_in_backward(self) -> bool:
-        """Whether a backward replay would read the unit's weights now, before its forward pass."""
+        """Whether a backward replay could read the unit's weights now, before its forward pass."""
         return self._addresses.are_as_in_backward()
 
     def broken_in_backward(self) -> Mismatch | None:

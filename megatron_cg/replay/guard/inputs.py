@@ -1,10 +1,10 @@
-"""The inputs of a graph: which there are, what each is like, and which need no copy.
+"""The inputs of a graph: their structure, their metadata, and which of them need no copy.
 
 Note [What a graph does with its inputs]
     TE 2.20.2 (``graph.py``, ``functionalized`` and ``Graphed.forward``) copies each tensor into
-    the static input that was captured, unless it already lies there. It checks neither shape nor
-    dtype, ``copy_`` broadcasts and converts, and a keyword that was not in the samples is left
-    aside without a word. So all of it is checked here.
+    the captured static input, unless the tensor is already there. It checks neither shape nor
+    dtype, and ``copy_`` broadcasts and converts. It silently ignores a keyword that was not in the
+    samples. So all of this is checked here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from megatron_cg.replay.guard.mismatch import Mismatch
 
 FIELDS = ("shape", "dtype", "stride", "device")
-"""What must be equal of a tensor, by the clause's name."""
+"""Properties of a tensor that must be equal, by the name of the clause."""
 
 
 def fields(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The values of :data:`FIELDS`, read in one go: this runs for every input of every replay."""
+    """The values of :data:`FIELDS`, read at once: this runs for every input of every replay."""
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
@@ -30,7 +30,7 @@ STATIC_INPUT = "static input"
 """The clause about inputs that never changed before capture; see ``static_inputs.py``."""
 
 NOT_INPUTS = frozenset({"is_first_microbatch", "cuda_graph_stream", "cuda_graph_event"})
-"""Keywords that steer a replay and are no inputs of the graph: ``GraphableMegatronModule.
+"""Keywords that control a replay and are not inputs of the graph: ``GraphableMegatronModule.
 _get_te_cuda_graph_replay_args`` of megatron-core 0.19.2 adds them."""
 
 _CAUSE = {
@@ -56,10 +56,10 @@ class Inputs:
     """Structure and metadata of one graph's inputs.
 
     Args:
-        args: the positional sample tensors, as capture left them.
-        kwargs: the sample tensors by keyword.
+        args: the positional sample tensors, as they are after capture.
+        kwargs: the keyword sample tensors.
         borrowed: the samples that are the model's own tensors; see ``static_inputs.py``.
-        names: names of the positional ones, for messages.
+        names: names of the positional samples, for messages.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Inputs:
         return self._metadata(tensors) or self._gradients(tensors) or self._borrowed(tensors)
 
     def copied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int, int]:
-        """How many inputs lie in place already, how many are copied, and the bytes of these."""
+        """The number of inputs already in place, the number of copied inputs, and their bytes."""
         in_place = copies = nbytes = 0
         for tensor, spec in zip(self._flat(args, kwargs), self._specs, strict=True):
             if tensor.data_ptr() == spec.address:
@@ -168,14 +168,14 @@ class Inputs:
 
     def _gradients(self, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
         for tensor, spec in zip(tensors, self._specs, strict=True):
-            # The other way round costs a gradient that nobody reads, and is right.
+            # The opposite case is correct; it only computes a gradient that nobody reads.
             if tensor.requires_grad and not spec.requires_grad:
                 return _field("requires_grad", spec, False, True)
         return None
 
 
 def described(value: Any) -> str:
-    """A value in a few words."""
+    """A short description of ``value``."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""One thing that is no longer as it was at capture, in words."""
+"""One difference from the state at capture, in words."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Mismatch:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for mismatches that are reported once only."""
+        """Mismatches with equal keys are reported only once."""
         return self.clause, self.subject
 
     def text(self, layer: str, microbatch: int) -> str:
-        """The whole of it in one line, for the log or an error."""
+        """The full description in one line, for the log or an error."""
         return (
             f"{layer}, microbatch {microbatch}: {self.subject} was {self.expected} at capture and "
             f"is {self.actual} now ({self.clause}). {self.cause}"

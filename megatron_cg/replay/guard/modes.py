@@ -1,8 +1,8 @@
-"""Modes that Python code asks for while a layer runs, and a replay does not.
+"""Modes that a layer's Python code reads and a replay does not.
 
-Dropout and batch statistics follow ``training``, the precision of operations follows autocast and
-TE's FP8 state, and what is kept for the backward pass follows grad mode: each was decided at
-capture, and a replay repeats that decision.
+Dropout and batch statistics depend on ``training``. The precision of operations depends on autocast
+and TE's FP8 state. Grad mode decides which tensors are saved for the backward pass. Each decision
+was made at capture, and a replay repeats it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_cg.replay.guard.mismatch import Mismatch
 
 
 class Training:
-    """Every module inside the graph is in the training state that it was captured in."""
+    """Every module inside the graph is in training or evaluation mode as at capture."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [(vars(module), module.training, module) for module in modules]
 
     def broken(self) -> Mismatch | None:
-        """The first module that was switched."""
+        """The first module whose mode has changed."""
         for attributes, training, module in self._modules:
             if attributes["training"] is not training:
                 return Mismatch(
@@ -38,10 +38,10 @@ class Training:
 
 
 class Autograd:
-    """Grad mode as at capture, where it is always on."""
+    """Grad mode is as at capture, where it is always on."""
 
     def broken(self) -> Mismatch | None:
-        """Found when the layer runs under ``torch.no_grad()`` or in inference mode."""
+        """A mismatch if the layer runs under ``torch.no_grad()`` or in inference mode."""
         if torch.is_grad_enabled():
             return None
         return Mismatch(
@@ -55,14 +55,14 @@ class Autograd:
 
 
 class Autocast:
-    """``torch.autocast`` as it was in the model's forward passes: on or off, and its dtype."""
+    """``torch.autocast`` is as in the model's forward passes: on or off, and its dtype."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._state = self._now()
 
     def broken(self) -> Mismatch | None:
-        """Found when autocast was entered, left, or set to another dtype."""
+        """A mismatch if autocast was entered, exited, or set to another dtype."""
         now = self._now()
         if now == self._state:
             return None
@@ -82,18 +82,18 @@ class Autocast:
 
 
 class Numerics:
-    """The backend's own state of numerics (TE: FP8 on or off, and its recipe).
+    """The backend's own numerics state (TE: FP8 on or off, and its recipe).
 
     Args:
-        captured: what the graph was captured with.
-        read: what holds now; equal to ``captured`` as long as a replay is right.
+        captured: the state at capture.
+        read: returns the current state; a replay is correct while it equals ``captured``.
     """
 
     def __init__(self, captured: Any, read: Callable[[], Any]) -> None:
         self._captured, self._read = captured, read
 
     def broken(self) -> Mismatch | None:
-        """Found when FP8 was switched on or off, or has another recipe."""
+        """A mismatch if FP8 was switched on or off, or has another recipe."""
         now = self._read()
         if now == self._captured:
             return None

@@ -1,8 +1,8 @@
-"""What of Megatron, outside of a layer's modules, a graph can have in it.
+"""Megatron's MoE metrics: tensors outside of a layer's modules that a graph can write to.
 
 Relied on: megatron-core 0.19.2, ``megatron.core.transformer.moe.moe_logging``: the router adds its
 losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward pass, so a graph that
-holds a router writes to that tensor.
+contains a router writes to that tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RELIES_ON = (
 
 
 def metric_entries() -> list[Entry]:
-    """The tensors that MoE metrics are summed in, for the guard's table; none without MoE."""
+    """The tensors that accumulate MoE metrics, for the guard's table; none without MoE."""
     module = sys.modules.get(_MODULE)
     tracker = getattr(module, "_MOE_METRICS_TRACKER", None)
     if tracker is None:
@@ -45,7 +45,7 @@ def metric_entries() -> list[Entry]:
 
 @contextmanager
 def metrics_kept() -> Iterator[None]:
-    """Put the sums of MoE metrics back as they were, in place."""
+    """Restore the sums of MoE metrics on exit, in place."""
     tracker: Any = getattr(sys.modules.get(_MODULE), "_MOE_METRICS_TRACKER", None)
     entries = list(tracker.metrics.values()) if tracker is not None else []
     saved = [(entry.values, entry.values.clone()) for entry in entries]

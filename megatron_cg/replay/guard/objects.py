@@ -1,12 +1,12 @@
-"""The objects that a graph was made of: modules, parameters, buffers, and hooks.
+"""The objects that a graph was captured from: modules, parameters, buffers, and hooks.
 
-A graph knows none of these, only their memory and what their code did. An eager pass would use a
-module, parameter or hook that was put in later, and a replay would not.
+A graph contains none of these, only their addresses and the operations that their code ran. If a
+module, parameter or hook is installed later, an eager pass uses it and a replay does not.
 
 Note [A table of what must be the same object]
-    A module's parts are entries of its own dictionaries, so one table of (dictionary, key,
-    object) covers replaced parameters, buffers, submodules and overridden forwards, at some 40 ns
-    an entry. Hooks are the exception, since what counts there is that none was added or removed.
+    Parameters, buffers, submodules and an overridden forward are entries of a module's own
+    dictionaries. So one table of (dictionary, key, object) detects their replacement, at about
+    40 ns per entry. Hooks are checked separately: no hook may have been added or removed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ RELIES_ON = tuple(
 )
 
 Entry = tuple[Mapping[Any, Any], Any, str, str]
-"""(dictionary, key, clause, what is in there)."""
+"""(dictionary, key, clause, description of the object)."""
 
 
 def entries(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
-    """What must stay the same object of ``graphed``, the modules of ``layer`` inside its graph."""
+    """The entries that must stay the same objects.
+
+    ``graphed`` are the modules of ``layer`` inside its graph.
+    """
     found: list[Entry] = []
     inside = {id(module) for module in graphed}
     names = {id(module): name for name, module in layer.named_modules()}
@@ -57,7 +60,7 @@ def entries(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
         found += [
             (owner._buffers, name, "buffer", f"buffer {prefix}{name}") for name in owner._buffers
         ]
-        if owner is not layer:  # the layer's own is where the replay comes to stand
+        if owner is not layer:  # the replay replaces the layer's own forward
             found.append((vars(owner), "forward", "forward", f"forward of {prefix[:-1]}"))
     return found
 
@@ -71,7 +74,7 @@ class Objects:
         ]
 
     def broken(self) -> Mismatch | None:
-        """The first that was replaced, added or taken away."""
+        """The first object that was replaced, added or removed."""
         for owner, key, same, clause, what in self._table:
             if owner.get(key) is not same:
                 return Mismatch(
@@ -86,11 +89,11 @@ class Objects:
 
 
 class Hooks:
-    """No hook was put on a module inside the graph, or taken off, since capture.
+    """Since capture, no hook was added to a module inside the graph or removed from one.
 
     Args:
-        layer: the unit, whose own hooks run around the replay and may change.
-        graphed: the modules inside its graph, whose hooks a replay does not run.
+        layer: the unit; its own hooks run around the replay and may change.
+        graphed: the modules inside its graph; a replay does not run their hooks.
     """
 
     def __init__(self, layer: nn.Module, graphed: Iterable[nn.Module]) -> None:
@@ -103,7 +106,7 @@ class Hooks:
             if module is not layer
         ]
         registries += [(getattr(torch_module, name), f"torch's {name}") for name in _GLOBAL]
-        # Most have none, and any() over empty dictionaries is the cheapest question there is.
+        # Most registries are empty, and any() over empty dictionaries is the cheapest check.
         self._empty = [(registry, name) for registry, name in registries if not registry]
         self._quiet = [registry for registry, _ in self._empty]
         self._kept = [(r, tuple(r), name) for r, name in registries if r]
