@@ -1,9 +1,8 @@
-"""Megatron-FSDP's bookkeeping once a bucket, where its own runs once a parameter.
+"""Megatron-FSDP's bookkeeping, run once per bucket instead of once per parameter.
 
-Numbers stay the same to the last bit: the same values are copied to the same places, and
-collectives come in Megatron-FSDP's own order; one gather a pass is left out
-(``params/last_unit.py``).
-``docs/fast_path.md`` says what each part replaces and what it saves.
+Results are bitwise identical: the same values are copied to the same places, and collectives keep
+Megatron-FSDP's order. One all-gather per pass is skipped (``params/last_unit.py``).
+``docs/fast_path.md`` lists what each part replaces and what it saves.
 """
 
 from megatron_cg.fastpath.install_parts import FastPath, install

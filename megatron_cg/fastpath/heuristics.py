@@ -1,20 +1,20 @@
-"""What cuBLASLt found out about products of experts, kept for longer.
+"""A larger cache of cuBLASLt's heuristics, for grouped GEMMs of experts.
 
-A grouped GEMM is a GEMM for each expert, of as many rows as tokens came to that expert. For a
-number of rows that it has not met cuBLASLt computes which kernel is best, 70 to 500 us of the host;
-for one that it has met the whole GEMM takes 14 to 25 us (experts of 2048 by 1536 in bf16, H200,
-cuBLAS 13.0). It remembers 8,192 problems. A layer of experts makes six of each number of rows, two
-forward and four backward, so 1,365 numbers of rows fill that. Where routing is uneven there are
-more, and what was found out is forgotten before it is asked for again: steps of 248 ms became steps
-of 412 within 80 (``docs/performance.md``).
+A grouped GEMM runs one GEMM per expert, with as many rows as the expert got tokens. For a new
+number of rows cuBLASLt computes which kernel is best, which takes 70 to 500 us of host time. For a
+cached one the whole GEMM takes 14 to 25 us (experts of 2048 by 1536 in bf16, H200, cuBLAS 13.0).
+The cache holds 8,192 problems. A layer of experts has six problems per number of rows, two forward
+and four backward, so 1,365 numbers of rows fill the cache. Uneven routing produces more of them,
+and entries are evicted before they are needed again: steps of 248 ms became steps of 412 ms within
+80 steps (``docs/performance.md``).
 
-So more is remembered. Which kernel is taken stays as it is: the same question has the same answer,
-and the numbers are the same to the last bit. The memory is the host's, 360 bytes a problem, and is
-taken as problems are met.
+So the cache is enlarged. The choice of kernels does not change: the same problem has the same
+answer, and results are bitwise identical. The cache is host memory, 360 bytes per problem,
+allocated as problems occur.
 
 Relied on: cuBLAS 13.0, ``cublasLtHeuristicsCacheGetCapacity``, ``-SetCapacity`` (public; the
-figures of 8,192 and 360 are from "Heuristics Cache" in its documentation); transformer-engine
-2.20.2, ``GroupedLinear``, which is what multiplies by experts.
+numbers 8,192 and 360 are from "Heuristics Cache" in its documentation); transformer-engine
+2.20.2, ``GroupedLinear``, which runs the GEMMs of experts.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from megatron_cg.upstream.symbols import Symbol
 _GROUPED = Symbol("transformer-engine", f"{MODULE}:GroupedLinear", "layers of experts")
 RELIES_ON = (_GROUPED,)
 VARIABLE = "CUBLASLT_HEURISTICS_CACHE_CAPACITY"
-"""By which users choose a capacity themselves."""
+"""The environment variable with which users set the capacity."""
 ENTRIES = 1 << 18
-"""Six problems of each of 43,690 numbers of rows; 94 MB of the host's memory if all are met."""
+"""Six problems for each of 43,690 numbers of rows; 94 MB of host memory when full."""
 
 
 def install_heuristics(model: nn.Module, entries: int = ENTRIES) -> Callable[[], None]:
-    """Let cuBLASLt remember ``entries`` problems in this process; returns the undo.
+    """Enlarge cuBLASLt's cache to ``entries`` problems in this process; returns the undo.
 
     Raises:
-        StepsAsideError: the model has no grouped GEMM, the capacity was chosen by the variable or
-            is as large already, or cuBLASLt is not there.
-        UpstreamChangedError: TE's grouped GEMM is not where it was.
+        StepsAsideError: the model has no grouped GEMM, the user set the variable, the capacity is
+            large enough already, or cuBLASLt is not loaded.
+        UpstreamChangedError: TE's grouped GEMM has moved.
     """
     if VARIABLE in os.environ:
         raise StepsAsideError(f"{VARIABLE} is set")
@@ -65,7 +65,7 @@ def install_heuristics(model: nn.Module, entries: int = ENTRIES) -> Callable[[],
 
 
 def capacity() -> int:
-    """How many problems cuBLASLt remembers at most. Raises StepsAsideError where it is not said."""
+    """The capacity of cuBLASLt's cache, in problems. Raises StepsAsideError if it is unknown."""
     found = ctypes.c_size_t()
     if status := _library().cublasLtHeuristicsCacheGetCapacity(ctypes.byref(found)):
         raise StepsAsideError(f"cuBLASLt does not say what it remembers (status {status})")
@@ -73,7 +73,7 @@ def capacity() -> int:
 
 
 def remember(entries: int) -> int:
-    """Let cuBLASLt remember that many, or a few more; returns its status, 0 where it does."""
+    """Set the capacity to ``entries`` or slightly more; returns cuBLASLt's status, 0 on success."""
     return int(_library().cublasLtHeuristicsCacheSetCapacity(ctypes.c_size_t(entries)))
 
 
@@ -85,7 +85,7 @@ def _has_experts(model: nn.Module) -> bool:
 
 
 def _library() -> Any:
-    """The cuBLASLt that torch has loaded, and with it Transformer Engine."""
+    """The cuBLASLt library that torch has loaded; Transformer Engine uses the same one."""
     if torch.version.cuda is None:
         raise StepsAsideError("torch was built without CUDA")
     name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"

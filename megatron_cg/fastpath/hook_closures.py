@@ -19,7 +19,7 @@ _SCOPE = "MegatronFSDP._register_fsdp_hooks"
 
 
 def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
-    """The functions behind Megatron-FSDP's hooks of modules and parameters, raw ones in place."""
+    """The functions behind Megatron-FSDP's hooks of modules and of raw parameters."""
     yield fsdp.post_backward_release_module
     for module in fsdp.module.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -29,7 +29,7 @@ def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
 
 
 def hooks_of_gradient(parameter: Any) -> Collection[Callable[..., Any]]:
-    """What runs once the parameter's gradient is accumulated, Megatron-FSDP's own first."""
+    """The parameter's post-accumulate-grad hooks, Megatron-FSDP's own first."""
     hooks: dict[int, Callable[..., Any]] = parameter._post_accumulate_grad_hooks or {}
     return hooks.values()
 
@@ -37,7 +37,7 @@ def hooks_of_gradient(parameter: Any) -> Collection[Callable[..., Any]]:
 def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
     """The cell of the local variable ``name`` of ``_register_fsdp_hooks``.
 
-    Raises UpstreamChangedError when no hook has one.
+    Raises UpstreamChangedError if no hook has one.
     """
     distribution = "megatron-core"
     for hook in functions:

@@ -1,4 +1,4 @@
-"""The parts of the fast path, put in together and taken out in reverse."""
+"""Installs the parts of the fast path and removes them in reverse order."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def _warn_once(part: str, why: str) -> None:
 
 
 class FastPath:
-    """What replaces Megatron-FSDP's bookkeeping for one model.
+    """Replacements for Megatron-FSDP's bookkeeping, for one model.
 
-    ``close`` puts everything back, but for what the caller undoes with all ranks. A part that does
-    not apply is left out, and ``left_out`` says why, by the part's name.
+    ``close`` restores everything except the changes that all ranks undo together. A part that is
+    not applicable is skipped, and ``left_out`` maps its name to the reason.
     """
 
     def __init__(self, fsdp: Any) -> None:
@@ -63,12 +63,12 @@ class FastPath:
         self.left_out: dict[str, str] = {}
         self.bucketing: GradientBucketing | None = None
         self.deferred = DeferredPrefetch()
-        """Holds gathers; they have to be issued before a graphed unit runs eagerly."""
+        """Holds gathers. They must be issued before a graphed unit runs eagerly."""
         self._hidden: HiddenWeights | None = None
         self._undo = ExitStack()
 
     def close(self) -> None:
-        """Put Megatron-FSDP's own functions back, in reverse. Safe to run twice."""
+        """Restore Megatron-FSDP's own functions, in reverse order. Safe to call twice."""
         self._undo.close()
 
     def _add(
@@ -93,7 +93,7 @@ class FastPath:
     def _add_around_units(
         self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
     ) -> None:
-        """Add what runs around the passes of units: hidden weights, unshards and gathers."""
+        """Add the parts around the passes of units: detached weights, unshards and gathers."""
         fsdp, deferred = self._fsdp, DeferredPrefetch(graphed)
         self._add("hidden weights", lambda: install_detached(self._detaches(fsdp, graphed)))
         if replays:
@@ -122,7 +122,7 @@ class FastPath:
         return undo
 
     def _detaches(self, fsdp: Any, graphed: Container[nn.Module]) -> HiddenWeights:
-        """The same for all parts: a weight is hidden once, whoever uses it."""
+        """Return the instance that all parts share: a weight is detached only once."""
         if self.bucketing is None:
             raise StepsAsideError("gradients are left to Megatron-FSDP")
         if self._hidden is None:
@@ -144,21 +144,21 @@ def install(
     model: nn.Module | None = None,
     together: Callable[[Undo], object] | None = None,
 ) -> FastPath:
-    """Put in every part that applies to ``fsdp``, between two steps.
+    """Install every part that is applicable to ``fsdp``, between two steps.
 
     Args:
         fsdp: the ``MegatronFSDP``.
-        scratch: where what lives between two steps may lie; ordinary memory where there is none.
-        optimizers: of its parameters, Megatron's or torch's.
-        graphed: modules whose Python no longer runs.
-        replays: how autograd sees each graph of theirs.
-        model: what holds ``fsdp``.
-        together: takes the undo of what may be undone by all ranks together only; see Note [On all
-            ranks, or on none] in ``params/last_unit.py``. Where it is left out this process is
-            alone, and ``close`` undoes that too.
+        scratch: memory for tensors that live only between two steps; None: ordinary memory.
+        optimizers: the optimizers of its parameters, Megatron's or torch's.
+        graphed: modules inside graphs, whose Python code no longer runs.
+        replays: how autograd sees each of their graphs.
+        model: the module that contains ``fsdp``.
+        together: takes the undo of changes that all ranks must undo together; see Note [On all
+            ranks, or on none] in ``params/last_unit.py``. If it is omitted, this process is
+            alone, and ``close`` undoes these changes too.
 
     Returns:
-        What was put in; its ``close`` takes it out.
+        The installed parts; ``close`` removes them.
 
     Raises:
         UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.

@@ -1,7 +1,7 @@
-"""Why a part of the fast path leaves its work to Megatron-FSDP."""
+"""The exception of a part of the fast path that is not applicable."""
 
 from __future__ import annotations
 
 
 class StepsAsideError(Exception):
-    """A part does not apply to this model; the text says why. Never reaches a user as an error."""
+    """A part is not applicable to this model; the text says why. Users never see it as an error."""

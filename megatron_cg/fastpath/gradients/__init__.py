@@ -1,1 +1,1 @@
-"""Gradients on their way into the buckets that are reduced."""
+"""Gradient bucketing, and weights detached from autograd."""

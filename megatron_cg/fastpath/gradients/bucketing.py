@@ -1,61 +1,63 @@
-"""Gradients handed to Megatron-FSDP's buckets many at a time.
+"""Gradient bucketing: gradients are copied into Megatron-FSDP's buckets many at a time.
 
-Megatron-FSDP runs its gradient hook once a parameter: find the bucket, wait for a free buffer,
-slice it, launch one copy, ask whether the bucket is complete. With every expert's weight a
-parameter these are a thousand calls a step. Here the hook only notes the parameter, and the
-gradients of a bucket are copied by one fused call, once they have all come.
+Megatron-FSDP runs its gradient hook once per parameter. The hook finds the bucket, waits for a
+free buffer, slices it, launches one copy, and checks whether the bucket is complete. Where every
+expert's weight is a parameter, these are a thousand calls a step. Here the hook only records the
+parameter. One fused call copies the gradients of a bucket when all of them are computed.
 
 Note [How long a gradient may wait]
-    Not past its own unit's backward pass: the gradient may be the static output of a CUDA graph,
-    whose memory the graph of the next unit is free to use. So whatever still waits is handed over
-    when a unit's backward pass is done, before its buckets are freed. That is known only where
-    Megatron-FSDP reshards after the backward pass (``optim_grads_params``); with the other
-    strategies its own hook stays.
-    And not in great number: eager gradients that wait are memory that Megatron-FSDP would have
-    freed. Above ``WAITING_BYTES`` they are handed over at once.
+    No longer than its own unit's backward pass: the gradient may be the static output of a CUDA
+    graph, and the graph of the next unit may reuse that memory. So all waiting gradients are copied
+    when a unit's backward pass ends, before its buckets are freed. That moment is known only if
+    Megatron-FSDP reshards after the backward pass (``optim_grads_params``). With other strategies
+    Megatron-FSDP's own hook stays.
+    The size of waiting gradients is limited too. Megatron-FSDP would have freed the memory of eager
+    gradients that wait here, so above ``WAITING_BYTES`` they are copied at once.
 
 Note [What stays Megatron-FSDP's]
-    Only the copies are made here. A parameter whose gradient lies in its bucket is then presented
-    the way Transformer Engine presents one that it wrote there itself
-    (``grad_added_to_main_grad``), the last one of a bucket to Megatron-FSDP's own function: order
-    and conditions of the reductions, scaling, HSDP's second reduction are as they were. A
-    parameter that gets no gradient is left to its root hook, which looks after all that are left.
+    Only the copies are made here. Then each parameter is marked as Transformer Engine marks one
+    with a gradient that it wrote into the bucket itself (``grad_added_to_main_grad``), and the last
+    one of a bucket is passed to Megatron-FSDP's own function. So the order and conditions of the
+    reductions, scaling, and HSDP's second reduction do not change. A parameter without a gradient
+    is left to Megatron-FSDP's root hook, which handles all that remain.
 
-Note [Weights that autograd does not see]
-    Gradients of grouped GEMMs and graphs come all at once, from ``detached_weights.py``. Their
-    weights' own hooks run only where a weight is used in another way too, and then the two parts
-    wait for each other here, in the weight's ``grad``. Of several buckets, as of a layer with its
-    experts, the last weights go first: a rank that runs the layer eagerly, alone, comes to them in
-    that order.
+Note [Weights detached from autograd]
+    Gradients of grouped GEMMs and graphs arrive all at once, from ``detached_weights.py``. The own
+    hook of such a weight runs only if the weight is also used in another way. Then one part of the
+    gradient waits in the weight's ``grad`` for the other part. If the weights have several buckets
+    (as in a layer with its experts), the last weights are processed first: a rank that runs the
+    layer eagerly, alone, reaches them in that order.
 
 Note [Passes that fail]
-    After a backward pass that ended in an exception Megatron-FSDP takes the next one for a part of
-    it, and with the first gradient of a bucket that was complete reduces it as it is, and with
-    each further one again. What comes of that has no meaning and cannot be had bit for bit, so the
-    next forward pass refuses to begin.
+    After a backward pass that ended in an exception, Megatron-FSDP treats the next backward pass as
+    a part of it. With the first gradient of a bucket that was complete, it reduces the bucket as it
+    is, and it reduces it again with each further gradient. The result has no meaning and cannot be
+    reproduced bit for bit, so the next forward pass raises an error.
 
 Note [A second gradient in one pass]
-    Under reentrant recompute each use of a weight is a pass of its own, and its hook runs for each.
-    Megatron-FSDP lets the last gradient overwrite the others, or, with a bucket that is complete,
-    reduces it again for each weight that comes, in autograd's order. Such gradients are left to it,
-    and where it is too late for that (the first one waits, so autograd has added the second one to
-    it, or hidden weights come, whose order is another) the pass ends with an error.
+    Under reentrant recompute each use of a weight is a pass of its own, and the weight's hook runs
+    for each. Megatron-FSDP lets the last gradient overwrite the others. If the bucket is complete,
+    it reduces the bucket again for each weight that arrives, in autograd's order. Such gradients
+    are left to Megatron-FSDP. In two cases it is too late for that, and the pass ends with an
+    error: the first gradient still waits, so autograd has added the second one to it; or the
+    weights are detached, so they arrive in another order.
 
 Note [One stream a copy]
-    A hook runs on the stream of its gradient, and a copy made there needs no waiting. Gradients of
-    several streams (a shared expert may have its own) are not copied together: the first ones to
-    wait decide, and one from elsewhere takes Megatron-FSDP's way at once, on its own stream. If it
-    was the last to come, the copy of those that waited is ordered after their stream. The reduction
-    comes after the stream of the last copy only, so each copy comes after the one before.
+    A hook runs on the stream of its gradient, and a copy on that stream needs no synchronization.
+    Gradients of several streams (a shared expert may have its own) are not copied together. The
+    first waiting gradients set the stream. A gradient of another stream is passed to Megatron-FSDP
+    at once, on its own stream. If it is the last one of the bucket, the copy of the waiting
+    gradients is ordered after their stream. The reduction is ordered only after the stream of the
+    last copy, so each copy is ordered after the previous one.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
 ``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
-pass), ``_root_pre_backward_hook_issued`` (in a pass) and ``report_nan_in_param_grad``;
-``GradReducePipeline.bucket_grad_ready_params``; ``DataParallelBuffer.fetch_bucket``,
-``get_item_from_bucket``, ``param_idx`` and ``is_data_distributed`` (false where a data-parallel
-group is one rank, as that of experts may be); ``ParameterGroup.hfsdp_helper_gbuf``,
-``main_grad_buffer``, ``requires_grad``, ``params`` and ``fsdp_unit_id``;
-``mp_policy.grad_comm_dtype``.
+pass), ``_root_pre_backward_hook_issued`` (true in a backward pass) and
+``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params``;
+``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket``, ``param_idx`` and
+``is_data_distributed`` (false if the data-parallel group has one rank, as that of experts may);
+``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``, ``params`` and
+``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ from megatron_cg.upstream.closures import put_over_cell
 from megatron_cg.upstream.patch import run_before
 
 WAITING_BYTES = 64 << 20
-"""Of gradients of one bucket; some ten of the experts of a 30B-A3B MoE model."""
+"""Limit for the gradients of one bucket; about ten expert weights of a 30B-A3B MoE model."""
 _PROCESS = "_process_post_backward_gradients"
 _TWICE = (
     "A weight got gradients twice in one backward pass, as in two uses under reentrant activation "
@@ -142,29 +144,29 @@ class GradientBucketing:
         self._unit_of_module: dict[nn.Module, list[Bucket]] = {}
         self._hidden: dict[int, Callable[[], bool]] = {}
         self._parts: dict[int, nn.Parameter] = {}
-        """Hidden weights that have a part of their gradient, and wait for the other."""
+        """Detached weights that have one part of their gradient and wait for the other part."""
         self.copies = 0
-        """Fused copies so far."""
+        """Number of fused copies so far."""
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
             self._add(number, group)
 
     def knows(self, parameter: object) -> bool:
-        """Whether its gradient is handed over here."""
+        """Whether its gradient is bucketed here."""
         return id(parameter) in self._of_parameter
 
     def hide(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Together:
-        """Let known ``weights`` be hidden from autograd.
+        """Detach ``weights`` from autograd; :meth:`knows` is true for each.
 
         Args:
-            weights: of one operation, each once.
-            to_come: whether this backward pass has still to come to the operation.
+            weights: the weights of one operation, each once.
+            to_come: returns whether this backward pass has yet to reach the operation.
         """
         self._hidden.update(dict.fromkeys(map(id, weights), to_come))
         buckets = {id(found): found for found in (self._of_parameter[id(w)] for w in weights)}
         return Together(list(weights), next(iter(buckets.values())) if len(buckets) == 1 else None)
 
     def show(self, together: Together) -> None:
-        """Let the own hooks of these weights be all that there is again."""
+        """Undo :meth:`hide`: only the weights' own hooks take their gradients again."""
         for weight in together.weights:
             self._hidden.pop(id(weight), None)
 
@@ -176,13 +178,13 @@ class GradientBucketing:
         *,
         lent: bool = False,
     ) -> None:
-        """Take gradients that autograd did not see, on the stream that they are computed on.
+        """Take gradients of detached weights, on the stream on which they are computed.
 
         Args:
-            together: what ``hide`` returned for their weights.
-            gradients: theirs, in their order and dtype.
-            used: whether this backward pass comes to a weight's own hook too.
-            lent: whether they lie in a graph's own memory, where none may wait.
+            together: what ``hide`` returned for the weights.
+            gradients: one per weight, in the same order and dtype.
+            used: for each weight, whether this backward pass also reaches its own hook.
+            lent: whether gradients are in a graph's own memory, where none may wait.
         """
         expected = self._fsdp._params_require_handle_grad
         bucket = together.bucket
@@ -196,14 +198,14 @@ class GradientBucketing:
             self._hand_over_at_once(bucket, together, gradients)
             return
         parts = list(zip(together.weights, gradients, used, strict=True))
-        # See Note [Weights that autograd does not see].
+        # See Note [Weights detached from autograd].
         for weight, gradient, also in parts if bucket is not None else reversed(parts):
             if gradient is not None and weight.grad is not None:
                 weight.grad = weight.grad + gradient
             elif gradient is not None:
                 weight.grad = gradient.clone() if lent else gradient
             if also and self._parts.pop(id(weight), None) is None:
-                # Autograd adds the rest, and the weight's own hook finds the sum.
+                # Autograd adds the other part, and the weight's own hook gets the sum.
                 self._parts[id(weight)] = weight
             else:
                 own = self._of_parameter[id(weight)]
@@ -212,7 +214,7 @@ class GradientBucketing:
                 self._take(weight, own)
 
     def refuse_what_is_left(self) -> None:
-        """Raise FastPathError where a backward pass did not end; see Note [Passes that fail]."""
+        """Raise FastPathError if a backward pass did not finish; see Note [Passes that fail]."""
         if not self._fsdp._root_pre_backward_hook_issued:
             return
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
@@ -224,7 +226,7 @@ class GradientBucketing:
             )
 
     def __call__(self, parameters: list[nn.Parameter]) -> None:
-        """Take these parameters' gradients, now or when those of their bucket have come."""
+        """Take these parameters' gradients, at once or when their bucket is complete."""
         for parameter in parameters:
             bucket = self._of_parameter.get(id(parameter))
             if bucket is None:
@@ -233,7 +235,7 @@ class GradientBucketing:
                 self._take(parameter, bucket)
 
     def _is_whole(self, weight: nn.Parameter) -> bool:
-        """Whether a hidden weight has all of its gradient, as its own hook runs."""
+        """Whether a detached weight has its full gradient when its own hook runs."""
         if self._hidden[id(weight)]():
             self._parts[id(weight)] = weight
             return False
@@ -271,7 +273,7 @@ class GradientBucketing:
         self._original([parameter])
 
     def _make_room(self, bucket: Bucket) -> None:
-        """Before each copy into ``bucket``; see Note [One stream a copy]."""
+        """Runs before each copy into ``bucket``; see Note [One stream a copy]."""
         stream = current_stream()
         self.freed.make_room(bucket.number, stream)
         if bucket.copied_on is not None and bucket.copied_on != stream:
@@ -279,7 +281,7 @@ class GradientBucketing:
         bucket.copied_on = stream
 
     def unit_is_done(self, unit: nn.Module) -> None:
-        """Hand over what still waits of ``unit``; see Note [How long a gradient may wait]."""
+        """Copy the waiting gradients of ``unit``; see Note [How long a gradient may wait]."""
         buckets = self._unit_of_module.get(unit)
         if buckets is None:
             buckets = self._unit_of_module[unit] = self._buckets_of(unit)
@@ -304,18 +306,18 @@ class GradientBucketing:
         return list({bucket.number: bucket for bucket in found if bucket is not None}.values())
 
     def _is_special(self, parameter: nn.Parameter) -> bool:
-        """Whether Megatron-FSDP does more than to copy, or something else."""
+        """Whether Megatron-FSDP does anything but copy the gradient."""
         target: Any = parameter
         return bool(
             target.grad_added_to_main_grad
             or getattr(target, "skip_backward_post_hook", False)
             or self._fsdp.report_nan_in_param_grad
-            # A hook of the user's that comes after ours finds no gradient, and so changes none.
+            # A user's hook after ours would find no gradient to change.
             or len(hooks_of_gradient(parameter)) > 1
         )
 
     def _begin(self, bucket: Bucket) -> None:
-        """Forget what an earlier backward pass left to its root hook."""
+        """Reset the bucket in a new backward pass; the root hook handled what was left in it."""
         now = self._fsdp._params_require_handle_grad
         if bucket.backward is not now:
             bucket.begin(now)
@@ -357,7 +359,7 @@ class GradientBucketing:
         if bucket.gradients.is_data_distributed:
             torch._foreach_copy_(pieces, gradients)
         else:
-            # A buffer that no other rank has a part of: it sums up all microbatches of the step.
+            # No other rank has a part of this buffer; it accumulates all microbatches of the step.
             torch._foreach_add_(pieces, gradients)
         self.copies += 1
 
@@ -368,7 +370,7 @@ class GradientBucketing:
         return bucket.gradients.fetch_bucket(dtype=dtype if sharded else None)
 
     def _ready(self, bucket: Bucket) -> set[nn.Parameter]:
-        """Megatron-FSDP's own set of what is in the bucket, until this is reduced and freed."""
+        """Megatron-FSDP's own set of parameters in the bucket, until it is reduced and freed."""
         ready: set[nn.Parameter] = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[
             bucket.number
         ]
@@ -381,7 +383,7 @@ class GradientBucketing:
         ready.update(others)
         self._fsdp._params_require_handle_grad.difference_update(others)
         if len(ready) + 1 < bucket.size:
-            # Its own function would find that there is nothing to reduce yet.
+            # Megatron-FSDP's own function would find nothing to reduce yet.
             ready.add(last)
             self._fsdp._params_require_handle_grad.discard(last)
             return
@@ -391,9 +393,9 @@ class GradientBucketing:
 
 
 def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]:
-    """Replace Megatron-FSDP's gradient function; returns what replaces it, and the undo.
+    """Replace Megatron-FSDP's gradient function; returns the replacement and the undo.
 
-    Raises UpstreamChangedError when the function is gone; nothing is changed then.
+    Raises UpstreamChangedError if the function is gone; nothing is changed then.
     """
     cell = find_cell(hook_functions(fsdp), _PROCESS)
     bucketing = GradientBucketing(fsdp, cell.cell_contents)

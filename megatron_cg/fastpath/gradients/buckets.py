@@ -14,31 +14,31 @@ from megatron_cg.fastpath.gradients.views import BucketViews
 
 @dataclass
 class Bucket:
-    """A bucket of a unit, and what of it waits to be handed over."""
+    """A bucket of a unit, and its gradients that wait to be copied."""
 
     number: int
     gradients: Any
-    """Megatron-FSDP's buffer of them."""
+    """Megatron-FSDP's buffer of gradients."""
     views: BucketViews
     size: int
-    """How many parameters need a gradient."""
+    """Number of parameters that need a gradient."""
     waiting: list[nn.Parameter] = field(default_factory=list)
     waiting_bytes: int = 0
     handed_over: int = 0
-    """In this backward pass, ``waiting`` not among them."""
+    """Number of gradients taken in this backward pass, without ``waiting``."""
     backward: object = None
-    """Megatron-FSDP's own set for the backward pass that ``waiting`` belongs to."""
+    """Megatron-FSDP's set of parameters in the backward pass that ``waiting`` belongs to."""
     stream: int = 0
-    """On which what waits was computed."""
+    """The stream on which the waiting gradients were computed."""
     copied_on: int | None = None
-    """The stream of the last copy into it in this backward pass; all others come before it."""
+    """The stream of the last copy in this backward pass; all other copies come before it."""
 
     def complete_with(self, more: int) -> bool:
-        """Whether all gradients have come, ``more`` among them that are not counted yet."""
+        """Whether the bucket is complete with ``more`` gradients that are not counted yet."""
         return self.handed_over + len(self.waiting) + more == self.size
 
     def waits_on_another(self, stream: int) -> bool:
-        """Whether what waits was computed on another stream; see Note [One stream a copy]."""
+        """Whether gradients that wait are from another stream; see Note [One stream a copy]."""
         return bool(self.waiting) and self.stream != stream
 
     def begin(self, backward: object) -> None:
@@ -48,25 +48,25 @@ class Bucket:
 
 
 class Together:
-    """Weights whose gradients come at once; what is asked of all of them in each pass.
+    """Weights with gradients that arrive at once, and the checks that run on all in each pass.
 
-    Each question is asked for every expert of every layer, so they are short ones.
+    Each check runs for every expert of every layer, so it must be cheap.
 
     Args:
-        weights: of one operation.
-        bucket: of all of them, or None where there are several.
+        weights: the weights of one operation.
+        bucket: the bucket of all weights, or None if they have several.
     """
 
     def __init__(self, weights: list[nn.Parameter], bucket: Bucket | None) -> None:
         self.weights, self.bucket = weights, bucket
         self.all = frozenset(weights)
         self.others = frozenset(weights[:-1])
-        """All but the last one."""
+        """All weights but the last one."""
         self._shapes = [weight.shape for weight in weights]
         self._dtype = weights[0].dtype
 
     def are_plain(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether there is nothing to do but to copy them."""
+        """Whether the gradients only need to be copied."""
         if any(gradient is None for gradient in gradients):
             return False
         there: Sequence[Any] = gradients

@@ -1,14 +1,14 @@
-"""Weights of graphs that autograd does not see.
+"""Weights of graphs, detached from autograd.
 
 A graph's backward replay computes the gradients of all its weights. The backend returns copies of
-them, autograd visits each weight by itself, and from there they are copied once more, into
-Megatron-FSDP's bucket. Here a graph is replayed without its weights among autograd's inputs, as a
-grouped GEMM is run (``detached_weights.py``), and the gradients go from the graph's own memory
-into the bucket by one copy.
+them, autograd visits each weight, and the gradients are copied once more, into Megatron-FSDP's
+bucket. Here a graph is replayed without its weights among autograd's inputs, as a grouped GEMM is
+run (``detached_weights.py``). One copy moves the gradients from the graph's own memory into the
+bucket.
 
-See Note [Gradients that are lent] in ``megatron_cg/replay/replay_function.py``. Where they cannot
-go into their bucket at once, because a weight is also used in another way, they are copied as
-before.
+See Note [Gradients that are lent] in ``megatron_cg/replay/replay_function.py``. If the gradients
+cannot go into their bucket at once, because a weight is also used in another way, they are copied
+out of the graph's memory first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_cg.replay.replay_function import ReplayFunction
 def detach_in_graphs(
     hidden: HiddenWeights, replays: Sequence[ReplayFunction], launched: Callable[[], None]
 ) -> Callable[[], None]:
-    """Hide the weights of graphs; returns the undo.
+    """Detach the weights of graphs from autograd; returns the undo.
 
     Args:
-        hidden: knows which weights can be hidden.
+        hidden: selects the weights that can be detached.
         replays: how autograd sees each graph.
-        launched: called after each replay of a forward pass was launched.
+        launched: called after the launch of each forward replay.
     """
     with ExitStack() as undo:
         undo.callback(hidden.close)
@@ -43,7 +43,7 @@ def detach_in_graphs(
 
 
 class _Fake:
-    """Applied instead of a graph's function."""
+    """Called instead of a graph's autograd function."""
 
     def __init__(
         self, hidden: HiddenWeights, replay: ReplayFunction, launched: Callable[[], None]
@@ -53,11 +53,11 @@ class _Fake:
         self._ended = False
 
     def end(self) -> None:
-        """Hide nothing any more, even if something still refers to this object."""
+        """Detach nothing any more, even if something still refers to this object."""
         self._ended = True
 
     def apply(self, *args: Any) -> Any:
-        """What the function's own ``apply`` does."""
+        """Do what the function's own ``apply`` does."""
         if self._ended:
             return self._replay.function.apply(*args)
         first = self._replay.first_weight
@@ -74,7 +74,7 @@ class _Fake:
 
 
 class _Lending:
-    """The function, whose ``backward`` returns gradients where the graph left them."""
+    """The function, but its ``backward`` returns gradients in the graph's own memory."""
 
     def __init__(self, replay: ReplayFunction) -> None:
         self.forward, self._replay = replay.function.forward, replay

@@ -1,37 +1,38 @@
-"""Weights of a grouped GEMM that autograd does not see.
+"""Weights of grouped GEMMs, detached from autograd.
 
 A grouped GEMM computes the gradients of all its experts' weights at once, as pieces of one tensor.
-Autograd then visits each weight by itself: a node of the graph, a hook, a gradient stored and taken
-away again, a thousand times a step. Here the operation runs without its weights among autograd's
-inputs, and its own backward function hands all their gradients over in one call.
+Autograd then visits each weight: it runs a node and a hook, stores the gradient and removes it
+again, a thousand times a step. Here the operation runs without its weights among autograd's
+inputs. Its own backward function passes all their gradients on in one call.
 
 Note [What autograd would have done]
-    It would have added up what comes from all uses of a weight in one backward pass, and only then
-    called the weight's hook. Another use can be the same operation, called twice, or anything else
-    that reads a weight, a penalty on weights for one. Which of them a backward pass comes to, the
-    engine says (``_will_engine_execute_node``), so gradients of one pass wait for each other:
-    those of the operation for its last call, and that of a weight that is used in another way for
-    the weight's own hook, or the other way round. A sum of two is the same sum in either order; one
-    of three or more may be added up in another order than autograd's. What is one pass is told by
-    the engine's number for it; a pass inside another (reentrant recompute) has its own.
-    A weight that has hooks of its own, or whose gradient is computed later, is not hidden.
+    Autograd sums the gradients from all uses of a weight in one backward pass, and only then calls
+    the weight's hook. Another use may be a second call of the same operation, or anything else that
+    reads a weight, such as a penalty on weights. The engine tells which uses a backward pass
+    reaches (``_will_engine_execute_node``), so gradients of one pass wait for each other. Those of
+    the operation wait for its last call. If a weight is also used in another way, its gradient from
+    the operation waits for the weight's own hook, or the other way round. A sum of two terms
+    does not depend on their order. Three or more terms may be added in another order than
+    autograd's. The engine's number of a pass identifies it; a pass inside another one (reentrant
+    recompute) has its own number.
+    A weight with hooks of its own, or with a gradient that is computed later, is not detached.
 
 Note [Passes that name their inputs]
-    ``torch.autograd.grad``, or ``backward`` with ``inputs``, wants gradients of some tensors only.
-    Whether hidden weights are among them nothing tells. The operation has one more input, a leaf
-    that nobody can name: a pass that does not come to it ends with an error.
+    ``torch.autograd.grad``, or ``backward`` with ``inputs``, computes gradients of some tensors
+    only. Nothing tells whether detached weights are among them. So the operation has one more
+    input, a leaf that no caller can name. A pass that does not reach the leaf ends with an error.
 
 Note [Nodes that are kept]
-    A weight has one AccumulateGrad node for as long as anything refers to it, and asking for one
-    that nobody refers to makes it, which costs thirty times as much as the question itself. So they
-    are kept. Were a weight given another one in spite of that, its own hook would come after its
-    gradient was handed over, and ends the pass with an error (``GradientBucketing``).
+    A weight has one AccumulateGrad node as long as something refers to the node. Without a
+    reference each query creates a node, which costs thirty times as much as the query itself. So
+    the nodes are kept. If a weight still gets another node, its own hook runs after its gradient
+    was taken, and the pass ends with an error (``GradientBucketing``).
 
 Relied on: transformer-engine 2.20.2, ``_GroupedLinear``, which ``GroupedLinear.forward`` looks up
 in its module for each call: ``forward`` takes weights and biases last, and ``backward`` returns
-their gradients last; it does not ask which of its inputs need gradients but the tensors themselves.
+their gradients last; to learn which gradients are needed, it asks the tensors and not the context.
 torch 2.11: ``torch._C._will_engine_execute_node``, ``torch.autograd.graph.get_gradient_edge``, and
-that ``save_for_backward`` takes tensors that are no inputs.
+that ``save_for_backward`` accepts tensors that are not inputs.
 """
 
 from __future__ import annotations
@@ -70,19 +71,19 @@ _PASS = Symbol("torch", "torch._C:_current_graph_task_id", "which backward pass 
 _NO_PASS = -1
 RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, _PASS)
 MANY = 4
-"""Weights of one operation from which on it is worth hiding them."""
+"""Minimum number of an operation's weights; with fewer, detaching does not pay off."""
 Gradients = Sequence[torch.Tensor | None]
 
 
 def install_detached(hidden: HiddenWeights) -> Callable[[], None]:
-    """Hide the weights of Transformer Engine's grouped GEMMs; returns the undo.
+    """Detach the weights of Transformer Engine's grouped GEMMs; returns the undo.
 
     Args:
-        hidden: knows which weights can be hidden.
+        hidden: selects the weights that can be detached.
 
     Raises:
         StepsAsideError: no grouped GEMM is loaded.
-        UpstreamChangedError: it is not the one that this relies on.
+        UpstreamChangedError: the grouped GEMM is not the one that this relies on.
     """
     module = sys.modules.get(MODULE)
     if module is None:
@@ -93,9 +94,9 @@ def install_detached(hidden: HiddenWeights) -> Callable[[], None]:
 
 
 def hide_in(module: Any, name: str, hidden: HiddenWeights) -> Callable[[], None]:
-    """Let a function of autograd's, looked up in ``module``, be run without its weights.
+    """Let an autograd function, looked up in ``module``, run with detached weights.
 
-    Several models share one fake. The returned function undoes it for this one.
+    Several models share one fake. The returned function undoes this for one model.
     """
     stand_in: Any = getattr(module, name)
     if not isinstance(stand_in, _Fake):
@@ -113,7 +114,7 @@ def hide_in(module: Any, name: str, hidden: HiddenWeights) -> Callable[[], None]
 
 
 class _Fake:
-    """Replaces the function: ``apply`` without weights, all else its own."""
+    """Replaces the function: ``apply`` detaches weights, all else is the function's own."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -125,7 +126,7 @@ class _Fake:
         return getattr(self.__dict__["_function"], name)
 
     def apply(self, *args: Any) -> Any:
-        """What the function's own ``apply`` does."""
+        """Do what the function's own ``apply`` does."""
         tail = args[self._first :]
         for model in self.models:
             weights = model.together(tail)
@@ -135,7 +136,7 @@ class _Fake:
 
 
 def _place_of_weights(function: Any) -> int:
-    """How many arguments come before the weights, the context not counted."""
+    """How many arguments come before the weights, without the context."""
     kinds = [one.kind for one in inspect.signature(function.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
         expected = f"{_FORWARD.expected}, whose weights come last"
@@ -151,21 +152,21 @@ def call_hidden(
     *,
     lent: bool = False,
 ) -> Any:
-    """What ``function.apply(*shown, *tail)`` does, with weights that autograd is not given.
+    """Do what ``function.apply(*shown, *tail)`` does, with weights detached from autograd.
 
     Args:
-        function: of autograd's, or what has its ``forward`` and ``backward``.
-        weights: those in ``tail``.
+        function: an autograd function, or an object with its ``forward`` and ``backward``.
+        weights: the weights in ``tail``.
         shown: the arguments before ``tail``.
         tail: the last arguments.
-        lent: whether gradients of ``tail`` are lent (:class:`.ReplayFunction`).
+        lent: whether gradients of ``tail`` stay in a graph's memory (:class:`.ReplayFunction`).
     """
     apply: Callable[..., Any] = _Hidden.apply
     return apply(function, weights, tail, lent, weights.leaf, *shown)
 
 
 class _Hidden(torch.autograd.Function):
-    """The function itself, called with weights that autograd was not given."""
+    """Calls the function with weights that autograd does not get."""
 
     @staticmethod
     def forward(
@@ -190,12 +191,12 @@ class _Hidden(torch.autograd.Function):
 
 
 class HiddenWeights:
-    """Which weights of one model are hidden.
+    """The detached weights of one model.
 
     Args:
-        model: what Megatron-FSDP wraps.
+        model: the module that Megatron-FSDP wraps.
         bucketing: takes the gradients.
-        graphed: modules that are left as they are.
+        graphed: modules inside graphs; only calls by a graph detach their weights.
     """
 
     def __init__(
@@ -207,13 +208,13 @@ class HiddenWeights:
         self._of: dict[int, Weights] = {}
 
     def together(self, tail: Sequence[Any], *, of_graph: bool = False) -> Weights | None:
-        """The weights among last arguments, of an operation or a graph; None: they stay visible."""
+        """The weights in the last arguments of a call; None: they stay attached to autograd."""
         if not tail or not torch.is_tensor(tail[0]):
             return None
         weights = self._of.get(id(tail[0]))
         if weights is not None and not weights.are(tail):
             if weights.are_used():
-                return None  # its calls and this one may be of one pass
+                return None  # its calls and this one may belong to one pass
             self._of.pop(id(tail[0])).close()
             weights = None
         if weights is None:
@@ -221,7 +222,7 @@ class HiddenWeights:
         return weights if weights is not None and weights.may_hide() else None
 
     def close(self) -> None:
-        """Let go of the weights."""
+        """Attach all weights to autograd again."""
         for weights in self._of.values():
             weights.close()
         self._of.clear()
@@ -236,7 +237,7 @@ class HiddenWeights:
         if not of_graph and (len(needed) < MANY or not ids <= self._ids_outside_of_graphs()):
             return None
         if not ids.isdisjoint(id(p) for other in self._of.values() for p in other.parameters):
-            return None  # those of another operation, which their own hooks wait for
+            return None  # another operation's weights; their own hooks wait for that operation
         weights = Weights(tail, needed, self._bucketing)
         self._of[id(tail[0])] = weights
         return weights
@@ -250,7 +251,7 @@ class HiddenWeights:
 
 
 class Weights:
-    """Weights of one operation, and what is known of them in a backward pass."""
+    """Weights of one operation, and their state in a backward pass."""
 
     def __init__(
         self, tail: Sequence[Any], needed: list[int], bucketing: GradientBucketing
@@ -265,19 +266,19 @@ class Weights:
         self._of_leaf = get_gradient_edge(self.leaf).node
         self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
         self._calls: list[weakref.ref[Any]] = []
-        """Nodes of calls that a backward pass may come to."""
+        """Nodes of calls that a backward pass may reach."""
         self._before: dict[int, list[torch.Tensor | None]] = {}
-        """Sums of the gradients of calls that a backward pass has come to, by its number."""
+        """Gradient sums of the calls that a backward pass has reached, by the pass's number."""
         self._together = bucketing.hide(self.parameters, self.is_still_to_come)
 
     def are(self, tail: Sequence[Any]) -> bool:
-        """Whether they are all that needs gradients among an operation's last arguments."""
+        """Whether exactly these need gradients among an operation's last arguments."""
         return _needs(tail) == self._needs and all(
             map(is_, map(tail.__getitem__, self._places), self.parameters)
         )
 
     def may_hide(self) -> bool:
-        """Whether nobody but Megatron-FSDP waits for their gradients."""
+        """Whether only Megatron-FSDP waits for their gradients."""
         return (
             not any(one._backward_hooks for one in self.parameters)
             and all(len(hooks_of_gradient(one)) == 1 for one in self.parameters)
@@ -285,22 +286,22 @@ class Weights:
         )
 
     def close(self) -> None:
-        """Let autograd see them again."""
+        """Attach them to autograd again."""
         self._bucketing.show(self._together)
 
     def is_used_by(self, node: Any) -> None:
-        """A call has been made, whose backward pass may come."""
+        """Record a call whose backward pass may follow."""
         self._calls = [one for one in self._calls if one() is not None]
         self._calls.append(weakref.ref(node))
         if self._number_of_pass() == _NO_PASS:
             self._before.clear()
 
     def are_used(self) -> bool:
-        """Whether there is a call whose backward pass may come."""
+        """Whether there is a call whose backward pass may follow."""
         return any(call() is not None for call in self._calls)
 
     def is_still_to_come(self) -> bool:
-        """Whether this backward pass comes to a call that it has not come to yet."""
+        """Whether this backward pass has yet to reach a call."""
         now = self._number_of_pass()
         if now == _NO_PASS:
             return False
@@ -310,7 +311,7 @@ class Weights:
         )
 
     def computed(self, node: Any, gradients: Gradients, *, lent: bool = False) -> None:
-        """A call's gradients, of weights and what else came last; see the notes above."""
+        """Take a call's gradients of all its last arguments; see the notes above."""
         now = node.computed_in = self._number_of_pass()
         if not self._executes(self._of_leaf):
             raise FastPathError(
@@ -344,7 +345,7 @@ def _needs(tail: Sequence[Any]) -> list[bool]:
 
 
 def _cast(gradient: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
-    """As autograd casts what a function returns."""
+    """Cast as autograd casts what a function returns."""
     if gradient is None or gradient.dtype is weight.dtype:
         return gradient
     return gradient.to(weight.dtype)

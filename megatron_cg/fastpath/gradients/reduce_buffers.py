@@ -1,15 +1,15 @@
-"""A buffer for a bucket's gradients, once no reduction reads it.
+"""Orders a copy into a bucket's buffer after the reduction that still reads the buffer.
 
 Note [A buffer that is still read]
-    With double buffers a unit's gradients go where those of the unit before last were reduced
-    from. Megatron-FSDP frees that buffer on the stream of the reductions alone, so a copy on the
-    stream of the backward pass is not ordered after the reduction that still reads it; a host that
-    runs far enough ahead would overwrite what is being sent. So each copy waits, on the device, for
-    the last reduction whose buffer was freed, whatever freed it: this copy's own call, one for
-    another gradient of the same bucket, or a reduction. Reductions run in order on one stream, so
-    waiting for the last one is enough. It was issued two units ago and is usually over. A stream
-    waits for each of them once.
-    (NVIDIA/Megatron-LM#5222 is about another way to the same overwriting.)
+    With double buffers a unit's gradients go into the buffer from which those of the unit before
+    last were reduced. Megatron-FSDP frees that buffer only on the stream of the reductions. So a
+    copy on the stream of the backward pass is not ordered after the reduction that still reads the
+    buffer. If the host runs far enough ahead, the copy overwrites data that is being sent. So each
+    copy waits, on the device, for the last reduction whose buffer was freed. It does not matter
+    which call freed it: the one of this copy, the one of another gradient of the same bucket, or a
+    reduction. Reductions run in order on one stream, so waiting for the last one is enough. It was
+    issued two units ago and has usually finished. A stream waits for each reduction once.
+    (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.)
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``GradReducePipeline.grad_reduce_queue``
 (event, function, bucket), ``wait_for_previous_grad_reduce``, which takes reductions from the front
@@ -33,7 +33,7 @@ RELIES_ON = in_both(
 
 
 class FreedBuffers:
-    """Which reduction a copy must wait for; see Note [A buffer that is still read].
+    """Finds the reduction that a copy must wait for; see Note [A buffer that is still read].
 
     Args:
         pipeline: the ``GradReducePipeline``; its queue holds an event for each reduction.
@@ -47,7 +47,7 @@ class FreedBuffers:
         """Streams that have waited for it, by raw handle."""
 
     def install(self) -> Callable[[], None]:
-        """Note each reduction whose buffer is freed; returns the undo."""
+        """Record each reduction whose buffer is freed; returns the undo."""
         original = getattr(self._pipeline, _FREES)
 
         def wait_for_previous_grad_reduce(*args: Any, **kwargs: Any) -> None:
@@ -62,10 +62,10 @@ class FreedBuffers:
         return put_over(self._pipeline, _FREES, wait_for_previous_grad_reduce)
 
     def make_room(self, bucket: int, stream: int) -> None:
-        """Let Megatron-FSDP free a buffer for ``bucket``; the current stream may write it then.
+        """Let Megatron-FSDP free a buffer for ``bucket``; then the current stream may write to it.
 
         Args:
-            bucket: a bucket's number.
+            bucket: the number of the bucket.
             stream: the raw handle of the current stream.
         """
         self._pipeline._enforce_double_buffer_limit([bucket])

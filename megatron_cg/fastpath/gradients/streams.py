@@ -1,4 +1,4 @@
-"""Which stream is current, at little cost, and tensors used on another one."""
+"""The current stream at low cost, and tensors used on another stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def current_stream() -> int:
     """The raw handle of the device's current stream; 0 without a GPU.
 
-    ``torch.cuda.current_stream`` makes an object at each call, twenty times as dear.
+    ``torch.cuda.current_stream`` creates an object in each call and costs twenty times as much.
     """
     if torch.cuda.is_initialized():
         return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
@@ -18,10 +18,13 @@ def current_stream() -> int:
 
 
 def wait_for(stream: int, tensors: Iterable[torch.Tensor]) -> None:
-    """Let the current stream use ``tensors`` of another one; in order, and until it is done.
+    """Let the current stream use ``tensors`` of another stream.
+
+    The current stream waits for the other one, and the memory of ``tensors`` is not reused until
+    the current stream is done with it.
 
     Args:
-        stream: its raw handle.
+        stream: the raw handle of the other stream.
         tensors: computed on it.
     """
     if stream != current_stream():

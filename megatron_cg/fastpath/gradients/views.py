@@ -1,4 +1,4 @@
-"""The pieces of a bucket that belong to its parameters, cut once where the bucket stays in place.
+"""Views of a bucket's pieces, one per parameter, cached if the bucket stays in place.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``DataParallelBuffer``:
 ``temporary_bucket_allocator``, ``is_data_distributed``, ``param_idx`` and ``get_item_from_bucket``;
@@ -16,8 +16,8 @@ from torch import nn
 from megatron_cg.fsdp.fsdp_symbols import in_both
 
 _STAYS = "FixedPoolAllocator"
-"""The allocator of ``--fsdp-double-buffer``: a bucket comes back to one of two buffers that are
-never freed. Views into what others allocate would keep freed memory alive."""
+"""The allocator of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are never freed.
+Cached views of other allocators' buffers would keep freed memory alive."""
 
 
 RELIES_ON = (
@@ -38,14 +38,14 @@ RELIES_ON = (
 class BucketViews:
     """Views of one bucket, in the parameters' shapes.
 
-    They are kept for as long as the bucket is the same memory, which is told by its storage and
-    not by its address: a view holds its storage, so that no other can take its place.
+    They are cached as long as the bucket is the same memory. The check compares storages and not
+    addresses: a view keeps its storage alive, so no new storage can be mistaken for it.
     """
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
         pooled = type(buffer.temporary_bucket_allocator).__name__ == _STAYS
-        # What is not sharded is its own bucket, and allocated once.
+        # An unsharded buffer is its own bucket and is allocated once.
         self._kept = pooled or not buffer.is_data_distributed
         self._place: tuple[int, int] | None = None
         self._views: dict[int, torch.Tensor] = {}
@@ -61,7 +61,7 @@ class BucketViews:
     def whole(
         self, bucket: Any, key: Hashable, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor | None:
-        """One view of all ``parameters``, if they are neighbours; remembered by ``key``."""
+        """One view of all ``parameters`` if they are adjacent, else None; cached by ``key``."""
         if not self._kept:
             return in_one_piece(self.of(bucket, parameters))
         self._look(bucket)
@@ -83,10 +83,10 @@ class BucketViews:
 
 
 def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat tensor of all these, where they lie side by side in memory, in this order.
+    """One flat tensor over ``tensors`` if they are adjacent in memory, in this order; else None.
 
     A grouped GEMM computes all weights' gradients as pieces of one tensor, and its weights may be
-    neighbours in their bucket. One copy of all is launched with less work than one of many.
+    adjacent in their bucket. A copy of one tensor costs less to launch than a copy of many.
     """
     first = tensors[0]
     address = end = first.data_ptr()

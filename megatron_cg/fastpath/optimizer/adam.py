@@ -1,16 +1,16 @@
-"""The step of Transformer Engine's FusedAdam without a DTensor made for every look at one.
+"""A shorter step for Transformer Engine's FusedAdam, without a new DTensor for each access.
 
-FusedAdam launches a few kernels for all parameters, and sorts the parameters into lists for them in
-each step. Under Megatron-FSDP they are DTensors, of which every look at ``.data`` makes another;
-with every expert's weight a parameter the host is at it for longer than the kernels run. Here the
-same lists are made of the local tensors themselves, and handed to the kernel directly.
+FusedAdam launches a few kernels for all parameters, and in each step it sorts the parameters into
+lists for them. Under Megatron-FSDP the parameters are DTensors, and each access to ``.data``
+creates another one. Where every expert's weight is a parameter, this takes the host longer than
+the kernels take the GPU. Here the same lists are built from the local tensors and passed to the
+kernel directly.
 
 Note [Once by TE, then shorter]
-    The first step is TE's own, and what its kernel gets in the end is compared with what it would
-    have got from here: addresses, sizes and numbers. Only if they are the same is the shorter way
-    taken from then on; whatever another release of TE does differently leaves its own step in
-    place. Nothing is kept from step to step, so a checkpoint that is loaded, or a moment that is
-    replaced, is seen by the next step.
+    The first step is TE's own. The arguments that reach its kernel (addresses, sizes and numbers)
+    are compared with those from this module. Only if they are the same do later steps take the
+    shorter way. If another release of TE does anything differently, TE's own step stays in place.
+    Nothing is cached between steps, so the next step sees a loaded checkpoint or a replaced moment.
 
 Relied on: transformer-engine 2.20.2, ``FusedAdam`` (``capturable``, ``master_weights``,
 ``use_decoupled_grad``, ``multi_tensor_adam``, ``adam_w_mode``, ``_dummy_overflow_buf``) and, in its
@@ -87,7 +87,7 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
         optimizers: Megatron's, chained or not, or torch's.
 
     Raises:
-        StepsAsideError: none of them is a FusedAdam whose lists are simple ones.
+        StepsAsideError: none of them is a FusedAdam with simple lists.
         UpstreamChangedError: a symbol that this relies on is gone; nothing is changed then.
     """
     if _MODULE not in sys.modules:
@@ -117,7 +117,7 @@ def _inner(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_special(adam: Any) -> bool:
-    # A step that somebody wrapped does more: that of ``fully_shard_optimizer`` installs weights.
+    # A wrapped step does more: that of ``fully_shard_optimizer`` installs weights.
     wrapped = "step" in vars(adam)
     return bool(adam.capturable or adam.master_weights or adam.use_decoupled_grad or wrapped)
 
@@ -130,10 +130,10 @@ class LocalStep:
         self._differs = False
         self._compared_with: Any = None
         self.steps = 0
-        """Steps that were not TE's own."""
+        """Number of steps that were not TE's own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a step; with arguments, or with hooks of torch's, it is TE's own."""
+        """Make a step. With arguments or with torch's hooks it is TE's own step."""
         if self._differs or args or kwargs or _has_hooks(self._adam):
             return self._original(*args, **kwargs)
         applier = _APPLIER.find()
@@ -151,7 +151,7 @@ class LocalStep:
         return None
 
     def _launches(self, chunk_size: int | None) -> list[Launch] | None:
-        """What the next step launches; None where that is TE's to say."""
+        """The launches of the next step; None if TE's own step must run."""
         adam, most = self._adam, _AT_MOST.find()
         launches = []
         for group in adam.param_groups:
@@ -174,7 +174,7 @@ class LocalStep:
         return launches
 
     def _compared(self, expected: Sequence[Launch], applier: Any) -> Any:
-        """TE's own step; afterwards the shorter way is trusted, or never taken."""
+        """Run TE's own step and compare: later steps take the shorter way, or never do."""
         places = [launch.facts() for launch in expected]
         result, found = launched_by(self._original, _MODULE)
         self._differs = places != [launch.facts() for launch in found]
@@ -202,8 +202,8 @@ def _lists(
 ) -> list[list[torch.Tensor]] | None:
     """Gradients, weights and moments of the parameters that have a gradient.
 
-    None where TE does more with one of them than to hand it to the kernel, and where some are
-    DTensors and others are not.
+    None if TE does more with one of them than pass it to the kernel, or if only some of them are
+    DTensors.
     """
     lists: list[list[Any]] = [[], [], [], []]
     gradients, weights, first, second = lists

@@ -1,34 +1,36 @@
-"""Gradients clipped without everything about every parameter being asked in each step.
+"""Gradient clipping without reading all attributes of every parameter in each step.
 
-Before its step Megatron's optimizer takes the norm of all gradients and scales them by it: a few
-kernels and a collective. The host is at it for longer, because it goes through the parameters
-several times, and asks of each what does not change, unwraps its DTensor twice and has the name
-of its gradient's type spelled out. Here what does not change is asked once, and the same kernels
+Before its step Megatron's optimizer computes the norm of all gradients and scales them by it: a few
+kernels and a collective. The host takes longer than the GPU, because it walks over the parameters
+several times. For each one it reads attributes that do not change, unwraps its DTensor twice, and
+formats the name of its gradient's type. Here these attributes are read once, and the same kernels
 get the same lists.
 
 Note [Once by Megatron, then shorter]
-    The first call is Megatron's own, and what its kernels get in the end is compared with what
-    they would have got from here: kernels, addresses, sizes and numbers, and the factor that
-    gradients are scaled by. Only if they are the same is the shorter way taken from then on.
-    Gradients are looked up in each call. Other parameters, or other kernels, are compared anew.
+    The first call is Megatron's own. The kernels and the arguments that reach them (addresses,
+    sizes and numbers, and the scale factor of the gradients) are compared with those from this
+    module. Only if they are the same do later calls take the shorter way. Gradients are looked up
+    in each call. If parameters or kernels change, they are compared again.
 
 Note [Which gradients count]
-    The norm leaves out a weight that is shared, and one that other ranks have as well. Megatron's
-    own functions say which these are, by what is noted at the parameter, whether or not it has a
-    gradient in this step; they are asked once, for the very parameters that the optimizer has.
+    The norm excludes a shared weight, and a weight that other ranks have as well. Megatron's own
+    functions decide this from the parameter's attributes, whether or not it has a gradient in this
+    step. They are called once, for exactly the parameters that the optimizer has.
 
 Note [Ranks may differ]
-    Megatron's function and this one make the same one all-reduce, so it does no harm where one
-    rank takes the shorter way and another does not. What some rank clips apart, by a norm of its
-    own, would be another: Megatron's first call asks all ranks, and what it noted is read here.
+    Megatron's function and this one issue the same single all-reduce, so some ranks may take the
+    shorter way and others not. If a rank clips some parameters separately, by a norm of their own,
+    there is a further all-reduce. Megatron's first call asks all ranks about this, and its recorded
+    answer is read here.
 
 Note [Chained optimizers]
-    ``ChainedOptimizer.step`` clips without ``clip_grad_norm``, for however many optimizers, and is
-    left alone. Megatron chains them under Megatron-FSDP where a rank has several model chunks.
+    ``ChainedOptimizer.step`` clips without ``clip_grad_norm``, whatever the number of optimizers,
+    and is left unchanged. Megatron chains optimizers under Megatron-FSDP if a rank has several
+    model chunks.
 
 Relied on: megatron-core 0.19.2: ``MegatronOptimizer.clip_grad_norm`` and what it calls, with the
 arithmetic of ``get_grad_norm_fp32`` and ``clip_grad_by_total_norm_fp32``; the multi-tensor kernels
-that module takes from transformer-engine 2.20.2, and their applier (see
+that their module takes from transformer-engine 2.20.2, and their applier (see
 :mod:`megatron_cg.fastpath.optimizer.launches`).
 """
 
@@ -166,10 +168,10 @@ def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
     """Shorten ``clip_grad_norm`` of Megatron's optimizers; returns the undo.
 
     Args:
-        optimizers: of Megatron-FSDP's parameters, Megatron's or torch's.
+        optimizers: the optimizers of Megatron-FSDP's parameters, Megatron's or torch's.
 
     Raises:
-        StepsAsideError: none of them clips as this does.
+        StepsAsideError: none of them clips in the way that this replaces.
         UpstreamChangedError: a symbol that this relies on is gone; nothing is changed then.
     """
     if _MODULE not in sys.modules:
@@ -188,7 +190,7 @@ def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
 
 
 def _why_not(optimizer: Any) -> str | None:
-    """Why gradients of ``optimizer`` will never be clipped here."""
+    """Why gradients of ``optimizer`` are never clipped here; None if they may be."""
     megatrons = _OPTIMIZER.find()
     if not isinstance(optimizer, megatrons):
         return "the optimizer is not Megatron's"
@@ -224,7 +226,7 @@ def _unusual_parameters(parameters: Sequence[Any]) -> str | None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What does not change, of the parameters that an optimizer has, in its order."""
+    """What does not change about an optimizer's parameters, in the optimizer's order."""
 
     parameters: Sequence[Any]
     counts: Sequence[bool]
@@ -234,7 +236,7 @@ class _Known:
 
     @classmethod
     def of(cls, optimizer: Any, parameters: Sequence[Any]) -> _Known | None:
-        """None where they are not what this can clip."""
+        """None if this cannot clip their gradients."""
         if _unusual_parameters(parameters):
             return None
         not_shared, not_of_tp = _NOT_SHARED.find(), _NOT_OF_TP.find()
@@ -246,7 +248,7 @@ class _Known:
         return cls(parameters, counts, _functions())
 
     def still(self, parameters: Sequence[Any]) -> bool:
-        """Whether it is what there is now."""
+        """Whether parameters and kernels are still the same objects."""
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
@@ -254,7 +256,7 @@ class _Known:
         )
 
     def launches(self) -> _Launches | None:
-        """For the gradients that there are now; None where it is Megatron's to look at them."""
+        """Launches for the current gradients; None if Megatron's own function must run."""
         gradients, counts = [], []
         for parameter, counting in zip(self.parameters, self.counts, strict=True):
             gradient = parameter.grad
@@ -281,14 +283,14 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Launches:
-    """None where there is no gradient to launch for."""
+    """The two launches; None for a launch without gradients."""
 
     norm: Launch | None
     scale: Launch | None
     """Without the factor, which is not known yet."""
 
     def are(self, found: Sequence[Launch]) -> bool:
-        """Whether these two are what was found."""
+        """Whether ``found`` are the same launches."""
         facts = [launch.facts() for launch in (self.norm, self.scale) if launch is not None]
         return facts == [launch.facts() for launch in found]
 
@@ -306,7 +308,7 @@ def _factor(clip_grad: float, norm: torch.Tensor) -> torch.Tensor:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, also where it is no number."""
+    """Whether both are equal bit for bit, NaN included."""
     alike = one.dtype == other.dtype and one.shape == other.shape
     return alike and torch.equal(one.view(torch.int32), other.view(torch.int32))
 
@@ -319,7 +321,7 @@ class LocalClip:
         self._differs = False
         self._known: _Known | None = None
         self.calls = 0
-        """Calls that were not Megatron's own."""
+        """Number of calls that were not Megatron's own."""
 
     def __call__(self, clip_grad: float) -> Any:
         """Scale the gradients down if their norm is above ``clip_grad``; returns the norm."""
@@ -336,7 +338,7 @@ class LocalClip:
             return self._clip(clip_grad, launches)
 
     def _clips_together(self) -> bool:
-        """Whether no rank clips anything apart; see Note [Ranks may differ]."""
+        """Whether no rank clips any parameters separately; see Note [Ranks may differ]."""
         noted = vars(self._optimizer).get(_APART) or {}
         return all(noted.get(group) is False for group in _GROUPS.find())
 
@@ -356,10 +358,10 @@ class LocalClip:
         return norm
 
     def _compared(self, clip_grad: float, known: _Known | None) -> Any:
-        """Megatron's own call; afterwards the shorter way is trusted, or never taken."""
+        """Run Megatron's own call and compare: later calls take the shorter way, or never do."""
         self._known = None
         launches = known.launches() if known is not None else None
-        # A graph that is being captured does not let the host look at the factor.
+        # During a capture the host cannot read the factor.
         capturing = torch.cuda.is_current_stream_capturing()
         if launches is None or None in (launches.norm, launches.scale) or capturing:
             return self._original(clip_grad)

@@ -1,11 +1,11 @@
-"""Kernels launched for many tensors at once, without Transformer Engine's applier around them.
+"""Multi-tensor kernels, launched without Transformer Engine's applier.
 
 Note [What TE's applier does]
     ``multi_tensor_applier`` (transformer-engine 2.20.2) takes the local tensor of each DTensor,
-    leaves out what is of no elements where the first list's tensor is, adds the size of a chunk,
-    and calls the kernel, or does not where nothing is left. It is at that tensor by tensor, in
-    Python. That it does nothing else is found by comparing what a kernel gets, once and again where
-    somebody has put another applier in its place.
+    drops the entries where the first list's tensor has no elements, adds the chunk size, and calls
+    the kernel if any entry is left. It does this tensor by tensor, in Python. To verify that it
+    does nothing else, the kernel's arguments are compared: once, and again if other code has
+    installed another applier.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLAIN = {torch.Tensor, nn.Parameter}
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of a kernel for many tensors, with all that it is given but the flag."""
+    """One call of a multi-tensor kernel, with all its arguments except the flag."""
 
     kernel: Any
     chunk_size: int | None
@@ -35,18 +35,18 @@ class Launch:
     numbers: tuple[Any, ...]
 
     def __call__(self, flag: torch.Tensor) -> Any:
-        """Launch it; ``flag`` is where it says that a number is not finite."""
+        """Launch it; the kernel sets ``flag`` if a number is not finite."""
         return self.kernel(self.chunk_size, flag, self.tensors, *self.numbers)
 
     def facts(self) -> tuple[Any, ...]:
-        """All of it in a form that can be compared: places for tensors, nothing for a number's."""
+        """The call in a comparable form: addresses of tensors, None for a number in a tensor."""
         places = [[(t.data_ptr(), t.numel(), t.dtype) for t in row] for row in self.tensors]
         numbers = [None if isinstance(n, torch.Tensor) else n for n in self.numbers]
         return self.kernel, self.chunk_size, places, numbers
 
 
 def launched_by(call: Callable[[], Any], module: str) -> tuple[Any, list[Launch]]:
-    """What ``call`` returns, and what it hands to kernels by the applier of that ``module``."""
+    """The result of ``call``, and what it launches through the applier of ``module``."""
     found: list[Launch] = []
     owner = sys.modules[module]
     undo = put_over(owner, _APPLIER, _noting(getattr(owner, _APPLIER), found))
@@ -57,7 +57,7 @@ def launched_by(call: Callable[[], Any], module: str) -> tuple[Any, list[Launch]
 
 
 def _noting(applier: Any, launches: list[Launch]) -> Callable[..., Any]:
-    """TE's ``applier``, which adds to ``launches`` whatever it hands to a kernel."""
+    """TE's ``applier``, which also adds each launch to ``launches``."""
 
     def applied(kernel: Any, flag: Any, tensors: Any, *numbers: Any) -> Any:
         def noted(chunk_size: int, flag: Any, tensors: Any, *numbers: Any) -> Any:
@@ -71,11 +71,11 @@ def _noting(applier: Any, launches: list[Launch]) -> Callable[..., Any]:
 
 
 def without_empty(lists: Sequence[list[torch.Tensor]]) -> Sequence[list[torch.Tensor]]:
-    """See Note [What TE's applier does]."""
+    """Drop empty entries; see Note [What TE's applier does]."""
     sizes = list(map(torch.Tensor.numel, lists[0]))
     return lists if all(sizes) else [list(compress(tensors, sizes)) for tensors in lists]
 
 
 def are_plain(tensors: Sequence[Any]) -> bool:
-    """Whether all are tensors of torch's own class, and of float32."""
+    """Whether all are float32 and of torch's own tensor classes."""
     return set(map(type, tensors)) <= _PLAIN and {t.dtype for t in tensors} <= {torch.float32}

@@ -1,23 +1,24 @@
-"""Main gradients and main weights between FSDP's buffers and the optimizer, from a table.
+"""Main gradients and main weights, attached and copied from a table.
 
 Note [Once by Megatron-FSDP, then from a table]
-    In every step Megatron-FSDP works out anew which slice of which buffer belongs to which
-    parameter. Buffers of shards are allocated once, so a slice is cut once and used again for as
-    long as its buffer is the same tensor, which is asked in every step.
-    Megatron-FSDP's copies would lie beside the graphs' memory, once, and the allocator would keep
-    what they took (2.4 GiB of the preset ``qwen3-moe``). So where copies can be lent memory, it is
-    asked for gradients as the precision-aware optimizer takes them, which it does not copy.
+    In every step Megatron-FSDP computes which slice of which buffer belongs to which parameter.
+    Buffers of shards are allocated once. So each slice is cut once and reused as long as its buffer
+    is the same tensor, which is checked in every step.
+    Megatron-FSDP's first copies would be allocated beside the graphs' memory, and the allocator
+    would keep that memory (2.4 GiB of the preset ``qwen3-moe``). So if copies can borrow memory,
+    Megatron-FSDP attaches gradients as for the precision-aware optimizer, which it does not copy.
 
-Note [Copies in lent memory]
+Note [Copies in borrowed memory]
     The copies that the optimizer reads live from the end of a step's last backward pass to the
-    next ``zero_grad``, in which time no graph runs. So they may lie in the graphs' own memory
-    (``idle_pool.py``). A script that keeps gradients beyond that, into the next forward pass, finds
-    them moved before the pass begins. Only gradients are moved: whatever else shares their memory
-    (``p.grad.detach()``, a local tensor) is overwritten by the replay that follows. That is found
-    before the replay, too late for what is held, and ends the lending with a warning.
-    Each parameter has a piece of its own, and a bucket has none: small pieces fit into what other
-    tensors left, and large ones need memory of their own (3.6 GiB more reserved, measured on the
-    preset ``qwen3-moe``). Pieces that come to lie side by side are cut from one allocation.
+    next ``zero_grad``. No graph runs in that time, so the copies may borrow the graphs' own memory
+    (``memory/scratch.py``). If a script keeps gradients longer, into the next forward pass, they
+    are relocated before the pass begins. Only gradients are relocated. Any other tensor in the same
+    memory (``p.grad.detach()``, a local tensor) is overwritten by the next replay. Such tensors are
+    detected before the replay, too late to save them; a warning follows, and no more memory is
+    borrowed.
+    Each parameter has a piece of its own; there is no piece per bucket. Small pieces fit between
+    other tensors, and large ones need memory of their own (3.6 GiB more reserved, measured on the
+    preset ``qwen3-moe``). Pieces that end up side by side are cut from one allocation.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
 ``update_main_grads``, ``copy_main_weights_to_model_weights``, ``optimizer_named_parameters`` (each
@@ -85,8 +86,8 @@ def install_main_gradients(fsdp: Any, scratch: ScratchMemory | None) -> Callable
 
     Args:
         fsdp: the ``MegatronFSDP``.
-        scratch: where the copies for the optimizer go, if not into ordinary memory; see
-            Note [Copies in lent memory].
+        scratch: memory for the optimizer's copies; None: ordinary memory. See
+            Note [Copies in borrowed memory].
     """
     store = fsdp.param_and_grad_buffer
     table = _GradientTable(store, scratch)
@@ -107,15 +108,15 @@ class _Row:
 
     parameter: Any
     gradient: Any
-    """A DTensor that Megatron-FSDP made, or None where this rank's shard is empty. Its local
-    tensor is None from ``zero_grad`` on."""
+    """A DTensor that Megatron-FSDP made, or None if this rank's shard is empty. Its local tensor
+    is None after ``zero_grad``."""
     start: int
     shape: torch.Size
-    """Of the shard, which begins at element ``start`` of its buffer."""
+    """The shape of the shard, which begins at element ``start`` of its buffer."""
 
 
 Kind = tuple[torch.device, torch.dtype, torch.dtype] | None
-"""Where gradients lie, and what they are cast from and to; None where they are read in place."""
+"""Device of gradients, and the dtypes they are cast from and to; None: they are read in place."""
 
 
 class _GradientTable:
@@ -126,7 +127,7 @@ class _GradientTable:
         self._groups: list[_GroupGradients] = []
         self._kinds: list[_OneKind] = []
         self.lent = False
-        """Whether copies may lie where the next replay writes."""
+        """Whether copies may be in memory that the next replay writes to."""
 
     def __call__(self) -> None:
         if not self._groups or any(group.moved for group in self._groups):
@@ -141,7 +142,7 @@ class _GradientTable:
         self.lent = self._scratch is not None and self._scratch.lends()
 
     def use(self, groups: list[_GroupGradients]) -> None:
-        """Attach these from now on, all of one kind together."""
+        """Attach these from now on, grouped by kind."""
         self._groups = groups
         kinds: dict[Kind, list[_GroupGradients]] = {}
         for group in groups:
@@ -149,7 +150,7 @@ class _GradientTable:
         self._kinds = [_OneKind(kind, of_it) for kind, of_it in kinds.items()]
 
     def come_home(self) -> None:
-        """Move copies that somebody still holds to ordinary memory."""
+        """Relocate copies that are still referenced to ordinary memory."""
         self.lent = False
         for one_kind in self._kinds:
             one_kind.come_home()
@@ -165,7 +166,7 @@ class _GradientTable:
             )
 
     def _can_read_in_place(self) -> bool:
-        """Whether Megatron-FSDP has made all its DTensors, whose dtype is that of the copies."""
+        """Whether Megatron-FSDP has made all its DTensors; their dtype is that of the copies."""
         known = self._store.dist_main_grad
         return (
             self._scratch is not None
@@ -191,7 +192,7 @@ class _GradientTable:
         return self._store.parameter_groups[number].main_grad_buffer
 
     def _read(self, *, cast: bool) -> list[_GroupGradients]:
-        """How Megatron-FSDP has just attached them."""
+        """Read how Megatron-FSDP has just attached the gradients."""
         store = self._store
         rows: dict[int, list[_Row]] = {}
         for name, parameter in self._named():
@@ -234,12 +235,12 @@ class _GroupGradients:
 
     @property
     def moved(self) -> bool:
-        """Whether the buffer is another tensor now."""
+        """Whether the buffer is now another tensor."""
         return self._buffer.data is not self._data
 
 
 class _OneKind:
-    """Gradients of several buckets that are all read in place, or all cast in the same way."""
+    """Gradients of several buckets, all read in place or all cast in the same way."""
 
     def __init__(self, kind: Kind, groups: list[_GroupGradients]) -> None:
         self._kind = kind
@@ -249,7 +250,7 @@ class _OneKind:
         self._empty = [parameter for group in groups for parameter in group.empty]
 
     def attach(self, attribute: str, scratch: ScratchMemory | None) -> None:
-        """Set every parameter's gradient, as a DTensor on its piece of the buffer or a copy."""
+        """Set every parameter's gradient: a DTensor on its piece of the buffer or on a copy."""
         pieces = self._pieces
         if self._kind is not None and pieces:
             pieces = self._copies(self._kind[-1], scratch)
@@ -263,7 +264,7 @@ class _OneKind:
 
     def _copies(self, dtype: torch.dtype, scratch: ScratchMemory | None) -> list[torch.Tensor]:
         for gradient in self._gradients:
-            # Copies of this very step, where gradients are scaled after they were reduced.
+            # Release earlier copies of this step, if gradients are scaled after the reduction.
             gradient._local_tensor = None
         if scratch is None:
             copies = [torch.empty_like(piece, dtype=dtype) for piece in self._pieces]
@@ -281,9 +282,10 @@ class _OneKind:
 
 
 def install_main_weights(fsdp: Any) -> Callable[[], None]:
-    """Copy main weights into model weights by one fused call a bucket; returns the undo.
+    """Copy main weights into model weights with one fused call per bucket; returns the undo.
 
-    Raises StepsAsideError where weights are quantised, which Megatron-FSDP does itself.
+    Raises StepsAsideError if weights are quantised, which Megatron-FSDP does itself, or if no
+    buffer holds model weights.
     """
     store = fsdp.param_and_grad_buffer
     if any(is_float8(fsdp)(p) for group in store.parameter_groups for p in group.params):
@@ -311,7 +313,7 @@ class _WeightTable:
 
 
 class _GroupWeights:
-    """The shards of one bucket's parameters, in its model weights and in its main weights."""
+    """The shards of one bucket's parameters, in model weights and in main weights."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -319,7 +321,7 @@ class _GroupWeights:
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
 
     def pieces(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Equal numbers of flat tensors to copy to and from; none for an empty shard."""
+        """Two lists of the same length, to copy to and from; an empty shard has no entry."""
         model, main = self._group.model_weight_buffer, self._group.main_weight_buffer
         if self._cut_from[0] is not model.data or self._cut_from[1] is not main.data:
             shard = bool(model.is_data_distributed or main.is_data_distributed)

@@ -1,30 +1,30 @@
-"""Gradients let go and buffers zeroed in a few calls.
+"""Gradients are released and buffers zeroed in a few calls.
 
-Before each step Megatron-FSDP asks of every parameter by name what there is to let go, and zeroes
-each bucket's buffer by a call of its own; and it does so once for the model and once more for each
-of its optimizers (megatron-core's ``train_step`` and ``DistributedOptimizer.zero_grad``), looking
-for the parameters in all modules each time. Here parameters are known, small buffers are zeroed
-together, buffers that are zero still are left, and while the GPU zeroes, what is there is let go.
+Before each step Megatron-FSDP checks every parameter by name for what to release, and zeroes each
+bucket's buffer by a call of its own. It does so once for the model and once more for each of its
+optimizers (megatron-core's ``train_step`` and ``DistributedOptimizer.zero_grad``), and searches all
+modules for the parameters each time. Here parameters are known, small buffers are zeroed together,
+and buffers that are still zero are skipped. Gradients are released while the GPU zeroes.
 
 Note [Small buffers together]
-    torch's fused kernels take 320 blocks of 65,536 elements a launch. A buffer of more elements
-    would take several launches, and by ``zero_`` it takes one.
+    torch's fused kernels take 320 blocks of 65,536 elements per launch. A larger buffer would take
+    several launches, and ``zero_`` takes one.
 
-Note [Zero still]
-    Buffers are zero still while no backward pass has begun since they were zeroed, and nobody has
-    written to them otherwise. Megatron-FSDP makes a new set of parameters as a backward pass
-    begins, but for one after a pass that ended in an exception, whose mark is still there. Other
-    writes are counted by the tensors themselves: a collective does not count, and nothing but a
-    backward pass reduces into these buffers.
+Note [Still zero]
+    Buffers are still zero if no backward pass has begun since they were zeroed, and no other code
+    has written to them. Megatron-FSDP creates a new set of parameters when a backward pass begins.
+    It does not if the previous pass ended in an exception, but then the flag of that pass is still
+    set. Tensors themselves count other writes. They do not count a collective, but only a backward
+    pass reduces into these buffers.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
 ``zero_grad``, ``ddp_config`` with its field ``megatron_fsdp_cuda_graph_mode``, ``dist_main_grad``,
 which has gradients of parameters in ``optimizer_named_parameters`` and no others, and
 ``parameter_groups``, each with ``main_grad_buffer`` and ``hfsdp_helper_gbuf``;
-``DataParallelBuffer.data``; ``MegatronFSDP.zero_grad_buffer``, which its adapter takes a bound copy
-of, ``raw_param`` (parameters before they are exchanged for DTensors), whose mark
-``grad_added_to_main_grad`` it clears, ``_params_require_handle_grad`` (a new set in each backward
-pass) and ``_root_pre_backward_hook_issued`` (in a pass). torch 2.11: ``Tensor._version``.
+``DataParallelBuffer.data``; ``MegatronFSDP.zero_grad_buffer`` (its adapter holds a bound copy),
+``raw_param`` (parameters before they are exchanged for DTensors; ``zero_grad_buffer`` clears their
+mark ``grad_added_to_main_grad``), ``_params_require_handle_grad`` (a new set in each backward pass)
+and ``_root_pre_backward_hook_issued`` (true in a backward pass). torch 2.11: ``Tensor._version``.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def install_zero(fsdp: Any, model: nn.Module | None = None) -> Callable[[], None
 
     Args:
         fsdp: the ``MegatronFSDP``.
-        model: what holds it, and may have a copy of its function.
+        model: the module that contains it, and may hold a copy of its function.
     """
     store = fsdp.param_and_grad_buffer
     original = store.zero_grad
     zeroed = _Zeroed(fsdp)
 
     def zero_grad() -> None:
-        # Asked in each step: the mode may come back, and then gradients are to stay.
+        # Checked in each step: the mode may be set again, and then gradients must stay.
         if getattr(store.ddp_config, _KEEPS, True):
             original()
             return
@@ -125,7 +125,7 @@ def install_zero(fsdp: Any, model: nn.Module | None = None) -> Callable[[], None
 
 
 def _owners(fsdp: Any, model: nn.Module | None) -> list[Any]:
-    """``fsdp``, and modules around it that have its own function as theirs."""
+    """``fsdp``, and modules around it that hold a bound copy of its function."""
     copies = (
         module
         for module in (model.modules() if model is not None else ())
@@ -135,7 +135,7 @@ def _owners(fsdp: Any, model: nn.Module | None) -> list[Any]:
 
 
 class _Zeroed:
-    """Whether buffers are as they were when they were zeroed; see Note [Zero still]."""
+    """Whether buffers are unchanged since they were zeroed; see Note [Still zero]."""
 
     def __init__(self, fsdp: Any) -> None:
         self._fsdp = fsdp
@@ -143,7 +143,7 @@ class _Zeroed:
         self._writes: list[tuple[torch.Tensor, int]] = []
 
     def now(self) -> None:
-        """They have been zeroed."""
+        """Record that the buffers have been zeroed."""
         self._pass = self._fsdp._params_require_handle_grad
         self._writes = self._counted()
 

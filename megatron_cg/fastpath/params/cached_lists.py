@@ -1,15 +1,15 @@
-"""A module's parameters and submodules in Megatron-FSDP's terms, worked out once.
+"""Cached lists of a module's parameters and submodules, for Megatron-FSDP.
 
 Note [Shown one parameter a bucket]
-    Megatron-FSDP takes lists of parameters where it means their buckets: it gathers, waits for and
-    releases every bucket of a list once, and skips it for each further parameter. So it is shown
-    one parameter of each bucket, and every FP8 one, whose caches it also looks after. What it does
-    with a bucket stays its own.
+    Megatron-FSDP takes lists of parameters where it means their buckets. It gathers, waits for and
+    releases each bucket once, and skips all further parameters of the bucket. So it gets only one
+    parameter per bucket here, and every FP8 parameter, because it also manages the FP8 caches.
+    What it does with a bucket does not change.
 
 Note [Shown one module for all]
-    Before a backward pass, and before that of each unit, it notes the state of training in every
-    module, each found anew and set through ``nn.Module.__setattr__``. It is shown one that passes
-    the state on to all of them.
+    Before a backward pass, and before that of each unit, Megatron-FSDP sets the training state of
+    every module. It searches for the modules each time and sets the state through
+    ``nn.Module.__setattr__``. Here it gets one object that passes the state on to all modules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATE = "_training_state"
 
 
 class KnownParameters(list[nn.Parameter]):
-    """Parameters as Megatron-FSDP lists them, with those that stand for all.
+    """Parameters as Megatron-FSDP lists them, and the subset that represents their buckets.
 
     Args:
         parameters: the list.
@@ -51,15 +51,15 @@ class KnownParameters(list[nn.Parameter]):
             (self.shown if stands_for_all else self.others).append(parameter)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """What a module of these parameters would be asked for."""
+        """Yield ``shown``; Megatron-FSDP calls this as it calls ``nn.Module.parameters``."""
         return iter(self.shown)
 
 
 class ParameterLists:
-    """Megatron-FSDP's own list for each module and direction, remembered.
+    """A cache of Megatron-FSDP's own list for each module and direction.
 
-    Modules hold their raw parameters whenever it is asked, since its hooks run in forward and
-    backward passes only, and these hold until the model is wrapped anew.
+    Megatron-FSDP's hooks run only in forward and backward passes, when modules hold their raw
+    parameters. So a list stays valid until the model is wrapped again.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class ParameterLists:
 
 
 class KnownModules:
-    """Modules that are given their state of training together; see Note [Shown one module for all].
+    """Modules whose training state is set together; see Note [Shown one module for all].
 
     Args:
-        unit: the module that they are below, itself among them.
+        unit: the root of the modules; it is one of them.
     """
 
     def __init__(self, unit: nn.Module) -> None:
@@ -94,7 +94,7 @@ class KnownModules:
         self._own = [vars(module) for module in unit.modules()]
 
     def modules(self) -> Iterator[Any]:
-        """What ``unit`` would be asked for."""
+        """Yield this object; Megatron-FSDP calls this as it calls ``nn.Module.modules``."""
         yield self
 
     def _pass_on(self, state: Any) -> None:

@@ -1,31 +1,32 @@
-"""All-gathers of weights, asked for without working out each time which buckets they are.
+"""All-gathers of weights, without computing in each call which buckets they cover.
 
 Note [Which buckets a list of parameters stands for]
-    With the buckets of a list Megatron-FSDP gathers some that follow. Which they are depends on the
-    model alone, and is asked of Megatron-FSDP itself, once for each list and way of asking: of a
-    copy of its pipeline in which every bucket is ready, so that it looks at each and gathers none.
-    Which of them have to be gathered depends on the moment, and is looked up each time. Mostly
-    there are none.
+    With the buckets of a list Megatron-FSDP also gathers some of the following ones. The set
+    depends only on the model. Megatron-FSDP itself computes it, once for each list and set of
+    options: its own method runs on a copy of its pipeline in which every bucket is ready, so it
+    looks at each bucket and gathers none. Which of the buckets are missing is checked in each call.
+    Usually none is missing.
 
 Note [A group of one bucket]
-    Megatron-FSDP coalesces the gathers of a bucket group. Most groups are one bucket, and then
-    there is nothing to coalesce: it is gathered as such, by the same collective on the same
-    stream. What is more than that (several buckets, gathers across outer groups) Megatron-FSDP is
-    asked for, without any that follow.
+    Megatron-FSDP coalesces the gathers of a bucket group. Most groups have one bucket, so there is
+    nothing to coalesce. Such a bucket is gathered directly, by the same collective on the same
+    stream. Megatron-FSDP handles all other cases (several buckets, gathers across outer groups),
+    but without prefetch.
 
 Note [As a pass begins]
-    The first unit's weights are gathered when its own hook runs, and the host has the embedding to
-    go through before that, while the GPU has little to do. So they are gathered as the model's
-    forward pass begins, where the pass before has shown that no other gather comes first: the
-    order of collectives stays, and what a script does to weights between two passes is seen. Not
-    with shards of outer groups, which are gathered in the first pass of a step and in no other.
-    A pass that begins with another unit after all (the first one is skipped) lets them go, since
-    they would take one of two buffers. A pass that fails before it comes to them leaves them to the
-    next one, which a rank alone may be in, unless they have changed.
+    Megatron-FSDP gathers the first unit's weights when that unit's hook runs. Before that the host
+    runs the embedding, while the GPU has little to do. So these weights are gathered when the
+    model's forward pass begins, if the previous pass has shown that no other gather comes first.
+    The order of collectives does not change, and changes that a script makes to weights between
+    two passes are seen. Shards of outer groups are excluded, because they are gathered only in the
+    first pass of a step.
+    If a pass begins with another unit after all (the first one is skipped), these weights are
+    freed, because they would occupy one of two buffers. If a pass fails before it uses them, they
+    are kept for the next pass unless they have changed: one rank alone may run that pass.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline`` with the methods and
-attributes named below, and ``BucketStatus``. A bucket that it keeps past a reset, ``PRESERVED``, is
-left to it.
+attributes named below, and ``BucketStatus``. Megatron-FSDP itself handles a bucket that it keeps
+past a reset (``PRESERVED``).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over, run_before
 
 Key = tuple[int, bool]
-"""A bucket's number, and whether its transposed weights are meant."""
+"""A bucket's number, and whether the key is for its transposed weights."""
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
 
 REPLACES = (
@@ -99,13 +100,13 @@ RELIES_ON = (
 
 
 def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]:
-    """Replace what asks for all-gathers of ``fsdp``'s weights; returns the undo.
+    """Replace the functions that request all-gathers of ``fsdp``'s weights; returns the undo.
 
     Args:
         fsdp: the ``MegatronFSDP``.
-        deferred: holds gathers for the next unit until the graph of this one is launched.
+        deferred: holds the gather for the next unit until the graph of this unit is launched.
 
-    Raises StepsAsideError where weights are not sharded.
+    Raises StepsAsideError if weights are not sharded.
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
         raise StepsAsideError("the sharding strategy is no_shard, in which nothing is gathered")
@@ -124,29 +125,29 @@ class _Plan:
     """See Note [Which buckets a list of parameters stands for]."""
 
     listed: dict[Key, bool]
-    """Those of the list itself, with what Megatron-FSDP notes of each: it may not be released."""
+    """The list's own buckets, and their ``bucket_can_be_released`` in Megatron-FSDP: False."""
     looked_at: tuple[Key, ...]
-    """These and those that follow, in Megatron-FSDP's order."""
+    """``listed`` and the prefetched buckets, in Megatron-FSDP's order."""
     before_graph: bool
-    """Whether it is for a forward pass that begins with a graph."""
+    """Whether the plan is for a forward pass that begins with a graph."""
 
 
 @dataclass(frozen=True)
 class _Opening:
-    """How the first gather of a forward pass was asked for."""
+    """How a forward pass requested its first gather."""
 
     before: list[_Plan]
-    """Of calls that found all there."""
+    """Plans of earlier calls, which found all their buckets gathered."""
     plan: _Plan
     options: Mapping[str, Any]
 
 
 class Gathers:
-    """What asks an ``AllGatherPipeline`` for buckets, instead of its own methods.
+    """Replaces the methods of an ``AllGatherPipeline`` that request buckets.
 
     Args:
         pipeline: the ``AllGatherPipeline``.
-        deferred: see there.
+        deferred: holds gathers until a graph is launched.
         replays: whether graphs are replayed in this pass.
     """
 
@@ -165,16 +166,16 @@ class Gathers:
         }
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._before: list[_Plan] | None = None
-        """Of the calls of this pass, until one of them gathers; None from then on."""
+        """Plans of this pass's calls until one of them gathers; then None."""
         self._early: _Plan | None = None
-        """Gathered as this pass began."""
+        """The plan that was gathered as this pass began."""
         self._unasked: dict[Key, int] = {}
-        """What was gathered so until it is asked for, and the version of its shard."""
+        """Buckets gathered that way and not requested yet, with the versions of their shards."""
         self._opening: _Opening | None = None
         self._has_outer_shards = pipeline.buffer.ddp_config.outer_dp_sharding_strategy != "no_shard"
 
     def begin_pass(self) -> None:
-        """The model's forward pass begins; see Note [As a pass begins]."""
+        """Run as the model's forward pass begins; see Note [As a pass begins]."""
         self._deferred.drop()
         self._before = self._early = None
         if any(self._version_of(key) != version for key, version in self._unasked.items()):
@@ -196,7 +197,7 @@ class Gathers:
     def all_gather_params(
         self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
     ) -> None:
-        """Gather the buckets of ``params`` that are not there, as the pipeline's own would."""
+        """Gather the missing buckets of ``params``, as the pipeline's own method would."""
         self._deferred.issue()
         asked = (tuple(params), prefetch, *options.items())
         plan = self._plans.get(asked)
@@ -228,7 +229,7 @@ class Gathers:
             self._all_gather_params([self._stands_for[bucket] for bucket, _ in absent], **options)
 
     def _let_unasked_go(self, plan: _Plan | None = None) -> None:
-        """Let what was gathered as a pass began be freed, unless ``plan`` is for it."""
+        """Allow the buckets gathered as a pass began to be freed, unless ``plan`` covers them."""
         wanted = () if plan is None else plan.looked_at
         for key in self._unasked:
             if key not in wanted:
@@ -236,7 +237,7 @@ class Gathers:
         self._unasked = {}
 
     def _version_of(self, key: Key) -> int:
-        """How often torch has seen the shard of that bucket change."""
+        """How many changes of the bucket's shard torch has counted."""
         return int(self._pipeline.get_fsdp_buffer(*key).get_shard_from_local_buffer()._version)
 
     def _absent_of(self, plan: _Plan) -> list[Key]:
@@ -244,7 +245,7 @@ class Gathers:
         return [key for key in plan.looked_at if status[key] in self._absent]
 
     def _can_gather(self, absent: Sequence[Key], options: Mapping[str, Any]) -> bool:
-        """Whether these are gathered here; see Note [A group of one bucket]."""
+        """Whether this class gathers these itself; see Note [A group of one bucket]."""
         status, group_of = self._pipeline.bucket_status, self._pipeline.bucket_to_bucket_group
         return (
             not options.get(_OUTER)
@@ -254,18 +255,18 @@ class Gathers:
         )
 
     def _now_and_later(self, plan: _Plan, absent: list[Key]) -> tuple[list[Key], list[Key]]:
-        """Which of them are gathered at once, and which once a graph is launched."""
+        """Split the buckets: gathered at once, and gathered after the launch of a graph."""
         if not plan.before_graph or not self._replays():
             return absent, []
         now = [key for key in absent if key in plan.listed]
         return now, [key for key in absent if key not in plan.listed]
 
     def _gather(self, buckets: Sequence[Key], since: Any = None) -> None:
-        """Gather these, each a group; see Note [A group of one bucket].
+        """Gather these, each a group of its own; see Note [A group of one bucket].
 
         Args:
-            buckets: none of them is there.
-            since: the event that they wait for, instead of what was launched until now.
+            buckets: none of them is gathered yet.
+            since: the event to wait for, instead of all work launched so far.
         """
         current = torch.cuda.current_stream()
         stream = self._pipeline.ag_stream or current
@@ -278,7 +279,7 @@ class Gathers:
                 self.async_bucket_gather(bucket, transposed)
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
-        """Gather one bucket; Megatron-FSDP makes a function for each that says it is there."""
+        """Gather one bucket, without the closure with which Megatron-FSDP marks it as ready."""
         pipeline = self._pipeline
         key = pipeline.get_bucket_key(bucket_id, bwd)
         status = pipeline.bucket_status

@@ -1,30 +1,32 @@
-"""The weights of the last unit, kept from its forward pass to its backward pass.
+"""``reshard_after_forward=False`` for the last unit.
 
-A backward pass begins with the unit that a forward pass ended with. In between Megatron-FSDP frees
-its weights and gathers them again; and that gather has to wait, since the reduction of the output
-layer's gradients goes through the same communicator before it. So the GPU does nothing but
-communicate until both are done (0.8 ms a microbatch of the preset ``llama`` on two H200s). With
-double buffers the memory stays where it is either way. So the weights are left there, as FSDP2
-does (``fully_shard`` of torch, ``reshard_after_forward`` of a root's last unit).
+A backward pass begins with the unit that ended the forward pass. In between Megatron-FSDP frees
+the unit's weights and gathers them again. That gather must wait: the reduction of the output
+layer's gradients runs before it on the same communicator. So the GPU only communicates until both
+are done (0.8 ms a microbatch of the preset ``llama`` on two H200s). With double buffers the memory
+stays allocated in either case, so the weights are kept in it. FSDP2 does the same
+(``fully_shard`` of torch, ``reshard_after_forward`` of a root's last unit).
 
 Note [Learned from the pass before]
-    The unit that is kept is the one whose forward pass ended last before the backward pass whose
-    first unit it was. Where that changes, as with pipeline stages that begin, a pass is as
-    Megatron-FSDP has it, and the next one is right again. If no backward pass comes, what was kept
-    is freed when the next forward pass gathers its first unit, so weights that were changed
-    meanwhile are gathered anew. That takes a second unit. Weights that are changed between a
-    forward pass and its own backward pass are not; no gradient is right then.
+    A unit is kept if its forward pass was the last one before the previous backward pass, and that
+    backward pass began with it. When the last unit changes, for example when pipeline stages start
+    up, one pass runs as in Megatron-FSDP, and the next one keeps the right unit again. If no
+    backward pass follows, the weights are freed when the next forward pass gathers its first unit,
+    so weights that have changed are gathered again. This needs a second unit. Weights that change
+    between a forward pass and its own backward pass are not gathered again; no gradient is correct
+    then.
 
 Note [On all ranks, or on none]
-    One gather less a pass: a rank that did without it alone would pair its collectives with the
-    wrong ones of the others, of the same size, without an error. So this stays in place when a
-    rank gives up its graphs by itself, until all ranks have agreed on going on without graphs
-    (``Agreement.together``), or capture again, where hooks run in another order.
+    A pass has one gather less. If one rank alone skipped it, its collectives would pair with the
+    wrong collectives of the other ranks. Both have the same size, so no error would be raised. So
+    if a rank falls back to eager by itself, this part stays installed until all ranks have agreed
+    to continue without graphs (``Agreement.together``), or capture again, where hooks run in
+    another order.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline.release_bucket``,
 ``recycle_unused_buckets``, ``bucket_can_be_released``; ``ParamAndGradBuffer.double_buf_units``,
 ``parameter_groups``; ``ParameterGroup.fsdp_unit_id``, ``transpose_weight_buffer``;
-``MegatronFSDP._root_pre_backward_hook_issued`` (in a backward pass).
+``MegatronFSDP._root_pre_backward_hook_issued`` (true in a backward pass).
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ REPLACES = (
         fingerprints=("415ebdf448a75f2d",),
     ),
 )
-"""Functions that a kept unit does not call."""
+"""Functions that are not called for the last unit."""
 RELIES_ON = (
     *REPLACES,
     *in_both(
@@ -81,13 +83,13 @@ RELIES_ON = (
 
 
 def install_last_unit(fsdp: Any) -> Callable[[], None]:
-    """Keep the last unit's weights between its passes; returns the undo.
+    """Keep the last unit's weights between its forward and backward pass; returns the undo.
 
-    The undo may come at any time between two steps, and on all ranks at the same.
+    The undo may run between any two steps, on all ranks between the same two.
 
     Raises:
-        StepsAsideError: weights are not freed, or would be memory on top, or others are gathered
-            for backward passes.
+        StepsAsideError: weights are not freed, keeping them would take more memory, there is one
+            unit only, or backward passes gather other weights.
     """
     strategy = fsdp.data_parallel_sharding_strategy
     if strategy != "optim_grads_params":
@@ -111,14 +113,14 @@ def install_last_unit(fsdp: Any) -> Callable[[], None]:
 
 
 def reshard_last_unit(fsdp: Any) -> None:
-    """Undo :func:`install_last_unit` before a capture, whoever has its undo; on all ranks."""
+    """Undo :func:`install_last_unit` before a capture, on all ranks, whoever holds its undo."""
     kept = vars(fsdp.all_gather_pipeline).get(_KEPT)
     if isinstance(kept, _Kept):
         kept.undo()
 
 
 class _Kept:
-    """Replaces an ``AllGatherPipeline``'s ways to free buckets."""
+    """Replaces the methods with which an ``AllGatherPipeline`` frees buckets."""
 
     def __init__(self, fsdp: Any) -> None:
         self.undo: Callable[[], None] = lambda: None
@@ -129,7 +131,7 @@ class _Kept:
         self._unit_of = [group.fsdp_unit_id for group in store.parameter_groups]
         self._units = frozenset(store.double_buf_units)
         self._ended: int | None = None
-        """The unit whose forward pass ended last, until a backward pass is through one."""
+        """The unit whose forward pass ended last, until a backward pass has processed a unit."""
         self._last: int | None = None
         """See Note [Learned from the pass before]."""
         self._held: set[int] = set()
@@ -137,7 +139,7 @@ class _Kept:
         self._recycling = False
 
     def release_bucket(self, bucket_id: int, bwd: bool, lazy: bool = False) -> None:
-        """Free a bucket, unless it is kept for the backward pass that comes next."""
+        """Free a bucket, unless it is kept for the backward pass that follows."""
         unit = self._unit_of[bucket_id]
         if not self._recycling and not lazy and unit is not None:
             if self._fsdp._root_pre_backward_hook_issued:
@@ -149,7 +151,7 @@ class _Kept:
         self._release(bucket_id, bwd, lazy)
 
     def recycle_unused_buckets(self) -> None:
-        """Free what may be freed before a gather, and what no backward pass has come for."""
+        """Free what may be freed before a gather, and kept buckets that no backward pass used."""
         if self._held and not self._fsdp._root_pre_backward_hook_issued:
             self.free()
         self._recycling = True
@@ -159,7 +161,7 @@ class _Kept:
             self._recycling = False
 
     def free(self) -> None:
-        """Free what is kept."""
+        """Free the kept buckets."""
         while self._held:
             self._release(self._held.pop(), False)
 

@@ -1,8 +1,9 @@
-"""Raw and sharded parameters put in each other's place by a table.
+"""Exchange of raw and sharded parameters from a table.
 
-Between steps Megatron-FSDP's modules hold DTensors, and in a step the raw parameters. Its own way
-walks over the names of all parameters twice, asks for attributes, and follows every name from the
-root. What it does is the same each time, so it is done once, looked at, and from then on repeated.
+Megatron-FSDP's modules hold DTensors between steps, and raw parameters in a step. For each
+exchange Megatron-FSDP walks over the names of all parameters twice, reads attributes, and resolves
+every name from the root. The result is the same each time. So each exchange runs once, its result
+is recorded in a table, and all later exchanges use the table.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
 ``_replace_param_with_raw_if_needed``, ``_replace_param_with_distributed_if_needed`` and
@@ -21,7 +22,7 @@ from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over
 
 Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
-"""A module's own table of parameters, a name in it, and what belongs there."""
+"""A module's ``_parameters``, a name in it, and the parameter for that name."""
 
 _RAW, _DISTRIBUTED = (
     "_replace_param_with_raw_if_needed",
@@ -50,7 +51,7 @@ RELIES_ON = (
 
 
 def install_swap(fsdp: Any) -> Callable[[], None]:
-    """Replace both exchanges for ``fsdp``, leaving its modules as found; returns the undo."""
+    """Replace both exchanges of ``fsdp``, without changing its modules; returns the undo."""
     was_distributed = fsdp.is_param_fsdp_distributed
     getattr(fsdp, _DISTRIBUTED)()
     distributed = _slots(fsdp.module)

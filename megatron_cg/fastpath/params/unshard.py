@@ -1,4 +1,4 @@
-"""Unsharding and resharding with a few calls a bucket, where Megatron-FSDP makes a few a parameter.
+"""Unsharding and resharding with a few calls per bucket, instead of a few per parameter.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``MegatronFSDP``
 ``.all_gather_and_wait_parameters_ready``, the local functions of ``_register_fsdp_hooks`` and the
@@ -75,15 +75,15 @@ RELIES_ON = (
 def install_unshard(
     fsdp: Any, after_backward: Callable[[nn.Module], None], deferred: DeferredPrefetch
 ) -> Callable[[], None]:
-    """Replace what walks over parameters before and after a unit's passes; returns the undo.
+    """Replace the walks over parameters before and after a unit's passes; returns the undo.
 
     Args:
         fsdp: the ``MegatronFSDP``.
         after_backward: called with a unit after its backward pass, before its buckets are freed.
-        deferred: may hold gathers, which are issued at the latest as a unit is released.
+        deferred: may hold gathers; they are issued at the latest when a unit is released.
 
     Raises:
-        StepsAsideError: weights are not sharded, so that nothing is unsharded.
+        StepsAsideError: weights are not sharded, so nothing is unsharded.
         UpstreamChangedError: a symbol is gone; nothing is changed then.
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
@@ -114,9 +114,9 @@ def install_unshard(
 
 
 def _show_known_modules(fsdp: Any) -> Callable[[], None]:
-    """Show each handler that comes before a module's backward pass one module for all of its own.
+    """Pass each handler before a module's backward pass one object for all of its modules.
 
-    It is the hook's closure variable, so that hooks stay those that were recorded.
+    The change is made in the hook's closure variable, so the recorded hooks stay the same.
     """
     with ExitStack() as undo:
         for module in fsdp.module.modules():
@@ -148,7 +148,7 @@ def _of_units(
 
 
 def is_float8(fsdp: Any) -> Callable[[nn.Parameter], bool]:
-    """Megatron-FSDP's own question whether a parameter is FP8."""
+    """Megatron-FSDP's own test for FP8 parameters."""
     module: Any = inspect.getmodule(type(fsdp.param_and_grad_buffer))
     asked: Callable[[nn.Parameter], bool] = module.is_float8tensor
     return asked
@@ -170,7 +170,7 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
             return
         original(params.shown, *args, **kwargs)
         if not params.marked:
-            # These marks stay, but for the first, which every backward pass begins by clearing.
+            # These marks stay, except the first; every backward pass begins by clearing it.
             params.marked = True
             for parameter in params.others:
                 target: Any = parameter
@@ -193,7 +193,7 @@ def _released(
         if bwd:
             after_backward(module)
         else:
-            # Of a unit that came to no graph, before anything of it is freed or kept.
+            # For a unit that launched no graph; before any bucket of it is freed or kept.
             deferred.issue()
         original(lists(module, "whole"), bwd, lazy)
 
@@ -201,9 +201,9 @@ def _released(
 
 
 def _fetched(buffer: Any) -> Callable[..., Any]:
-    """``fetch_bucket`` that points parameters at their bucket only where they are not there yet.
+    """A ``fetch_bucket`` that sets the parameters' data only if they do not point there yet.
 
-    With double buffers a bucket comes back to the same memory, and Megatron-FSDP sets the data of
+    With double buffers a bucket returns to the same memory, but Megatron-FSDP sets the data of
     every parameter again.
     """
     original = buffer.fetch_bucket
