@@ -218,7 +218,7 @@ class TransformerEngineBackend:
 
 
 def _end_capture_of(generator: torch.Generator) -> None:
-    """See Note [A generator can stay in a capture]. The caller restores the state drawn from."""
+    """See Note [A generator can stay in a capture]. The caller restores the state."""
     try:
         torch.empty(1, device=generator.device).uniform_(generator=generator)
     except RuntimeError:
