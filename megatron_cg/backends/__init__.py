@@ -1,4 +1,4 @@
-"""What captures and replays: CUDA graphs by Transformer Engine, or a tape on the CPU."""
+"""Capture backends: CUDA graphs by Transformer Engine, or a tape on the CPU."""
 
 from megatron_cg.backends.base import Backend, GraphedCallable
 

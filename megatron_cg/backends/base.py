@@ -45,29 +45,29 @@ class Backend(Protocol):
     def replay_function(self, graph: Any) -> ReplayFunction:
         """How autograd sees the replays of one graph that :meth:`capture` returned.
 
-        Raises UpstreamChangedError where that is not as expected.
+        Raises UpstreamChangedError if the graph is not built as expected.
         """
 
     def synchronize(self) -> None:
-        """Wait until no graph is replaying: one that is must not be destroyed."""
+        """Wait until no graph is replaying: a replaying graph must not be destroyed."""
 
     def scratch(self) -> ScratchMemory | None:
-        """Memory of what was captured that may be lent between two steps; None if there is none."""
+        """Memory of the graphs that may be borrowed between two steps; None if there is none."""
 
     def numerics(self) -> Any:
-        """The state of numerics right now (FP8, for one), comparable with ``==``."""
+        """The current state of numerics, such as FP8, comparable with ``==``."""
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
-        """What :meth:`numerics` has to be where the callable ``index`` replays.
+        """What :meth:`numerics` must return when callable ``index`` replays.
 
         ``options`` are those that :meth:`capture` was given.
         """
 
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
-        """Objects in ``modules`` whose memory a graph of theirs reads or writes."""
+        """Objects in ``modules`` that have memory which the modules' graphs read or write."""
 
     def without_updates(self) -> AbstractContextManager[None]:
-        """Passes in the block leave out updates for the whole model, such as FP8 scales."""
+        """Skip updates for the whole model, such as FP8 scales, in passes inside the block."""
 
     def preserved(self, callables: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Put back whatever capture leaves changed, also after an exception."""
+        """Restore everything that capture leaves changed, also after an exception."""

@@ -1,7 +1,7 @@
-"""Refuses what makes the host wait for the device, by name, when a capture is followed on a CPU.
+"""Refuses operations that make the host wait for the device, when a capture runs on a CPU.
 
-The tape and a plan see the ATen operations of what is captured. torch's own tags and the arguments
-show which of them a GPU could not run in a capture.
+The tape and a plan see the ATen operations of the captured module. torch's own tags and the
+arguments show which of them a GPU could not run in a capture. The error names the operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_cg.backends.places import place_of
 from megatron_cg.errors import HostSyncError
 from megatron_cg.upstream.patch import set_attribute
 
-#: Torch tags them as data dependent, but they are so only for some of their arguments.
+#: Torch tags them as data dependent, but only some of their arguments make them so.
 _SOMETIMES = frozenset(
     {"index", "index_put", "index_put_", "_index_put_impl_", "repeat_interleave"}
 )
@@ -30,13 +30,13 @@ _refusing: list[HostReads] = []
 
 
 class HostReads:
-    """Refuses reads on the host and waits for the device in one pass of a captured module.
+    """Refuses host reads and waits for the device in one pass of a captured module.
 
     Args:
-        root: what is captured.
-        label: which pass of it, for messages.
-        device: the type of the device whose memory the host must not read; None is every one,
-            where the CPU plays the GPU's part.
+        root: the captured module.
+        label: the pass, for messages.
+        device: the host must not read memory of this device type. None means every type: the CPU
+            then plays the GPU.
     """
 
     def __init__(self, root: nn.Module, label: str, device: str | None = None) -> None:
@@ -44,7 +44,7 @@ class HostReads:
 
     @contextmanager
     def waits_refused(self) -> Iterator[None]:
-        """Let :func:`host_waits` raise HostSyncError."""
+        """Make :func:`host_waits` raise HostSyncError in the block."""
         _refusing.append(self)
         try:
             yield
@@ -53,7 +53,7 @@ class HostReads:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Let methods of tensors that read, and :func:`host_waits`, raise HostSyncError."""
+        """Make :func:`host_waits` and tensor methods that read raise HostSyncError in the block."""
         with self.waits_refused(), ExitStack() as undo:
             for name in _METHODS:
                 undo.callback(set_attribute(torch.Tensor, name, self._method(name)))
@@ -62,7 +62,7 @@ class HostReads:
     def check(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise HostSyncError where a CUDA kernel for this call would make the host wait."""
+        """Raise HostSyncError if a CUDA kernel for this call would make the host wait."""
         given = torch.utils._pytree.tree_leaves([args, kwargs]) if self._device else args
         if _reads(func, args, kwargs) and any(map(self._is_on_device, given)):
             raise self.error(str(func))
@@ -72,7 +72,7 @@ class HostReads:
         return HostSyncError(f"{what} in {self._place()}")
 
     def upload_error(self, what: str) -> HostSyncError:
-        """The same for a tensor of the host that ``what`` gives to the device."""
+        """The same for a host tensor that ``what`` copies to the device."""
         return HostSyncError(f"{what} on a tensor of the host in {self._place()}", upload=True)
 
     def _place(self) -> str:
@@ -98,7 +98,7 @@ class HostReads:
 
 
 def host_waits(what: str) -> None:
-    """The host waits for all work of a stream; raises HostSyncError in a capture."""
+    """Note that the host waits for all work of a stream; raises HostSyncError in a capture."""
     if _refusing:
         raise _refusing[-1].error(what)
 
@@ -106,7 +106,7 @@ def host_waits(what: str) -> None:
 def _reads(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     name, is_tagged = _name_and_tag(func)
     if name == "_to_copy" and kwargs.get("device") is not None:
-        # torch 2.11 copies into new pinned memory then, and the host does not wait.
+        # With non_blocking torch 2.11 copies into new pinned memory, and the host does not wait.
         to_host = torch.device(kwargs["device"]).type == "cpu"
         return to_host and args[0].device.type != "cpu" and not kwargs.get("non_blocking")
     if name not in _SOMETIMES:
@@ -122,6 +122,6 @@ def _reads(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 @cache
 def _name_and_tag(func: torch._ops.OpOverload) -> tuple[str, bool]:
-    """The name, and whether torch tags the operation as dependent on data."""
+    """The name, and whether torch tags the operation as data dependent."""
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     return func._schema.name.partition("::")[2], any(tag in func.tags for tag in tags)

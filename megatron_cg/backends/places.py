@@ -1,4 +1,4 @@
-"""The place of a call in a model: module, file, line and statement, from the call's frames."""
+"""The place of a call in a model: module, file, line and statement, from its stack frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_THE_MODEL = (
     _TORCH,
     *(str(_PACKAGE / name) for name in ("backends", "cpu", "plan")),
 )
-"""Files of code that a model calls and that is not part of the model."""
+"""Prefixes of files with code that a model calls but that is not part of the model."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Place:
 
 
 def place_of(frames: Frames, root: nn.Module) -> Place | None:
-    """The innermost call of a module below ``root``, or None where none is among ``frames``.
+    """The innermost call of a module below ``root``, or None if ``frames`` have none.
 
-    In a backward pass, where autograd calls no module, the place has none; the frames of a
+    In a backward pass autograd calls no module, so the place has no module. The frames of a
     ``torch.autograd.Function`` written in Python still show the line.
     """
     names = {id(module): name for name, module in root.named_modules()}

@@ -1,1 +1,1 @@
-"""What all ranks do together: requests, votes and the decision."""
+"""Decisions of all ranks together: requests, votes and the decision."""

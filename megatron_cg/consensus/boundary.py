@@ -1,14 +1,15 @@
-"""What all ranks do together between two training steps: capture again, or give the graphs up.
+"""Decisions of all ranks between two training steps: capture again, or give up the graphs.
 
 Note [One step behind]
-    A vote is posted at the end of a step and collected at the end of the next one, so the exchange
-    has a whole step to hide behind. What it decides is applied before the step after that, on all
-    ranks alike, since all collect the same rows. So a request of step n is done before step n + 2.
+    Each rank posts its vote at the end of a step and collects all votes at the end of the next
+    step, so the exchange overlaps a whole step. All ranks collect the same rows, so all apply the
+    same decision before the step after that: a request of step n is done before step n + 2.
 
 Note [The vote under way]
-    When a decision is applied, the vote of the step after the request is on its way. Every rank has
-    posted it, so every rank collects it, and ranks stay in step. Its requests are about graphs that
-    are being replaced, so a request to recapture is done with; one to give up still counts.
+    When ranks apply a decision, they have already posted the vote of the step after the request.
+    Every rank has posted it, so every rank collects it, and ranks stay in step. Its requests are
+    about graphs that are being replaced: a request to recapture is dropped, a request to give up
+    still counts.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from megatron_cg.errors import MegatronCGError
 logger = logging.getLogger(__name__)
 
 CLOSING = timedelta(seconds=30)
-"""How long closing waits for the last vote: at a normal end all ranks have posted theirs."""
+"""How long closing waits for the last vote. At a normal end all ranks have posted theirs."""
 
 
 class Boundary:
-    """The votes of one model's ranks on what to do between steps.
+    """Votes of one model's ranks on what to do between steps.
 
     Every rank calls :meth:`before_step` and :meth:`after_step` around each training step.
 
     Args:
-        agreement: with no vote posted.
-        vote: asked after each step for what this rank wants, until that was done.
-        recapture: gives up the graphs and captures again; called on all ranks before one step.
-        give_up: goes on without graphs; called on all ranks before one step, with the reason.
+        agreement: has no posted vote.
+        vote: called after each step for this rank's request, which it repeats until it is done.
+        recapture: deletes the graphs and captures again; called on all ranks before the same step.
+        give_up: continues without graphs; called with the reason on all ranks before the same step.
     """
 
     def __init__(
@@ -52,21 +53,21 @@ class Boundary:
         self._give_up = give_up
         self._steps = 0
         self._lost: int | None = None
-        """What this rank has left to be undone, as it said that it has no graphs; else None."""
+        """``Agreement.left`` when this rank voted without graphs; else None."""
         self._all_lost: int | None = None
-        """The same, once all ranks were found to have none."""
+        """The same, once the votes show that no rank has graphs."""
         self._due: Decision | None = None
         self._closed = False
 
     def after_step(self, step: int | None = None) -> None:
-        """Post this rank's vote, and learn what was decided on those of the step before.
+        """Post this rank's vote, and collect the decision on the votes of the previous step.
 
         Args:
-            step: the training step's number, by which ranks that are not at the same step are
-                found out; counted here if not given.
+            step: the number of the training step, which detects ranks at different steps; counted
+                here if not given.
 
         Raises:
-            AgreementError: a rank is gone, or at another step or vote; this rank must end.
+            AgreementError: a rank is gone, or is at another step or vote. This rank must end.
         """
         if self._closed:
             return
@@ -80,7 +81,7 @@ class Boundary:
         self._agreement.post(Kind.STEP, vote, serial=serial)
 
     def before_step(self) -> None:
-        """Do what was decided, if anything was. Raises what that raises, and AgreementError."""
+        """Apply the decision, if any. Raises what applying it raises, and AgreementError."""
         due, self._due = self._due, None
         if self._closed or due is None:
             return
@@ -100,10 +101,10 @@ class Boundary:
             self._recapture()
 
     def close(self) -> None:
-        """Collect the last vote and decide nothing any more; before graphs or groups go.
+        """Collect the last vote and stop voting; call it before graphs or groups are destroyed.
 
-        Waits :data:`CLOSING` at most. Safe to run twice, and when ranks or groups are gone: what
-        the last vote would have said is of no use then.
+        Waits :data:`CLOSING` at most. Safe to call twice, and when ranks or groups are gone: the
+        outcome of the last vote no longer matters then.
         """
         if self._closed:
             return

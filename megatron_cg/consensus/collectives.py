@@ -1,8 +1,8 @@
-"""Whether a stretch of code called collectives, by the counts that process groups keep.
+"""Whether a piece of code called collectives, from the counters of the process groups.
 
-NCCL takes a collective that is part of a graph on one rank and not on another for an error: "that
-an operation is captured is a collective property and must be uniform over all ranks" (NCCL user
-guide, "Using NCCL with CUDA Graphs"). So it has to be known which graphs hold any.
+It is an error in NCCL if a collective is in a graph on one rank and not on another: "that an
+operation is captured is a collective property and must be uniform over all ranks" (NCCL user
+guide, "Using NCCL with CUDA Graphs"). So capture must know which graphs contain collectives.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ RELIES_ON = (
 
 
 def collectives_so_far() -> int:
-    """Collectives called by this process up to now, over all of its groups.
+    """Number of collectives that this process has called so far, over all its groups.
 
     Relied on: torch 2.11, ``ProcessGroup._get_sequence_number_for_group``. Point-to-point
-    operations are not in it.
+    operations are not counted.
     """
     total = 0
     group: Any
     if dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:
-            # A group that this rank is no member of, or whose backend keeps no count.
+            # This rank is not in the group, or the backend keeps no count.
             with suppress(RuntimeError):
                 total += int(group._get_sequence_number_for_group())
     return total

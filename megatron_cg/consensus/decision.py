@@ -1,11 +1,12 @@
-"""The pure part of an agreement: what ranks put into a vote, and what follows from it.
+"""The pure part of an agreement: the votes of the ranks, and the decision that follows from them.
 
 Note [One row from each rank]
-    A vote is one all-gather of a short row of int64 from every rank, of the same length for every
-    sort of vote. It costs no more than an all-reduce (half its ring passes), and the decision
-    can name every rank: who failed, who holds other graphs, who came to another vote.
-    Because all votes look alike, votes that got mixed up meet in one collective, where the row's
-    head tells them apart; different collectives would wait for each other until the time is over.
+    A vote is one all-gather of a short int64 row from every rank. The row has the same length for
+    every kind of vote. The all-gather costs no more than an all-reduce (half its ring passes), and
+    the decision can name the ranks that failed, hold other graphs, or are at another vote.
+    Because all votes have the same shape, ranks at different votes meet in one collective, and the
+    head of the row shows the difference. Different collectives would wait for each other until the
+    timeout.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from megatron_cg.errors import MegatronCGError
 
 
 class AgreementError(MegatronCGError):
-    """Ranks no longer do the same: one is gone or late, or they came to different votes."""
+    """Ranks are out of step: one is gone or late, or they are at different votes."""
 
 
 class Level(IntEnum):
-    """What a rank asks for; the highest of all ranks is done by all."""
+    """What a rank requests; all ranks do the highest level that any rank requests."""
 
     KEEP = 0
     RECAPTURE = 1
@@ -34,7 +35,7 @@ class Level(IntEnum):
 
 
 class Kind(IntEnum):
-    """What a vote is about. All ranks must come to votes of the same kind in the same order."""
+    """What a vote is about. All ranks must hold votes of the same kinds in the same order."""
 
     CAPTURE_START = 1
     CAPTURE_END = 2
@@ -44,7 +45,7 @@ class Kind(IntEnum):
 
 
 class Exchange(IntEnum):
-    """Which exchange of a vote: the only one if asynchronous, else one of two."""
+    """Which exchange of a vote: an asynchronous vote has one, a synchronous vote two."""
 
     POSTED = 0
     ARRIVING = 1
@@ -53,22 +54,22 @@ class Exchange(IntEnum):
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank puts into a vote."""
+    """The vote of one rank."""
 
     level: Level = Level.KEEP
     size: int = 0
-    """A static size that this rank would choose, tokens of a microbatch for one."""
+    """The static size that this rank would choose, such as the tokens of a microbatch."""
     graphs: int = 0
     """The :func:`digest` of the set of graphs that this rank holds."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do; equal on all of them."""
+    """What all ranks do; the same on all of them."""
 
     level: Level = Level.KEEP
     asked: tuple[int, ...] = ()
-    """The ranks whose own vote was ``level``; empty for KEEP."""
+    """The ranks that requested ``level``; empty for KEEP."""
     smallest: int = 0
     largest: int = 0
     minority: tuple[int, ...] = ()
@@ -76,7 +77,7 @@ class Decision:
 
     @property
     def rank(self) -> int | None:
-        """The lowest rank that brought the decision about; None for KEEP."""
+        """The lowest rank that caused the decision; None for KEEP."""
         return min(self.asked or self.minority, default=None)
 
     @property
@@ -90,11 +91,11 @@ class Decision:
         return self.smallest == self.largest
 
     def static_size(self, can_pad: bool) -> int | None:
-        """The size for all: the common one, or the largest if padded to; None is eager for all."""
+        """The size for all ranks: the common one, or the largest if they can pad; None is eager."""
         return self.largest if self.sizes_agree or can_pad else None
 
     def reason(self) -> str:
-        """In words, why this was decided."""
+        """Why this was decided, in words."""
         reasons = []
         if self.asked:
             request = (
@@ -111,7 +112,7 @@ class Decision:
 
 
 def digest(names: Iterable[str]) -> int:
-    """A number for a set of names: the same in every process, order and repeats do not matter.
+    """A number for a set of names: the same in every process, whatever the order and repeats.
 
     63 bits, so that it fits a signed 64-bit integer.
     """
@@ -125,19 +126,19 @@ def digest(names: Iterable[str]) -> int:
 def encode(
     kind: Kind, serial: int, vote: Vote, exchange: Exchange = Exchange.POSTED
 ) -> torch.Tensor:
-    """A rank's row, (6,) int64: which vote (three values), then the vote (three)."""
+    """The row of a rank, (6,) int64: three values say which vote it is, three are the vote."""
     row = (kind, serial, exchange, vote.level, vote.size, vote.graphs)
     return torch.tensor(row, dtype=torch.int64, device="cpu")
 
 
 def decide(rows: torch.Tensor) -> Decision:
-    """The decision that follows from all ranks' rows, (world, 6) int64 in the order of ranks.
+    """The decision that follows from all ranks' rows, (world, 6) int64 in rank order.
 
-    The highest level wins. Different sets of graphs are GIVE_UP, whatever was asked for: replays
-    would not pair their collectives.
+    The highest level wins. Different sets of graphs mean GIVE_UP, whatever was requested: the
+    collectives of their replays would not pair.
 
     Raises:
-        AgreementError: the rows are of different votes; names the ranks and their votes.
+        AgreementError: the rows belong to different votes; names the ranks and their votes.
     """
     heads, (levels, sizes, graphs) = rows[:, :3], rows[:, 3:].unbind(1)
     if not torch.equal(heads, heads[:1].expand_as(heads)):
@@ -173,7 +174,7 @@ def name_of(member: IntEnum) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 1, 3``; long lists are cut."""
+    """``rank 1``, ``ranks 1, 3``; long lists are shortened."""
     given = list(ranks)
     shown = ", ".join(map(str, given[:8]))
     more = f" and {len(given) - 8} more" if len(given) > 8 else ""

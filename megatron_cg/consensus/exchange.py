@@ -1,18 +1,18 @@
 """One decision for all ranks, before anything that all of them must do together.
 
-A rank that captures, or leaves its graphs, while another does not enters collectives that the
-other never joins. So every rank, also one that failed, puts its vote into one small exchange,
-and a pure function of all votes decides (``consensus/decision.py``). The exchange has a
-gloo group of its own: CPU tensors, never NCCL, never inside a graph.
+If only one rank captures or falls back to eager, it enters collectives that the other ranks never
+join. So every rank, including one that failed, votes in one small exchange, and a pure function of
+all votes decides (``consensus/decision.py``). The exchange has its own gloo group: CPU tensors,
+never NCCL, never inside a graph.
 
 Note [Undone by all ranks together]
-    What changes a rank's collectives may not be undone by one rank alone, as when it deletes its
-    graphs by itself. Its undo is left here, and run when all ranks have agreed on what follows, or
-    the votes are over.
+    A change that affects a rank's collectives must not be undone by one rank alone, for example
+    when a rank deletes its graphs by itself. Its undo is stored here. It runs when all ranks have
+    agreed on what follows, or when the votes are over.
 
 Note [Two exchanges]
-    A synchronous vote is two exchanges: the time of the first is waiting for the last rank, that
-    of the second the exchange itself. An asynchronous vote is one, hidden behind other work.
+    A synchronous vote takes two exchanges. The first measures the wait for the last rank, the
+    second measures the exchange itself. An asynchronous vote takes one, which overlaps other work.
 """
 
 from __future__ import annotations
@@ -56,32 +56,32 @@ __all__ = (
 )
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others' votes, as long as NCCL waits by default: capture of a
-large model takes minutes, and ranks differ."""
+"""How long a rank waits for the others' votes, as long as NCCL's default. Capture of a large model
+takes minutes, and ranks differ."""
 
 FALLING_BACK = timedelta(seconds=60)
-"""How long a rank waits for the others to leave a graph for a mismatch: they find the same at the
-same call."""
+"""How long a rank waits for the others to fall back to eager after a mismatch. They find the same
+mismatch at the same call."""
 
 
 @dataclass
 class AgreementTime:
-    """What votes cost this rank's main thread, in milliseconds, summed over all votes."""
+    """Time that votes cost this rank's main thread, in milliseconds, summed over all votes."""
 
     votes: int = 0
     issuing_ms: float = 0.0
     """Posting asynchronous votes."""
     waiting_ms: float = 0.0
-    """Until the last rank had come; for asynchronous votes, blocked in ``collect``."""
+    """Waiting for the last rank; for asynchronous votes, the time blocked in ``collect``."""
     exchanging_ms: float = 0.0
-    """Exchanging votes when all were there; synchronous votes only."""
+    """Exchanging votes once all ranks have arrived; synchronous votes only."""
 
     def as_dict(self) -> dict[str, float]:
-        """The figures by name."""
+        """The values by field name."""
         return asdict(self)
 
     def text(self) -> str:
-        """The figures in one line to read."""
+        """The values in one readable line."""
         return (
             f"{self.votes} votes: {self.issuing_ms:.1f} ms posting, {self.waiting_ms:.1f} ms "
             f"waiting, {self.exchanging_ms:.1f} ms exchanging"
@@ -89,7 +89,7 @@ class AgreementTime:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the block's duration to the field of that name, also when the block raises."""
+        """Add the duration of the block to the field ``name``, also when the block raises."""
         start = time.perf_counter()
         try:
             yield
@@ -100,23 +100,23 @@ class AgreementTime:
 
 @dataclass(frozen=True)
 class _Pending:
-    """An exchange on its way: gloo writes into ``rows`` until ``work`` is done."""
+    """An exchange in flight: gloo writes into ``rows`` until ``work`` is done."""
 
     work: dist.Work
     rows: torch.Tensor
 
 
 class Agreement:
-    """The votes of all ranks of the default process group; made by all ranks together.
+    """The votes of all ranks of the default process group. All ranks create it together.
 
-    Every rank must come to the same votes in the same order: gloo pairs exchanges by the order in
-    which each rank issued them, whatever is still under way. Votes of one capture are two:
-    :meth:`ready` before it and :meth:`confirm` at its end; a rank that fails between them calls
-    :meth:`report_failure`. A capture that is given up is one place for :meth:`together`.
+    Every rank must hold the same votes in the same order: gloo pairs exchanges by the order in
+    which each rank issued them, including those still in flight. A capture has two votes,
+    :meth:`ready` before it and :meth:`confirm` at its end. A rank that fails in between calls
+    :meth:`report_failure`. When ranks give up a capture, they also call :meth:`together`.
     :meth:`begin_capture` opens the next capture.
 
     Args:
-        timeout: how long a vote waits for a rank that does not come.
+        timeout: how long a vote waits for a rank that does not arrive.
     """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
@@ -131,17 +131,17 @@ class Agreement:
         self._left = 0
 
     def undo_together(self, undo: Callable[[], None]) -> None:
-        """Leave ``undo`` until :meth:`together`; see Note [Undone by all ranks together]."""
+        """Store ``undo`` until :meth:`together`; see Note [Undone by all ranks together]."""
         self._together.append(undo)
         self._left += 1
 
     @property
     def left(self) -> int | None:
-        """Which of all undos was left last; None where none is left now."""
+        """The number of the undo that was stored last; None if no undo is stored now."""
         return self._left if self._together else None
 
     def together(self) -> None:
-        """All ranks are at this place, between two steps: undo what was left for that."""
+        """Run the stored undos. All ranks call this at the same place, between two steps."""
         with ExitStack() as undos:
             while self._together:
                 undos.callback(self._together.pop(0))
@@ -157,15 +157,15 @@ class Agreement:
         """Vote now and wait for all ranks. A vote posted before stays posted.
 
         Args:
-            kind: what is voted on.
-            vote: this rank's.
-            serial: what the caller counts, a training step for one. Ranks whose counts differ
+            kind: what the vote is about.
+            vote: this rank's vote.
+            serial: a count of the caller, such as the training step. Ranks with different counts
                 are at different votes.
-            timeout: instead of the agreement's own.
+            timeout: replaces the agreement's own.
 
         Raises:
-            AgreementError: a rank is gone or did not come in time, or came to another vote. No
-                vote can follow: ranks no longer do the same.
+            AgreementError: a rank is gone, late or at another vote. No vote can follow, since
+                ranks are out of step.
             PhaseError: a CUDA graph is being captured.
         """
         _require_no_capture()
@@ -178,10 +178,10 @@ class Agreement:
             return self._finish(self._issue(row, timeout))
 
     def post(self, kind: Kind, vote: Vote, *, serial: int = 0) -> None:
-        """Vote without waiting; :meth:`collect` gives the decision. One at a time.
+        """Vote without waiting; :meth:`collect` returns the decision. One vote at a time.
 
-        Raises AgreementError and PhaseError as :meth:`agree`; PhaseError also when the vote
-        posted before has not been collected.
+        Raises AgreementError and PhaseError as :meth:`agree`, and PhaseError when the previous
+        posted vote has not been collected.
         """
         _require_no_capture()
         if self._pending is not None:
@@ -191,14 +191,15 @@ class Agreement:
             self._pending = self._issue(encode(kind, serial, vote), None)
 
     def collect(self, timeout: timedelta | None = None) -> Decision | None:
-        """The decision of the posted vote, waiting for it if need be; None when none was posted.
+        """Wait for the posted vote and return its decision; None if no vote is posted.
 
         Args:
-            timeout: wait no longer than this, instead of until the vote's own time is over.
-                gloo cannot call an exchange off, so a process that ends after that may wait
-                for the rest of the vote's own time.
+            timeout: the longest wait, instead of the vote's own timeout. gloo cannot cancel an
+                exchange, so a process that ends after this may wait for the rest of the vote's
+                own timeout.
 
-        Raises AgreementError and PhaseError as :meth:`agree`; the vote is gone then.
+        Raises AgreementError and PhaseError as :meth:`agree`. After an AgreementError the vote is
+        no longer posted.
         """
         _require_no_capture()
         pending, self._pending = self._pending, None
@@ -210,7 +211,7 @@ class Agreement:
     def begin_capture(self) -> None:
         """Open the next capture; a new agreement has opened its first. Not a vote.
 
-        All ranks are at this place, so what was left to undo together is undone here.
+        All ranks call this at the same place, so the stored undos run here.
         """
         self.together()
         self._captures += 1
@@ -222,25 +223,25 @@ class Agreement:
         return self._next is Kind.CAPTURE_START
 
     def ready(self, vote: Vote | None = None, timeout: timedelta | None = None) -> None:
-        """Say that this rank can begin to capture; returns when all ranks can.
+        """Vote that this rank can begin to capture; returns when all ranks can.
 
         Args:
             vote: the static size and the graphs that this rank is about to capture.
             timeout: as in :meth:`agree`.
 
         Raises:
-            CaptureError: a rank failed or would capture something else; on all ranks.
+            CaptureError: a rank failed or would capture something else; raised on all ranks.
             AgreementError: as :meth:`agree`.
-            PhaseError: this capture has voted on that; :meth:`begin_capture` opens another.
+            PhaseError: this vote of this capture is over; :meth:`begin_capture` opens another.
         """
         self._require_next(Kind.CAPTURE_START)
         self._vote_on_capture(Kind.CAPTURE_START, vote or Vote(), timeout)
 
     def confirm(self, vote: Vote | None = None, timeout: timedelta | None = None) -> None:
-        """Say that this rank's capture is whole; returns when all ranks' are.
+        """Vote that this rank's capture is complete; returns when all ranks' captures are.
 
-        A caller that did not come to :meth:`ready` does so here, with the same vote. Arguments
-        and exceptions as there.
+        If :meth:`ready` was not called before, it runs here with the same vote. Arguments and
+        exceptions are those of :meth:`ready`.
         """
         if self._next is Kind.CAPTURE_START:
             self.ready(vote, timeout)
@@ -248,13 +249,13 @@ class Agreement:
         self._vote_on_capture(Kind.CAPTURE_END, vote or Vote(), timeout)
 
     def report_failure(self) -> None:
-        """Say that this rank's capture failed, in the next of its votes, so that all give up.
+        """Report in the capture's next vote that it failed on this rank, so that all give up.
 
         Does nothing when the capture has been decided already.
 
         Raises:
-            CaptureError: the others do not answer. They are then inside collectives that this
-                rank will not join, and going on would pair it with the wrong ones.
+            CaptureError: the others do not answer. They are inside collectives that this rank will
+                not join. If this rank went on, its collectives would pair with the wrong ones.
         """
         kind = self._next
         try:
@@ -271,14 +272,14 @@ class Agreement:
             ) from error
 
     def fall_back_together(self, name: str, timeout: timedelta | None = None) -> None:
-        """Return when all ranks want to leave the graph of that name now.
+        """Return when all ranks want to fall back to eager at this call of a graph.
 
         Args:
             name: of the graph and the reason.
-            timeout: how long to wait for a rank that does not come; :data:`FALLING_BACK` if None.
+            timeout: how long to wait for a rank that does not arrive; :data:`FALLING_BACK` if None.
 
-        Raises AgreementError when a rank does not, and after ``timeout`` when one does not come:
-        it is waiting for a collective in its replay then.
+        Raises AgreementError when a rank found another mismatch, or does not arrive within
+        ``timeout``: that rank is waiting for a collective in its replay.
         """
         # Without groups there is no rank that could wait for this one.
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -290,12 +291,12 @@ class Agreement:
             raise AgreementError(self._broken)
 
     def close(self) -> None:
-        """Let the group go. Safe to run twice, and after the process groups were destroyed."""
+        """Release the group. Safe to call twice, and after the process groups were destroyed."""
         self.together()
         group, self._group = self._group, None
         self._pending = None
         if group is not None:
-            # torch 2.11 raises ValueError for a group that destroy_process_group() took along.
+            # torch 2.11 raises ValueError if destroy_process_group() has destroyed this group too.
             with suppress(ValueError):
                 dist.destroy_process_group(group)
 
@@ -336,8 +337,8 @@ class Agreement:
     def _issue(self, row: torch.Tensor, timeout: timedelta | None) -> _Pending:
         group = self._require_sound()
         rows = row.new_empty(group.size() * len(row))
-        # An exchange keeps the time that was set when it was issued (torch 2.11, gloo). A shorter
-        # time for ``work.wait`` would not do: the exchange goes on, and holds up the process's end.
+        # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
+        # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
         _gloo(group).set_timeout(timeout or self._timeout)
         with self._naming_lost_ranks():
             work = dist.all_gather_into_tensor(rows, row, group, async_op=True)
@@ -358,7 +359,7 @@ class Agreement:
 
     @contextmanager
     def _naming_lost_ranks(self) -> Iterator[None]:
-        """Make what gloo raises in the block an AgreementError; no vote follows it."""
+        """Turn what gloo raises in the block into an AgreementError; no vote can follow."""
         try:
             yield
         except RuntimeError as error:
@@ -371,10 +372,10 @@ class Agreement:
 
 
 def _gloo(group: dist.ProcessGroup) -> Any:
-    """The group's gloo backend, out of the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    """The group's gloo backend, without the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 
     The wrapper (``_ProcessGroupWrapper``, torch 2.11) has no ``set_timeout`` of its own. Its check
-    before each exchange keeps the time that the group was made with.
+    before each exchange keeps the timeout that the group was created with.
     """
     backend = group._get_backend(torch.device("cpu"))
     return getattr(backend, "wrapped_pg", backend)
@@ -384,7 +385,7 @@ def _require_no_capture() -> None:
     try:
         capturing = torch.cuda.is_current_stream_capturing()
     except RuntimeError:
-        # No CUDA, or a CUDA that failed: a rank where that happened has to vote all the more.
+        # No CUDA, or a CUDA error: a rank with such an error must still be able to vote.
         return
     if capturing:
         raise PhaseError("ranks cannot vote while a CUDA graph is captured: vote before or after")

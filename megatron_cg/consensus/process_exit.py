@@ -1,11 +1,11 @@
 """The end of a process that is out of step with the other ranks.
 
 Note [Nothing at the end may wait]
-    Such a process has work in flight that no other rank joins: an NCCL kernel, a vote. Much of what
-    an interpreter does when it ends waits for such work: CUDA when memory or a stream is freed,
-    gloo when a group's threads are joined. The error is printed by then, but the process stays, and
-    the launcher, which only sees processes end, lets all ranks stand until somebody's timeout. So
-    it leaves before that: the error is out, the logs are written, nothing is taken apart.
+    Such a process has work in flight that no other rank joins: an NCCL kernel or a vote. Much of
+    the interpreter's shutdown waits for such work: CUDA when it frees memory or a stream, gloo when
+    it joins the threads of a group. The error is already printed, but the process does not end. The
+    launcher only sees processes end, so all ranks hang until some timeout. Therefore the process
+    exits earlier: it prints the error, writes the logs and tears nothing down.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import suppress
 
 
 def exit_without_waiting() -> None:
-    """From now on this process ends with exit code 1 as soon as its script has ended.
+    """Make this process end with exit code 1 as soon as its script has ended.
 
-    Functions that ``atexit`` runs do not run any more, but for those registered later. Safe to call
-    twice.
+    Functions that were registered with ``atexit`` before no longer run; those registered later
+    still do. Safe to call twice.
     """
     atexit.unregister(_leave)
     atexit.register(_leave)
@@ -29,7 +29,7 @@ def exit_without_waiting() -> None:
 
 def _leave() -> None:
     try:
-        # Whoever read the output may be gone, and there may be no output at all.
+        # The reader of the output may be gone, or there may be no output at all.
         for finish in (logging.shutdown, *(s.flush for s in (sys.stdout, sys.stderr) if s)):
             with suppress(Exception):
                 finish()

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's hooks, recognised, tagged and given to TE in the phases they belong to."""
+"""Megatron-FSDP's hooks: recognised, tagged, and passed to TE in the phases they belong to."""
 
 from megatron_cg.fsdp.roles import FsdpRole, classify, fsdp_package_of
 from megatron_cg.fsdp.tag import tag_backward_wrappers

@@ -1,4 +1,4 @@
-"""A model's Megatron-FSDP wrapper, and its parameters made whole for the time of a capture.
+"""Finds a model's Megatron-FSDP wrapper, and sets its raw parameters during a capture.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
 ``_replace_param_with_raw_if_needed``, ``is_param_fsdp_distributed``, ``synchronize_param_gather``,
@@ -70,26 +70,26 @@ def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def raw_parameters(fsdp: Any) -> Iterator[None]:
-    """Let the modules hold their raw parameters, as during a forward pass, and undo it after.
+    """Give the modules their raw parameters, as in a forward pass, and undo it on exit.
 
-    Between steps Megatron-FSDP replaces the parameters by sharded DTensors. A graph has
-    to be captured on the raw ones: these are what a replay hands to autograd, and the
-    post-accumulate-grad hooks sit on them.
+    Between steps Megatron-FSDP replaces the parameters with sharded DTensors. A graph must be
+    captured with the raw ones: a replay passes them to autograd, and the post-accumulate-grad hooks
+    are registered on them.
 
-    On leaving, all-gathers that capture prefetched are waited for and their buckets released (a
-    bucket left in flight would make the next step's reset warn and wait), and the parameters are
-    sharded or raw as they were found.
+    On exit, this waits for the all-gathers that capture prefetched and releases their buckets (a
+    bucket left in flight would make the next step's reset warn and wait). The parameters are then
+    sharded or raw, as they were before.
     """
     was_distributed = bool(fsdp.is_param_fsdp_distributed)
     fsdp._replace_param_with_raw_if_needed()
     try:
         yield
     finally:
-        # What its reset does itself, but not without a warning that lists every bucket.
+        # Its reset does the same, but with a warning that lists every bucket.
         pipeline = fsdp.all_gather_pipeline
         for bucket, bwd in list(pipeline.param_gather_event_map):
             pipeline.wait_bucket_ready(bucket, bwd)
-        # A gather that failed as it began has left nothing to wait for, at which reset would fail.
+        # A gather that failed at its start left nothing to wait for, and reset would fail on it.
         for key, status in pipeline.bucket_status.items():
             if status.name == "COMMUNICATING":
                 pipeline.bucket_status[key] = type(status).READY_TO_USE
@@ -99,12 +99,12 @@ def raw_parameters(fsdp: Any) -> Iterator[None]:
 
 
 def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-    """Gather no unit ahead, where ``parameters`` are of only some that share two buffers.
+    """Disable prefetch if ``parameters`` cover only some of the units that share two buffers.
 
-    Megatron-FSDP's hooks gather the next unit as well, into the other buffer. One that is not
-    captured runs no hook at capture which would let go of it again, and the unit after finds no
-    buffer. Where all are captured they do; gathering ahead is then left on, since a capture before
-    the first step is where each unit gets its buffer for good.
+    Megatron-FSDP's hooks also gather the next unit, into the other buffer. If that unit is not
+    captured, no hook releases it at capture, and the unit after it finds no buffer. If all units
+    are captured, their hooks release them. Prefetch then stays on: in a capture before the first
+    step, each unit gets its permanent buffer.
 
     ``parameters`` are the raw ones. Returns the undo.
     """
@@ -124,7 +124,7 @@ def gather_alone(fsdp: Any, parameters: Iterable[nn.Parameter]) -> Callable[[], 
 
 @contextmanager
 def training_states(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put Megatron-FSDP's ``_training_state`` of every module back as it was."""
+    """Restore Megatron-FSDP's ``_training_state`` of every module on exit."""
     saved = [
         (module, module._training_state) for module in modules if hasattr(module, "_training_state")
     ]

@@ -1,4 +1,4 @@
-"""What we rely on in Megatron-FSDP, in both packages that ship it."""
+"""The symbols of Megatron-FSDP that we rely on, in both packages that ship it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_both(
     attributes: tuple[str, ...] = (),
     fingerprints: tuple[str, ...] = (),
 ) -> tuple[Symbol, ...]:
-    """The symbol ``<package of Megatron-FSDP>.<path>`` of each; see :class:`Symbol`."""
+    """The symbol ``<package of Megatron-FSDP>.<path>`` of each package; see :class:`Symbol`."""
     return tuple(
         Symbol(distribution, f"{package}.{path}", expected, parameters, attributes, fingerprints)
         for distribution, package in _PLACES
@@ -32,8 +32,8 @@ def in_both(
 def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
     """Why our replacements of ``symbols`` may not be right for this ``MegatronFSDP``.
 
-    Functions of modules that are not loaded, and of the other package of Megatron-FSDP, are not
-    checked.
+    Does not check functions of modules that are not loaded, or of the other package of
+    Megatron-FSDP.
     """
     own = type(fsdp).__module__
     found = []

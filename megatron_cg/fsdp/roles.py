@@ -1,4 +1,4 @@
-"""Which of Megatron-FSDP's hooks a hook is, told by what it is, for both packages that ship it.
+"""The role of each hook of Megatron-FSDP, for both packages that ship it.
 
 Relied on: megatron-core 0.19.2 (``megatron.core.distributed.fsdp.src.megatron_fsdp``) and
 megatron-fsdp 0.6.1 (``megatron_fsdp``), ``MegatronFSDP._register_fsdp_hooks``: the functions
@@ -20,10 +20,11 @@ from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, inner
 from megatron_cg.upstream.symbols import installed_version
 
 BACKWARD_HANDLER = "_cuda_graph_backward_handler"
-"""On a forward pre-hook: the handler it wraps, to run after the unit's backward
+"""Set on a forward pre-hook: the handler that it wraps, which runs after the unit's backward
 (the sentinel that NVIDIA/Megatron-LM#4232 proposes)."""
 BACKWARD_PRE_HANDLER = "_cuda_graph_backward_pre_handler"
-"""On a forward hook: the handler it wraps, to run before the unit's backward (same source)."""
+"""Set on a forward hook: the handler that it wraps, which runs before the unit's backward
+(same source)."""
 
 _PACKAGES = {
     "megatron.core.distributed.fsdp": "megatron-core",
@@ -58,7 +59,7 @@ _KIND_OF_ROLE = {
 
 
 def fsdp_package_of(fn: Callable[..., Any]) -> str | None:
-    """The distribution whose Megatron-FSDP made ``fn``, or None where neither did."""
+    """The distribution of the Megatron-FSDP that made ``fn``, or None if neither did."""
     inner = innermost(fn)
     home = getattr(inner, "__module__", None) or type(inner).__module__
     for prefix, distribution in _PACKAGES.items():
@@ -70,8 +71,8 @@ def fsdp_package_of(fn: Callable[..., Any]) -> str | None:
 def classify(record: HookRecord) -> FsdpRole | None:
     """The role of a hook, or None for a hook that Megatron-FSDP did not make.
 
-    Raises UnknownFsdpHookError for a hook that Megatron-FSDP made and that is not known here, or
-    that sits in another registry than its role has.
+    Raises UnknownFsdpHookError if Megatron-FSDP made the hook, but the hook is not known here or is
+    not in the registry of its role.
     """
     if record.kind is HookKind.FORWARD_PRE and hasattr(record.fn, BACKWARD_HANDLER):
         return FsdpRole.WRAPS_POST_BACKWARD
@@ -88,9 +89,9 @@ def classify(record: HookRecord) -> FsdpRole | None:
 
 
 def wrapped_handler(record: HookRecord, role: FsdpRole) -> Callable[..., Any]:
-    """The backward handler inside a wrapper: its sentinel's, else the one found in the wrapper.
+    """The backward handler inside a wrapper: from its sentinel, else from the wrapper itself.
 
-    Raises UnknownFsdpHookError where the wrapper does not hold one.
+    Raises UnknownFsdpHookError if the wrapper has no handler.
     """
     distribution = fsdp_package_of(record.fn) or "a package that tags its hooks"
     if role is FsdpRole.WRAPS_POST_BACKWARD:
@@ -111,8 +112,8 @@ def wrapped_handler(record: HookRecord, role: FsdpRole) -> Callable[..., Any]:
 def is_root_handler(handler: Callable[..., Any]) -> bool:
     """Whether a pre-backward handler is the root module's (``_root_pre_backward``).
 
-    It queues a callback on the running backward pass, so it belongs to a training step and never
-    to capture.
+    It queues a callback on the running backward pass, so it belongs in a training step and never
+    in a capture.
     """
     return getattr(innermost(handler), "__qualname__", "") == _SCOPE + "_root_pre_backward"
 

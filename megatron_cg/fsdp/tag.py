@@ -1,4 +1,4 @@
-"""Sentinels on the hooks that wrap backward handlers, where a release does not set them itself."""
+"""Sentinels on the hooks that wrap backward handlers, for releases that do not set them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SENTINEL = {
 
 
 def tag_backward_wrappers(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Give every untagged wrapper on ``modules`` its sentinel; returns what takes them off again.
+    """Set the sentinel on every untagged wrapper on ``modules``; returns the undo.
 
-    A wrapper that a newer Megatron tagged itself is left alone. Raises UnknownFsdpHookError for a
-    hook of Megatron-FSDP that is not understood; nothing is tagged then.
+    A wrapper that a newer Megatron has tagged is left unchanged. Raises UnknownFsdpHookError for a
+    hook of Megatron-FSDP that is not known; nothing is tagged then.
     """
     found: list[tuple[Any, str, Callable[..., Any]]] = []
     for module in modules:

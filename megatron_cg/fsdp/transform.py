@@ -1,16 +1,16 @@
-"""Phase 2 of capture: the hooks of a unit as TE's capture-time hooks.
+"""Phase 2 of capture: turns the hooks of a unit into TE's capture-time hooks.
 
 Contract of TE >= 2.19 (``transformer_engine/pytorch/graph.py``,
-``_canonicalize_capture_time_hooks`` and ``_run_capture_time_hooks``): per callable one dict with
-the keys below, each ``{id: fn}``, every ``fn`` called as ``fn(module)`` outside of the graph and
-returning None.
+``_canonicalize_capture_time_hooks`` and ``_run_capture_time_hooks``): each callable has one dict
+with the keys below, and each value is ``{id: fn}``. TE calls every ``fn`` as ``fn(module)`` outside
+of the graph, and ``fn`` must return None.
 
 Note [Wrappers are withheld]
-    Two of Megatron-FSDP's forward hooks are there only to reach autograd: one inserts a Function
-    in front of the unit, one hangs a multi-grad hook on its output. Run at capture as forward
-    hooks they would act in the forward phase, and what they insert would be recorded. So TE is
-    given the handlers inside them, each in the backward phase that it was written for, and never
-    the wrappers.
+    Two forward hooks of Megatron-FSDP exist only to reach autograd: one inserts a Function in front
+    of the unit, the other registers a multi-grad hook on its output. If they ran at capture as
+    forward hooks, they would act in the forward phase, and the graph would record what they insert.
+    So TE never gets these wrappers. It gets the handlers inside them, each in the backward phase
+    that the handler was written for.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CAPTURE_TIME_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks",
 
 @dataclass(frozen=True)
 class UnitHooks:
-    """What phase 2 made of one unit's hooks."""
+    """The result of phase 2 for one unit."""
 
     capture_time: CaptureTimeHooks
     before_replay: tuple[tuple[Callable[..., None], tuple[nn.Module, ...]], ...] = ()
-    """Unshard hooks of modules inside the graph: (fn, its arguments), run before each replay,
-    because no Python of these modules runs then."""
+    """Unshard hooks of modules inside the graph, as (fn, its arguments). They run before each
+    replay, because a replay runs no Python of these modules."""
     user: tuple[HookRecord, ...] = field(default=())
-    """Hooks that are not FSDP's on the unit itself: they stay, around the replay."""
+    """Hooks on the unit itself that are not FSDP's: they stay and run around the replay."""
 
 
 def transform(
@@ -61,8 +61,8 @@ def transform(
         name: the unit's name, for messages.
 
     Raises:
-        UnknownFsdpHookError: a hook made by Megatron-FSDP is not understood.
-        HookError: a user's hook could not run where it was meant to.
+        UnknownFsdpHookError: a hook made by Megatron-FSDP is not known.
+        HookError: a user's hook would not run as intended.
     """
     phases: CaptureTimeHooks = {key: {} for key in CAPTURE_TIME_KEYS}
     user: list[HookRecord] = []
@@ -90,7 +90,7 @@ def transform(
 
 
 def _place(phases: CaptureTimeHooks, record: HookRecord, target: nn.Module | None) -> None:
-    """Put an FSDP hook, adapted to ``fn(module)``, under the key of the phase it acts in."""
+    """Add an FSDP hook, adapted to ``fn(module)``, under the key of its phase."""
     role = classify(record)
     fn = record.fn
     if role is FsdpRole.UNSHARD:
@@ -109,7 +109,7 @@ def _place(phases: CaptureTimeHooks, record: HookRecord, target: nn.Module | Non
 
 
 def _adapter(fn: Callable[..., Any], target: nn.Module | None, *arguments: Any) -> CaptureTimeHook:
-    """``fn(module, *arguments)`` with its result dropped, as TE demands."""
+    """``fn(module, *arguments)`` without its result, as TE requires."""
 
     def capture_time_hook(module: nn.Module) -> None:
         fn(module if target is None else target, *arguments)
@@ -122,7 +122,7 @@ def _unshard_adapter(fn: Callable[..., Any], target: nn.Module | None) -> Captur
 
 
 def _check_user_hook(unit: nn.Module, record: HookRecord, name: str) -> None:
-    """Refuse the one kind of hook on the unit itself that a replay would feed wrongly."""
+    """Refuse the one kind of hook on the unit itself that would get wrong gradients at a replay."""
     if record.kind is HookKind.BACKWARD and unit._is_full_backward_hook is False:
         raise HookError(
             f"{name}: {describe(record.fn)} was registered with register_backward_hook, which "

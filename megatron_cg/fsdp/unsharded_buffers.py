@@ -1,4 +1,4 @@
-"""Which memory of Megatron-FSDP a unit's graphs read.
+"""The memory of Megatron-FSDP that a unit's graphs read.
 
 Relied on: megatron-fsdp 0.6.1 and megatron-core 0.19.2, class ``MegatronFSDP``:
 ``param_and_grad_buffer`` with ``param_to_param_group``, ``parameter_groups`` (``fsdp_unit_id``)
@@ -42,8 +42,8 @@ _REPLACED = (
 def watched_memory(fsdp: Any, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
     """Parameters and buffers of ``graphed`` whose addresses its graphs hold.
 
-    Of the parameters in one of FSDP's buckets the first stands for all where FSDP points them at
-    the bucket together; see Note [One address a bucket].
+    If FSDP points all parameters of a bucket at the bucket together, the first parameter stands for
+    all of them; see Note [One address a bucket].
     """
     store = fsdp.param_and_grad_buffer
     together = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
@@ -72,7 +72,7 @@ def watched_memory(fsdp: Any, layer: nn.Module, graphed: Sequence[nn.Module]) ->
 
 
 def _moved(config: Any, bucket: int, unit: int | None) -> str:
-    """Why the buffer of a bucket may lie elsewhere, and what to type."""
+    """Why the buffer of a bucket may have moved, and what to set."""
     off = [
         flag
         for flag, name in (

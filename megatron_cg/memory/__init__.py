@@ -1,1 +1,1 @@
-"""Pools of graph memory, and what is released for a capture."""
+"""Memory of graphs: its pools, its use between steps, and what is freed for a capture."""

@@ -1,13 +1,14 @@
-"""The caching allocator's pools, from its snapshot. Pure.
+"""The caching allocator's pools, from its snapshot. Pure functions.
 
 Relied on: torch 2.11, ``torch.cuda.memory_snapshot()``: a list of segments with ``address``,
 ``total_size``, ``allocated_size``, ``stream``, ``segment_pool_id`` and ``blocks``, each block with
 ``address``, ``size`` and ``state``.
 
 Note [What "allocated" counts of a graph]
-    A block that was freed while its graph was captured stays in the graph's pool: reserved, not
-    allocated, though every replay writes it. So the activations that a graph saves for its
-    backward are in no figure of allocated memory after capture, and in every figure of reserved.
+    A block that was freed while its graph was captured stays in the graph's pool. It counts as
+    reserved and not as allocated, although every replay writes to it. So after capture, allocated
+    memory does not include the activations that a graph saves for its backward pass; reserved
+    memory does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEFAULT_POOL = (0, 0)
 
 @dataclass(frozen=True)
 class PoolUse:
-    """One pool's memory on one stream: blocks of one are never given to another. Bytes."""
+    """Memory of one pool on one stream, in bytes. The allocator never moves blocks between them."""
 
     pool: tuple[int, int]
     stream: int
@@ -36,7 +37,7 @@ class PoolUse:
 
     @property
     def is_graphs(self) -> bool:
-        """Whether it is a private pool, such as graphs have."""
+        """Whether this is a private pool, as graphs have."""
         return self.pool != DEFAULT_POOL
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class PoolUse:
 
 
 def pools(segments: Segments) -> list[PoolUse]:
-    """Memory by pool and stream, the largest first."""
+    """Memory by pool and stream, largest first."""
     found: dict[tuple[tuple[int, int], int], list[Mapping[str, Any]]] = {}
     for segment in segments:
         pool = tuple(segment.get("segment_pool_id", DEFAULT_POOL))
@@ -65,7 +66,7 @@ def pools(segments: Segments) -> list[PoolUse]:
 
 
 def held_addresses(segments: Segments) -> Callable[[int], bool]:
-    """Whether an address lies in a block that somebody holds; for addresses of any pool."""
+    """Return a function that says whether an address, in any pool, is in a block in use."""
     blocks = sorted(
         (block["address"], block["address"] + block["size"])
         for segment in segments

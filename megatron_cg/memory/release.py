@@ -1,4 +1,4 @@
-"""What is held for graphs without need, and how it is let go.
+"""Memory that is held for graphs without need, and how to free it.
 
 Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP.zero_grad_buffer`` and
 ``param_and_grad_buffer`` with ``ddp_config``, ``optimizer_named_parameters``, ``dist_main_grad``
@@ -6,19 +6,20 @@ and ``parameter_groups``; the field ``megatron_fsdp_cuda_graph_mode`` of ``ddp_c
 
 Note [Gradients that outlive their step]
     ``ParamAndGradBuffer.update_main_grads`` casts each gradient shard to the main weights' dtype
-    for the optimizer: with bf16 gradients and fp32 weights, the defaults of 0.19.2, four bytes a
-    parameter of the shard. ``zero_grad`` lets these copies go before the next forward pass, unless
-    ``megatron_fsdp_cuda_graph_mode`` is set; and Megatron sets it for every ``--cuda-graph-impl``
-    but ``none`` (``megatron.training.training``, where the DDP config is made). A full-iteration
-    graph needs that: it holds the copies' addresses, and no Python runs in its replay. A layer's
-    graph never sees them: ``finish_grad_sync`` makes them anew after all replays of a step, and
-    the optimizer has read them before the next. In that mode they lie beside all activations of
-    the next step, and beside all that a capture makes. No other code reads the field.
+    for the optimizer. With bf16 gradients and fp32 weights, the defaults of 0.19.2, these copies
+    take four bytes per parameter of the shard. ``zero_grad`` frees them before the next forward
+    pass, unless ``megatron_fsdp_cuda_graph_mode`` is set. Megatron sets it for every
+    ``--cuda-graph-impl`` except ``none`` (``megatron.training.training``, where the DDP config is
+    created). A full-iteration graph needs this mode: it holds the addresses of the copies, and no
+    Python runs in its replay. The graph of a layer never uses the copies: ``finish_grad_sync``
+    creates them after all replays of a step, and the optimizer has read them before the next
+    replay. In this mode the copies take memory in addition to all activations of the next step,
+    and in addition to all memory of a capture. No other code reads the field.
 
 Note [Nothing of the last step is needed by a capture]
     Megatron captures between two steps and clears all gradients afterwards
-    (``TECudaGraphHelper._reset_after_capture``); a step begins with clearing them too. So clearing
-    them before a capture changes no number, also where the capture fails and training goes on.
+    (``TECudaGraphHelper._reset_after_capture``). A step also begins by clearing them. So clearing
+    them before a capture changes no result, even if the capture fails and training continues.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ RELIES_ON = (
 def let_gradients_go(fsdp: Any) -> Callable[[], None]:
     """Let ``zero_grad`` free the gradient copies of each step, as in a run without graphs.
 
-    Not for a run in which a CUDA graph reads the optimizer's gradients (a full-iteration graph, a
+    Do not use it if a CUDA graph reads the optimizer's gradients (a full-iteration graph, or a
     graph of the optimizer): see Note [Gradients that outlive their step].
 
     Args:
         fsdp: the ``MegatronFSDP``.
 
     Returns:
-        The undo. Changes nothing where this Megatron-FSDP has no such mode.
+        The undo. Changes nothing if this Megatron-FSDP has no such mode.
     """
     config = fsdp.param_and_grad_buffer.ddp_config
     if not hasattr(config, _KEEPS):
@@ -74,16 +75,16 @@ def let_gradients_go(fsdp: Any) -> Callable[[], None]:
 
 
 def drop_gradients(fsdp: Any) -> int:
-    """Clear all gradients of the step before, and let the optimizer's copies of them go.
+    """Clear all gradients of the previous step, and free the optimizer's copies of them.
 
-    For the time before a capture, on all ranks or on some: no collective is issued. See
+    Call it before a capture, on all ranks or on some: it issues no collective. See
     Note [Nothing of the last step is needed by a capture].
 
     Args:
         fsdp: the ``MegatronFSDP``.
 
     Returns:
-        The bytes that the copies had.
+        The size of the freed copies in bytes.
     """
     before = _nbytes(gradient_copies(fsdp))
     undo = let_gradients_go(fsdp)
@@ -95,7 +96,7 @@ def drop_gradients(fsdp: Any) -> int:
 
 
 def gradient_copies(fsdp: Any) -> list[torch.Tensor]:
-    """Local gradient shards that the optimizer reads and that are no view of FSDP's own buffers."""
+    """Local gradient shards that the optimizer reads and that are not views of FSDP's buffers."""
     store = fsdp.param_and_grad_buffer
     buffers = (group.main_grad_buffer for group in store.parameter_groups)
     own = {_key(buffer.data) for buffer in buffers if buffer is not None}
@@ -107,7 +108,7 @@ def gradient_copies(fsdp: Any) -> list[torch.Tensor]:
 
 
 def _optimizer_gradients(store: Any) -> Iterable[torch.Tensor]:
-    # By both ways: a gradient taken off its parameter is still held by FSDP's own table.
+    # In both places: FSDP's own table still holds a gradient that its parameter has lost.
     for _, parameter in store.optimizer_named_parameters:
         for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
             if gradient is not None:

@@ -1,34 +1,35 @@
-"""Memory of graphs that lies idle between two steps, lent to what lives only then.
+"""Scratch memory: graph memory that is idle between two steps, for tensors that live only then.
 
-A graph's pool holds the activations that its forward pass leaves to its backward pass: reserved
-for good, since every replay writes to the same addresses, and of no use from the last backward pass
-of a step to the first forward pass of the next (see ``memory_pools.py``). The optimizer's copies of
-the gradients live in just that time.
+A graph's pool holds the activations that its forward pass saves for its backward pass. They stay
+reserved permanently, since every replay writes to the same addresses. But they are unused from the
+last backward pass of a step to the first forward pass of the next step (see ``pools.py``). The
+optimizer's copies of the gradients live exactly in that interval.
 
-Note [What is lent]
-    Blocks that were freed while the graphs were captured, and no others: the allocator itself gives
-    them out, as it would to another graph of the pool. They belong to the stream of the capture,
-    so they are asked for on that stream; whoever borrows uses them on the stream that the graphs
-    are replayed on, which orders them after one step's graphs and before the next one's.
-    Nothing may run on that stream, though: with deterministic algorithms ``torch.empty`` fills what
-    it gives (``torch.utils.deterministic.fill_uninitialized_memory``), and the fill would race with
-    what the other stream writes. So bare storages are asked for.
-    The pool must not grow for it: what it grew by would be lost to activations. So the first time
-    each piece is looked for in the allocator's own list of free blocks, the way it would look
-    itself (the smallest block that will do, and what is left of it if that is more than a MiB), and
-    only what has a block is asked for. Where the pool grew all the same, no more is lent.
+Note [What is borrowed]
+    Only blocks that were freed while the graphs were captured are borrowed. The allocator itself
+    allocates them, as it would for another graph of the pool. They belong to the capture stream, so
+    they are allocated on that stream. The borrower uses them on the stream that replays the graphs,
+    which orders this use after the graphs of one step and before those of the next.
+    No kernel may run on the capture stream, though. With deterministic algorithms ``torch.empty``
+    fills the memory that it returns (``torch.utils.deterministic.fill_uninitialized_memory``), and
+    the fill would race with writes on the other stream. So bare storages are allocated instead.
+    The pool must not grow, since activations could not use the growth. So the first time, a block
+    is searched for each piece in the allocator's list of free blocks, by the allocator's own rule
+    (the smallest block that fits; its rest is a block again if it has more than a MiB). Only pieces
+    with a block are allocated in the pool. If the pool grows anyway, nothing more is borrowed.
 
 Note [Side by side]
-    Pieces that follow each other into one block would lie side by side there, and are asked for at
-    once. The block is the smallest one for the first of them and large enough for all, so it is
-    the smallest one for all: the same bytes lie at the same places, whichever way they are asked
-    for, and no larger chunk leaves small blocks unused. Each piece begins at a multiple of 512
-    bytes, as every allocation does: kernels that see another alignment may sum in another order.
-    A chunk is free again when its last piece is. So a caller that asks anew while somebody has
-    one of its pieces gets ordinary memory for once: the pool has no second place for the chunk.
-    Ordinary memory is asked for piece by piece: large requests fit nowhere (docs/memory.md).
+    Consecutive pieces from the same block would lie side by side there, so they are allocated as
+    one chunk. The block is the smallest that fits the first piece and is large enough for all of
+    them, so it is also the smallest that fits the chunk. The bytes are at the same addresses either
+    way, and chunks never grow so large that small blocks stay unused. Each piece begins at a
+    multiple of 512 bytes, as every allocation does: with another alignment, kernels may sum in
+    another order.
+    A chunk is freed when its last piece is freed. A caller that asks again while somebody still
+    holds one of its pieces gets ordinary memory that time: the pool has no second place for the
+    chunk. Ordinary memory is allocated piece by piece: large requests fit nowhere (docs/memory.md).
 
-Relied on: torch 2.11, ``torch.cuda.memory_snapshot()`` (see ``memory_pools.py``),
+Relied on: torch 2.11, ``torch.cuda.memory_snapshot()`` (see ``pools.py``),
 ``torch.cuda.memory_reserved`` and ``torch._C``'s ``_cuda_beginAllocateCurrentThreadToPool``,
 ``_cuda_endAllocateToPool`` and ``_cuda_releasePool``, as ``torch.cuda.use_mem_pool`` calls them.
 """
@@ -57,35 +58,35 @@ _BEGIN, _END, _RELEASE = (
 )
 RELIES_ON = (_BEGIN, _END, _RELEASE)
 SMALL = 1 << 20
-"""Bytes up to which the allocator takes blocks of another kind; not worth lending."""
+"""Bytes up to which the allocator takes blocks of another kind, which are not worth borrowing."""
 _ROUND = 512
 _DENSE = torch.contiguous_format
 
 
 class ScratchMemory(Protocol):
-    """Where tensors that live between two steps come from."""
+    """The source of tensors that live between two steps."""
 
     def empty(
         self, caller: Hashable, like: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """A tensor of the shape of each of ``like``, contiguous and not initialised.
+        """A contiguous, uninitialised tensor with the shape of each of ``like``.
 
-        A caller asks for the same shapes each time, and all callers in the same order.
+        A caller asks for the same shapes each time, and callers ask in the same order.
         """
 
     def lends(self) -> bool:
-        """Whether some of them lie where the next replay writes."""
+        """Whether some of them are in memory that the next replay writes."""
 
     def still_held(self) -> int:
-        """How many allocations that lie there are still held by anybody; asked once for each."""
+        """How many borrowed allocations somebody still holds; each is reported only once."""
 
     def lend_no_more(self) -> None:
-        """Give ordinary memory from now on."""
+        """Return ordinary memory from now on."""
 
 
 @dataclass
 class _Part:
-    """Pieces without gaps that differ in their first dimension at most; elements of their chunk."""
+    """Adjacent pieces that differ only in the first dimension; offsets in elements of the chunk."""
 
     start: int
     stop: int
@@ -94,7 +95,7 @@ class _Part:
 
 
 class _Chunk:
-    """One allocation: which of the caller's pieces lie in it, and how it is cut."""
+    """One allocation: which of the caller's pieces it holds, and how it is cut."""
 
     def __init__(self, places: Sequence[int], like: Sequence[torch.Tensor], base: torch.Tensor):
         self.places = places
@@ -111,33 +112,33 @@ class _Chunk:
             start = -(-stop // unit) * unit
         shape = like[places[0]].shape if len(places) == 1 else torch.Size([start])
         self.template = base.expand(shape)
-        """Of the chunk's shape, with memory of one element: ``empty_like`` is the fastest call."""
+        """Has the chunk's shape and memory of one element, for ``empty_like``, the fastest call."""
 
     def cut(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The pieces of a tensor that was made like the template."""
+        """Cut a tensor that was made like the template into the pieces."""
         if len(self.places) == 1:
             return (memory,)
         found: list[torch.Tensor] = []
         for part in self.parts:
             rows = memory[part.start : part.stop].view(-1, *part.tail)
-            # To autograd they are tensors of their own, as single ones would be.
+            # To autograd they are independent tensors, like pieces that are allocated alone.
             found += rows.unsafe_split_with_sizes(part.rows)
         return found
 
 
 @dataclass
 class _Plan:
-    """What a caller gets of the pool, and of ordinary memory."""
+    """What a caller gets from the pool, and what from ordinary memory."""
 
     lent: list[_Chunk] = field(default_factory=list)
     ordinary: list[_Chunk] = field(default_factory=list)
 
 
 class IdlePool:
-    """The idle memory of one pool; see Note [What is lent].
+    """Scratch memory of one graph pool; see Note [What is borrowed].
 
     Args:
-        pool: of the graphs.
+        pool: the graphs' pool.
     """
 
     def __init__(self, pool: tuple[int, int]) -> None:
@@ -150,7 +151,7 @@ class IdlePool:
         self._given: dict[Hashable, list[StorageReference]] = {}
         self._grew = False
         self.lent_bytes = 0
-        """By the plans made so far."""
+        """Bytes that the plans made so far borrow."""
 
     def lends(self) -> bool:
         """See :class:`ScratchMemory`."""
@@ -191,7 +192,7 @@ class IdlePool:
         return found
 
     def _planned(self, like: Sequence[torch.Tensor], dtype: torch.dtype) -> _Plan:
-        """Ask for all that has a block, and see what the pool gives without growing."""
+        """Allocate each piece that has a block, to see what the pool gives without growing."""
         sizes = [tensor.numel() * dtype.itemsize for tensor in like]
         base = torch.empty((), dtype=dtype, device=self._device)
         places: list[list[int]] = []
@@ -217,7 +218,7 @@ class IdlePool:
         )
 
     def _free_blocks(self) -> list[int]:
-        """Sizes of what the pool could give on its stream, in bytes and in order."""
+        """Sizes of the blocks that the pool could give on its stream, in bytes, ascending."""
         stream = self._stream.cuda_stream if self._stream is not None else None
         return sorted(
             block["size"]
@@ -228,7 +229,7 @@ class IdlePool:
         )
 
     def _lent(self, chunk: _Chunk) -> torch.Tensor | None:
-        """A chunk in the pool, or None where the pool has grown for it."""
+        """A chunk in the pool; None if the pool grew for it, or could not."""
         before = torch.cuda.memory_reserved(self._index)
         try:
             with self._allocating():
@@ -246,7 +247,7 @@ class IdlePool:
 
     @contextmanager
     def _allocating(self) -> Iterator[None]:
-        """Let this thread's allocations come from the pool."""
+        """Route this thread's allocations to the pool."""
         assert self._stream is not None
         begin, end, release = _BEGIN.find(), _END.find(), _RELEASE.find()
         with torch.cuda.stream(self._stream):
@@ -259,21 +260,21 @@ class IdlePool:
 
 
 def _bare(like: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor that nothing has filled; see Note [What is lent]."""
+    """A contiguous tensor that no kernel has filled; see Note [What is borrowed]."""
     storage = torch.UntypedStorage(like.numel() * like.itemsize, device=like.device)
     empty = torch.tensor([], dtype=like.dtype, device=like.device)
     return empty.set_(storage, 0, (like.numel(),), (1,)).view(like.shape)
 
 
 def side_by_side(blocks: list[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Which pieces to ask for at once; see Note [Side by side].
+    """Which pieces to allocate together; see Note [Side by side].
 
     Args:
-        blocks: sizes of free blocks in bytes, in order; what is left of them afterwards.
-        sizes: of the pieces, in bytes.
+        blocks: sizes of free blocks in bytes, ascending; afterwards, what is left of them.
+        sizes: sizes of the pieces in bytes.
 
     Returns:
-        Places in ``sizes``, those of one chunk together. A piece without a block is in none.
+        Indices into ``sizes``, one list per chunk. A piece without a block is in no list.
     """
     found: list[list[int]] = []
     rest = 0
@@ -290,15 +291,15 @@ def side_by_side(blocks: list[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def take(blocks: list[int], nbytes: int) -> int | None:
-    """The free block that a piece is put into, if any; ``blocks`` is then what is left of them.
+    """Take the free block for a piece out of ``blocks`` and return its size; None if none fits.
 
-    As torch 2.11's allocator does: a piece is rounded up to 512 bytes, the smallest block that is
-    large enough is taken, and its rest is a block again if it has more than a MiB. Pieces of a MiB
-    or less come from blocks of another kind and never fit.
+    As in torch 2.11's allocator, a piece is rounded up to 512 bytes and takes the smallest block
+    that fits; the rest of it is a block again if it has more than a MiB. Pieces of a MiB or less
+    come from blocks of another kind and never fit.
 
     Args:
-        blocks: sizes in bytes, in order.
-        nbytes: of the piece.
+        blocks: sizes in bytes, ascending.
+        nbytes: size of the piece.
     """
     wanted = _rounded(nbytes)
     place = bisect_left(blocks, wanted)

@@ -5,7 +5,7 @@ torch's own weak reference holds one reference count of the storage, as a plain 
 is then corrupt: the process crashes later, somewhere else, in ``malloc``.
 
 Relied on: torch 2.11, ``torch.multiprocessing.reductions.StorageWeakRef`` and
-``torch.UntypedStorage._new_with_weak_ptr``, which gives None once the last owner is gone.
+``torch.UntypedStorage._new_with_weak_ptr``, which returns None once the last owner is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class StorageReference:
-    """Refers to ``storage`` without keeping its memory; no other storage gets its address."""
+    """Refers to ``storage`` without keeping its memory; no other storage gets its ``_cdata``."""
 
     __slots__ = ("_weak",)
 
@@ -25,14 +25,14 @@ class StorageReference:
         self._weak = StorageWeakRef(storage)
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage, or None if it has no owner any more."""
+        """The storage, or None if it no longer has an owner."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
             self._weak.cdata
         )
         return found
 
     def expired(self) -> bool:
-        """Whether the storage has no owner any more."""
+        """Whether the storage no longer has an owner."""
         return bool(self._weak.expired())
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:

@@ -1,13 +1,13 @@
 """Who holds memory that an eager run would not hold, or not all the time, in bytes.
 
-Every storage is counted once, for the first holder that has it. Memory that is only *addressed*,
-through a weak reference into a graph's pool, is told apart from memory that is held where the
-allocator's snapshot is given.
+Every storage is counted once, for the first holder that has it. With the allocator's snapshot,
+memory that is held is counted apart from memory that is only *addressed*, through a weak reference
+into a graph's pool.
 
 Relied on: TE 2.20.2, ``transformer_engine/pytorch/graph.py``: the variables of
 ``release_static_state``, which each graphed callable keeps in its closure ``helpers``.
 megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``ParamAndGradBuffer.parameter_groups`` with their
-buffers and allocators, and ``utils.get_global_memory_buffer``, where double buffers lie.
+buffers and allocators, and ``utils.get_global_memory_buffer``, which holds double buffers.
 torch 2.11: the fields of ``torch.cuda.memory_snapshot()``.
 """
 
@@ -47,30 +47,30 @@ _TAPE = {"inputs": INPUTS, "outputs": OUTPUTS, "grad_outputs": GRAD_OUTPUTS} | {
 
 @dataclass
 class Row:
-    """What one holder has of one kind; bytes."""
+    """Memory of one holder and one kind, in bytes."""
 
     holder: str
     kind: str
     held: int = 0
     addressed: int = 0
-    """In memory that the allocator may give to others."""
+    """Memory that the allocator may give to others."""
     tensors: int = 0
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """All holders, and the allocator's pools where there is a GPU."""
+    """All holders, and the allocator's pools if there is a GPU."""
 
     rows: tuple[Row, ...]
     pools: tuple[PoolUse, ...] = ()
 
     @property
     def held(self) -> int:
-        """Bytes of all rows."""
+        """Bytes held, over all rows."""
         return sum(row.held for row in self.rows)
 
     def of_kind(self, kind: str) -> int:
-        """Bytes held of one kind, by whomever."""
+        """Bytes held of one kind, over all holders."""
         return sum(row.held for row in self.rows if row.kind == kind)
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class MemoryReport:
         }
 
     def text(self) -> str:
-        """A table to read, in MiB, with rows of one kind summed up over layers."""
+        """A readable table in MiB; rows of one kind are summed over layers."""
         merged = _merged(self.rows)
         lines = [f"{'holder':<34}{'what':<34}{'held MiB':>12}{'addressed':>12}{'tensors':>9}"]
         lines += [
@@ -98,7 +98,7 @@ class Tally:
     """Counts storages, each once.
 
     Args:
-        is_held: whether the memory at an address belongs to somebody; None: all does.
+        is_held: whether the memory at an address is in use; None means that all of it is.
     """
 
     is_held: Callable[[int], bool] | None = None
@@ -121,21 +121,21 @@ class Tally:
                 row.addressed += storage.nbytes()
 
     def rows(self) -> tuple[Row, ...]:
-        """All, in the order in which holders were added."""
+        """All rows, in the order in which holders were added."""
         return tuple(self._rows.values())
 
 
 def report(session: Session, optimizers: Iterable[Any] = ()) -> MemoryReport:
-    """Walk a session's graphs, its Megatron-FSDP, and optimizers if given.
+    """Count the memory of a session's graphs, its Megatron-FSDP, and the given optimizers.
 
     Args:
-        session: in any phase; without graphs, the buffers alone are counted.
-        optimizers: Megatron's or torch's, for their states.
+        session: in any phase; without graphs, only the buffers are counted.
+        optimizers: Megatron's or torch's; their states are counted.
     """
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
     tally = Tally(held_addresses(segments) if segments else None)
     fsdp = session._fsdp
-    # FSDP's first: what a graph only reads of it is no memory of the graph.
+    # FSDP first: its memory that a graph only reads does not belong to the graph.
     _add_fsdp(tally, fsdp)
     for unit in session._units:
         add_graphs(tally, unit.name, getattr(unit.layer, "cuda_graphs", ()))
@@ -145,13 +145,13 @@ def report(session: Session, optimizers: Iterable[Any] = ()) -> MemoryReport:
 
 
 def log_report(session: Session, when: str, level: int = logging.DEBUG) -> None:
-    """Log a report; makes none where nobody reads that level."""
+    """Log a report; does nothing if that level is not logged."""
     if logger.isEnabledFor(level):
         logger.log(level, "memory %s:\n%s", when, report(session).text())
 
 
 def add_graphs(tally: Tally, holder: str, graphs: Sequence[Any]) -> None:
-    """Count what a layer's graphs keep, but for parameters, which are not theirs."""
+    """Count what a layer's graphs keep, except parameters, which they do not own."""
     for graph in graphs:
         for kind, tensors in static_tensors(graph).items():
             own = (t for t in tensors if t is not None and not isinstance(t, nn.Parameter))
@@ -161,7 +161,7 @@ def add_graphs(tally: Tally, holder: str, graphs: Sequence[Any]) -> None:
 def static_tensors(graph: Any) -> dict[str, Sequence[torch.Tensor | None]]:
     """Tensors of a graphed callable by kind: TE's, the tape's, or one of them behind its guard.
 
-    Empty for one that was reset, or is of another make.
+    Empty for a callable that was reset or is of another type.
     """
     inner = vars(graph).get("_graph", graph)
     recorded = vars(inner).get("_recorded")
@@ -212,7 +212,7 @@ def _add_fsdp(tally: Tally, fsdp: Any) -> None:
 
 
 def _pooled_buffers(fsdp: Any) -> dict[tuple[str, torch.dtype], torch.Tensor]:
-    """Buffers by name and dtype that FSDP's fixed pools took, of all models of this process."""
+    """Buffers of FSDP's fixed pools by name and dtype, of all models of this process."""
     home = type(fsdp).__module__.rpartition(".")[0]
     utils = importlib.import_module(f"{home}.utils")
     buffers: dict[tuple[str, torch.dtype], torch.Tensor] = utils.get_global_memory_buffer().buffer
@@ -220,7 +220,7 @@ def _pooled_buffers(fsdp: Any) -> dict[tuple[str, torch.dtype], torch.Tensor]:
 
 
 def _allocators(store: Any) -> list[Any]:
-    """Whatever gives ``store`` temporary buckets, each once."""
+    """The allocators of temporary buckets of ``store``, each once."""
     found = [store.weight_alloc, store.transpose_weight_alloc, store.main_grad_alloc]
     found.append(getattr(store, "hsdp_grad_comm_alloc", None))
     for group in store.parameter_groups:
@@ -231,12 +231,12 @@ def _allocators(store: Any) -> list[Any]:
 
 
 def _closure(function: Any) -> dict[str, Any]:
-    """The values of :func:`cells_of` the function."""
+    """The values of the function's closure variables, by name."""
     return {name: cell.cell_contents for name, cell in cells_of(function).items()}
 
 
 def _merged(rows: Iterable[Row]) -> list[Row]:
-    """Rows of layers summed up by kind."""
+    """Rows of layers, summed by kind."""
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
         holder = "graphs" if row.kind in _STATIC.values() else row.holder

@@ -1,1 +1,1 @@
-"""Contact with code that is not ours: what is relied on, and what is patched."""
+"""Code of other packages: what we rely on, and what we patch."""

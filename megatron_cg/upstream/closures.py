@@ -1,4 +1,4 @@
-"""Closure variables of other packages' functions, by name, and set with an undo."""
+"""Closure variables of other packages' functions: found by name, and set with an undo."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class _Cell:
 
 
 def cells_of(function: Any) -> dict[str, CellType]:
-    """What ``function`` keeps of enclosing functions; empty where it is no function."""
+    """The closure variables of ``function`` by name; empty if it is not a function."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
 
 
 def set_cell(cell: CellType, value: Any) -> Undo:
-    """Let functions that share a closure variable see ``value``; returns the undo."""
+    """Set a closure variable for all functions that share it; returns the undo."""
     return change(_Cell(cell), value)
 
 
 def put_over_cell(cell: CellType, function: Any) -> Undo:
-    """Let functions that share a closure variable call ``function`` instead of its value.
+    """Make functions that share a closure variable call ``function`` instead of its value.
 
     Returns the undo; see Note [Only what is still ours] in ``megatron_cg/upstream/patch.py``.
     """

@@ -1,15 +1,15 @@
 """Copies and pickles of a graphed module: a copy is plain, as without graphs.
 
-What we attach to a module refers to that one module: a replay that stands for ``forward`` would run
-the original's graph for the copy, and graphs and their memory cannot be copied at all. So this file
-notes all of it and leaves it out of the state that copies are made from.
+Everything that we attach to a module refers to that one module. A replay that replaces ``forward``
+would run the original's graph for the copy, and graphs and their memory cannot be copied at all. So
+this file records our changes and leaves them out of the state that copies are made from.
 
 Note [Where a copy comes from]
-    ``copy.copy``, ``copy.deepcopy`` and ``pickle`` make an object from its state, which they get
-    by looking up ``__reduce_ex__`` on the object itself, so an entry in its own dictionary comes
-    first (CPython 3.12, ``copy.py`` and ``_pickle.c``). A class with ``__deepcopy__`` or
-    ``__copy__`` of its own is not asked for that; no module of Megatron or Transformer Engine has
-    one.
+    ``copy.copy``, ``copy.deepcopy`` and ``pickle`` create an object from its state. They get the
+    state by looking up ``__reduce_ex__`` on the object itself, so an entry in the object's own
+    dictionary comes first (CPython 3.12, ``copy.py`` and ``_pickle.c``). If a class has its own
+    ``__deepcopy__`` or ``__copy__``, they use that instead; no module of Megatron or Transformer
+    Engine has one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
 class _Reduce:
-    """Gives the state for copies of one module; in its dictionary while anything is left out."""
+    """Returns the state for copies of one module; in its dictionary while anything is left out."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -52,12 +52,12 @@ class _Reduce:
 
 
 def leave_out(owner: Any, name: str, before: Any) -> Callable[[], None]:
-    """Copy ``owner`` with ``before`` as its attribute ``name``, until the returned undo is called.
+    """Let copies of ``owner`` have ``before`` as attribute ``name``, until the undo is called.
 
     Args:
-        owner: a module; nothing is done for anything else.
+        owner: a module; for anything else this does nothing.
         name: an attribute that was changed.
-        before: its value until then in the module's own dictionary, or :data:`ABSENT`.
+        before: its previous value in the module's own dictionary, or :data:`ABSENT`.
     """
     if not isinstance(owner, nn.Module):
         return lambda: None
@@ -75,9 +75,9 @@ def leave_out(owner: Any, name: str, before: Any) -> Callable[[], None]:
 
 
 def look_before(module: nn.Module, hook: Callable[..., None]) -> Callable[[], None]:
-    """Register a forward pre-hook that gets keyword arguments and stays out of copies.
+    """Register a forward pre-hook that gets keyword arguments and is left out of copies.
 
-    Returns what removes it.
+    Returns the undo.
     """
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     _reduce_of(module).hooks.add(handle.id)

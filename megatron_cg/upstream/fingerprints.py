@@ -1,7 +1,7 @@
-"""A fingerprint of what a function does: of its code, not of its formatting.
+"""A fingerprint of a function's code that ignores its formatting.
 
-It stays the same where comments, docstrings, annotations or line breaks change, and for every
-version of Python that reads the function into the same syntax tree.
+It stays the same if comments, docstrings, annotations or line breaks change, and for every version
+of Python that parses the function into the same syntax tree.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WITH_DOCSTRING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Modu
 
 
 def of_function(function: Any) -> str | None:
-    """The fingerprint of a function, or of a code object; None where its source is missing.
+    """The fingerprint of a function, or of a code object; None if its source is missing.
 
     Args:
-        function: decorators that keep it as ``__wrapped__`` are unwrapped; the source has them.
+        function: decorators with ``__wrapped__`` are unwrapped; the source includes them.
     """
     try:
         source = inspect.getsource(function)
@@ -72,6 +72,6 @@ def _code(node: Any) -> str:
     fields = {name: value for name, value in ast.iter_fields(node) if name not in _NOT_CODE}
     if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = fields["body"][1:]
-    # Absent and empty count as the same: versions of Python differ in which one a field is.
+    # Absent and empty count as equal: versions of Python differ in which one they use.
     kept = (f"{name}={_code(value)}" for name, value in fields.items() if value not in (None, []))
     return f"{type(node).__name__}({' '.join(kept)})"

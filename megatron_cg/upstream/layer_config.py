@@ -1,8 +1,8 @@
-"""A view of a model's config with ``cuda_graph_modules`` of its own.
+"""A view of a model's config with its own ``cuda_graph_modules``.
 
-All layers of a Megatron model share one ``TransformerConfig``, and what a graph covers is read
-from it at capture and at replay: by the layer itself (``transformer_layer.py``) and by its
-``MoELayer`` (``moe_utils.py``, ``maybe_skip_or_early_return_by_cudagraph``); megatron-core 0.19.2.
+All layers of a Megatron model share one ``TransformerConfig``. At capture and at replay, the layer
+(``transformer_layer.py``) and its ``MoELayer`` (``moe_utils.py``,
+``maybe_skip_or_early_return_by_cudagraph``) read from it what a graph covers; megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class LayerConfig:
-    """``config`` with other ``cuda_graph_modules``; every other field is read and written there."""
+    """``config`` with other ``cuda_graph_modules``; all other fields are those of ``config``."""
 
     def __init__(self, config: Any, modules: Sequence[Any]) -> None:
         vars(self)["_config"] = config
@@ -22,7 +22,7 @@ class LayerConfig:
         return getattr(vars(self)["_config"], name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is one of the model's config."""
+        """Copy the model's config, not this view."""
         return vars(self)["_config"].__reduce_ex__(protocol)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,19 +1,19 @@
-"""Changes with an undo that leaves alone what others have changed since then.
+"""Changes with an undo that respects what other code has changed since.
 
 Note [Only what is still ours]
-    An undo restores the old value only if the current value is still ours. If other code has put
-    its own value there since, that stays, and a warning names both. If their function calls ours,
+    An undo restores the old value only if the current value is still ours. If other code has set
+    its own value since, that value stays, and a warning names both. If their function calls ours,
     ours then only passes calls on to the function that it replaced.
 
 Note [In any order]
-    Several changes of ours may be made to one place and undone in any order. If one that is not the
-    last is undone, the next change then restores the value from before both.
+    We may make several changes at one place and undo them in any order. If a change is undone that
+    is not the last one, the change after it then restores the value from before both.
 
 Note [No frame of ours in between]
-    Functions of ours run many times a microbatch, and a Python frame around each of them costs as
-    much as some of them save. So a ``functools.partial`` without arguments, which CPython calls
-    without a frame, stands at the place. Its ``__setstate__`` exchanges what it calls, so a call
-    has nothing to ask (CPython 3.12, ``Modules/_functoolsmodule.c``, ``partial_setstate``).
+    Our functions run many times per microbatch, and a Python frame around each of them costs as
+    much as some of them save. So we install a ``functools.partial`` without arguments, which
+    CPython calls without a frame. Its ``__setstate__`` replaces the function that it calls, so a
+    call needs no check (CPython 3.12, ``Modules/_functoolsmodule.c``, ``partial_setstate``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Place(Protocol):
         """The value there; ``ABSENT`` if there is none."""
 
     def put(self, value: Any) -> None:
-        """Put ``value`` there; ``ABSENT`` removes what is there."""
+        """Set ``value`` there; ``ABSENT`` removes the current value."""
 
 
 class _Attribute:
@@ -89,21 +89,21 @@ class _Change:
 
 
 class _Changes(list[_Change]):
-    """Changes of one place that are not undone yet, in the order in which they were made."""
+    """Changes at one place that are not undone yet, in the order in which they were made."""
 
 
 _changes: WeakValueDictionary[tuple[int, str], _Changes] = WeakValueDictionary()
-"""By place. Each undo holds those of its own place: with no undo left, nothing keeps the owner."""
+"""By place. Each undo holds the changes at its place; once all are gone, so is the entry."""
 
 
 def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -> Undo:
-    """Put ``value`` at ``place``; returns the undo, which is safe to run twice.
+    """Set ``value`` at ``place``; returns the undo, which is safe to call twice.
 
     Args:
         place: where.
         value: what.
         shared: whether other code also sets it in normal operation. The undo then restores the
-            old value, whatever is there.
+            old value, whatever the current value is.
         label: a name for ``value`` in messages.
     """
     made = _Change(place, value, label)
@@ -162,8 +162,8 @@ def set_attribute(
 ) -> Undo:
     """Set an attribute in ``owner``'s own dictionary; returns the undo.
 
-    An attribute that was only inherited is deleted again, so that nothing of ours stays behind.
-    A copy of a module that is made in between has the old one; see ``copies.py``.
+    The undo deletes an attribute that was only inherited before, so that nothing of ours remains.
+    A copy of a module that is made before the undo has the old value; see ``copies.py``.
     ``shared`` and ``label`` are as in :func:`change`. For functions see :func:`put_over`.
     """
     place = _Attribute(owner, name)
@@ -175,7 +175,7 @@ def set_attribute(
 
 
 def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str = "") -> Undo:
-    """Let ``function`` be called instead of the function or method ``name`` of ``owner``.
+    """Replace the function or method ``name`` of ``owner`` with ``function``.
 
     It is called in the same way: bound, for a method of an object. The new value has it as
     ``__wrapped__``. ``label`` is its name in messages.
@@ -196,9 +196,9 @@ def put_over(owner: Any, name: str, function: Callable[..., Any], *, label: str 
 
 
 class _Over(partial[Any]):
-    """Calls a function, until it is told to call another; see Note [No frame of ours in between].
+    """Calls a function that can be exchanged; see Note [No frame of ours in between].
 
-    At a place in a class it is a method of the class's objects.
+    As an attribute of a class it is a method of the class's objects.
     """
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
@@ -206,9 +206,9 @@ class _Over(partial[Any]):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """Of a method of an object: a function that takes the object too.
+        """For a method of an object: a function that also takes the object.
 
-        torch's schedulers take it and bind it to the object themselves (torch 2.11,
+        torch's schedulers read it and bind it to the object themselves (torch 2.11,
         ``LRScheduler._initial_step``).
         """
 
@@ -220,7 +220,7 @@ class _Over(partial[Any]):
 
 
 def passing(function: Any, beneath: Any) -> tuple[Any, Undo]:
-    """Something that calls ``function``, and what makes it call ``beneath`` from then on."""
+    """A callable that calls ``function``, and a switch that makes it call ``beneath`` instead."""
     over = _named_as(_Over(function), function, beneath)
 
     def pass_on() -> None:
@@ -231,7 +231,7 @@ def passing(function: Any, beneath: Any) -> tuple[Any, Undo]:
 
 
 def run_before(owner: Any, name: str, action: Callable[[], None]) -> Undo:
-    """Let ``action`` run before each call of a method of ``owner``; returns the undo."""
+    """Run ``action`` before each call of a method of ``owner``; returns the undo."""
     method = getattr(owner, name)
 
     def before(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ def run_before(owner: Any, name: str, action: Callable[[], None]) -> Undo:
 
 
 def run_after(owner: Any, name: str, action: Callable[[], None]) -> Undo:
-    """Let ``action`` run as a call of a method of ``owner`` returns; returns the undo."""
+    """Run ``action`` when a call of a method of ``owner`` returns; returns the undo."""
     method = getattr(owner, name)
 
     def after(*args: Any, **kwargs: Any) -> Any:
@@ -259,7 +259,7 @@ def described(value: Any) -> str:
         return "nothing"
     named = getattr(value, "func", value)  # of a partial
     code = getattr(named, "__code__", None)
-    if code is not None:  # whose own name is not that of what it wraps
+    if code is not None:  # not ``__qualname__``, which may be that of a wrapped function
         return f"{named.__globals__['__name__']}.{code.co_qualname}"
     kind = named if isinstance(named, type) else type(named)
     return f"{kind.__module__}.{kind.__qualname__}" if callable(value) else repr(value)
@@ -282,9 +282,9 @@ def _named_as(over: Any, function: Any, beneath: Any, *, bound: bool = False) ->
 
 @contextmanager
 def garbage_collection_kept() -> Iterator[None]:
-    """Put automatic garbage collection back on or off, as it was.
+    """Restore automatic garbage collection, on or off, as it was before.
 
-    TE switches it off around each graph and, after an exception in one, not on again
+    TE turns it off around each graph and does not turn it on again after an exception in one
     (TE 2.20.2, ``graph.py``, ``_graph_context_wrapper``).
     """
     enabled = gc.isenabled()

@@ -1,8 +1,8 @@
-"""Installed versions, and the one place where a symbol of another package is looked up.
+"""Installed versions, and the only place that looks up symbols of other packages.
 
-A module that relies on another package declares what it relies on as :class:`Symbol`, uses those
-very objects to get at it, and lists them all in a tuple ``RELIES_ON``: ``megatron-cg doctor`` finds
-the modules that have one and looks up each symbol, so what is checked and what is used are one.
+A module that relies on another package declares each symbol as a :class:`Symbol`, gets the object
+from that :class:`Symbol`, and lists all of them in a tuple ``RELIES_ON``. ``megatron-cg doctor``
+finds the modules that have this tuple and looks up each symbol, so it checks exactly what is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def changed(distribution: str, symbol: str, expected: str) -> UpstreamChangedError:
-    """The error for a symbol that is not what we rely on, with the version that is installed."""
+    """The error for a symbol that is not as we rely on it, with the installed version."""
     version = installed_version(distribution) or "not installed"
     return UpstreamChangedError(distribution, version, symbol, expected)
 
@@ -40,7 +40,7 @@ def changed(distribution: str, symbol: str, expected: str) -> UpstreamChangedErr
 def lookup(distribution: str, path: str, expected: str) -> Any:
     """The object at ``module:attribute.path`` that we rely on in ``distribution``.
 
-    Raises UpstreamChangedError, with package, version and symbol, when it is not there.
+    Raises UpstreamChangedError, with package, version and symbol, if it is not there.
     """
     module_name, _, attributes = path.partition(":")
     try:
@@ -54,13 +54,13 @@ def lookup(distribution: str, path: str, expected: str) -> Any:
 
 @dataclass(frozen=True)
 class Symbol:
-    """What a module of ours relies on in another package."""
+    """A symbol of another package that one of our modules relies on."""
 
     distribution: str
     path: str
-    """``module:attribute.path``; after ``<locals>.`` the name of a function defined inside."""
+    """``module:attribute.path``; ``<locals>.`` precedes the name of a function defined inside."""
     expected: str
-    """What it is to us, for messages."""
+    """What we use it as, for messages."""
     parameters: tuple[str, ...] = ()
     """Names that its signature has, in this order; others may stand between them."""
     attributes: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Symbol:
     fingerprints: tuple[str, ...] = ()
     """For a function that we replace: fingerprints of its code in the releases that the replacement
     was written for (``python -m tools.fingerprints`` prints the installed ones). A different
-    fingerprint is no error: the replacement stays off then."""
+    fingerprint is not an error: the replacement then stays off."""
 
     def unknown_body(self) -> str | None:
         """Why our replacement of this function may do something else; None if it does the same.
@@ -87,9 +87,9 @@ class Symbol:
         )
 
     def find(self) -> Any:
-        """The object, of a function inside another its code.
+        """The object; for a function defined inside another, its code.
 
-        Raises UpstreamChangedError where it is not there, or lacks a parameter or attribute.
+        Raises UpstreamChangedError if it is not there, or lacks a parameter or attribute.
         """
         outer, _, inner = self.path.partition(f".{_INSIDE}.")
         found = lookup(self.distribution, outer, self.expected)
@@ -116,7 +116,7 @@ def _has_in_order(function: Any, names: tuple[str, ...]) -> bool:
 
 
 def _codes_in(function: Any) -> Iterator[CodeType]:
-    """The code of the functions that a function, or code, defines; not of those inside them."""
+    """The code of the functions defined directly in a function or in code, not of nested ones."""
     code = getattr(inspect.unwrap(function), "__code__", function)
     for constant in getattr(code, "co_consts", ()):
         if isinstance(constant, CodeType):
@@ -124,7 +124,7 @@ def _codes_in(function: Any) -> Iterator[CodeType]:
 
 
 def _has_attribute(cls: Any, name: str) -> bool:
-    """Whether instances of ``cls`` have, or its code sets, ``name``; nothing of it is run."""
+    """Whether instances of ``cls`` have ``name``, or its code sets it; runs none of its code."""
     if hasattr(cls, name):
         return True
     for owner in getattr(cls, "__mro__", ()):

@@ -1,14 +1,14 @@
-"""A backend without a GPU: ATen operations recorded on a tape instead of a CUDA graph.
+"""A backend without a GPU: it records ATen operations on a tape instead of a CUDA graph.
 
 The contract is that of ``make_graphed_callables`` in transformer-engine 2.20.2
-(``transformer_engine/pytorch/graph.py``): the same refusals, the same warmup, hooks run outside
-of what is recorded, gradients gathered by ``torch.autograd.backward`` with ``.grad`` taken away,
-parameter gradients returned as clones. A post-accumulate-grad hook that was left on a parameter
-therefore fires in warmup and capture here as it does there.
+(``transformer_engine/pytorch/graph.py``): the same refusals and the same warmup. Hooks run outside
+of the recording. ``torch.autograd.backward`` collects gradients, with ``.grad`` removed before.
+Parameter gradients are returned as clones. So a post-accumulate-grad hook that was left on a
+parameter fires in warmup and capture here, as it does in TE.
 
-What it shows of a graph: no Python of the module runs at a replay, arguments are addresses and
-not Python tensors, memory is poisoned as soon as other graphs of the pool might use it, and a
-copy between host and device is refused. What it cannot show: kernels, streams, speed.
+It reproduces these properties of a graph: no Python of the module runs at a replay, arguments are
+addresses and not Python tensors, memory is poisoned as soon as other graphs of the pool might use
+it, and a copy between host and device is refused. It does not reproduce kernels, streams or speed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_cg.replay.replay_function import ReplayFunction
 
 Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
 
-#: Options of make_graphed_callables that ask for FP8, and those without a meaning on the tape.
+#: Options of make_graphed_callables that ask for FP8, and those without effect on the tape.
 _FP8_OPTIONS = ("enabled", "fp8_enabled", "calibrating", "fp8_calibrating")
 _IDLE_OPTIONS = frozenset(
     {*_FP8_OPTIONS, "pool", "recipe", "fp8_recipe", "amax_reduction_group", "fp8_group"}
@@ -44,7 +44,7 @@ _IDLE_OPTIONS = frozenset(
 
 
 class TapeBackend:
-    """Records layers on tapes; see the module's docstring for what that shows."""
+    """Records layers on tapes; the module's docstring says what they reproduce."""
 
     name = "tape"
 
@@ -72,7 +72,7 @@ class TapeBackend:
 
         Raises:
             CaptureError: samples and callables do not match, an option is unknown or asks for
-                FP8, an output is no tensor, or an input that needs a gradient gets none.
+                FP8, an output is not a tensor, or an input that needs a gradient gets none.
             HookError: a module still has hooks, a buffer needs a gradient, or a capture-time
                 hook has an unknown key or returns a value.
             HostSyncError: a callable reads a tensor on the host.
@@ -107,23 +107,23 @@ class TapeBackend:
         """Nothing: the tape has no FP8."""
 
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
-        """None: all that a tape uses are parameters and buffers."""
+        """None: a tape uses only parameters and buffers."""
         return []
 
     def scratch(self) -> ScratchMemory | None:
-        """None: the memory of tapes is ordinary memory."""
+        """None: tapes use ordinary memory."""
         return None
 
     def synchronize(self) -> None:
-        """Nothing to wait for: a replay is over when its call returns."""
+        """Nothing to wait for: a replay has finished when its call returns."""
 
     def without_updates(self) -> AbstractContextManager[None]:
-        """Nothing to leave out: the tape has no FP8."""
+        """Nothing to skip: the tape has no FP8."""
         return nullcontext()
 
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
-        """Put back the generator's state and the states of Megatron's RNG tracker, always."""
+        """Always restore the generator's state and the states of Megatron's RNG tracker."""
         tracker = _megatron_tracker()
         generator = torch.default_generator.get_state()
         tracked = dict(tracker.states_) if tracker is not None else {}
@@ -179,7 +179,7 @@ class _Capture:
             self._keep_used_parameters(step, found, iteration)
 
     def record(self) -> None:
-        """Record every pass in order, then poison all that recording left in the pool."""
+        """Record every pass in order, then poison all memory that recording left in the pool."""
         for step in self._steps:
             if step.forward:
                 self._record_forward(step)
@@ -230,7 +230,7 @@ class _Capture:
         )
 
     def _static_grad_outputs(self, item: Recorded) -> tuple[torch.Tensor | None, ...]:
-        """Return memory for incoming gradients, one for all alike when buffers are shared."""
+        """Return memory for incoming gradients; equal signatures share it if buffers are shared."""
         key = tuple(
             (o.shape, o.dtype) if o is not None and o.requires_grad else None for o in item.outputs
         )
@@ -263,7 +263,7 @@ class _Capture:
     def _keep_used_parameters(
         self, step: Step, grads: tuple[torch.Tensor | None, ...], iteration: int
     ) -> None:
-        """Drop parameters that got no gradient, so that no hook of theirs fires at a replay."""
+        """Drop parameters that got no gradient, so that none of their hooks fires at a replay."""
         item = self.recorded[step.sample]
         by_input = dict(zip((id(t) for t in item.inputs if t.requires_grad), grads, strict=True))
         user = item.inputs[: item.user_args]
@@ -281,10 +281,10 @@ class _Capture:
             item.parameters, item.inputs = used, (*user, *used)
 
     def _settle_lifetimes(self) -> None:
-        """Work out when the pool may use each storage again, and poison everything once.
+        """Determine when the pool may reuse each storage, and poison everything once.
 
-        Outputs live until their own backward where TE shares buffers, else for ever; gradients
-        of inputs until the backward after the next one begins.
+        If TE shares buffers, outputs live until their own backward, and gradients of inputs until
+        the backward after the next one begins. Otherwise both live permanently.
         """
         backwards = [self.recorded[step.sample] for step in self._steps if not step.forward]
         for position, item in enumerate(backwards):
@@ -309,7 +309,7 @@ class _Capture:
 def _surface(
     module: nn.Module, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Recorded:
-    """Return the static input surface of one sample, nothing recorded yet."""
+    """Return the static input surface of one sample, with nothing recorded yet."""
     flat, _ = tree_flatten((args, list(kwargs.values())))
     label = f"callable {layer} ({type(module).__name__})"
     for value in flat:
@@ -367,6 +367,6 @@ def _check_hooks(callables: Sequence[nn.Module], hooks: Sequence[Hooks]) -> None
 
 
 def _megatron_tracker() -> Any:
-    """Return Megatron's RNG tracker where Megatron is in use (megatron-core 0.19.2), else None."""
+    """Return Megatron's RNG tracker if Megatron is in use (megatron-core 0.19.2), else None."""
     module = sys.modules.get("megatron.core.tensor_parallel.random")
     return None if module is None else module.get_cuda_rng_tracker()

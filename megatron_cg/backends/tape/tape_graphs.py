@@ -1,4 +1,4 @@
-"""What the tape backend returns for a callable: its recorded forward and backward, callable."""
+"""The callables that the tape backend returns: a recorded forward and backward each."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class GraphResetError(MegatronCGError):
 
 
 class StaleReplayError(MegatronCGError):
-    """A backward replay was asked for activations that a later forward replay has overwritten."""
+    """A backward replay needs activations that a later forward replay has overwritten."""
 
 
 @dataclass
 class Recorded:
-    """All that capture leaves behind for one sample of one callable.
+    """All that capture records for one sample of one callable.
 
     ``inputs`` is the static input surface: the flattened sample arguments, the keyword samples
     in the order of ``kwarg_names``, then the module's parameters that receive a gradient.
-    ``outputs``, ``grad_outputs`` and ``grad_inputs`` are flat and lie in static memory.
+    ``outputs``, ``grad_outputs`` and ``grad_inputs`` are flat and are in static memory.
     """
 
     module: nn.Module
@@ -47,14 +47,14 @@ class Recorded:
     output_spec: TreeSpec = field(default_factory=lambda: tree_flatten(None)[1])
     grad_outputs: Tensors = ()
     grad_inputs: Tensors = ()
-    #: Storages whose last legal use is the end of this callable's forward, or of its backward.
+    #: Storages that must not be used after this callable's forward, or after its backward.
     dead_after_forward: frozenset[int] = frozenset()
     dead_after_backward: frozenset[int] = frozenset()
     #: Storages of other callables that this backward may overwrite.
     dead_before_backward: frozenset[int] = frozenset()
     replays: int = 0
     lends: bool = False
-    """Whether gradients of parameters are returned as they lie in static memory."""
+    """Whether gradients of parameters are returned in static memory, without a copy."""
 
 
 class _Replay(torch.autograd.Function):
@@ -101,7 +101,7 @@ class _Replay(torch.autograd.Function):
 
 
 def storage_keys(tensors: Tensors) -> set[int]:
-    """The keys of the storages that these tensors lie in."""
+    """The keys of the storages of these tensors."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
@@ -115,10 +115,10 @@ def _live_tapes(recorded: Recorded) -> tuple[Tape, Tape]:
 
 
 class TapeCallable:
-    """A layer's recorded passes; called as the layer is, with tensors.
+    """A layer's recorded passes; called like the layer, with tensors.
 
-    Keyword arguments that were not in the samples are left aside, as TE does. In a training state
-    other than the one captured, the module's own forward runs.
+    Keyword arguments that were not in the samples are ignored, as in TE. If the module is not in
+    the training state of the capture, its own forward runs.
     """
 
     def __init__(self, recorded: Recorded, forward: Callable[..., Any]) -> None:
@@ -128,7 +128,7 @@ class TapeCallable:
         self._function: Any = _Replay
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay. Raises GraphResetError after reset and TypeError where an argument is missing."""
+        """Replay. Raises GraphResetError after reset and TypeError if an argument is missing."""
         recorded = self._recorded
         _live_tapes(recorded)
         if recorded.module.training != self._training:
@@ -167,7 +167,7 @@ class TapeCallable:
         _live_tapes(self._recorded)
 
     def reset(self) -> None:
-        """Release the tapes; a later call, or a backward still to come, raises."""
+        """Release the tapes; a later call or a pending backward then raises."""
         recorded = self._recorded
         recorded.forward = recorded.backward = None
         recorded.inputs = recorded.outputs = ()

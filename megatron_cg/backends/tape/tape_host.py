@@ -1,21 +1,22 @@
-"""Which tensors of a capture are on the host, and what CUDA refuses to do with them.
+"""Which tensors of a capture are on the host, and which uses of them CUDA refuses.
 
-On a CPU the host's memory and the device's are one, so a tensor cannot show where it would be on
-a machine with a GPU. The calls that make and move tensors can, by the ``device`` they are given:
+On a CPU, host and device share their memory, so a tensor cannot show where it would be on a machine
+with a GPU. The calls that create and move tensors show it, by their ``device`` argument:
 
-* None, or the word ``"cpu"``: the host, as PyTorch places what is made without a device;
-* anything else: the device. A ``torch.device`` too, since on a tape ``x.device`` is
-  ``torch.device("cpu")`` for a tensor of the device.
+* None or the string ``"cpu"``: the host, where PyTorch creates tensors by default;
+* anything else: the device. This includes a ``torch.device``, since on a tape ``x.device`` is
+  ``torch.device("cpu")`` for a device tensor.
 
 Note [What is refused]
-    A copy between host and device waits for the device, and CUDA refuses to wait during a capture:
-    ``.cpu()``, ``.to("cpu")``, ``.tolist()``; a host tensor given to ``.to(device)``, ``.cuda()``,
-    ``copy_`` or as an index; and a tensor of data, which PyTorch makes on the host and copies, as
-    in ``torch.tensor([1.0], device="cuda")``. Other operations on a host tensor and one of the
-    device are an error on a GPU with or without a graph, with one exception: pointwise kernels and
-    fills take the value of a host tensor without dimensions at capture, and every replay has that
-    value. ``torch.where`` copies it, and so does ``x[index] = 1.0`` where the index is no mask
-    (torch 2.11, ``where_self_out`` and ``_index_put_impl_``).
+    A copy between host and device waits for the device, and CUDA refuses to wait during a capture.
+    Such copies are: ``.cpu()``, ``.to("cpu")``, ``.tolist()``; a host tensor passed to
+    ``.to(device)``, ``.cuda()`` or ``copy_``, or used as an index; and a tensor of data, which
+    PyTorch creates on the host and copies, as in ``torch.tensor([1.0], device="cuda")``.
+    Other operations on a host tensor and a device tensor are an error on a GPU, with or without a
+    graph. There is one exception: pointwise kernels and fills read the value of a zero-dimensional
+    host tensor at capture, and every replay uses that value. But ``torch.where`` copies it, and so
+    does ``x[index] = 1.0`` unless the index is a mask (torch 2.11, ``where_self_out`` and
+    ``_index_put_impl_``).
 
 Not detected: tensors that were on the host before the capture began, and pinned memory, which CUDA
 copies without waiting.
@@ -35,14 +36,14 @@ Refuse = Callable[[str], Exception]
 
 #: Methods that read memory on the host without calling an ATen operation.
 _READS = ("tolist", "numpy", "__array__", "cpu")
-#: Functions of ``torch`` that make a tensor from data on the host.
+#: Functions of ``torch`` that create a tensor from data on the host.
 _OF_DATA = ("as_tensor", "asarray", "tensor")
-#: Functions of ``torch`` that make a tensor by a kernel on ``device``, or else on the host.
+#: Functions of ``torch`` that create a tensor with a kernel on ``device``, or on the host.
 _FACTORIES = (
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand"),
     *("randint", "randn", "randperm", "scalar_tensor", "zeros"),
 )
-#: Torch does not tag them pointwise, but they take the value of a tensor without dimensions.
+#: Torch does not tag them pointwise, but they read the value of a zero-dimensional tensor.
 _FILLS = frozenset({"fill", "fill_", "index_fill", "index_fill_", "masked_fill", "masked_fill_"})
 _PUTS = frozenset({"index_put", "index_put_"})
 
@@ -57,7 +58,7 @@ class Host:
 
     @property
     def makes(self) -> bool:
-        """Whether a tensor that is made now is on the host."""
+        """Whether a tensor that is created now is on the host."""
         return self._making > 0
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -65,7 +66,7 @@ class Host:
         return tensor.untyped_storage()._cdata in self._storages
 
     def add(self, values: Sequence[Any]) -> None:
-        """Note that the tensors among ``values`` are on the host."""
+        """Record that the tensors among ``values`` are on the host."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
@@ -74,7 +75,7 @@ class Host:
     def can_be_read_by(
         self, func: torch._ops.OpOverload, tensors: Sequence[torch.Tensor], writes: Sequence[Any]
     ) -> bool:
-        """Whether a kernel may be given the host's tensors among ``tensors``, and write ``writes``.
+        """Whether a kernel may take the host tensors among ``tensors`` and write ``writes``.
 
         See Note [What is refused].
         """
@@ -83,16 +84,16 @@ class Host:
             return False
         name = func._schema.name.partition("::")[2]
         if name in _PUTS:
-            # torch fills in what is put at a mask.
+            # With a mask, torch fills instead of copying.
             return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:-1])
         return name in _FILLS or (torch.Tag.pointwise in func.tags and name != "where")
 
     @contextmanager
     def watched(self, read: Refuse, upload: Refuse) -> Iterator[None]:
-        """Refuse, in the block, copies that no ATen operation shows.
+        """In the block, refuse copies that do not appear as an ATen operation.
 
         Args:
-            read: makes the error for a copy to the host by the named call.
+            read: makes the error for a copy to the host, given the name of the call.
             upload: the same for a copy to the device.
         """
         with ExitStack() as undo:

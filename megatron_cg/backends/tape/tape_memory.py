@@ -1,9 +1,9 @@
-"""Memory as a tape sees it: addresses, a pool of its own, and what lies outside the pool.
+"""Memory as a tape sees it: addresses, a pool of its own, and memory outside of the pool.
 
-A CUDA graph reads and writes addresses. It does not follow a Python tensor whose ``.data`` was
-moved, and the memory of its pool belongs to whichever graph of that pool ran last. :class:`Slot`
-and :class:`Pool` give a tape the same two properties on a CPU, with one mercy: a read of outside
-memory that was freed is an error here, where a GPU would return whatever lies there now.
+A CUDA graph reads and writes addresses. It does not follow a Python tensor after its ``.data`` has
+moved, and the memory of its pool belongs to the graph of that pool that ran last. :class:`Slot` and
+:class:`Pool` give a tape the same two properties on a CPU, with one difference: a read of freed
+memory outside the pool is an error here, while a GPU would return whatever is there now.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ POISON = 0xFF
 
 
 class FreedStorageError(MegatronCGError):
-    """A tape was about to touch memory outside its pool that was freed or allocated anew."""
+    """A tape was about to use memory outside its pool that was freed or reallocated."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A strided window on one storage: what a kernel is given in place of a tensor.
+    """A strided window on one storage, recorded instead of a tensor argument.
 
     ``key`` names the storage in the pool that made the slot; ``offset``, ``size`` and ``stride``
     are in elements of ``dtype``.
@@ -42,7 +42,7 @@ class Slot:
 
 @dataclass
 class _Outside:
-    """Memory that somebody else owns: known by a weak reference and the address it had."""
+    """Memory that somebody else owns: a weak reference, and its address when it was recorded."""
 
     reference: StorageReference
     address: int
@@ -56,28 +56,28 @@ def window(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Pool:
-    """The storages made while the tapes of one capture were recorded, and those they only use."""
+    """Storages created while the tapes of one capture were recorded, and storages they only use."""
 
     def __init__(self) -> None:
         self._own: dict[int, torch.UntypedStorage] = {}
         self._outside: dict[int, _Outside] = {}
         self._lent: set[int] = set()
         self.host = Host()
-        """Those tensors of the capture that are on the host."""
+        """The host tensors of the capture."""
 
     def owns(self, key: int) -> bool:
         """Return whether the storage was made by a tape of this pool."""
         return key in self._own
 
     def adopt(self, tensor: torch.Tensor) -> int:
-        """Take the storage of a tensor that an op has just made into the pool; return its key."""
+        """Add the storage of a tensor that an op has just created to the pool; return its key."""
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         self._own.setdefault(key, storage)
         return key
 
     def slot(self, tensor: torch.Tensor, used_by: str) -> Slot:
-        """Return the window that ``tensor`` is now; ``used_by`` names the op, for errors."""
+        """Return the current window of ``tensor``; ``used_by`` names the op, for errors."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._own and key not in self._outside:
@@ -89,9 +89,9 @@ class Pool:
         return Slot(key, tensor.dtype, offset, tuple(tensor.size()), tensor.stride())
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """Return a fresh tensor on the slot's memory.
+        """Return a new tensor on the slot's memory.
 
-        Raises FreedStorageError when that memory is outside the pool and no longer there.
+        Raises FreedStorageError if that memory is outside the pool and no longer there.
         """
         storage = self._own.get(slot.key)
         if storage is None:
@@ -123,10 +123,10 @@ class Pool:
                 window(storage).fill_(POISON)
 
     def poison_before_next_replay(self, keys: Iterable[int]) -> None:
-        """Do that once a tape of this pool is about to run, which may use this memory."""
+        """Poison these storages when the next tape of this pool runs, which may use the memory."""
         self._lent.update(keys)
 
     def take_back(self) -> None:
-        """A tape is about to run."""
+        """Poison what :meth:`poison_before_next_replay` was given: a tape is about to run."""
         self.poison(self._lent)
         self._lent.clear()

@@ -1,4 +1,4 @@
-"""A tape: the ATen operations of one forward or backward, to be run again without its Python."""
+"""A tape: the ATen operations of one forward or backward, replayed without its Python."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
 
-#: ATen factories that leave their result unset: nothing to do again, the memory is just there.
+#: ATen factories that do not initialise their result: a replay has nothing to do for them.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """One ATen call: arguments with slots for tensors, and where its fresh results belong."""
+    """One ATen call: arguments with slots for tensors, and the slots of its new results."""
 
     function: torch._ops.OpOverload
     args: list[Any]
     kwargs: dict[str, Any]
-    #: Per flattened result: the slot to copy it into, or None where nothing is to be copied.
+    #: Per flattened result: the slot to copy it into, or None if nothing is copied.
     results: tuple[Slot | None, ...]
 
 
 @dataclass
 class Tape:
-    """Recorded operations over one pool.
+    """Recorded operations on one pool.
 
-    ``made`` holds the keys of the storages first made here, ``used`` of all that it touches.
+    ``made`` holds the keys of the storages that it creates, ``used`` of all that it uses.
     """
 
     pool: Pool
@@ -45,7 +45,7 @@ class Tape:
     def replay(self) -> None:
         """Run the operations again, in order, on the memory that they were recorded on.
 
-        Raises FreedStorageError when memory outside the pool is gone.
+        Raises FreedStorageError if memory outside the pool is gone.
         """
         self.pool.take_back()
         self.pool.poison(self.made)
@@ -72,10 +72,10 @@ _recording: list[Tape] = []
 
 
 def recorded_action(action: Callable[[], None]) -> None:
-    """Run ``action`` now and, where a tape is being recorded, again at each of its replays.
+    """Run ``action`` now and, if a tape is being recorded, again at each of its replays.
 
-    For host-side state that a CUDA graph carries with it, such as the generator that a random
-    kernel draws from (``CUDAGraph.register_generator_state``).
+    For host-side state that belongs to a CUDA graph, such as the generator of a random kernel
+    (``CUDAGraph.register_generator_state``).
     """
     action()
     if _recording:
@@ -91,9 +91,9 @@ def is_recording() -> bool:
 def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]:
     """Record what runs in the block on a new tape over ``pool``.
 
-    Memory outside the pool that the block writes is put back at the end: a CUDA graph's capture
-    runs no kernel. Raises HostSyncError inside the block where the host reads a tensor of the
-    device, or gives one of its own to it; see ``tape_host.py``.
+    At the end, memory outside the pool that the block wrote is restored, since the capture of a
+    CUDA graph runs no kernel. Raises HostSyncError inside the block if the host reads a device
+    tensor or copies a host tensor to the device; see ``tape_host.py``.
     """
     tape = Tape(pool, label)
     reads = HostReads(module, label)
@@ -112,7 +112,7 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every ATen call below autograd, runs it and writes it on the tape."""
+    """Runs every ATen call below autograd and records it on the tape."""
 
     def __init__(self, tape: Tape, reads: HostReads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ class _Recorder(TorchDispatchMode):
             self._host.add(_leaves(result))
             return result
         self._reads.check(func, args, kwargs)
-        # Slots first: the call may resize or set what it is given.
+        # Slots first: the call may resize or set its arguments.
         slots = _mapped(self._slot_for(func), args, kwargs)
         self._save_outside(writes)
         result = func(*args, **kwargs)
@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
         inputs = {t.untyped_storage()._cdata for t in tensors}
         results = tuple(self._result_slot(value, inputs, func) for value in flat)
         if not writes and not any(slot is not None for slot in results):
-            return result  # a view, or nothing but host values: there is no kernel to run again
+            return result  # a view, or only host values: there is no kernel to run again
         if func._schema.name.partition("::")[2] not in _UNSET:
             self._tape.entries.append(_Operation(func, *slots, results))
         return result
@@ -158,11 +158,11 @@ class _Recorder(TorchDispatchMode):
         tensors: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> bool:
-        """Whether a call is the host's own work, which no graph holds.
+        """Whether a call is work of the host, which no graph contains.
 
-        Raises HostSyncError where it would copy between the host and the device.
+        Raises HostSyncError if it would copy between the host and the device.
         """
-        # torch.tensor(...) ends in it; its argument was made from the host's data.
+        # torch.tensor(...) ends with lift_fresh, on data of the host.
         if func is torch.ops.aten.lift_fresh.default or (self._host.makes and not tensors):
             return True
         here = sum(map(self._host.has, tensors))
@@ -188,7 +188,7 @@ class _Recorder(TorchDispatchMode):
     def _result_slot(
         self, value: Any, inputs: set[int], func: torch._ops.OpOverload
     ) -> Slot | None:
-        """Return where a fresh result lives, or None for one that aliases an argument."""
+        """Return the slot of a new result, or None for a result that aliases an argument."""
         if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in inputs:
             return None
         self._tape.made.add(self._tape.pool.adopt(value))
@@ -203,15 +203,15 @@ class _Recorder(TorchDispatchMode):
             self._before[storage._cdata] = (memory, memory.clone())
 
     def put_back(self) -> None:
-        """Undo what recording wrote outside the pool."""
+        """Restore the memory outside the pool that recording wrote."""
         for memory, before in self._before.values():
             memory.copy_(before)
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What is in the lists and tuples of an ATen call, all that such a call nests.
+    """The leaves of lists and tuples; an ATen call nests nothing else.
 
-    torch's own walk over trees of any kind takes several times as long, once an argument.
+    torch's general tree functions take several times as long, for each argument.
     """
     if isinstance(value, list | tuple):
         return [leaf for one in value for leaf in _leaves(one)]
@@ -221,7 +221,7 @@ def _leaves(value: Any) -> list[Any]:
 def _mapped(
     change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with each leaf changed; tuples become lists, which ATen takes as well."""
+    """The arguments with each leaf changed; tuples become lists, which ATen accepts too."""
 
     def one(value: Any) -> Any:
         return [one(inner) for inner in value] if isinstance(value, list | tuple) else change(value)
@@ -232,7 +232,7 @@ def _mapped(
 def _written(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Return the tensors among the arguments that the op's schema says it writes."""
+    """Return the tensor arguments that the op writes, according to its schema."""
     written: list[Any] = []
     for position, name in _written_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)
@@ -242,7 +242,7 @@ def _written(
 
 @cache
 def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Positions and names. To read a schema takes longer than most kernels here."""
+    """Positions and names; cached, since reading a schema takes longer than most kernels here."""
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
@@ -251,9 +251,9 @@ def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ..
 
 
 def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
-    """Finish a collective before anything after it reads, as a stream's order would."""
+    """Finish a collective before later operations read its result, as stream order would."""
     if func.namespace != "c10d":
         return
     for value in flat:
-        if hasattr(value, "wait"):  # the collective's work, and no tensor
+        if hasattr(value, "wait"):  # the collective's work, not a tensor
             value.wait()

@@ -7,11 +7,11 @@ Relied on: transformer-engine >= 2.19 (seen with 2.20.2), ``transformer_engine.p
 ``transformer_engine.pytorch.quantization.FP8GlobalStateManager``.
 
 Note [A generator can stay in a capture]
-    A capture that CUDA refuses (a host read in it, for one) raises in ``capture_end`` before the
-    generators are told, and every later draw fails with "Offset increment outside graph capture"
-    (torch 2.11, ``CUDAGeneratorImpl``). A clone of a generator's state is not in a capture, so one
-    that cannot draw is given a clone of its own state. One that can is left as it is, since graphs
-    of another model may be registered with it.
+    If CUDA refuses a capture (for example because of a host read), ``capture_end`` raises before it
+    notifies the generators. Every later draw then fails with "Offset increment outside graph
+    capture" (torch 2.11, ``CUDAGeneratorImpl``). A clone of a generator's state is not in a
+    capture, so a generator that cannot draw gets a clone of its own state. A generator that can
+    draw is left unchanged, since graphs of another model may be registered with it.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ RELIES_ON = (
 
 
 class TransformerEngineBackend:
-    """Captures through TE's ``make_graphed_callables`` and cleans up what it leaves on failure."""
+    """Captures through TE's ``make_graphed_callables`` and cleans up after its failures."""
 
     name = "transformer_engine"
 
     def __init__(self) -> None:
-        """Raises UpstreamChangedError where this TE has no capture-time hooks."""
+        """Raises UpstreamChangedError if this TE has no capture-time hooks."""
         self._pool: tuple[int, int] | None = None
         self._make: Callable[..., Any] = _MAKE.find()
         self._is_capturing: Callable[[], bool] = _IS_CAPTURING.find()
@@ -107,7 +107,7 @@ class TransformerEngineBackend:
     ) -> tuple[Callable[..., Any], ...]:
         """See :class:`megatron_cg.backends.base.Backend`."""
         pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
-        # Here too, since a rank that failed runs other hooks before its state is put back.
+        # Here too, since a failed rank runs other hooks before its state is restored.
         with _stream_kept():
             try:
                 graphs: tuple[Callable[..., Any], ...] = self._make(
@@ -127,15 +127,15 @@ class TransformerEngineBackend:
         return replay_function(graph)
 
     def scratch(self) -> ScratchMemory | None:
-        """The idle memory of the graphs' pool."""
+        """Scratch memory of the graphs' pool."""
         return IdlePool(self._pool) if self._pool is not None else None
 
     def numerics(self) -> Any:
-        """TE's recipe where FP8 is on, else None."""
+        """TE's recipe if FP8 is on, else None."""
         return self._fp8_recipe() if self._fp8_enabled() else None
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
-        """What Megatron asked TE for; its names ``enabled`` and ``recipe`` are TE's newer ones."""
+        """The recipe that Megatron passed to TE; ``enabled`` and ``recipe`` are newer names."""
         enabled = options.get("fp8_enabled", options.get("enabled", False))
         if isinstance(enabled, tuple | list):
             enabled = enabled[index]
@@ -165,8 +165,8 @@ class TransformerEngineBackend:
         """See :class:`megatron_cg.backends.base.Backend`.
 
         The backward pass of the first module under an autocast reduces the amax of all modules over
-        all ranks and updates their scales (TE 2.20.2, ``reduce_and_update_fp8_tensors``); graphs
-        do so in Python, too (``graph.py``, ``Graphed.backward``).
+        all ranks and updates their scales (TE 2.20.2, ``reduce_and_update_fp8_tensors``). Graphs
+        also do this in Python (``graph.py``, ``Graphed.backward``).
         """
         nothing = staticmethod(lambda *_args, **_kwargs: None)
         undo = set_attribute(self._fp8_state, "reduce_and_update_fp8_tensors", nothing)
@@ -179,7 +179,7 @@ class TransformerEngineBackend:
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
         """Keep RNG, FP8 scales, TE's capturing flag and patched classes, the stream, and gc.
 
-        TE restores the first three itself when capture succeeds, and nothing when it fails
+        TE itself restores the first three when capture succeeds, and nothing when it fails
         (2.20.2: ``make_graphed_callables`` has no ``finally``).
         """
         with ExitStack() as stack:
@@ -187,11 +187,11 @@ class TransformerEngineBackend:
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
             stack.enter_context(self._generators_kept())
             stack.enter_context(_fp8_kept(callables))
-            # With it whether the next module is the first one, which updates FP8 scales.
+            # This includes whether the next module is the first one, which updates FP8 scales.
             stack.callback(self._set_autocast_state, self._autocast_state())
             if not self._is_capturing():
                 stack.callback(self._end_capturing)
-            # Last, so that what the others do on leaving is on the stream it was before.
+            # Entered last and so left first: the others then exit on the original stream.
             stack.enter_context(_stream_kept())
             yield
 
@@ -218,7 +218,7 @@ class TransformerEngineBackend:
 
 
 def _end_capture_of(generator: torch.Generator) -> None:
-    """See Note [A generator can stay in a capture]. The number drawn is put back by the caller."""
+    """See Note [A generator can stay in a capture]. The caller restores the state."""
     try:
         torch.empty(1, device=generator.device).uniform_(generator=generator)
     except RuntimeError:
@@ -226,13 +226,13 @@ def _end_capture_of(generator: torch.Generator) -> None:
 
 
 def _leave_pool(pool: tuple[int, int]) -> None:
-    """Let the allocator go of a capture that CUDA refused to end; torch 2.11.
+    """Make the allocator leave a capture that CUDA refused to end; torch 2.11.
 
-    ``CUDAGraph.capture_end`` raises before it tells the allocator, which from then on takes a
-    capture for running and defers frees, and keeps the pool's memory.
+    ``CUDAGraph.capture_end`` raises before it notifies the allocator. The allocator then assumes
+    that a capture is running: it defers frees and keeps the pool's memory.
     """
     device = torch.cuda.current_device()
-    # The first raises when every capture that was begun has been ended: then nothing is held.
+    # The first call raises if every capture has ended: then nothing is held.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
@@ -240,7 +240,7 @@ def _leave_pool(pool: tuple[int, int]) -> None:
 
 @contextmanager
 def _stream_kept() -> Iterator[None]:
-    """``torch.cuda.graph`` stays on its capture stream when ending a capture raises.
+    """Restore the stream: ``torch.cuda.graph`` stays on its own if ending a capture raises.
 
     torch 2.11, ``torch/cuda/graphs.py``: ``graph.__exit__`` leaves the stream after
     ``capture_end`` and has no ``finally``.
@@ -257,7 +257,7 @@ def _stream_kept() -> Iterator[None]:
 
 @contextmanager
 def _class_calls_kept(classes: set[type]) -> Iterator[None]:
-    """TE wraps ``__call__`` of the callables' classes and, on failure, leaves it wrapped."""
+    """Restore ``__call__`` of the callables' classes, which TE leaves wrapped on failure."""
     saved = {cls: cls.__dict__.get("__call__") for cls in classes}
     try:
         yield
@@ -271,7 +271,7 @@ def _class_calls_kept(classes: set[type]) -> Iterator[None]:
 
 @contextmanager
 def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
-    """Scales and amax histories of delayed scaling, of every TE module below the callables."""
+    """Restore scales and amax histories of delayed scaling in all TE modules of the callables."""
     saved: list[tuple[Any, Any]] = []
     for root in callables:
         module: Any

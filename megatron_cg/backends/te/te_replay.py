@@ -1,10 +1,10 @@
-"""The function of autograd's inside of what TE's ``make_graphed_callables`` returns.
+"""The autograd function inside the callables that TE's ``make_graphed_callables`` returns.
 
-Relied on: transformer-engine 2.20.2, ``transformer_engine.pytorch.graph``: the function that is
-returned for each sample calls ``graphed``, which applies the class ``Graphed`` to three arguments
-of its own, ``len_user_args`` of the caller's and the weights; the class's ``backward`` returns
-copies of those gradients that ``returned_param_grad_clone_slots`` names, and the others as they
-lie in the graph's memory. All of these are closure variables, of each sample's own.
+Relied on: transformer-engine 2.20.2, ``transformer_engine.pytorch.graph``. The function that is
+returned for each sample calls ``graphed``. That applies the class ``Graphed`` to three arguments of
+its own, ``len_user_args`` arguments of the caller, and the weights. ``Graphed.backward`` returns
+copies of the gradients that ``returned_param_grad_clone_slots`` names, and the other gradients in
+the graph's memory. All these names are closure variables, and each sample has its own.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _FUNCTION = Symbol(_PACKAGE, f"{_MAKER}.<locals>.Graphed", "what replays a graph
 _CALLED = Symbol(_PACKAGE, f"{_MAKER}.<locals>.functionalized", "what applies it")
 RELIES_ON = (_FUNCTION, _CALLED)
 _OWN_ARGUMENTS = 3
-"""Whether FP8 weights are cast, a stream and an event."""
+"""TE's own: whether FP8 weights are cast, a stream, and an event."""
 
 
 def replay_function(graph: Any) -> ReplayFunction:
     """How autograd sees the replays of ``graph``.
 
     Args:
-        graph: what ``make_graphed_callables`` returned for one sample.
+        graph: the result of ``make_graphed_callables`` for one sample.
 
     Raises:
-        UpstreamChangedError: a closure variable is not where it is looked for.
+        UpstreamChangedError: a closure variable is missing.
     """
     called = graph.forward if isinstance(graph, nn.Module) else graph
     applied = _cell(_cell(called, "graphed").cell_contents, "Graphed")
@@ -55,7 +55,7 @@ def replay_function(graph: Any) -> ReplayFunction:
 
 
 def _lending(clones: CellType) -> Callable[[], Callable[[], None]]:
-    """What lends, in each backward pass of each graph: it writes the variable, and no more."""
+    """Make ``lend``. It runs in each backward pass of each graph, so it only writes a variable."""
     none = (False,) * len(clones.cell_contents)
 
     def lend() -> Callable[[], None]:
