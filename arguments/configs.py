@@ -3,7 +3,8 @@
 Relied on: megatron-core 0.19.2, the fields of ``TransformerConfig``,
 ``DistributedDataParallelConfig`` and ``OptimizerConfig``; ``decoder.layers`` of its models with
 ``is_moe_layer`` and ``self_attention`` of a ``TransformerLayer``; ``HybridModel``'s
-``hybrid_layer_pattern``. What Megatron's parser would derive from flags is read from the model.
+``hybrid_layer_pattern``. Values that Megatron's parser would derive from flags are read from the
+model.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ TRANSFORMER: Mapping[str, str] = {
     "te_rng_tracker": "use_te_rng_tracker",
     "inference_rng_tracker": "inference_rng_tracker",
 }
-"""Fields of :class:`RunArguments`, and the field of ``TransformerConfig`` for each."""
+"""Fields of :class:`RunArguments`, each with its field of ``TransformerConfig``."""
 
 DISTRIBUTED: Mapping[str, str] = {
     "fsdp_double_buffer": "fsdp_double_buffer",
@@ -65,7 +66,7 @@ DISTRIBUTED: Mapping[str, str] = {
     "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
     "delay_wgrad_compute": "delay_wgrad_compute",
 }
-"""The same for ``DistributedDataParallelConfig``; a switch in both is on if either one is on."""
+"""The same for ``DistributedDataParallelConfig``; a switch in both configs is on if one is on."""
 
 ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
@@ -75,19 +76,19 @@ ELSEWHERE: Mapping[str, str] = {
     "sft": "of megatron.training's data loader; other loops pack sequences themselves",
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
 }
-"""The rest, with the reason why neither of the two configs has it."""
+"""The other fields, with the reason why neither config has them."""
 
 
 def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None) -> RunArguments:
-    """The settings of a model under Megatron-FSDP, as the rules read them.
+    """The settings of a model under Megatron-FSDP, in the form that the rules read.
 
     Args:
-        model: megatron-core's model without its wrappers, which has ``decoder``.
+        model: megatron-core's model without its wrappers; it has ``decoder``.
         config: its ``TransformerConfig``.
         ddp_config: Megatron-FSDP's ``DistributedDataParallelConfig``.
         optimizer_config: the optimizer's ``OptimizerConfig``, if it has one.
 
-    Raises UpstreamChangedError when a field of the two configs is not there.
+    Raises UpstreamChangedError when a field of the two configs is missing.
     """
     values = {ours: _get(config, "TransformerConfig", name) for ours, name in TRANSFORMER.items()}
     for ours, name in DISTRIBUTED.items():
@@ -114,7 +115,7 @@ def _get(config: Any, kind: str, name: str) -> Any:
 
 
 def _layers(model: Any) -> dict[str, Any]:
-    """What the layers are, from the model itself: a spec may differ from what its config says."""
+    """The kinds of layers, from the model itself: a spec may differ from the config."""
     pattern = getattr(model, "hybrid_layer_pattern", None)
     if pattern is not None:
         return {"hybrid_layer_pattern": pattern, "num_layers": len(decoder_symbols(pattern))}
@@ -128,7 +129,7 @@ def _layers(model: Any) -> dict[str, Any]:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer is attention and then an MLP or experts, as the rules take it to be."""
+    """Whether a layer is attention followed by an MLP or experts, as the rules assume."""
     parts = [getattr(layer, name, None) for name in ("self_attention", "mlp")]
     has_parts = all(p is not None and type(p).__name__ != "IdentityOp" for p in parts)
     return has_parts and hasattr(layer, "is_moe_layer")

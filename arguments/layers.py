@@ -1,4 +1,4 @@
-"""``--cg-layers``: which scopes are captured on which decoder layer. Pure.
+"""``--cg-layers``: which scopes are captured on which decoder layer. Pure functions.
 
 Grammar: ``SCOPE:RANGE[,RANGE...]`` where RANGE is ``N``, ``N-M`` or ``N-``, indices from 0, both
 ends included. A scope may be named more than once; its ranges must not overlap.
@@ -20,7 +20,7 @@ _EXAMPLE = "--cg-layers attn:0-23 moe_router:4- mlp:0-3,8"
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Layers ``first`` to ``last``, both included; ``last`` None means to the model's end."""
+    """Layers ``first`` to ``last``, both included; ``last`` None means the last layer."""
 
     first: int
     last: int | None
@@ -34,21 +34,21 @@ class LayerRange:
         return f"{self.first}-{'' if self.last is None else self.last}"
 
     def overlaps(self, other: LayerRange) -> bool:
-        """Whether some layer is in both."""
+        """Whether any layer is in both ranges."""
         return self.first in other or other.first in self
 
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """The ranges of each scope named in ``--cg-layers``, in the order they were given."""
+    """The ranges of each scope in ``--cg-layers``, in the given order."""
 
     ranges: tuple[tuple[str, tuple[LayerRange, ...]], ...] = ()
 
     @classmethod
     def parse(cls, tokens: Sequence[str]) -> LayerSelection:
-        """Read the values of ``--cg-layers``; no values select every scope on every layer.
+        """Parse the values of ``--cg-layers``; no values select every scope on every layer.
 
-        Raises ConfigurationError with every malformed token, unknown scope, reversed and
+        Raises ConfigurationError with every malformed token, unknown scope, and reversed or
         overlapping range at once.
         """
         selection, broken = read_tokens(tokens)
@@ -57,13 +57,13 @@ class LayerSelection:
         return selection
 
     def scopes(self, layer_index: int, num_layers: int, scopes: Sequence[str]) -> tuple[str, ...]:
-        """Those of the run's ``scopes`` that are captured on one layer, in the same order.
+        """The scopes among the run's ``scopes`` that are captured on one layer, in the same order.
 
         Args:
-            layer_index: index from 0 of the layer in the decoder.
-            num_layers: layers of the decoder.
-            scopes: names from ``--cuda-graph-modules``; none at all means the whole layer, as
-                does the name ``layer``, which is then what is returned.
+            layer_index: index of the layer in the decoder, from 0.
+            num_layers: number of layers in the decoder.
+            scopes: names from ``--cuda-graph-modules``. An empty list and the name ``layer`` both
+                mean the whole layer; then the name ``layer`` is returned.
 
         Raises IndexError for a layer that is not in the decoder.
         """
@@ -82,12 +82,12 @@ class LayerSelection:
         num_layers: int | None,
         available: Sequence[Container[str]] | None = None,
     ) -> tuple[Violation, ...]:
-        """What of this selection does not fit a run's scopes and layers, all at once.
+        """Every mismatch between this selection and a run's scopes and layers.
 
         Args:
             scopes: as for :meth:`scopes`.
-            num_layers: layers of the decoder; None skips what needs the number.
-            available: the scopes that exist on each layer; None takes every layer for a MoE one.
+            num_layers: number of layers in the decoder; None skips the checks that need it.
+            available: the scopes that exist on each layer; None treats every layer as MoE.
         """
         run_scopes = tuple(scopes) or (WHOLE_LAYER,)
         return (
@@ -174,7 +174,7 @@ class LayerSelection:
 
 
 def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation, ...]]:
-    """The selection that the well-formed tokens make, and a violation for each other one."""
+    """The selection from the well-formed tokens, and a violation for each other token."""
     found: dict[str, list[LayerRange]] = {}
     broken: list[Violation] = []
     for token in tokens:
@@ -206,7 +206,7 @@ def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation,
 
 
 def _read_range(text: str) -> LayerRange | str:
-    """The range, or why ``text`` is none."""
+    """The range, or the reason why ``text`` is not one."""
     match = _RANGE.fullmatch(text)
     if match is None:
         return f"'{text}' is not a layer index N, a range N-M or an open range N-"

@@ -1,7 +1,7 @@
-"""Which scopes exist on which decoder layer of a run's model, before the model is built.
+"""Which scopes exist on each decoder layer of a run's model, before the model is built.
 
 From megatron-core 0.19.2: GPT models, ``get_gpt_decoder_layer_specs`` (``moe_layer_freq``); hybrid
-models, ``hybrid_layer_allocation.Symbols``; and what counts as graphable there,
+models, ``hybrid_layer_allocation.Symbols``; and which of their layers are graphable,
 ``cuda_graphs._layer_is_graphable``.
 """
 
@@ -30,10 +30,10 @@ def decoder_symbols(pattern: str) -> str:
 
 
 def available_scopes(run: RunArguments) -> tuple[frozenset[str], ...] | None:
-    """For each decoder layer the scopes it could have, or None where that cannot be known.
+    """The scopes that each decoder layer could have, or None if they cannot be known.
 
-    It cannot where a layer spec or a heterogeneous config decides, where the number of layers is
-    not given, and where the pattern is not one that Megatron takes (it says so itself).
+    They cannot be known if a layer spec or a heterogeneous config decides, if the number of layers
+    is not given, or if Megatron does not accept the pattern (it reports that itself).
     """
     if run.hybrid_layer_pattern is not None:
         symbols = decoder_symbols(run.hybrid_layer_pattern)

@@ -1,8 +1,8 @@
-"""Between Megatron's parser and our dataclasses: the only file that knows Megatron's namespace.
+"""Converts Megatron's namespace to our dataclasses; only this file knows that namespace.
 
-Relied on: megatron-core 0.19.2, the namespace of ``megatron.training.arguments``, as ``parse_args``
-returns it or as ``validate_args`` leaves it. What ``validate_args`` derives from other flags is
-derived here too, so both give the same :class:`RunArguments` for what the rules read.
+Relied on: megatron-core 0.19.2, the namespace of ``megatron.training.arguments``, as returned by
+``parse_args`` or as modified by ``validate_args``. Values that ``validate_args`` derives from other
+flags are derived here too, so both give the same :class:`RunArguments` for the rules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNCHANGED = tuple(
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group ``megatron_cg`` with a flag for each field of GraphArguments.
 
-    Returns ``parser``, whose ``--help`` works afterwards, as it does not in megatron-core 0.19.2.
+    Returns ``parser``. Also repairs its ``--help``, which fails in megatron-core 0.19.2.
     """
     _mend_help(parser)
     group = parser.add_argument_group(title=_GROUP)
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _mend_help(parser: argparse.ArgumentParser) -> None:
     """Double the percent signs of help texts that argparse cannot format.
 
-    ``--moe-paged-stash-buffer-size-factor-cuda`` of megatron-core 0.19.2 says "10%)", with which
-    ``--help`` of every Megatron script ends in a ValueError.
+    The help of ``--moe-paged-stash-buffer-size-factor-cuda`` in megatron-core 0.19.2 contains
+    "10%)". It makes ``--help`` of every Megatron script end in a ValueError.
     """
     formatter = argparse.HelpFormatter(parser.prog)
     for action in parser._actions:
@@ -76,7 +76,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 def wants_graphs(namespace: argparse.Namespace) -> bool:
     """Whether the run asks for layerwise graphs under Megatron-FSDP.
 
-    Reads no more than it needs, so that a run without graphs cannot fail here over a setting that
+    Reads no more than it needs. So a run without graphs cannot fail here because of a setting that
     only graphs need.
     """
     if not getattr(namespace, "use_megatron_fsdp", False):
@@ -87,13 +87,13 @@ def wants_graphs(namespace: argparse.Namespace) -> bool:
 def read(namespace: argparse.Namespace) -> tuple[RunArguments, GraphArguments]:
     """The settings of a run from Megatron's namespace.
 
-    Raises UpstreamChangedError when an attribute of Megatron that is relied on is not there.
+    Raises UpstreamChangedError when a required attribute of Megatron is missing.
     """
     return read_run(namespace), read_graph(namespace)
 
 
 def read_graph(namespace: argparse.Namespace) -> GraphArguments:
-    """Our own flags; a flag that the parser did not know has its default."""
+    """Our own flags; a flag that the parser does not know has its default."""
     given = {
         field.name: getattr(namespace, field.name)
         for field in dataclasses.fields(GraphArguments)
@@ -105,9 +105,9 @@ def read_graph(namespace: argparse.Namespace) -> GraphArguments:
 
 
 def read_run(namespace: argparse.Namespace) -> RunArguments:
-    """Megatron's settings, with those derived that ``validate_args`` derives.
+    """Megatron's settings, with the same derivations as in ``validate_args``.
 
-    Raises UpstreamChangedError when an attribute of Megatron that is relied on is not there.
+    Raises UpstreamChangedError when a required attribute of Megatron is missing.
     """
     return RunArguments(
         **{name: _get(namespace, name) for name in _UNCHANGED},
@@ -128,12 +128,12 @@ def validate(namespace: argparse.Namespace, environment: Environment | None = No
     """Check a run before Megatron's ``validate_args``; notices go to the log of rank 0.
 
     Args:
-        namespace: what Megatron's ``parse_args`` returned.
-        environment: versions and variables; those of this process when None.
+        namespace: the return value of Megatron's ``parse_args``.
+        environment: versions and variables; those of this process if None.
 
-    Raises ConfigurationError with every violation at once, and nothing for a run that neither
-    asks for layerwise graphs under Megatron-FSDP nor uses our flags about them.
-    Raises UpstreamChangedError as :func:`read` does.
+    Raises ConfigurationError with every violation at once. Raises nothing for a run that neither
+    asks for layerwise graphs under Megatron-FSDP nor uses our flags about them. Raises
+    UpstreamChangedError as :func:`read` does.
     """
     graph = read_graph(namespace)
     records = GraphArguments(cg_record=graph.cg_record, cg_report=graph.cg_report)
@@ -161,18 +161,18 @@ def _get(namespace: argparse.Namespace, name: str) -> Any:
 
 
 def _any(namespace: argparse.Namespace, *names: str) -> bool:
-    """Whether one of the attributes is set; all of them must be there."""
+    """Whether one of the attributes is set; all of them must exist."""
     values = [_get(namespace, name) for name in names]
     return any(values)
 
 
 def _optional(namespace: argparse.Namespace, name: str) -> Any:
-    """An attribute that ``validate_args`` of 0.19.2 deletes once it has used it."""
+    """An attribute that ``validate_args`` of 0.19.2 deletes after using it."""
     return getattr(namespace, name, None)
 
 
 def _graph_settings(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Implementation and scopes, from the present and the deprecated flags for them."""
+    """Implementation and scopes, from the current and the deprecated flags."""
     implementation = _get(namespace, "cuda_graph_impl")
     if _optional(namespace, "external_cuda_graph"):
         implementation = "transformer_engine"
@@ -189,7 +189,7 @@ def _graph_settings(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _scope_names(modules: Any) -> list[str]:
-    """Names, from what ``normalize_cuda_graph_modules`` takes and from what it returns."""
+    """Scope names from both the input and the output of ``normalize_cuda_graph_modules``."""
     if modules is None:
         return []
     if isinstance(modules, str):
@@ -216,7 +216,7 @@ def _layer_settings(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Megatron's config defaults the modules, and turns the deprecated flags into modules."""
+    """Megatron's config sets the default modules and converts deprecated flags to modules."""
     granularity = _get(namespace, "recompute_granularity")
     modules = _get(namespace, "recompute_modules")
     modules = ["core_attn"] if modules is None else list(modules)

@@ -1,4 +1,4 @@
-"""What a rule is: a pure function from a configured run to the ways in which it is broken."""
+"""Defines a rule: a pure function from a configured run to the violations in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rule = Callable[[RunArguments, GraphArguments, Environment], Iterable[Violation]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A :data:`Rule` on one property of the run; ``{run.<field>}`` in ``found`` is filled in."""
+    """A :data:`Rule` on one property of the run; ``{run.<field>}`` in ``found`` is formatted."""
 
     rule: str
     broken: Callable[[RunArguments], bool]

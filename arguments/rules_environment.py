@@ -29,9 +29,9 @@ _SEEN = {
     _TE: (2, 20, 2),
     "torch": (2, 11, 0),
 }
-"""The versions that this package was written against and measured with."""
+"""The versions that this package was written for and measured with."""
 _SEEN_ON_TAPE = {"torch": ((2, 12), (2, 13), (2, 14), (2, 15))}
-"""Further releases that passed the alignment and the contract tests, on the CPU tape alone."""
+"""Further releases that passed the alignment and contract tests, only on the CPU tape."""
 
 
 def _release(version: str) -> tuple[int, ...] | None:
@@ -45,7 +45,7 @@ def _release(version: str) -> tuple[int, ...] | None:
 def too_old(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Versions that are known not to have what is relied on."""
+    """Versions that are known to lack a required symbol or behaviour are refused."""
     for name, (oldest, reason) in _OLDEST.items():
         if name == _TE and environment.backend != "transformer_engine":
             continue
@@ -66,9 +66,9 @@ def too_old(
 def expandable_segments(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Expandable segments need NCCL's registration of graph buffers off.
+    """Expandable segments require NCCL's registration of graph buffers to be off.
 
-    torch 2.11 reads the setting from PYTORCH_ALLOC_CONF also, which Megatron's own check does not.
+    torch 2.11 also reads the setting from PYTORCH_ALLOC_CONF; Megatron's own check does not.
     """
     if environment.backend != "transformer_engine":
         return
@@ -90,7 +90,7 @@ def expandable_segments(
 def max_connections(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Megatron-FSDP refuses one connection, after which its gathers could not overlap."""
+    """Megatron-FSDP refuses one connection, because its all-gathers could then not overlap."""
     if environment.variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield Violation(
             "max-connections",
@@ -105,7 +105,7 @@ RULES: tuple[Rule, ...] = (too_old, expandable_segments, max_connections)
 
 
 def unseen_versions(environment: Environment) -> Iterator[str]:
-    """A sentence for each installed version that this package was never run with as it is now."""
+    """A sentence for each installed version that was never run with this package as it is now."""
     for name, seen in _SEEN.items():
         version = environment.versions.get(name)
         if version is None:

@@ -1,4 +1,4 @@
-"""What Megatron-FSDP itself demands of a run with layerwise graphs."""
+"""What Megatron-FSDP itself requires of a run with layerwise graphs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Options of layers that a graph cannot hold: the host waits for the device in them, or they run
-Python code at every step, which a replay does not run. Megatron-core 0.19.2 accepts all of them.
+"""Options of layers that a graph cannot hold.
 
-``tests/unit/tools/plan/test_sweep.py`` checks that all other options of layers can be captured.
+With them the host waits for the device, or Python code runs at every step, which a replay does not
+run. Megatron-core 0.19.2 accepts all of them. ``tests/unit/tools/plan/test_sweep.py`` checks that
+all other options of layers can be captured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _WITHOUT_MOE = "or leave the MoE layers out: type --cuda-graph-modules attn"
 
 
 def whole_moe_layers(run: RunArguments, graph: GraphArguments) -> list[int]:
-    """Indices of the MoE layers that are captured whole; empty where layers are not known."""
+    """Indices of the MoE layers that are captured whole; empty if the layers are not known."""
     available = available_scopes(run)
     if not run.is_whole_layer or not run.is_moe or available is None:
         return []
@@ -48,7 +49,7 @@ def _captures_attention(run: RunArguments) -> bool:
 def sinkhorn(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """The one router whose number of rounds depends on values on the GPU."""
+    """Sinkhorn is the only router whose number of rounds depends on values on the GPU."""
     if "sinkhorn" in run.moe_router_load_balancing_type and _captures_router(run, graph):
         yield Violation(
             "sinkhorn-router",
@@ -62,7 +63,7 @@ def sinkhorn(
 def routing_replay(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Routers that record which experts they chose do so in Python."""
+    """Routers that record which experts they chose do so in Python code."""
     if run.moe_enable_routing_replay and _captures_router(run, graph):
         yield Violation(
             "routing-replay",
@@ -75,7 +76,7 @@ def routing_replay(
 def counts_read(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Dispatchers that read how many tokens each expert got, even where that is fixed."""
+    """Some dispatchers read each expert's number of tokens on the CPU, even if it is fixed."""
     dispatcher = run.moe_token_dispatcher_type
     backend = run.moe_flex_dispatcher_backend
     reads = dispatcher == "allgather" or (
@@ -97,7 +98,7 @@ def counts_read(
 def uneven_inputs(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """HybridEP pads to a number of tokens that all ranks agree on and the host reads."""
+    """HybridEP pads to a number of tokens that all ranks agree on; the host reads that number."""
     pads = (
         run.moe_token_dispatcher_type == "flex"
         and run.moe_flex_dispatcher_backend == "hybridep"

@@ -1,4 +1,4 @@
-"""What of the numbers and shapes of a run a graph cannot hold, and combinations still open."""
+"""Number formats and shapes that a graph cannot hold, and combinations not supported yet."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Recomputed and offloaded activations beside graphs; the first five are assertions of
-``TransformerConfig.__post_init__`` in megatron-core 0.19.2, in our words.
+"""Recomputed and offloaded activations together with graphs.
+
+The first five rules are assertions of ``TransformerConfig.__post_init__`` in megatron-core 0.19.2,
+in our words.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Which scopes a model has: what ``TransformerConfig.__post_init__`` of megatron-core 0.19.2
-asserts about them, in our words and before a model is built, and what it does not check.
+"""Which scopes a model has.
+
+Repeats the assertions of ``TransformerConfig.__post_init__`` in megatron-core 0.19.2, before a
+model is built, and adds checks that it lacks.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def experts_missing(
 def scope_selects_nothing(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """Each scope must exist on at least one of the layers that ``--cg-layers`` leaves it."""
+    """Each scope must exist on at least one of the layers that ``--cg-layers`` selects for it."""
     available = available_scopes(run)
     if available is None:
         return
@@ -95,7 +97,7 @@ def scope_selects_nothing(
 def whole_moe_layer(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """A whole MoE layer can be captured only if its experts get fixed numbers of tokens."""
+    """A whole MoE layer can be captured only if each expert gets a fixed number of tokens."""
     moe = whole_moe_layers(run, graph)
     if moe and not _drops_and_pads(run):
         yield Violation(
@@ -112,7 +114,7 @@ def whole_moe_layer(
 def layer_selection(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """``--cg-layers`` is well formed and fits the run's scopes and layers."""
+    """``--cg-layers`` must be well formed and match the run's scopes and layers."""
     selection, broken = read_tokens(graph.cg_layers)
     yield from broken
     yield from selection.violations(run.cuda_graph_modules, run.num_layers, available_scopes(run))

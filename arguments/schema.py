@@ -1,9 +1,9 @@
-"""What a run is configured to do, as frozen values: the input of every rule.
+"""The configuration of a run as frozen values: the input of every rule.
 
-``GraphArguments`` are the flags this package adds, ``RunArguments`` the settings of Megatron that
-the rules read, ``Environment`` the installed versions and environment variables. None of them
-imports torch or Megatron; ``megatron.py`` fills the first two from Megatron's namespace,
-``configs.py`` the second from the configs of a model.
+``GraphArguments`` holds the flags of this package. ``RunArguments`` holds the settings of Megatron
+that the rules read. ``Environment`` holds the installed versions and environment variables. None of
+them imports torch or Megatron. ``megatron.py`` fills the first two from Megatron's namespace;
+``configs.py`` fills the second from the configs of a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from megatron_cg.upstream.symbols import installed_version
 
 WHOLE_LAYER = "layer"
-"""Our name for capture of a whole layer, which Megatron writes as an empty scope list."""
+"""Our name for capture of a whole layer; Megatron writes it as an empty scope list."""
 
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Megatron's scope names: ``megatron.core.transformer.enums.CudaGraphModule`` of 0.19.2."""
@@ -35,7 +35,7 @@ VARIABLES = (
 
 
 def _flag(default: Any, text: str, **argparse_options: Any) -> Any:
-    """A field with its help text, and what else argparse is to be told about its flag."""
+    """A field with its help text, and further argparse options of its flag."""
     return field(default=default, metadata={"help": text, "argparse": argparse_options})
 
 
@@ -101,10 +101,10 @@ class GraphArguments:
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Those settings of a Megatron run that the rules read, after Megatron's own derivations.
+    """The settings of a Megatron run that the rules read, after Megatron's own derivations.
 
-    A field has the name of Megatron's attribute (megatron-core 0.19.2) where nothing had to be
-    derived. The defaults are those of Megatron's parser.
+    A field has the name of Megatron's attribute (megatron-core 0.19.2) unless it is derived. The
+    defaults are those of Megatron's parser.
     """
 
     use_megatron_fsdp: bool = _setting(False, "Megatron-FSDP wraps the model")
@@ -172,22 +172,22 @@ class RunArguments:
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether the run asks for layerwise graphs under Megatron-FSDP, so for this package."""
+        """Whether the run asks for layerwise graphs under Megatron-FSDP: this package's case."""
         return self.use_megatron_fsdp and self.cuda_graph_impl not in ("none", "full_iteration")
 
     @property
     def is_moe(self) -> bool:
-        """Whether Megatron's config takes this for a MoE model."""
+        """Whether Megatron's config treats this as a MoE model."""
         return self.num_experts is not None and self.num_experts > 1
 
     @property
     def is_whole_layer(self) -> bool:
-        """Whether the scope list is empty, which captures whole layers."""
+        """Whether the scope list is empty, which means capture of whole layers."""
         return not self.cuda_graph_modules
 
     @property
     def scope_names(self) -> tuple[str, ...]:
-        """The run's scopes by the names ``--cg-layers`` uses."""
+        """The run's scopes, under their names in ``--cg-layers``."""
         return self.cuda_graph_modules or (WHOLE_LAYER,)
 
 
@@ -196,7 +196,7 @@ def _no_strings() -> Mapping[str, str]:
 
 
 def _version_on_path() -> str | None:
-    """``megatron.core.__version__`` of what would be imported, or None."""
+    """``megatron.core.__version__`` of the importable package, or None."""
     try:
         from megatron.core.package_info import __version__
     except ImportError:
@@ -206,10 +206,10 @@ def _version_on_path() -> str | None:
 
 @dataclass(frozen=True)
 class Environment:
-    """Installed versions and environment variables; what is absent is absent from the mapping.
+    """Installed versions and environment variables; what is not set is not in the mapping.
 
-    ``backend`` is what captures: the rules about Transformer Engine and the CUDA allocator hold
-    only for ``"transformer_engine"``.
+    ``backend`` is the name of the capture backend: the rules about Transformer Engine and the CUDA
+    allocator apply only to ``"transformer_engine"``.
     """
 
     versions: Mapping[str, str] = field(default_factory=_no_strings)
@@ -220,7 +220,7 @@ class Environment:
     def read(cls, backend: str = "transformer_engine") -> Environment:
         """The environment of this process, from ``importlib.metadata`` and ``os.environ``."""
         versions = {name: installed_version(name) for name in PACKAGES}
-        # A clone of Megatron-LM on the path is no installed distribution.
+        # A clone of Megatron-LM on the path is not an installed distribution.
         versions["megatron-core"] = versions["megatron-core"] or _version_on_path()
         return cls(
             versions={name: version for name, version in versions.items() if version is not None},

@@ -1,4 +1,4 @@
-"""All rules of a run, checked at once. Pure: nothing is read but the arguments."""
+"""Checks all rules of a run at once. Pure: reads nothing but the arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def violations(
 ) -> tuple[Violation, ...]:
     """Every broken rule, in the order of :data:`RULES`; empty when the run can be graphed.
 
-    A run that does not ask for layerwise graphs under Megatron-FSDP is not looked at, except for
+    A run that does not ask for layerwise graphs under Megatron-FSDP is not checked, except for
     flags of ours that would have no effect in it.
     """
     if not run.wants_graphs:
@@ -41,7 +41,7 @@ def violations(
 
 
 def notices(run: RunArguments, graph: GraphArguments, environment: Environment) -> tuple[str, ...]:
-    """What does not stop a run that asks for graphs and is worth a line in its log."""
+    """Facts that do not stop a run with graphs but belong in its log."""
     if not run.wants_graphs:
         return ()
     lines = list(rules_environment.unseen_versions(environment))
@@ -57,7 +57,7 @@ def _flags_without_graphs(run: RunArguments, graph: GraphArguments) -> tuple[Vio
     given = []
     for field in dataclasses.fields(graph):
         value = getattr(graph, field.name)
-        # A record is worth having of any run.
+        # A record is useful for any run.
         if value != field.default and field.name not in ("cg_record", "cg_report"):
             words = " ".join(value) if isinstance(value, tuple) else str(value)
             given.append(f"--{field.name.replace('_', '-')} {words}")

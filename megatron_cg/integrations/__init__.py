@@ -1,1 +1,1 @@
-"""Who drives a session: Megatron, or a training loop of the user."""
+"""Connects graph sessions to Megatron, or to a user's own training loop."""

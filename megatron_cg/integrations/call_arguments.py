@@ -1,4 +1,4 @@
-"""Checks the arguments of the Python API: every mistake at once, and what to type instead."""
+"""Checks arguments of the Python API: reports every mistake at once, with what to type instead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_policy(
     backend: object,
     fast_path: object,
 ) -> list[Violation]:
-    """What is wrong with the arguments that both APIs have."""
+    """Mistakes in the arguments that both APIs have."""
     return [
         *one_of("on_failure", on_failure, get_args(OnFailure)),
         *one_of("on_mismatch", on_mismatch, get_args(OnMismatch)),
@@ -38,7 +38,7 @@ def refuse(broken: Sequence[Violation]) -> None:
 
 
 def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Violation]:
-    """An argument that is one of some words."""
+    """Check an argument that is one of some words."""
     if value not in known:
         close = difflib.get_close_matches(str(value), known, n=1)
         asked = f"did you mean {close[0]!r}? " if close else ""
@@ -51,7 +51,7 @@ def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Violation
 
 
 def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
-    """An argument that is a whole number and not below ``least``."""
+    """Check an argument that is an integer and at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         reason = f"it is a whole number from {least} on"
         yield Violation("argument", f"{name}={value!r}", reason, f"{name}={least}")
@@ -63,7 +63,7 @@ def _true_or_false(name: str, value: object) -> Iterator[Violation]:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """The value as a tuple: one alone becomes a tuple of one, and so does a string."""
+    """The value as a tuple; a single value or a string becomes a tuple of one."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (value,)
     return tuple(value)
@@ -82,9 +82,9 @@ def _backend(value: object) -> Iterator[Violation]:
 
 
 def backend_of(value: Backend | BackendName | None) -> Backend:
-    """The backend that was named; Transformer Engine's if none was.
+    """The backend by that name; Transformer Engine's if None.
 
-    Raises UpstreamChangedError where Transformer Engine is wanted and not installed.
+    Raises UpstreamChangedError when Transformer Engine is needed but not installed.
     """
     if value == "tape":
         from megatron_cg.backends.tape.tape_backend import TapeBackend

@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def remind_of_steps(model: nn.Module, passes: int) -> Callable[[], None]:
-    """Log a warning, once, after more than ``passes`` training passes; returns what cancels it.
+    """Log one warning after more than ``passes`` training passes; returns a function to cancel it.
 
-    Call that where a step is entered. A pass counts in training mode with gradients on.
+    Call that function when a step is entered. A pass counts in training mode with gradients on.
     """
     seen = 0
 

@@ -1,1 +1,1 @@
-"""What a run shows of itself: progress, one line after capture, counters, and its JSON."""
+"""What a run reports: progress, one line after capture, counters, and its JSON record."""

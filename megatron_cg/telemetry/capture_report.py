@@ -1,12 +1,12 @@
-"""One capture as a user sees it: progress, seconds and memory by phase, one line.
+"""Reports one capture to the user: progress, seconds and memory by phase, and a summary line.
 
-Nothing here waits for the GPU or asks anything of it. Times are the host's, and memory is what
-torch's allocator knows.
+Nothing here waits for the GPU or queries it. Times are host times. Memory is what torch's allocator
+has on record.
 
 Note [The highest memory during capture]
-    torch knows the highest memory since the process began, and asking it to begin anew would
-    change what Megatron's own log says of it. Where it rises during capture it is the highest of
-    the capture; where it does not, the highest that was seen after a pass stands for it.
+    torch records the highest memory since the process began. A reset would change the peak in
+    Megatron's own log. If the recorded peak rises during capture, it is the peak of the capture.
+    Otherwise the report uses the highest memory that was seen after a pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_cg.upstream.patch import applied
 logger = logging.getLogger(__name__)
 
 PHASES = ("prepare", "warm up", "capture", "publish", "vote")
-"""What a capture's seconds are told by; voting is not in the others."""
+"""The phases of a capture's seconds; the other phases exclude voting."""
 MIB = 2**20
 
 
@@ -54,7 +54,7 @@ class CaptureReport:
         self._since = time.perf_counter(), self._voted()
 
     def hear(self, event: Event) -> None:
-        """Take in what comes after the first event."""
+        """Process an event after the first one."""
         match event:
             case PassesBegin():
                 self._pass_to("prepare")
@@ -81,7 +81,7 @@ class CaptureReport:
             self._memory["warmed up"] = memory()
 
     def _finish(self, counters: Counters) -> None:
-        """All graphs are whole and replay from now on; ``counters`` are those of their session."""
+        """All graphs are complete and replay from now on; ``counters`` belong to their session."""
         self._end()
         entry = self._entry() | {
             "layers": len(self._units),
@@ -106,7 +106,7 @@ class CaptureReport:
         }
 
     def _coverage(self) -> list[dict[str, Any]]:
-        """The map; none where Megatron is not as relied on, since the graphs are whole anyhow."""
+        """The coverage rows; empty if Megatron is not as relied on, as the graphs work anyway."""
         try:
             return coverage(self._model, self._units)
         except UpstreamChangedError as error:
@@ -121,7 +121,7 @@ class CaptureReport:
         self._memory["highest"] = self._highest_memory()
 
     def _pass_to(self, phase: str) -> None:
-        """Count the time since the last call for ``phase``, less what votes took of it."""
+        """Add the time since the last call to ``phase``, without the time of votes."""
         since, voted = self._since
         self._since = now, voted_now = time.perf_counter(), self._voted()
         self._seconds["vote"] += voted_now - voted
@@ -149,7 +149,7 @@ class CaptureReport:
 
 
 def summary(capture: Mapping[str, Any]) -> str:
-    """One line to read, of an entry of a record's ``captures``."""
+    """A summary line of an entry of a record's ``captures``."""
     seconds = capture["seconds"]
     parts = ", ".join(f"{name} {seconds[name]:.1f}" for name in PHASES if seconds[name] >= 0.05)
     text = (

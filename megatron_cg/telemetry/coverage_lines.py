@@ -1,10 +1,10 @@
-"""Which scopes of which layer are in a graph, and why the others are not.
+"""Which scopes of each layer are in a graph, and why the others are not.
 
 Relied on: megatron-core 0.19.2, ``megatron.core.transformer.cuda_graphs._layer_is_graphable``,
 which says whether a layer has any of the scopes of a config, and ``GraphableMegatronModule`` in
-``megatron.core.transformer.module``, of which every layer that can be captured is one. Only layers
-have a ``layer_number``, from 1. A layer that is captured with scopes of its own sees them in a view
-of its config (``upstream/layer_config.py``).
+``megatron.core.transformer.module``, the base class of every layer that can be captured. Only
+layers have a ``layer_number``, from 1. A layer that is captured with its own scopes sees them in a
+view of its config (``upstream/layer_config.py``).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ RELIES_ON = (_LAYER, _GRAPHABLE, _SCOPES)
 
 
 def coverage(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, Any]]:
-    """One row a layer of ``model``, in order.
+    """One row for each layer of ``model``, in order.
 
-    A row has the layer's ``name`` and ``kind`` (its class), ``graphed``, the scopes in its graph,
-    and ``eager``, the reason for each other scope. Without Megatron's layers the units are the
-    rows, each graphed as a whole.
+    A row has the layer's ``name`` and ``kind`` (its class), ``graphed`` (the scopes in its graph)
+    and ``eager`` (the reason for each other scope). Without Megatron's layers the rows are the
+    units, each graphed as a whole.
     """
     captured = {unit.layer: unit.name for unit in units}
     layers: list[Any] = []
@@ -84,5 +84,5 @@ def _names(modules: Sequence[Any]) -> list[str]:
 
 
 def _has(layer: Any, config: Any, scope: str) -> bool:
-    """Whether ``layer`` has that part."""
+    """Whether ``layer`` has that scope."""
     return bool(_GRAPHABLE.find()(layer, LayerConfig(config, [_SCOPES.find()[scope]])))

@@ -1,4 +1,4 @@
-"""What a run ran on, in words, without the name of the host."""
+"""Describes the machine of a run in words, without the host name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def machine() -> dict[str, Any]:
-    """GPUs that this process sees, their driver, processors and libraries; None: there is none."""
+    """GPUs visible to this process, their driver, processors and libraries; None: there is none."""
     gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if gpu else None,
@@ -32,12 +32,12 @@ def machine() -> dict[str, Any]:
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that decide how CUDA, NCCL, TE and the allocator behave."""
+    """The environment variables that affect CUDA, NCCL, TE and the allocator."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES)}
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version, from where the kernel module shows it."""
+    """The NVIDIA driver's version, as the kernel module reports it."""
     try:
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
     except OSError:

@@ -1,4 +1,4 @@
-"""GPU memory by the books of torch's caching allocator, which asks nothing of the GPU."""
+"""GPU memory from the statistics of torch's caching allocator, without a query to the GPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 
 def memory() -> dict[str, int] | None:
-    """Bytes of this process on the current GPU, or None where it uses none.
+    """Bytes of this process on the current GPU, or None if it uses none.
 
-    ``allocated_bytes`` is held by tensors and graphs, ``reserved_bytes`` also what the allocator
-    keeps for later, and the two with ``peak_`` are the highest since the process began or since
-    somebody reset them. Relied on: torch 2.11, ``torch.cuda.memory_stats_as_nested_dict``.
+    Tensors and graphs hold ``allocated_bytes``; ``reserved_bytes`` also includes the allocator's
+    cache. The two values with ``peak_`` are the highest since the process began or since the last
+    reset. Relied on: torch 2.11, ``torch.cuda.memory_stats_as_nested_dict``.
     """
     if not torch.cuda.is_initialized():
         return None

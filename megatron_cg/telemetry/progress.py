@@ -1,7 +1,7 @@
-"""A bar for warmup and capture, on rank 0 and on a terminal only.
+"""A progress bar for warmup and capture, on rank 0 and on a terminal only.
 
-It is drawn from the thread that captures, when a pass has ended: a thread of its own could run in
-the middle of a graph's capture.
+The capturing thread draws it at the end of a pass. A separate thread could run in the middle of a
+graph's capture.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PAUSE = 0.05
 
 
 class CaptureBar:
-    """Passes done, of a capture's ``total``, of which the first ``warmup`` are warmup.
+    """The passes done, out of ``total`` passes of a capture; the first ``warmup`` are warmup.
 
     Args:
         total: forward and backward passes from the first warmup to the last capture.
-        warmup: how many of them come before what is captured.
+        warmup: the number of passes before the first captured one.
         stream: a terminal.
     """
 
@@ -46,7 +46,7 @@ class CaptureBar:
         self._drawn = time.monotonic()
 
     def advance(self) -> None:
-        """One pass more; draws where the last drawing is long enough ago."""
+        """Count one more pass; draw if the last drawing is long enough ago."""
         self._done += 1
         now = time.monotonic()
         if now - self._drawn >= _PAUSE:
@@ -54,7 +54,7 @@ class CaptureBar:
             self._drawn = now
 
     def close(self) -> None:
-        """Take the bar off the terminal. Safe to run twice."""
+        """Clear the bar from the terminal. Safe to call twice."""
         self._progress.stop()
 
     def _draw(self) -> None:
@@ -66,7 +66,7 @@ class CaptureBar:
 
 
 def capture_bar(total: int, warmup: int) -> CaptureBar | None:
-    """A bar on standard error; None on another rank than 0 and where that is no terminal."""
+    """A bar on standard error; None on other ranks than 0, and if that is no terminal."""
     if not is_first_rank() or not sys.stderr.isatty():
         return None
     return CaptureBar(total, warmup, sys.stderr)

@@ -1,16 +1,16 @@
-"""What a run trained, written as it was: losses, gradient norms and parameter shards.
+"""Records what a run trained, bit for bit: losses, gradient norms and parameter shards.
 
-And how it came to that, for ``megatron-cg report``: counters and memory by step, machine, command
-line and environment, and whatever the rest of this package notes of its captures.
+For ``megatron-cg report`` it also records counters and memory by step, the machine, the command
+line, the environment, and the notes that the rest of this package makes of its captures.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.training``: ``train``, ``train_step`` and
-``evaluate``, looked up as globals of that module when they are called; ``train_step`` gives eight
-values, of which the loss dictionary is the first, ``skipped_iter`` the second and the gradient norm
-the sixth; the first value of ``evaluate`` is a dictionary of losses.
+``evaluate``, looked up as globals of that module when they are called; ``train_step`` returns eight
+values: the first is the loss dictionary, the second ``skipped_iter`` and the sixth the gradient
+norm; the first value of ``evaluate`` is a dictionary of losses.
 
-The recorder reads values after the step has returned and adds nothing to the device's work before
-that, so it cannot change what it records. ``train_step`` itself ends by waiting for the gradient
-norm, so the wall clock around it is the step's time and no more waiting is needed.
+The recorder reads values after the step returns and adds no earlier work to the device, so it
+cannot change what it records. ``train_step`` itself ends by waiting for the gradient norm, so its
+wall time is the step's time and no extra synchronization is needed.
 """
 
 from __future__ import annotations
@@ -59,44 +59,44 @@ _active: list[Recorder] = []
 
 
 def note(key: str, value: Any) -> None:
-    """Put ``value``, anything JSON can hold, under ``key`` into this rank's record.
+    """Store ``value``, anything JSON can hold, under ``key`` in this rank's record.
 
-    Does nothing where nothing is recorded. A note that comes after training is written too.
+    Does nothing when nothing is recorded. A note made after training is written too.
     """
     for recorder in _active:
         recorder.note(key, value)
 
 
 def note_capture() -> None:
-    """Record after how many steps graphs were captured for the first time; see :func:`note`."""
+    """Record the number of steps before the first capture; see :func:`note`."""
     for recorder in _active:
         if CAPTURED_AFTER not in recorder.data:
             recorder.note(CAPTURED_AFTER, len(recorder.data["steps"]))
 
 
 def note_step(key: str, value: Any) -> None:
-    """Put ``value`` under ``key`` into the step that was trained last; see :func:`note`."""
+    """Store ``value`` under ``key`` in the entry of the last trained step; see :func:`note`."""
     for recorder in _active:
         if recorder.data["steps"]:
             recorder.data["steps"][-1][key] = value
 
 
 def add_capture(capture: dict[str, Any]) -> None:
-    """Add what one capture was like, and the number of steps trained before it."""
+    """Add the report of one capture, and the number of steps trained before it."""
     for recorder in _active:
         steps = len(recorder.data["steps"])
         recorder.note("captures", [*recorder.data["captures"], {"after_step": steps, **capture}])
 
 
 def follow(counters: Counters, votes: AgreementTime | None) -> None:
-    """Let records show, from now on, how these counts of one session and its votes grow."""
+    """Show in records, from now on, how these counts of one session and its votes grow."""
     for recorder in _active:
         recorder.follow(counters, votes)
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Let notes of this process, and the warnings of this package, reach ``recorder``."""
+    """Send notes and warnings of this package to ``recorder`` inside the block."""
     with listening(recorder.add_event):
         _active.append(recorder)
         try:
@@ -109,8 +109,8 @@ def install_recorder(directory: str | Path, **options: Any) -> Callable[[], None
     """Record the run of this process into ``directory/rank<N>.json``; returns the undo.
 
     The file is written when Megatron's ``train`` ends, by return, exception or ``sys.exit``.
-    ``options`` are those of :class:`Recorder`.
-    Raises UpstreamChangedError when ``train`` or ``train_step`` are not as we know them.
+    ``options`` are those of :class:`Recorder`. Raises UpstreamChangedError when ``train`` or
+    ``train_step`` is not as relied on.
     """
     recorder = Recorder(Path(directory), **options)
     module = _LOOP.find()
@@ -124,14 +124,14 @@ def install_recorder(directory: str | Path, **options: Any) -> Callable[[], None
 
 
 class Recorder:
-    """One rank's record, grown step by step and written to a file of its own.
+    """The record of one rank: it grows step by step and is written to its own file.
 
     Args:
         directory: where ``rank<N>.json`` is written.
-        digests: whether every parameter shard is read at the end, which a comparison needs.
+        digests: whether to read every parameter shard at the end; comparisons need this.
         interval: steps between two rows of counters and memory.
-        write_seconds: at least so many seconds lie between two writes in the course of a run;
-            None writes at its end only.
+        write_seconds: the least number of seconds between two writes during a run; None writes only
+            at its end.
     """
 
     def __init__(
@@ -175,17 +175,17 @@ class Recorder:
             self.write()
 
     def describe(self, setup: Setup) -> None:
-        """Record what is trained; nothing else distinguishes it from a run of another model."""
+        """Record the setup of the run: only this distinguishes it from a run of another model."""
         self.data["setup"] = setup
 
     def follow(self, counters: Counters, votes: AgreementTime | None) -> None:
-        """Count these in every row of counters from now on; sessions may share their votes."""
+        """Include these counts in every row of counters from now on; sessions may share votes."""
         self._counters.append(counters)
         if votes is not None and not any(known is votes for known in self._votes):
             self._votes.append(votes)
 
     def add_event(self, level: str, text: str) -> None:
-        """Add something that a reader should know, and how many steps were trained before it."""
+        """Add an event for the reader, and the number of steps trained before it."""
         event = {"after_step": len(self.data["steps"]), "level": level, "text": text}
         self.note("events", [*self.data["events"], event])
 
@@ -206,7 +206,7 @@ class Recorder:
         return train_step
 
     def wrap_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """``evaluate`` whose losses are put beside those of the step that was trained last."""
+        """``evaluate`` that also stores its losses with those of the last trained step."""
 
         @wraps(evaluate)
         def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,7 @@ class Recorder:
         return recorded_evaluate
 
     def wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """``train`` that ends by recording the parameters and writing the file."""
+        """``train`` that records the parameters and writes the file when it ends."""
 
         @wraps(train)
         def recorded_train(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ class Recorder:
         return recorded_train
 
     def add_step(self, losses: dict[str, Any], grad_norm: Any, skipped: bool, start: float) -> None:
-        """Append one step; ``start`` is ``time.perf_counter()`` from when it began."""
+        """Append one step; ``start`` is the ``time.perf_counter()`` of its begin."""
         values = {name: exact(value) for name, value in losses.items()}
         self.data["steps"].append(
             {
@@ -255,7 +255,7 @@ class Recorder:
             self._write_when_due()
 
     def _add_interval(self) -> None:
-        """Append all counts and the memory after the step that was trained last."""
+        """Append all counts and the memory after the last trained step."""
         counters = Counters()
         for counted in self._counters:
             counters.add(counted)
@@ -272,7 +272,7 @@ class Recorder:
         )
 
     def _write_when_due(self) -> None:
-        """Write in the course of a run, for at most a hundredth of its time."""
+        """Write during a run, for at most a hundredth of its time."""
         if self._pause is None or (start := time.monotonic()) < self._next_write:
             return
         self.write()
@@ -294,7 +294,7 @@ class Recorder:
         self.write()
 
     def write(self) -> None:
-        """Write ``rank<N>.json``; a reader never sees half a file."""
+        """Write ``rank<N>.json``; a reader never sees a partial file."""
         rank = int(os.environ.get("RANK", "0"))
         text = json.dumps({"rank": rank, **self.data}, indent=1)
         write_text(self.directory / f"rank{rank}.json", text)
@@ -302,10 +302,10 @@ class Recorder:
 
 
 def exact(value: Any) -> dict[str, Any]:
-    """A number as ``{"hex", "value"}``: ``float.hex`` keeps every bit, and the decimal is to read.
+    """A number as ``{"hex", "value"}``: ``float.hex`` keeps every bit; the decimal is for readers.
 
-    ``value`` is a Python number or a tensor of one element, of any float type (all are exact in
-    a Python float). JSON has no NaN and no infinity, so their decimal is a string.
+    ``value`` is a Python number or a tensor of one element, of any float type (a Python float holds
+    all of them exactly). JSON has no NaN and no infinity, so their decimal is a string.
     """
     number = float(value)
     shown: float | str = number if math.isfinite(number) else str(number)

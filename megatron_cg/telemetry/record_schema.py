@@ -1,8 +1,8 @@
-"""What a record is: the type of every field, and the one way to read and check a file.
+"""The format of a record: the type of every field, and the only function that reads a file.
 
-``record.py`` writes records; everything else reads them through :func:`read_run`, so all other
-code can rely on the types below. Other fields are allowed: tests and users' scripts may add their
-own.
+``record.py`` writes records. Everything else reads them through :func:`read_run`, which checks
+them, so all other code can rely on the types below. Other fields are allowed: tests and users'
+scripts may add their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from megatron_cg.errors import MegatronCGError
 
 FORMAT = 2
-"""Format 1 had neither ``world_size`` nor ``setup``."""
+"""Format 1 had no ``world_size`` and no ``setup``."""
 CAPTURED_AFTER = "captured_after_step"
 FILE = re.compile(r"rank\d+\.json")
 _SHOWN = 40
@@ -34,7 +34,7 @@ class _WrongFieldError(Exception):
 
 
 Check = Callable[[Any, str], None]
-"""Takes a value and its place in the record; raises _WrongFieldError."""
+"""Takes a value and its path in the record; raises _WrongFieldError."""
 
 
 def _fail(value: Any, place: str, expected: str) -> None:
@@ -106,7 +106,7 @@ def _table(check: Check) -> Check:
 
 
 def _fields(needed: Mapping[str, Check], more: Mapping[str, Check] | None = None) -> Check:
-    """An object with all fields of ``needed`` and any of ``more``; others are not looked at."""
+    """An object with all fields of ``needed`` and any of ``more``; other fields are ignored."""
     known = {**needed, **(more or {})}
 
     def fields(value: Any, place: str) -> None:
@@ -189,8 +189,8 @@ _RECORD = _fields(
 def read_run(directory: Path) -> dict[int, dict[str, Any]]:
     """The record of each rank in ``directory``, by rank.
 
-    Raises RecordError, in one line: there is no such folder, it cannot be read, it has no record,
-    or one of its records is damaged or of another version.
+    Raises RecordError with one line: the folder is missing, cannot be read or has no record, or one
+    of its records is damaged or of another version.
     """
     files = record_files(directory)
     if not files:
@@ -212,9 +212,9 @@ def read_run(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def record_files(directory: Path) -> list[Path]:
-    """The files in ``directory`` that are named like records, by name.
+    """The files in ``directory`` with the name of a record, sorted by name.
 
-    Raises RecordError where there is no such folder, or it cannot be read.
+    Raises RecordError when the folder is missing or cannot be read.
     """
     try:
         names = os.listdir(directory)
@@ -236,7 +236,7 @@ def _read_rank(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError, MemoryError, _WrongFieldError) as error:
-        # Only the first line: a JSON error may go on with the text that it could not read.
+        # Only the first line: a JSON error may continue with the text that it could not read.
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise RecordError(f"{path} is not a record of this package: {why}.") from None
     found: dict[str, Any] = data
@@ -244,7 +244,7 @@ def _read_rank(path: Path) -> dict[str, Any]:
 
 
 def _content(path: Path) -> str:
-    """The text of a regular file; opening another, such as a named pipe, could wait for ever."""
+    """The text of a regular file; opening another kind, such as a pipe, could block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise _WrongFieldError("it is no regular file")
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:

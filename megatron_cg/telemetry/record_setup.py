@@ -1,7 +1,7 @@
-"""What a run trains, on which data and in which layout: equal in two runs that are compared.
+"""What a run trains, on which data and in which layout. Compared runs must agree on it.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.global_vars.get_args`` and the attributes of
-Megatron's namespace below. One that a release lacks is recorded as None.
+Megatron's namespace below. An attribute that a release lacks is recorded as None.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _WHOLE, _END = 64 << 20, 1 << 20
-"""Bytes up to which a file is read whole, and what is read of each end of a longer one."""
+"""A file up to this many bytes is read whole; of a longer one, this much at each end."""
 
 
 def of_megatron() -> Setup:
-    """The setup of the run in this process; empty where Megatron has no arguments."""
+    """The setup of the run in this process; empty if Megatron has no arguments."""
     try:
         args = _ARGS.find()()
     except AssertionError:
-        # The script has its own training loop: it calls Megatron's functions and parses no flags.
+        # A custom training loop: it calls Megatron's functions and parses no flags.
         return {}
     setup = {
         group: {name: _plain(getattr(args, name, None)) for name in names}
         for group, names in _NAMES.items()
     }
-    # Read by one rank: thousands would ask a file system for the same files at once.
+    # Only one rank reads them: thousands would read the same files at once.
     if os.environ.get("RANK", "0") == "0":
         setup["data"]["data_path"] = [_content(word) for word in args.data_path or ()]
     return setup
@@ -76,7 +76,7 @@ def of_tape(plan: TrainingPlan) -> Setup:
     """The setup of a run on the CPU."""
     model = asdict(plan.model)
     options = model.pop("fsdp_options")
-    # The captured parts may differ.
+    # The captured scopes may differ.
     del model["graph_modules"]
     strategy = "data_parallel_sharding_strategy"
     names = ("microbatches", "micro_batch_size", "learning_rate")
@@ -89,10 +89,10 @@ def of_tape(plan: TrainingPlan) -> Setup:
 
 
 def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    """Where the setups of two records differ, as ``"model: hidden_size 64 and 128"``.
+    """How the setups of two records differ, as ``"model: hidden_size 64 and 128"``.
 
-    The arguments are records of rank 0, which alone knows the data. The version of this package may
-    differ: it changes no number of an eager run.
+    Both arguments are records of rank 0: only rank 0 knows the data. The version of this package
+    may differ, because it changes no number of an eager run.
     """
     own = {"megatron-cg": None}
     groups = {
@@ -117,7 +117,7 @@ def _shown(values: Mapping[str, Any], name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value in the form that JSON returns unchanged."""
+    """The value in a form that JSON returns unchanged."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Sequence):
@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 
 def _content(prefix: str) -> str:
-    """A dataset by size and content, wherever it is stored; the word itself if it is none."""
+    """Identifies a dataset by size and content; a word that is no dataset stays as it is."""
     path = Path(f"{prefix}.bin")
     try:
         size = path.stat().st_size

@@ -37,13 +37,13 @@ RELIES_ON = tuple(
 def parameter_digests(model: nn.Module) -> dict[str, str]:
     """SHA-256 of this rank's shard of every parameter, by ``<weights>:<parameter name>``.
 
-    Under Megatron-FSDP the weights are ``main`` (what the optimizer updates), ``model`` (what the
-    layers compute with) and, with FP8 parameters, ``transpose``; without it, or with parameters
-    that are not sharded, they are ``parameter``. Waits for the device.
+    Under Megatron-FSDP the weights are ``main`` (updated by the optimizer), ``model`` (used by the
+    layers) and, with FP8 parameters, ``transpose``. Without Megatron-FSDP, and for parameters that
+    are not sharded, they are ``parameter``. Waits for the device.
     """
     if torch.cuda.is_available():
-        # Where weights are not sharded, the last step's all-gather may still be under way, on a
-        # stream of its own.
+        # If weights are not sharded, the last step's all-gather may still be in flight on its own
+        # stream.
         torch.cuda.synchronize()
     fsdp: Any = find_megatron_fsdp(model)
     if fsdp is None:
@@ -53,9 +53,9 @@ def parameter_digests(model: nn.Module) -> dict[str, str]:
     for group in buffer.parameter_groups:
         kinds = {kind: getattr(group, name) for kind, name in _BUFFERS.items()}
         present = {kind: weights for kind, weights in kinds.items() if weights is not None}
-        # Where only some of a group's weights are sharded (ZeRO-1 and 2), the others hold copies of
-        # what other ranks own, which the next all-gather renews: how far it has come by the end of
-        # a run is chance. This rank answers for its own part.
+        # If only some of a group's weights are sharded (ZeRO-1 and 2), the others also hold copies
+        # of weights that other ranks own. The next all-gather renews them, so their state at the
+        # end of a run is random. This rank digests only the weights it owns.
         only_own = any(weights.is_data_distributed for weights in present.values())
         for item, parameter in enumerate(group.params):
             name = buffer.param_to_name[parameter]
@@ -68,7 +68,7 @@ def parameter_digests(model: nn.Module) -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of dtype, shape and bytes; any dtype, on any device."""
+    """SHA-256 of dtype, shape and bytes, for any dtype and device."""
     value = tensor.detach()
     local = getattr(value, "to_local", None)
     value = (local() if local is not None else value).cpu().contiguous()

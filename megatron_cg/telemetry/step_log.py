@@ -1,10 +1,10 @@
 """Counters of graphs in Megatron's log, in TensorBoard and in Weights & Biases.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.training.training_log``, looked up as a global
-of that module after each step; its parameter ``iteration`` counts steps from 1, and
-``is_first_iteration`` is set for the line that Megatron prints of the very first step, whatever
-``--log-interval``. ``print_rank_last`` is how it prints, on the rank that also has the writers of
-``megatron.training.global_vars``; they are None on others and where they were not asked for.
+of that module after each step. Its parameter ``iteration`` counts steps from 1.
+``is_first_iteration`` is set when Megatron prints the line of the first step, whatever
+``--log-interval``. Megatron prints with ``print_rank_last``, on the rank that also has the writers
+of ``megatron.training.global_vars``; they are None on other ranks and when they are disabled.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Counted(Protocol):
 
 
 def follow_log(helpers: Sequence[Counted]) -> Callable[[], None]:
-    """Let Megatron's log and writers show the counters of ``helpers``; returns the undo.
+    """Show the counters of ``helpers`` in Megatron's log and writers; returns the undo.
 
-    ``helpers`` is read anew at each step; without any, only the phases of steps are recorded.
-    Raises UpstreamChangedError where a function of Megatron is not as relied on.
+    ``helpers`` is read again at each step. If it is empty, only the phases of steps are recorded.
+    Raises UpstreamChangedError when a function of Megatron is not as relied on.
     """
     old, module = _LOG.find(), _LOOP.find()
     signature = inspect.signature(old)
@@ -64,7 +64,7 @@ def follow_log(helpers: Sequence[Counted]) -> Callable[[], None]:
         given = signature.bind(*args, **kwargs).arguments
         log.before()
         result = old(*args, **kwargs)
-        # Megatron prints the first step besides; ours comes with the lines of its interval.
+        # Megatron prints an extra line for the first step; ours follows the interval only.
         log.after(int(given["iteration"]))
         return result
 
@@ -80,13 +80,13 @@ class _Log:
         self._tensorboard, self._wandb = _TENSORBOARD.find(), _WANDB.find()
 
     def before(self) -> None:
-        """Before Megatron's timers are set back."""
+        """Runs before Megatron resets its timers."""
         phases = self._phases.of_last_step()
         if phases:
             note_step("phases", phases)
 
     def after(self, iteration: int) -> None:
-        """Write and print what is due after that step."""
+        """Write and print the lines that are due after that step."""
         if not self._helpers:
             return
         args = self._args()
@@ -112,7 +112,7 @@ class _Log:
 
 
 def totals(counted: Sequence[tuple[Counters, AgreementTime]]) -> Totals:
-    """What is shown, by name, summed over models: since the run began, on this rank."""
+    """The values to show, by name, summed over models: since the run began, on this rank."""
     found: Totals = dict.fromkeys((*_COUNTS, *_COPIES, *_TIMES), 0)
     for counters, votes in counted:
         for name, value in (counters.as_dict() | votes.as_dict()).items():
@@ -122,7 +122,7 @@ def totals(counted: Sequence[tuple[Counters, AgreementTime]]) -> Totals:
 
 
 def log_line(last: Totals, now: Totals) -> str:
-    """One line in the manner of Megatron's: what came since the line before, on this rank."""
+    """One line in Megatron's format: the increments since the previous line, on this rank."""
     new = {name: value - last.get(name, 0) for name, value in now.items()}
     counts = " | ".join(f"{name}: {new[name]:.0f}" for name in _COUNTS)
     copied = f"copied: {new['inputs_copied']:.0f} tensors, {new['bytes_copied'] / 2**20:.1f} MiB"

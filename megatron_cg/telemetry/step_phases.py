@@ -1,11 +1,11 @@
-"""What the parts of a training step took, where Megatron measures them.
+"""The time of each phase of a training step, where Megatron measures it.
 
 Relied on: megatron-core 0.19.2, ``megatron.core.timers``: ``Timers`` keeps its timers in
-``_timers`` by name, ``Timer.active_time`` gives the seconds that one has run and is never set back.
-Asking ``Timers`` for a timer would make it at a level of our own, and a later use at Megatron's
-level fail; so its dictionary is looked into instead. Which timers there are is up to
-``--timing-log-level``: from 1 on forward and backward together and the optimizer, from 2 on forward
-and backward each. They wait for the GPU where they begin and end; nothing here does.
+``_timers`` by name. ``Timer.active_time`` returns the seconds that a timer has run and is never
+reset. Calling ``Timers`` with a name would create a timer at our level, and Megatron's later use at
+its own level would fail; so we read the dictionary. ``--timing-log-level`` decides which timers
+exist: from 1 on forward and backward together and the optimizer, from 2 on forward and backward
+each. Megatron's timers wait for the GPU where they begin and end; nothing here does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _PARTS = {
     "forward and backward": "forward-backward",
     "optimizer": "optimizer",
 }
-"""What we call them, by Megatron's names."""
+"""Our names of the phases, by Megatron's names."""
 
 
 class StepPhases:
     """Reads Megatron's timers after each step.
 
-    Raises UpstreamChangedError where they are not as relied on.
+    Raises UpstreamChangedError when they are not as relied on.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StepPhases:
         _TIMER.find()
 
     def of_last_step(self) -> dict[str, float]:
-        """Milliseconds by part since the last call; empty where Megatron measures none."""
+        """Milliseconds by phase since the last call; empty if Megatron measures none."""
         known: dict[str, Any] = self._timers()._timers
         found: dict[str, float] = {}
         for part, name in _PARTS.items():

@@ -1,4 +1,4 @@
-"""Warnings and errors of this package, as they are logged: mismatches, failed captures, notices."""
+"""Collects the logged warnings and errors of this package: mismatches, failed captures, notices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Listener(logging.Handler):
         self._heard = heard
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record on; what fails is logging's own affair, as in every handler."""
+        """Pass a record on; logging handles failures, as in every handler."""
         try:
             self._heard(record.levelname.lower(), record.getMessage())
         except Exception:

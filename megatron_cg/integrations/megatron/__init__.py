@@ -1,1 +1,1 @@
-"""The few places where Megatron is touched, each undoable, each naming symbol and version."""
+"""The few patches to Megatron. Each can be undone and names its symbol and version."""

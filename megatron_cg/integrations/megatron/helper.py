@@ -4,7 +4,7 @@ Relied on: megatron-core 0.19.2, ``megatron.core.transformer.cuda_graphs``: ``TE
 with ``_discover_layers``, ``_get_sample_arguments``, ``create_cudagraphs`` (which sets
 ``layer.cuda_graphs``), ``delete_cuda_graphs`` and ``graphs_created``; the module globals
 ``make_graphed_callables``, ``_layer_is_graphable``, ``_set_capture_end``. Megatron's own method
-does the capture; this class puts the transaction around it.
+does the capture; this class wraps it in the transaction.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ for _symbol in RELIES_ON:
 
 
 class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
-    """``TECudaGraphHelper`` that can capture under Megatron-FSDP; elsewhere Megatron's own."""
+    """``TECudaGraphHelper`` that can capture under Megatron-FSDP; otherwise Megatron's own."""
 
     given: GraphArguments = GraphArguments()
-    """All settings as given, for the rules; the members below are what is read of them."""
+    """All settings as given, for the rules; the members below hold the parsed settings."""
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
     policy: ReplayPolicy = ReplayPolicy()
     fast_path: bool = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
     live: list[FsdpCudaGraphHelper] | None = None
-    """Where helpers of models under FSDP put themselves, to be told of training steps."""
+    """Helpers of models under FSDP add themselves here, to be notified of training steps."""
     callables_per_chunk: list[list[Any]]
     callables_per_chunk_is_mtp: list[list[bool]]
     flattened_callables: list[Any]
@@ -84,14 +84,14 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._scopes: dict[nn.Module, list[Any]] = {}
         self.controller: GraphController | None = None
-        """Of a model under Megatron-FSDP."""
+        """Captures of a model under Megatron-FSDP."""
         super().__init__(*args, **kwargs)
         self.undo = ExitStack()
-        """Of what is changed for as long as the run lasts."""
+        """Undoes the changes that last as long as the run."""
         self.steps: StepRoutine | None = None
         if self._fsdp is not None:
             follow_captures()
-            # Made by all ranks, since all make this helper.
+            # A collective call: all ranks create this helper.
             self._agreement = Agreement()
             self._static_inputs = ObservedInputs(self.flattened_callables)
             self.undo.callback(let_gradients_go(self._fsdp))
@@ -109,7 +109,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
     @property
     def session(self) -> Session | None:
-        """The graphs under Megatron-FSDP as they are now; None where there are none."""
+        """The current graphs under Megatron-FSDP; None if there are none."""
         return self.controller.session if self.controller is not None else None
 
     def _discover_layers(self) -> None:
@@ -129,7 +129,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         return [by_name.get(name, name) for name in names]
 
     def _layer_scopes(self, layer: nn.Module) -> list[Any]:
-        """What is captured of one layer; all that the run captures for a layer not counted."""
+        """The scopes captured of one layer; for a layer outside the capture, those of the run."""
         return self._scopes.get(layer, self._run_scopes())
 
     def _run_scopes(self) -> list[Any]:
@@ -154,10 +154,10 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self.flattened_callables_is_mtp = [mtp for chunk in pairs for _, mtp in chunk]
 
     def _get_sample_arguments(self, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
-        """Megatron's in the model's type, less the rotary table of layers without attention.
+        """Megatron's samples in the model's dtype; no rotary table for layers without attention.
 
-        Megatron decides on the table once for the model; with ``--cg-layers`` it depends on the
-        layer, and TE demands at replay every keyword that it saw at capture.
+        Megatron decides on the table once for the whole model. With ``--cg-layers`` it depends on
+        the layer, and TE requires at replay every keyword that it saw at capture.
         """
         sample_args, sample_kwargs = super()._get_sample_arguments(*args, **kwargs)
         if self._fsdp is not None:
@@ -173,8 +173,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def create_cudagraphs(self) -> None:
         """Capture, as Megatron does, inside a transaction; see ``Session.capturing``.
 
-        Raises CaptureError, unless ``--cg-on-failure eager`` was given: then the failure is
-        logged and training goes on without graphs.
+        Raises CaptureError. With ``--cg-on-failure eager`` the failure is logged instead, and
+        training continues without graphs.
         """
         if self.controller is None:
             super().create_cudagraphs()
@@ -239,12 +239,12 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self._graphs_created = False
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Nothing under Megatron-FSDP, whose own hooks run around each replay; else Megatron's."""
+        """Megatron's; does nothing under Megatron-FSDP, whose own hooks run around each replay."""
         if self._fsdp is None:
             super().cuda_graph_set_manual_hooks()
 
     def counted(self) -> tuple[Counters, AgreementTime]:
-        """All counts so far, and what votes cost."""
+        """All counts so far, and the time that votes took."""
         assert self.controller is not None
         return self.controller.counters, self._agreement.time
 
@@ -257,7 +257,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
 
 def units_of(layers: Sequence[Any]) -> list[Unit]:
-    """Megatron's layers as units of a capture, named by their index from 0."""
+    """Megatron's layers as the units of a capture; each name is the index, from 0."""
     return [
         Unit(
             f"layer {layer.layer_number - 1}",
@@ -272,14 +272,14 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
 
 
 def _is_direct(layer: Any) -> bool:
-    """Whether nothing of ``layer`` runs before its graph: attention does where it is not in it."""
+    """Whether no code of ``layer`` runs before its graph; attention does if it is not captured."""
     scopes = layer.config.cuda_graph_modules
     before = isinstance(layer, TransformerLayer) and bool(scopes)
     return not before or any(scope is CudaGraphModule.attn for scope in scopes)
 
 
 def _has_collectives(config: Any) -> bool:
-    """Whether graphs hold communication that torch does not count; see ``collectives.py``."""
+    """Whether graphs contain communication that torch does not count; see ``collectives.py``."""
     return bool(config.context_parallel_size > 1 or config.tensor_model_parallel_size > 1)
 
 

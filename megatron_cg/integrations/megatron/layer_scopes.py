@@ -1,4 +1,4 @@
-"""Scopes of one layer, and what to type to leave a module out of them; megatron-core 0.19.2."""
+"""Scopes of one layer, and the flag that excludes a module from them; megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cg.upstream.patch import set_attribute
 
 
 def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Callable[[], None]:
-    """Let ``layer`` and its MoE layer, if it has one, see ``modules``; returns the undo."""
+    """Set ``modules`` as the scopes of ``layer`` and of its MoE layer, if any; returns the undo."""
     with ExitStack() as undo:
         for owner in (layer, getattr(layer, "mlp", None)):
             config = getattr(owner, "config", None)
@@ -23,11 +23,11 @@ def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Callable[[], None]:
 
 
 def leave_out(layer: Any, module: nn.Module | None) -> str:
-    """What to type so that ``module``, below ``layer``, is in no graph of it.
+    """The flag to type so that no graph of ``layer`` contains ``module``.
 
     Args:
         layer: a ``GraphableMegatronModule`` that is captured.
-        module: None if it is unknown.
+        module: a module below ``layer``; None if it is unknown.
     """
     scopes = list(layer.config.cuda_graph_modules)
     index = layer.layer_number - 1
@@ -50,7 +50,7 @@ def leave_out(layer: Any, module: nn.Module | None) -> str:
 
 
 def _holds(scope: Any, layer: Any, module: nn.Module | None) -> bool:
-    """Whether ``module`` is in what ``scope`` alone captures of ``layer``."""
+    """Whether ``scope`` alone captures ``module`` of ``layer``."""
     from megatron.core.transformer.cuda_graphs import _layer_is_graphable
 
     view = LayerConfig(layer.config, [scope])

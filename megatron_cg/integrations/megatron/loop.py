@@ -1,4 +1,4 @@
-"""Layerwise graphs from a training loop of one's own on megatron-core, without megatron.training.
+"""Layerwise graphs in a custom training loop on megatron-core, without megatron.training.
 
 For models of the standalone megatron_fsdp package see :mod:`megatron_cg.integrations.standalone`.
 
@@ -37,19 +37,19 @@ from megatron_cg.upstream.patch import set_attribute
 class GraphedLayers:
     """The graphs of a megatron-core model's layers, over the steps of a training loop.
 
-    All ranks make it together, after the model was wrapped and before the first step. Steps inside
-    :meth:`step` train eagerly until ``config.cuda_graph_warmup_steps`` of them are done; what is
-    captured then is what ``config.cuda_graph_modules`` says.
+    All ranks create it together, after the model is wrapped and before the first step. Steps inside
+    :meth:`step` train eagerly for the first ``config.cuda_graph_warmup_steps`` steps. Then the
+    scopes in ``config.cuda_graph_modules`` are captured.
 
     Args:
-        model: megatron-core's ``FullyShardedDataParallel`` around one model, whose config has
+        model: megatron-core's ``FullyShardedDataParallel`` around one model. Its config has
             ``cuda_graph_impl="transformer_engine"``.
-        optimizer: whose gradients are cleared after capture (``zero_grad()``).
-        seq_length: tokens of a sequence.
-        micro_batch_size: sequences of a microbatch. Megatron's number of microbatches has to be
-            set (``init_num_microbatches_calculator``).
+        optimizer: its gradients are cleared after capture (``zero_grad()``).
+        seq_length: tokens in a sequence.
+        micro_batch_size: sequences in a microbatch. Megatron's number of microbatches has to be set
+            (``init_num_microbatches_calculator``).
         layers: as ``--cg-layers``, such as ``("attn:0-23", "moe_router:4-")``.
-        backend: what captures, as an object or by name (``"transformer_engine"`` or ``"te"``,
+        backend: the capture backend, as an object or by name (``"transformer_engine"`` or ``"te"``,
             ``"tape"``); Transformer Engine if None.
         on_failure: as ``--cg-on-failure``.
         on_mismatch: as ``--cg-on-mismatch``.
@@ -117,10 +117,10 @@ class GraphedLayers:
     def step(self) -> Iterator[None]:
         """One training step of all ranks: every microbatch, and the optimizer's step.
 
-        On entering, graphs are captured if they are due, or what ranks decided is done.
+        On entry, graphs are captured if they are due, or the decision of the ranks is applied.
 
         Raises:
-            CaptureError, AgreementError, ReplayMismatchError: as a run of Megatron's does.
+            CaptureError, AgreementError, ReplayMismatchError: as in a run of Megatron.
         """
         self._stepped()
         if self._steps == self._warmup_steps and not self._helper.capture_finished():
@@ -135,7 +135,7 @@ class GraphedLayers:
         routine.vote(self._steps)
 
     def close(self) -> None:
-        """Delete the graphs and undo all that was changed. Safe to run twice."""
+        """Delete the graphs and undo all changes. Safe to call twice."""
         self._undo.close()
 
     def __enter__(self) -> Self:
@@ -148,7 +148,7 @@ class GraphedLayers:
 def _make_helper(
     undo: ExitStack, subject: tuple[Any, ...], given: GraphArguments, backend: Backend
 ) -> Any:
-    """Megatron's capture helper, ours, for one model."""
+    """Our version of Megatron's capture helper, for one model."""
     from megatron.core.transformer import cuda_graphs
 
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
@@ -162,7 +162,7 @@ def _make_helper(
         "make_backend": staticmethod(lambda: backend),
     }
     if backend.name != "transformer_engine":
-        # Asked by Megatron's own helper, which knows of no other backend.
+        # Megatron's own helper checks this; it knows no other backend.
         undo.callback(set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True))
     model, optimizer, seq_length, micro_batch_size = subject
     kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)

@@ -1,21 +1,21 @@
-"""No attention mask for a graph whose layer is never given one.
+"""Drops the attention mask from the graph of a layer that is never called with one.
 
 Relied on: megatron-core 0.19.2, ``TransformerLayer.get_layer_static_inputs`` (a causal mask beside
 the hidden states), ``GraphableMegatronModule.get_layer_static_inputs`` (the hidden states alone),
-``_get_te_cuda_graph_replay_args`` (a mask of zeros where the keyword is there and None).
+``_get_te_cuda_graph_replay_args`` (passes a mask of zeros when the keyword is given as None).
 
 Note [A mask that nobody reads]
-    With ``--no-create-attention-mask-in-dataloader`` a layer is called with None: its attention is
-    causal by its own setting. Megatron captures it with a mask of (1, 1, s, s) bytes for every
-    layer and microbatch all the same, 16 MiB each at a sequence of 4,096 and 1 GiB at 32,768, and
-    makes another one, all zeros, for every replay, which TE copies into the first. TE's attention
-    reads neither, being causal. An attention that does read its mask is told by the zeros to mask
-    nothing, and trains something else than the eager layer without a word. Without the keyword a
-    graph computes what the eager layer computes for None, since it is recorded so.
+    With ``--no-create-attention-mask-in-dataloader`` a layer is called with None, because its
+    attention is configured as causal. Megatron still captures it with a mask of (1, 1, s, s) bytes
+    for each layer and microbatch: 16 MiB each at a sequence length of 4,096 and 1 GiB at 32,768.
+    For every replay it makes another mask, all zeros, and TE copies it into the first one. TE's
+    causal attention reads neither. An attention that does read its mask sees the zeros as "mask
+    nothing" and silently trains something else than the eager layer. A graph that is captured
+    without the keyword computes what the eager layer computes for None.
 
 Note [A mask that comes later]
-    is an input that the graph does not have: the guard sees it, and that pass runs eagerly, with
-    the mask. So a wrong guess costs time and no bit.
+    If a mask is passed later, the guard sees an input that the graph does not have and runs that
+    pass eagerly, with the mask. So a wrong guess costs time but never changes a result.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ for _symbol in RELIES_ON:
 
 
 class ObservedInputs(StaticInputs):
-    """Of the inputs of layers, also which keywords were None in every call of all whole steps."""
+    """Static inputs, plus the keywords that were None in every call of all whole steps."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__(layers)
@@ -61,12 +61,12 @@ class ObservedInputs(StaticInputs):
         self._given: set[tuple[int, str]] = set()
 
     def forget(self) -> None:
-        """Also take no input for one that is never given any more."""
+        """Also forget which keywords were never given."""
         super().forget()
         self._none.clear()
 
     def is_never_given(self, index: int, name: str) -> bool:
-        """Whether the layer ``index`` was called with that keyword, and always with None."""
+        """Whether layer ``index`` was called with that keyword and its value was always None."""
         return (index, name) in self._none - self._given
 
     def _look(self, index: int, kwargs: Mapping[str, Any]) -> None:
@@ -76,19 +76,19 @@ class ObservedInputs(StaticInputs):
 
 
 class Observations(Protocol):
-    """What is known of the inputs of layers."""
+    """What was observed of the inputs of layers."""
 
     def is_never_given(self, index: int, name: str) -> bool:
         """See :meth:`ObservedInputs.is_never_given`."""
 
 
 def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> Callable[[], None]:
-    """Capture and replay each layer without a mask that it was never given; returns the undo.
+    """Capture and replay layers without a mask that they never received; returns the undo.
 
-    Call it before sample inputs are made, and undo it when the graphs are gone.
+    Call it before sample inputs are made, and undo it after the graphs are deleted.
 
     Args:
-        layers: what is captured, as ``inputs`` counts them.
+        layers: the captured layers, in the order of the indices of ``inputs``.
         inputs: what the layers were called with in the steps before.
     """
     with ExitStack() as undo:
@@ -110,7 +110,7 @@ def _without_mask(layer: Any) -> Callable[[], None]:
 def _samples(layer: Any, make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
     own = type(layer).get_layer_static_inputs is TransformerLayer.get_layer_static_inputs
     if own and _SAMPLES.unknown_body() is None:
-        # Not even made: the masks of all layers would lie beside each other until the last is.
+        # Not even created: Megatron would hold the masks of all layers at the same time.
         return GraphableMegatronModule.get_layer_static_inputs(layer, *args, **kwargs)
     made = make(*args, **kwargs)
     made.pop(MASK, None)

@@ -1,7 +1,7 @@
 """The rules for Megatron's flags, applied to a model that was built in Python.
 
-Relied on: megatron-core 0.19.2, ``get_attr_wrapped_model`` of ``megatron.core.utils``, by which
-Megatron's capture helper finds the decoder too.
+Relied on: megatron-core 0.19.2, ``get_attr_wrapped_model`` of ``megatron.core.utils``. Megatron's
+capture helper also finds the decoder with it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
 
     Args:
         model: megatron-core's ``FullyShardedDataParallel`` around one model.
-        optimizer: whose ``config`` is read, if it has one.
+        optimizer: its ``config`` is read, if it has one.
         given: this package's own settings.
-        backend: the name of what captures.
+        backend: the name of the capture backend.
 
     Raises:
         ConfigurationError: a rule is broken.
-        HookError: there is no ``MegatronFSDP``, or the model's config asks for no graphs.
+        HookError: there is no ``MegatronFSDP``, or the model's config does not ask for graphs.
     """
     fsdp: Any = find_megatron_fsdp(model)
     if fsdp is None:

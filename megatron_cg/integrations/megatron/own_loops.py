@@ -1,17 +1,17 @@
-"""Megatron's capture helper in a training loop that is not Megatron's own.
+"""Megatron's capture helper in a custom training loop.
 
-Such a loop makes ``megatron.core.transformer.cuda_graphs.TECudaGraphHelper`` itself and has no
+Such a loop creates ``megatron.core.transformer.cuda_graphs.TECudaGraphHelper`` itself and has no
 ``train_step`` to follow. While the package is enabled, a helper for a model under Megatron-FSDP
 becomes ours, even if its class was imported before.
 
 Note [A step of such a loop]
-    ends when the optimizer's ``step`` returns. What the ranks decided is then done at once: all of
-    them are at this place, and between two steps no work is pending.
+    A step ends when the optimizer's ``step`` returns. The decision of the ranks is then applied at
+    once: all ranks are at this point, and no work is pending between two steps.
 
 Note [How long a helper votes]
-    All ranks must stop voting at one place, and garbage collectors run at different times. So a
-    helper is held until ``close()`` or ``disable()``, also if the loop keeps no reference to it.
-    A second helper for the same model closes the first one, after deleting its graphs.
+    All ranks must stop voting at the same point, but garbage collectors run at different times. So
+    a helper is kept alive until ``close()`` or ``disable()``, even if the loop holds no reference
+    to it. A second helper for the same model closes the first one and deletes its graphs.
 
 Relied on: megatron-core 0.19.2, ``TECudaGraphHelper.__init__`` and its parameters.
 """
@@ -58,7 +58,7 @@ class LoopHelper(FsdpCudaGraphHelper):
         self.steps.before_step()
 
     def create_cudagraphs(self) -> None:
-        """Capture as Megatron does, between two steps; the next step begins afterwards."""
+        """Capture as Megatron does, between two steps; then begin the next step."""
         self.steps.after_step()
         super().create_cudagraphs()
         if self.session is not None:
@@ -69,29 +69,29 @@ class LoopHelper(FsdpCudaGraphHelper):
         return self._fsdp is fsdp
 
     def step_done(self) -> None:
-        """End the step, vote, do what was decided, and begin the next one."""
+        """End the step, vote, apply what was decided, and begin the next step."""
         self.steps.after_step()
         self._steps_done += 1
         self.steps.vote(self._steps_done)
         self.steps.before_step()
 
     def close(self) -> None:
-        """Delete the graphs, and stop following steps and voting; on all ranks at one place.
+        """Delete the graphs, and stop following steps and voting. Safe to call twice.
 
-        Safe to run twice.
+        All ranks call it at the same point.
         """
         with self.undo, ExitStack() as ending:
             ending.callback(self.steps.close)
-            # disable() has closed the session, maybe after the process groups had gone.
+            # disable() closed the session already, maybe after the process groups were destroyed.
             if self.session is not None and self.session.phase is Phase.REPLAYING:
                 self.delete_cuda_graphs()
 
 
 def help_own_loops() -> Callable[[], None]:
-    """Let ``TECudaGraphHelper`` of a model under Megatron-FSDP be ours; returns the undo.
+    """Turn ``TECudaGraphHelper`` of a model under Megatron-FSDP into ours; returns the undo.
 
-    Making one raises ConfigurationError or HookError as ``model_rules.check_model``. Raises
-    UpstreamChangedError when the helper is not there or takes other arguments.
+    Creating such a helper raises ConfigurationError or HookError as ``model_rules.check_model``
+    does. Raises UpstreamChangedError when the helper is missing or takes other arguments.
     """
     kind, old = _HELPER.find(), _INIT.find()
     signature = inspect.signature(old)
@@ -129,7 +129,7 @@ def help_own_loops() -> Callable[[], None]:
 
 
 def settings_for_own_loops(settings: Mapping[str, Any]) -> Callable[[], None]:
-    """Give the flags' settings to helpers made from here on; returns the undo."""
+    """Apply the flags' settings to helpers created from now on; returns the undo."""
     with ExitStack() as undo:
         for name, value in settings.items():
             undo.callback(set_attribute(LoopHelper, name, value))

@@ -1,4 +1,4 @@
-"""What ``enable()`` changes in Megatron, and how all of it is undone.
+"""What ``enable()`` patches in Megatron, and how ``disable()`` undoes it.
 
 Relied on: megatron-core 0.19.2. ``megatron.training.arguments.add_megatron_arguments`` and
 ``validate_args`` (called by ``parse_and_validate_args`` as globals of that module),
@@ -60,13 +60,12 @@ _active: ExitStack | None = None
 def enable() -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
-    Adds our argument group and its rules to Megatron's parser, puts our capture helper in the
-    place of Megatron's, also where a loop of one's own makes it, and lets graphs go before the
-    process groups. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
-    before the arguments are parsed, and before a helper is made; a second call changes nothing.
+    Adds our argument group and its rules to Megatron's parser, replaces Megatron's capture helper
+    with ours (also in custom training loops), and releases graphs before the process groups are
+    destroyed. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
+    before the arguments are parsed and before a helper is created. A second call changes nothing.
 
-    Raises UpstreamChangedError when a symbol that we replace is not there; nothing is changed
-    then.
+    Raises UpstreamChangedError when a symbol that we replace is missing; then nothing is changed.
     """
     global _active
     if _active is not None:
@@ -83,10 +82,10 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Release all graphs and undo all that :func:`enable` did. Safe to run twice.
+    """Release all graphs and undo everything that :func:`enable` did. Safe to call twice.
 
-    Where an exception is being handled, as in a ``finally`` that a failed run passes through,
-    graphs that cannot be released are logged and nothing is raised, so that the exception stays.
+    While an exception is being handled, as in the ``finally`` of a failed run, graphs that cannot
+    be released are logged and nothing is raised, so the original exception survives.
     """
     global _active
     try:
@@ -101,9 +100,9 @@ def disable() -> None:
 
 
 def _replace(symbol: Symbol, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace what ``symbol`` names, an attribute of a module, by ``make(old)``; returns the undo.
+    """Replace the module attribute that ``symbol`` names with ``make(old)``; returns the undo.
 
-    Raises UpstreamChangedError when it is not there.
+    Raises UpstreamChangedError when the attribute is missing.
     """
     module_name, _, name = symbol.path.partition(":")
     old = symbol.find()
@@ -142,7 +141,7 @@ def _extend_validation() -> Callable[[], None]:
 
 
 def _refuse_yaml_with_graphs() -> Callable[[], None]:
-    """``--yaml-cfg`` goes by another way than the command line, on which none of our rules is."""
+    """Megatron does not validate ``--yaml-cfg`` with ``validate_args``, so our rules do not run."""
     from megatron_cg.arguments.megatron import wants_graphs
 
     def extended(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +158,7 @@ def _refuse_yaml_with_graphs() -> Callable[[], None]:
 
 
 def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
-    """After validation: the recorder, and our helper, for the run that asks for them."""
+    """After validation: install the recorder and our helper, if the run asks for them."""
     if _active is None:
         return
     if settings.cg_record is not None:
@@ -210,7 +209,7 @@ def _help_own_loops() -> Callable[[], None]:
 
 
 def _allow_prebuilt_dataset_helpers() -> Callable[[], None]:
-    """Let an installed megatron-core run, whose wheel has the compiled helpers and no Makefile."""
+    """Let megatron-core run from a wheel, which has compiled dataset helpers but no Makefile."""
 
     def extended(old: Callable[[], None]) -> Callable[[], None]:
         @wraps(old)

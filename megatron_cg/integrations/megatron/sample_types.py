@@ -1,8 +1,8 @@
-"""Sample inputs in the type that layers are called with.
+"""Sample inputs in the dtype that layers are called with.
 
 Relied on: megatron-core 0.19.2, ``GraphableMegatronModule.get_layer_static_inputs``, which makes
-hidden states in bfloat16 whatever the model's type; ``fp32_residual_connection``, with which
-``LanguageModelEmbedding.forward`` and each layer hand on hidden states in float32.
+hidden states in bfloat16 whatever the model's dtype; ``fp32_residual_connection``, with which
+``LanguageModelEmbedding.forward`` and each layer return hidden states in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ for _symbol in RELIES_ON:
 
 
 def hidden_type(config: Any) -> torch.dtype:
-    """The type of the hidden states between the layers of a model with that config."""
+    """The dtype of the hidden states between the layers of a model with that config."""
     kind: torch.dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
     return kind
 
@@ -34,7 +34,7 @@ def hidden_type(config: Any) -> torch.dtype:
 def in_type(
     samples: Sequence[tuple[torch.Tensor, ...]], dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Positional sample inputs (s, b, h) in ``dtype``; those that were one tensor are one again."""
+    """Positional sample inputs (s, b, h) in ``dtype``; samples that shared a tensor still do."""
     given = {id(tensor): tensor for args in samples for tensor in args}
     made = {
         key: tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)

@@ -1,14 +1,14 @@
-"""What is done around each of Megatron's training steps.
+"""What runs before and after each of Megatron's training steps.
 
 Note [When ranks vote]
-    What a rank wants is known once its backward passes are done. When the optimizer's step returns
-    the GPU is still at work on it, and the host waits for that next; after ``train_step`` it is the
-    GPU that waits for the host. So ranks vote as the optimizer's step returns, or after the
-    training step where it has none.
+    A rank knows its request once its backward passes are done. When the optimizer's step returns,
+    the GPU still works on it and the host is about to wait for the GPU. After ``train_step`` the
+    GPU waits for the host. So ranks vote when the optimizer's step returns, or after the training
+    step if the optimizer took no step.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.training.train_step``, looked up as a global of
-that module when ``train`` calls it; it calls ``optimizer.step`` at most once. Between two steps
-nothing is under way: Megatron itself captures there.
+that module when ``train`` calls it; it calls ``optimizer.step`` at most once. Between two steps no
+work is in flight: Megatron itself captures there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StepRoutine:
     """What one helper does before and after each step.
 
     Args:
-        controller: of the helper's graphs.
-        static_inputs: looks at the steps before capture.
+        controller: controls the helper's graphs.
+        static_inputs: observes the steps before capture.
     """
 
     def __init__(self, controller: GraphController, static_inputs: StaticInputs) -> None:
@@ -48,7 +48,7 @@ class StepRoutine:
         self._stop_observing: Callable[[], None] | None = None
 
     def before_step(self) -> None:
-        """Do what all ranks have decided, and begin the step."""
+        """Apply the decision of all ranks, and begin the step."""
         self._controller.before_step()
         if self._controller.session is not None:
             self._controller.session.mismatches.begin_step()
@@ -56,17 +56,17 @@ class StepRoutine:
             self._stop_observing = self._static_inputs.observe_step()
 
     def after_step(self) -> None:
-        """End the step; also after an exception, where nothing is voted on."""
+        """End the step. Also runs after an exception; then there is no vote."""
         stop, self._stop_observing = self._stop_observing, None
         if stop is not None:
             stop()
 
     def vote(self, step: int | None) -> None:
-        """Post what this rank wants, once a step is trained, by Megatron's count of it."""
+        """Post this rank's request after training step ``step``, as Megatron counts it."""
         self._controller.after_step(step)
 
     def close(self) -> None:
-        """Vote no more, and let the votes' process group go; before the others do."""
+        """Stop voting and destroy the votes' process group, before the other groups."""
         self.after_step()
         self._controller.close()
 
@@ -89,7 +89,7 @@ def _vote(routines: Sequence[StepRoutine], step: int | None) -> None:
 
 
 class _Votes:
-    """The vote of the current step, when its optimizer's step returns or afterwards."""
+    """The vote of the current step: when the optimizer's step returns, or afterwards."""
 
     def __init__(self) -> None:
         self._due: Callable[[], None] | None = None
@@ -97,31 +97,32 @@ class _Votes:
         self.undo = ExitStack()
 
     def is_due(self, vote: Callable[[], None]) -> Callable[[], None]:
-        """Begin a step in which ``vote`` is to be called once; returns what ends the step."""
+        """Begin a step that calls ``vote`` once; returns the function that ends the step."""
         self._due = vote
         return self.forget
 
     def follow(self, optimizer: Any) -> None:
-        """Vote when its steps return, from now on; call it once for each optimizer."""
+        """Vote whenever its steps return, from now on; call this once for each optimizer."""
         if not any(optimizer is known for known in self._followed):
             self._followed.append(optimizer)
             self.undo.callback(run_after(optimizer, "step", self.vote))
 
     def vote(self) -> None:
-        """Vote, unless this step has."""
+        """Vote, unless this step has voted already."""
         due, self._due = self._due, None
         if due is not None:
             due()
 
     def forget(self) -> None:
-        """The step has ended, by an exception or not."""
+        """The step ended, with or without an exception."""
         self._due = None
 
 
 def follow_steps(helpers: Sequence[Followed]) -> Callable[[], None]:
-    """Let the routines of ``helpers`` run around each training step; returns the undo.
+    """Run the routines of ``helpers`` around each training step; returns the undo.
 
-    ``helpers`` is read anew at each step. Raises UpstreamChangedError where ``train_step`` is gone.
+    ``helpers`` is read again at each step. Raises UpstreamChangedError if ``train_step`` is
+    missing.
     """
     old, module = _STEP.find(), _LOOP.find()
 

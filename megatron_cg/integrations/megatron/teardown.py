@@ -1,23 +1,23 @@
-"""Graphs go before the process groups and before the interpreter, whichever way a run ends.
+"""Closes graphs before the process groups and the interpreter end, however the run ends.
 
-Megatron deletes its graphs only where ``train`` ends by itself; an exception or a signal leaves
-them. So closing is also tied to ``destroy_process_group``, and to the end of the process.
+Megatron deletes its graphs only when ``train`` returns normally; after an exception or a signal
+they remain. So closing is also tied to ``destroy_process_group`` and to the end of the process.
 
 Note [Graphs before process groups]
-    A communicator cannot end while a graph holds work of it, and waits for that graph to go
-    (NVIDIA-NeMo/Megatron-Bridge#3395: destroy_process_group hangs). Graphs that a layer still
-    refers to never go by themselves.
+    A communicator cannot be destroyed while a graph contains its work: it waits until the graph is
+    destroyed (NVIDIA-NeMo/Megatron-Bridge#3395: destroy_process_group hangs). A graph that a layer
+    still refers to is never destroyed automatically.
 
 Note [Waiting at the end]
     A graph must not be destroyed while it runs, so closing waits for the GPU. At the end of a
-    failed run that wait can be for ever: a collective that another rank never joined is still
-    queued. The GPU is asked for a limited time first, and if it is not at rest by then the graphs
-    are left to the driver. No thread could do this waiting, since Python 3.12 starts none while it
-    shuts down (docs.python.org, What's New in Python 3.12, "Changes in the Python API").
+    failed run that wait can last forever: a collective that another rank never joined is still
+    queued. So closing first polls the GPU for a limited time. If the GPU is still busy then, the
+    graphs are left to the driver. A thread cannot do this waiting: Python 3.12 starts no threads
+    during shutdown (docs.python.org, What's New in Python 3.12, "Changes in the Python API").
 
 Relied on: torch 2.11, ``torch.distributed.destroy_process_group``, also a global of
 ``torch.distributed.distributed_c10d``, where torch's own callers find it; ``torch.cuda.Stream``,
-which gives out the streams of a pool one after the other.
+which returns the streams of a pool one after the other.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ _MEMBERS = Symbol(
 RELIES_ON = (*_PLACES, _DESTROY, _MEMBERS)
 
 SECONDS = 60.0
-"""How long the end of a run waits for the GPU to come to rest."""
+"""How long the end of a run waits for the GPU to become idle."""
 _PAUSE = 0.01
 
 
 def close_before_process_groups() -> Callable[[], None]:
-    """Let destroying the default process group close all graphs first; returns the undo.
+    """Close all graphs before the default process group is destroyed; returns the undo.
 
-    Where a script took the function's name into a module of its own before, that name is not
-    reached. Raises UpstreamChangedError when torch has no such function.
+    A reference that a script imported earlier (``from torch.distributed import ...``) is not
+    patched. Raises UpstreamChangedError when torch has no such function.
     """
     old, members = _DESTROY.find(), _MEMBERS.find()
 
@@ -83,16 +83,16 @@ def close_before_process_groups() -> Callable[[], None]:
 
 
 def close_at_exit() -> Callable[[], None]:
-    """Close all graphs before the interpreter takes modules apart; returns the undo."""
+    """Close all graphs before the interpreter tears down modules; returns the undo."""
     atexit.register(close_for_the_end)
     return lambda: atexit.unregister(close_for_the_end)
 
 
 def close_for_the_end() -> None:
-    """Close all graphs as far as that goes, in limited time, and raise nothing.
+    """Close as many graphs as possible, in limited time, and raise nothing.
 
-    For the end of a run, where an error of closing must not replace the error that
-    ended the run: what went wrong is logged. See Note [Waiting at the end].
+    For the end of a run: an error while closing must not replace the error that ended the run, so
+    it is logged. See Note [Waiting at the end].
     """
     if not session.open_sessions():
         return
@@ -110,7 +110,7 @@ def close_for_the_end() -> None:
 
 
 def _comes_to_rest(seconds: float) -> bool:
-    """Whether all that is queued on the GPU has run by then; after a CUDA error nothing runs."""
+    """Whether the GPU finishes all queued work in that time; after a CUDA error it runs nothing."""
     if not torch.cuda.is_initialized():
         return True
     deadline = time.monotonic() + seconds
@@ -126,7 +126,7 @@ def _comes_to_rest(seconds: float) -> bool:
 
 
 def _streams() -> list[torch.cuda.Stream]:
-    """The current stream, and every one that torch gives out: NCCL's and Megatron-FSDP's too."""
+    """The current stream and all streams of torch's pools, so NCCL's and Megatron-FSDP's too."""
     current = torch.cuda.current_stream()
     found = [current]
     least, greatest = current.priority_range()

@@ -1,4 +1,4 @@
-"""How the graph of a plain module is attached: it replaces the whole forward."""
+"""Attaches a graph to a plain module: it replaces the whole forward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Attachment:
     """One module's forward, eager or replayed.
 
     Args:
-        index: the unit's place in the order of forward passes.
+        index: the unit's index in the order of forward passes.
         name: the unit's name.
         module: the unit.
-        form: how it is called.
-        in_flight: the replays under way, of all units.
+        form: the form of its calls.
+        in_flight: the replays in flight, of all units.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Attachment:
         self._eager: Callable[..., Any] = module.forward
 
     def unit(self) -> Unit:
-        """The unit of a capture whose graph holds the whole module."""
+        """The unit of a capture; its graph covers the whole module."""
         return Unit(
             self._name,
             self._module,
@@ -49,7 +49,7 @@ class Attachment:
 
     @contextmanager
     def taking_tensors(self) -> Iterator[None]:
-        """In the block the module is called with its tensors alone, as capture does."""
+        """Inside the block the module takes only its tensors, as capture calls it."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(self._module, args, kwargs)
@@ -103,6 +103,6 @@ class Attachment:
     ) -> Any:
         replayed = mismatches.counters.replayed
         outputs = graph(*inputs, **by_name)
-        if mismatches.counters.replayed > replayed:  # and not run eagerly, for what the guard found
+        if mismatches.counters.replayed > replayed:  # and not run eagerly after a mismatch
             self._in_flight.begin(self._index, self._name, outputs)
         return outputs

@@ -1,8 +1,8 @@
-"""How a unit is called: which of its arguments are tensors, and which are the same in every call.
+"""The form of a unit's calls: which arguments are tensors, and which are constants.
 
 A graph takes tensors and nothing else. Modules of plain PyTorch also take flags and None
-(``nn.TransformerEncoder`` gives its layers ``is_causal``). What is no tensor is kept as it was
-seen: the capture is done with it, and a call with another value is not replayed.
+(``nn.TransformerEncoder`` passes ``is_causal`` to its layers). An argument that is no tensor keeps
+its observed value: capture uses it, and a call with another value is not replayed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
-"""What compares by value and cannot change in place."""
+"""Types that compare by value and cannot change in place."""
 
 
 class _Tensor:
-    """Instead of an argument that the graph takes."""
+    """Marks an argument that is an input of the graph."""
 
 
 _TENSOR = _Tensor()
@@ -32,8 +32,8 @@ _TENSOR = _Tensor()
 class CallForm:
     """The form of one unit's calls.
 
-    ``args`` and ``kwargs`` hold a mark for a tensor and else the argument itself; ``names`` are
-    those of the positional tensors.
+    ``args`` and ``kwargs`` hold a mark for each tensor and every other argument itself. ``names``
+    are the names of the positional tensors.
     """
 
     args: tuple[Any, ...]
@@ -55,7 +55,7 @@ class CallForm:
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], Mismatch | None]:
-        """The tensors of a call, by position and by keyword, and what of it has another form."""
+        """A call's tensors, by position and by keyword, and its first mismatch with this form."""
         if len(args) != len(self.args):
             found = Mismatch(
                 "structure",
@@ -78,14 +78,14 @@ class CallForm:
     def join(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The whole arguments of a call with these tensors; the reverse of :meth:`split`."""
+        """All arguments of a call with these tensors; the reverse of :meth:`split`."""
         tensors = iter(args)
         positional = tuple(next(tensors) if old is _TENSOR else old for old in self.args)
         by_name = {n: kwargs[n] if old is _TENSOR else old for n, old in self.kwargs.items()}
         return positional, by_name
 
     def problems(self) -> list[str]:
-        """What of the form no graph can take, in words; empty where one can."""
+        """Why no graph can take this form, in words; empty if one can."""
         entries = [(f"number {n}", value) for n, value in enumerate(self.args)]
         found = [
             f"argument {name} is {described(value)}"
@@ -104,7 +104,7 @@ def _marked(value: Any) -> Any:
 def _same(expected: Any, actual: Any) -> bool:
     if expected is _TENSOR or isinstance(actual, torch.Tensor):
         return expected is _TENSOR and isinstance(actual, torch.Tensor)
-    # 1 and True are equal, and are not the same to a module.
+    # 1 == True, but a module may treat them differently.
     return type(expected) is type(actual) and bool(expected == actual)
 
 

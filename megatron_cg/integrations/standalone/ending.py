@@ -1,4 +1,4 @@
-"""Graphs go before process groups and before the interpreter, also where nobody closed them."""
+"""Closes graphs before process groups and the interpreter end, if the user did not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _users = 0
 
 
 def graphs_close_in_time() -> Callable[[], None]:
-    """Tie closing to both ends; returns the undo. One installation serves all users.
+    """Tie closing to both ends; returns the undo. All models share one installation.
 
-    Several models may be closed in any order, and the changes would not be undone in reverse.
+    Models may be closed in any order, so separate patches could not be undone in reverse.
     """
     global _users, _installed
     if not _users:

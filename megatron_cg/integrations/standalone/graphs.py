@@ -54,11 +54,11 @@ def graph_units(
     verify_interval: int = 0,
     fast_path: bool = True,
 ) -> GraphedUnits:
-    """Let ``units`` of a model under ``fully_shard_model`` replay CUDA graphs while it trains.
+    """Replay CUDA graphs of ``units`` of a model under ``fully_shard_model`` while it trains.
 
-    Nothing is captured yet: steps inside :meth:`GraphedUnits.step` train eagerly until
-    ``warmup_steps`` of them are done. What the units were called with then is what they are
-    captured with, so no sample inputs are asked for. All ranks call this together::
+    This call captures nothing: steps inside :meth:`GraphedUnits.step` train eagerly for the first
+    ``warmup_steps`` steps. The units are then captured with the arguments of those calls, so no
+    sample inputs are needed. All ranks call this together::
 
         with graph_units(model, ["layers.*"]) as graphs:
             for batch in batches:
@@ -68,20 +68,21 @@ def graph_units(
                     optimizer.step()
 
     Args:
-        model: what ``fully_shard_model`` returned, made with ``fsdp_double_buffer=True`` and
-            ``fsdp_db_use_persist_buf_on_alloc_fail=True``, or any module around it.
-        units: FSDP units: names as in ``named_modules()`` of the model that was sharded, with
-            ``*`` for one part between dots; modules; or classes. One may be given alone.
-        warmup_steps: eager steps before capture, at least 1. From 3 on, keyword inputs that are
-            one tensor in all steps, such as a mask or a rotary table, are read in place.
-        backend: what captures, as an object or by name (``"transformer_engine"`` or ``"te"``,
+        model: the return value of ``fully_shard_model``, called with ``fsdp_double_buffer=True``
+            and ``fsdp_db_use_persist_buf_on_alloc_fail=True``, or any module around it.
+        units: FSDP units: names as in ``named_modules()`` of the model that was sharded, with ``*``
+            for one part between dots; modules; or classes. A single one may be given without a
+            list.
+        warmup_steps: eager steps before capture, at least 1. From 3 on, keyword inputs that are the
+            same tensor in all steps, such as a mask or a rotary table, are read in place.
+        backend: the capture backend, as an object or by name (``"transformer_engine"`` or ``"te"``,
             ``"tape"``); Transformer Engine if None.
-        on_failure: what a failed capture does: raise, or log it and go on without graphs.
-        on_mismatch: what follows when a graph must not be replayed; as ``--cg-on-mismatch``.
-        verify_interval: every so many steps compare replays with eager passes, bit for bit; 0 is
-            never.
-        fast_path: whether Megatron-FSDP's bookkeeping is shortened while graphs replay; False is
-            as ``--cg-no-fsdp-fast-path``.
+        on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
+        on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
+        verify_interval: compare replays with eager passes, bit for bit, once in so many steps; 0
+            means never.
+        fast_path: whether Megatron-FSDP's bookkeeping is shortened while graphs replay; False is as
+            ``--cg-no-fsdp-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
@@ -157,19 +158,19 @@ class GraphedUnits:
 
     @property
     def session(self) -> Session | None:
-        """The graphs as they are now; None before capture, and where they were given up."""
+        """The current graphs; None before capture, and after falling back to eager."""
         return self._controller.session
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One training step of all ranks: every pass up to the optimizer's step.
 
-        On entering, graphs are captured if they are due, or what ranks decided is done.
+        On entry, graphs are captured if they are due, or the decision of the ranks is applied.
 
         Raises:
-            ConfigurationError: what was seen of a unit's calls does not make a graph.
-            CaptureError: capture failed, on this rank or another; nothing was changed. Not with
-                ``on_failure="eager"``, unless ranks can no longer go on together.
+            ConfigurationError: the observed calls of a unit cannot be captured.
+            CaptureError: capture failed, on this rank or another; nothing was changed. Not raised
+                with ``on_failure="eager"``, unless ranks can no longer go on together.
             AgreementError: ranks no longer do the same; this one has to end.
             ReplayMismatchError: as :class:`megatron_cg.replay.mismatch_policy.MismatchPolicy`.
         """
@@ -186,9 +187,9 @@ class GraphedUnits:
         self._controller.after_step()
 
     def close(self) -> None:
-        """Release the graphs and undo all that was changed. Safe to run twice.
+        """Release the graphs and undo all changes. Safe to call twice.
 
-        Before ``destroy_process_group``, which closes graphs too but waits for them.
+        Call it before ``destroy_process_group``, which closes graphs too but waits for them.
         """
         self._undo.close()
 
@@ -225,8 +226,8 @@ class GraphedUnits:
                 [call.args for call in seen.values()],
                 sample_kwargs=[call.kwargs for call in seen.values()],
                 allow_unused_input=True,
-                # With an order, even this simplest one, TE returns what it captured; without, it
-                # replaces the modules' forwards itself.
+                # Given any order, TE returns the graphs; without one it replaces the modules'
+                # forwards.
                 _order=[1, -1],
                 _num_layers_per_chunk=[len(seen)],
             )
@@ -237,7 +238,7 @@ class GraphedUnits:
 
 
 def _autocast(seen: list[Seen]) -> Any:
-    """The autocast that the units ran under, without its cache, which no graph may keep."""
+    """The autocast of the units, without its cache: a graph must not keep cached casts."""
     dtype = seen[0].autocast if seen else None
     if dtype is None:
         return nullcontext()

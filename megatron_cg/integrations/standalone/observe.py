@@ -1,6 +1,6 @@
-"""The steps before capture: in which order units are called, with what, and under which autocast.
+"""Observes the steps before capture: the order of units, their arguments and their autocast.
 
-Samples are made from this, so nobody has to write down shapes of inner modules.
+Sample inputs are made from this, so users need not know the shapes of inner modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_cg.upstream.copies import look_before
 
 @dataclass(frozen=True)
 class Seen:
-    """The last call of one unit in training, with fakes of its tensors, and its autocast."""
+    """The last training call of one unit, with fakes of its tensors, and its autocast."""
 
     form: CallForm
     args: tuple[torch.Tensor, ...]
@@ -29,10 +29,10 @@ class Seen:
 
 
 class Observer:
-    """Looks at the units' calls in whole training steps.
+    """Observes the units' calls in whole training steps.
 
     Args:
-        units: name and module of each.
+        units: the name and module of each unit.
     """
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
@@ -43,7 +43,7 @@ class Observer:
         self.steps = 0
 
     def observe_step(self) -> Callable[[], None]:
-        """Look at every call until the returned function is called."""
+        """Observe every call until the returned function is called."""
         self._order = []
         with ExitStack() as stack:
             for name, module in self._units.items():
@@ -62,13 +62,13 @@ class Observer:
         return {name: self._seen[name] for name in self._order}
 
     def static_inputs(self, names: Sequence[str]) -> StaticInputs:
-        """What is known of inputs that never change, for units in this order."""
+        """What is known of inputs that never change; indices follow ``names``."""
         if self._static is None or names != list(self._units):
             return StaticInputs(self._units[name] for name in names)
         return self._static
 
     def forget_static_inputs(self) -> None:
-        """Take no input for unchanging any more, after one has changed."""
+        """Treat no input as static any more, after one has changed."""
         if self._static is not None:
             self._static.forget()
 
@@ -91,22 +91,22 @@ class Observer:
     def _end_step(self) -> None:
         self.steps += 1
         if self._static is None and self._order:
-            # From now on in the order of calls, by whose index StaticInputs knows the units.
+            # StaticInputs knows units by index; from now on the index follows the order of calls.
             rest = [name for name in self._units if name not in self._order]
             self._units = {name: self._units[name] for name in (*self._order, *rest)}
             self._static = StaticInputs(self._units.values())
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as in an expanded tensor, which nothing can be copied into."""
+    """Whether elements share memory, as in an expanded tensor; ``copy_`` into it is invalid."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return any(stride == 0 and size > 1 for stride, size in pairs)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a graph's input, laid out as ``tensor``.
+    """Memory for a graph's input, with the layout of ``tensor``.
 
-    Indices and masks keep their values, since made-up ones may be out of range.
+    Indices and masks keep their values, because made-up values may be out of range.
     """
     if overlaps(tensor):
         return tensor.detach()

@@ -1,4 +1,4 @@
-"""Which modules the user means, and every reason why one of them cannot become a graph.
+"""Finds the modules that the user named, and every reason why one of them cannot be graphed.
 
 Relied on: megatron-fsdp 0.6.1 and megatron-core 0.19.2, class ``MegatronFSDP``: ``module``,
 ``fsdp_unit_modules``, ``ddp_config`` with ``fsdp_double_buffer`` and
@@ -23,12 +23,12 @@ UnitName = str | nn.Module | type[nn.Module]
 
 
 def find_units(fsdp: Any, wanted: Iterable[UnitName], backend: str) -> dict[str, nn.Module]:
-    """The modules below ``fsdp.module`` that ``wanted`` names, by name.
+    """The modules below ``fsdp.module`` that ``wanted`` selects, by name.
 
-    A string is a name as in ``named_modules()`` of the model that was given to
-    ``fully_shard_model``; ``*`` in it stands for any one part between dots.
+    A string is a name as in ``named_modules()`` of the model that was passed to
+    ``fully_shard_model``. In it ``*`` matches any one part between dots.
 
-    Raises ConfigurationError with every reason why one cannot be captured.
+    Raises ConfigurationError with every reason why one of them cannot be captured.
     """
     names = {module: name for name, module in fsdp.module.named_modules()}
     found: dict[str, nn.Module] = {}
@@ -47,7 +47,7 @@ def find_units(fsdp: Any, wanted: Iterable[UnitName], backend: str) -> dict[str,
 
 
 def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None:
-    """Raise ConfigurationError where what was seen of a unit does not make a graph."""
+    """Raise ConfigurationError if the observed calls of a unit cannot be captured."""
     broken = [
         Violation(
             "unit-not-called",

@@ -1,4 +1,4 @@
-"""The same training twice, eagerly and with graphs, compared bit for bit."""
+"""Runs the same training twice, eagerly and with graphs, and compares it bit for bit."""
 
 TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
-"""What ``--backend`` takes beside ``auto``."""
+"""Values of ``--backend`` besides ``auto``."""

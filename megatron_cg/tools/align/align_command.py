@@ -1,4 +1,4 @@
-"""One call of ``megatron-cg align``: from its arguments to the verdict."""
+"""Runs one call of ``megatron-cg align``, from its arguments to the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Align = Callable[[TokenStream], Outcome]
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Align as asked; print the table, write the JSON, return the exit code."""
+    """Run the alignment; print the table, write the JSON, return the exit code."""
     preset = load_preset(args.preset)
     backend = args.backend if args.backend != "auto" else _backend_here()
     console = Console(emoji=False)
@@ -74,7 +74,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises OSError where ``path`` cannot be written; leaves no file that was not there."""
+    """Raises OSError if ``path`` cannot be written; leaves no new file behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     path.open("a", encoding="utf-8").close()
@@ -83,7 +83,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) -> Align:
-    """Both runs of a Megatron script, once there is data for them. Raises LaunchError."""
+    """Both runs of a Megatron script; prepares their data first. Raises LaunchError."""
     LayerSelection.parse(args.cg_layers)
     plan = Plan(
         script=(args.script or example_script()).resolve(),
@@ -101,7 +101,7 @@ def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
 
 
 def _on_tape(args: Any, preset: Preset, options: Options, extra: Sequence[str]) -> Align:
-    """Both runs on the CPU, once there is data for them. Raises LaunchError."""
+    """Both runs on the CPU; prepares their data first. Raises LaunchError."""
     layers = ["--cg-layers", *args.cg_layers] if args.cg_layers else []
     what = " ".join([*(["--script", str(args.script)] if args.script else []), *layers, *extra])
     if what:
@@ -136,7 +136,7 @@ def _work_directory(chosen: Path | None) -> Iterator[Path]:
                 "mix: wait until it ends, or give another folder."
             ) from None
         except OSError as error:
-            # The file system has no locks; everything else works there.
+            # The file system has no locks; everything else works on it.
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
         yield directory

@@ -1,4 +1,4 @@
-"""A comparison as a table to read and as JSON to keep."""
+"""Prints a comparison as a table and writes it as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = {IDENTICAL: "green", DIFFERENT: "red"}
 
 
 def print_report(console: Console, title: str, outcome: Outcome, notice: str = "") -> None:
-    """The table of rank 0's steps, what else was compared, the verdict and ``notice``."""
+    """Print the steps of rank 0, what else was compared, the result and ``notice``."""
     comparison = outcome.comparison
     if outcome.log_tail:
         console.print("[bold]End of its log[/bold]")
@@ -78,7 +78,7 @@ def _print_shards(console: Console, comparison: Comparison) -> None:
 
 
 def as_json(outcome: Outcome, **facts: Any) -> dict[str, Any]:
-    """The verdict, every number of every rank, and what each run took; ``facts`` are added."""
+    """The result, every number of every rank, and the cost of each run; ``facts`` are added."""
     comparison = outcome.comparison
     return {
         "status": comparison.status,
@@ -109,7 +109,8 @@ def _value(value: Value) -> dict[str, Any]:
 def summary(run: Run | None) -> Mapping[str, Any] | None:
     """Versions, device, median step time in milliseconds and peak memory in bytes of rank 0.
 
-    The median leaves out the first half of the steps: warmup, capture and allocation are there.
+    The median leaves out the first half of the steps, which contains warmup, capture and
+    allocation.
     """
     if run is None or 0 not in run:
         return None

@@ -1,4 +1,4 @@
-"""The command lines and environments of an eager run and of a run with graphs. Pure."""
+"""Builds the command lines and environments of an eager run and a run with graphs. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BASE_FLAGS = (
     "--no-create-attention-mask-in-dataloader",
     *("--te-rng-tracker", "--deterministic-mode"),
 )
-"""What both runs have in common, whatever the model.
+"""The flags of both runs, whatever the model.
 
 The generator of ``--te-rng-tracker`` draws other numbers than the default one, so the eager run
-needs it as well.
+needs the flag too.
 """
 
 GRAPH_FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
@@ -31,11 +31,11 @@ DETERMINISTIC_ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "MAMBA_DETERMINISTIC": "1",
 }
-"""What megatron-core 0.19.2 asks for with --deterministic-mode (training/determinism.py).
+"""Variables that megatron-core 0.19.2 requires for --deterministic-mode (training/determinism.py).
 
-And mamba-ssm (2.3.2, utils/determinism.py): its Triton kernels choose their block sizes when they
-are imported, before --deterministic-mode is known, and otherwise by timing, so that even two eager
-runs can differ.
+Also for mamba-ssm (2.3.2, utils/determinism.py): its Triton kernels choose their block sizes at
+import, before --deterministic-mode is known. Otherwise they choose them by timing, and even two
+eager runs can differ.
 """
 
 MUTATION_VARIABLE = "MEGATRON_CG_MUTATE"
@@ -45,7 +45,7 @@ MUTATION_VARIABLE = "MEGATRON_CG_MUTATE"
 class Plan:
     """What both runs share; ``model`` and ``extra`` are Megatron's flags.
 
-    ``extra`` comes last, and of two equal flags argparse takes the last.
+    ``extra`` comes last, because argparse uses the last of two equal flags.
     """
 
     script: Path
@@ -55,17 +55,17 @@ class Plan:
     scopes: tuple[str, ...] = ("attn",)
     warmup_steps: int = 3
     bf16: bool = True
-    """False: without ``--bf16``, so in fp32."""
+    """False means no ``--bf16``, so fp32."""
     graph_extra: tuple[str, ...] = ()
     """This package's flags for the graph run."""
     extra: tuple[str, ...] = ()
-    """Megatron's flags for both runs, ``{run}`` in them replaced by ``eager`` or ``graphs``."""
+    """Megatron's flags for both runs; ``{run}`` in them becomes ``eager`` or ``graphs``."""
 
 
 def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) -> list[str]:
     """The whole command line of one run."""
     words = [sys.executable, "-m", "torch.distributed.run"]
-    # A rendezvous of its own on a port that it holds from the start: runs side by side never meet.
+    # Each run has its own rendezvous, on a port it holds from the start: parallel runs never meet.
     words += ["--standalone", "--nproc-per-node", str(plan.nproc)]
     base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
     words += ["-m", "megatron_cg", str(plan.script), *plan.model, *base, *data]
@@ -77,7 +77,7 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
 
 
 def graph_flags(plan: Plan) -> list[str]:
-    """Megatron's own flags that turn partial graphs on; no scope is the whole layer."""
+    """Megatron's own flags that enable partial graphs; no scope means the whole layer."""
     words = ["--cuda-graph-impl", "transformer_engine"]
     if plan.scopes:
         words += ["--cuda-graph-modules", *plan.scopes]
@@ -95,10 +95,10 @@ def environment(
 ) -> dict[str, str]:
     """The environment of one run.
 
-    ``root`` goes on PYTHONPATH, so that this package is found from wherever the run is started.
-    ``cudnn`` is torch's own cuDNN: TE opens ``libcudnn.so`` by that bare name and, where an older
-    one is installed, falls back from fused to unfused attention without a word.
-    CUDA_DEVICE_MAX_CONNECTIONS is dropped: Megatron-FSDP refuses the value 1.
+    ``root`` goes on PYTHONPATH, so this package is found from any working directory. ``cudnn`` is
+    torch's own cuDNN. TE opens ``libcudnn.so`` by that bare name; if it finds an older one, it
+    silently falls back from fused to unfused attention. CUDA_DEVICE_MAX_CONNECTIONS is removed:
+    Megatron-FSDP refuses the value 1.
     """
     env = {**inherited, **DETERMINISTIC_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
     env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)

@@ -1,4 +1,4 @@
-"""Two records of the same training, compared bit for bit. Pure."""
+"""Compares two records of the same training bit for bit. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Value:
-    """One number of one step in both runs, as ``float.hex`` strings; None where it is absent."""
+    """One number of one step in both runs, as ``float.hex`` strings; None if it is missing."""
 
     rank: int
     step: int
@@ -38,7 +38,7 @@ class Value:
 
     @property
     def difference(self) -> float:
-        """``|graphed - eager|``; NaN where one of them is absent or not finite."""
+        """``|graphed - eager|``; NaN if one of them is missing or not finite."""
         if self.eager is None or self.graphed is None:
             return math.nan
         return abs(float.fromhex(self.graphed) - float.fromhex(self.eager))
@@ -46,10 +46,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared and the verdict.
+    """The result of a comparison, and what was compared.
 
-    ``status`` is ``identical``, ``different``, ``failed`` or ``not comparable``; ``reason`` says
-    why it is not ``identical`` and names the first differing step and tensor.
+    ``status`` is ``identical``, ``different``, ``failed`` or ``not comparable``. Unless it is
+    ``identical``, ``reason`` says why and names the first differing step and tensor.
     """
 
     status: str
@@ -65,12 +65,13 @@ class Comparison:
 def compare(
     eager: Run, graphed: Run, labels: Labels = ("the eager run", "the graph run")
 ) -> Comparison:
-    """The verdict on two runs, which ``labels`` name in it.
+    """Compare two runs; ``labels`` are their names in the result.
 
     They are ``identical`` only if every loss, gradient norm and parameter shard of every rank has
-    the same bits, training ran to its end and moved, all numbers are finite, and the second run
-    captured and replayed graphs: otherwise equal numbers show nothing. Runs of different models,
-    layouts, data or versions are ``not comparable``, and none of their numbers are compared.
+    the same bits, training ran to its end and changed the parameters, all numbers are finite, and
+    the second run captured and replayed graphs. Otherwise equal numbers prove nothing. Runs of
+    different models, layouts, data or versions are ``not comparable``; none of their numbers are
+    compared.
     """
     counts = _graph_counts(graphed)
     missing = _missing_ranks(eager, graphed, labels)
@@ -112,7 +113,7 @@ def _missing_ranks(eager: Run, graphed: Run, labels: Labels) -> str:
 
 
 def _values(eager: Run, graphed: Run) -> Iterator[Value]:
-    """Every number, by step, then rank, so that the first that differs is the earliest."""
+    """Every number, by step, then by rank, so the first difference is the earliest."""
     ranks = sorted(set(eager) & set(graphed))
     longest = max((len(run[r]["steps"]) for run in (eager, graphed) for r in ranks), default=0)
     for step in range(longest):
@@ -132,7 +133,7 @@ def _numbers(steps: list[Any], step: int) -> dict[str, str]:
 
 
 def _shards(eager: Run, graphed: Run) -> tuple[int, tuple[str, ...]]:
-    """How many shards there are in either run, and those that are not equal in both."""
+    """The number of shards in the two runs, and the shards that are not equal in both."""
     count, different = 0, []
     for rank in sorted(set(eager) & set(graphed)):
         one, two = eager[rank]["parameters"], graphed[rank]["parameters"]
@@ -151,7 +152,7 @@ def _graph_counts(run: Run) -> dict[str, int]:
 
 
 def _broken(eager: Run, graphed: Run, counts: Mapping[str, int], labels: Labels) -> str:
-    """Why equality of these two would show nothing; empty if it would."""
+    """Why equal numbers of these two would prove nothing; empty if they would prove something."""
     for label, run in zip(labels, (eager, graphed), strict=True):
         reason = next(filter(None, (_broken_rank(label, r, run[r]) for r in sorted(run))), "")
         if reason:
@@ -196,7 +197,7 @@ def _describe(first: Value, different: tuple[str, ...], labels: Labels) -> str:
 
 
 def _before_capture(first: Value, eager: Run, graphed: Run) -> str:
-    """What to make of a difference between steps that were eager in both runs."""
+    """Explains a difference in a step that was eager in both runs."""
     captured = graphed[first.rank].get(CAPTURED_AFTER)
     if captured is None or first.step > captured or CAPTURED_AFTER in eager[first.rank]:
         return ""

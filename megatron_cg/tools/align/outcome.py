@@ -1,4 +1,4 @@
-"""What came of two runs: the verdict and what led to it."""
+"""The outcome of two runs: the result of their comparison, and its evidence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_cg.tools.align.compare import Comparison, Run
 
 @dataclass(frozen=True)
 class Outcome:
-    """``log_tail`` is the end of the log of a run that failed; the records are None then."""
+    """``log_tail`` is the end of the log of a failed run; the records are then None."""
 
     comparison: Comparison
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -31,7 +31,7 @@ class PresetError(MegatronCGError):
 
 @dataclass(frozen=True)
 class TapeShape:
-    """The preset's fake that is small enough for a CPU; ``experts`` 0 is a dense model."""
+    """A preset's shape that is small enough for a CPU; ``experts=0`` is a dense model."""
 
     layers: int
     hidden: int
@@ -46,12 +46,12 @@ class TapeShape:
 
 @dataclass(frozen=True)
 class Preset:
-    """One model shape: Megatron's flags for a GPU run, and a small one for the tape."""
+    """One model shape: Megatron's flags for a GPU run, and a small shape for the tape."""
 
     name: str
     description: str
     scopes: tuple[str, ...]
-    """``--cuda-graph-modules`` when none are given; empty is the whole layer."""
+    """The default of ``--cuda-graph-modules``; empty means the whole layer."""
     nproc: int
     flags: Mapping[str, Flag]
     """Megatron's flags by name, without the leading dashes; true is a flag without a value."""
@@ -77,7 +77,7 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str) -> Preset:
-    """The preset of that name. Raises PresetError, which lists what there is."""
+    """The preset of that name. Raises PresetError, which lists the known names."""
     if name not in preset_names():
         names = preset_names()
         hint = did_you_mean(name, names)
@@ -87,7 +87,7 @@ def load_preset(name: str) -> Preset:
 
 
 def parse_preset(name: str, text: str) -> Preset:
-    """A preset from YAML. Raises PresetError, which names every field that is wrong."""
+    """A preset from YAML. Raises PresetError, which names every wrong field."""
     import yaml
 
     try:
@@ -110,7 +110,7 @@ def parse_preset(name: str, text: str) -> Preset:
         " ".join(data["description"].split()),
         tuple(data["scopes"]),
         data["nproc"],
-        # By identity, since 0.0 equals False.
+        # By identity, because 0.0 equals False.
         {
             k: value
             for k, value in data["flags"].items()

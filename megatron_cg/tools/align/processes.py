@@ -1,4 +1,4 @@
-"""The two runs as processes of their own, with logs, a time limit and a named end."""
+"""Makes the two runs in separate processes, with logs, a time limit and a named error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.upstream.symbols import installed_version
 
 OVERDUE = "did not end within --timeout"
-"""What a run's log and the comparison say of a run that had to be stopped."""
+"""How a run's log and the comparison describe a run that had to be stopped."""
 _TAIL = 40
 _STOP_SECONDS = 20.0
 _NAMED = re.compile(
@@ -39,32 +39,32 @@ _NAMED = re.compile(
 )
 _OURS = ("megatron_cg: error: ", "megatron_cg.")
 _CLASS_ALONE = re.compile(r"[\w.]+:")
-# torchrun's own account of the process that failed first, where a signal ended it.
+# torchrun's report of the process that failed first, if a signal ended it.
 _KILLED = re.compile(
     r"Root Cause .*?^\s*rank\s*: (\d+) .*?^\s*traceback : (Signal \d+ \(\w+\))", re.M | re.S
 )
-# torchrun's own account of which process failed, which follows the cause and says nothing of it.
+# torchrun's line on which process failed. It follows the cause but does not name it.
 _TORCHRUN = re.compile(r"^E\d{4} .*\bfailed \(exitcode")
 
 
 class LaunchError(MegatronCGError):
-    """A run cannot be started on this machine, or not as asked."""
+    """A run cannot be started on this machine, or not with these options."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the two runs are made; ``directory`` gets their logs and records."""
+    """Options of the two runs; ``directory`` is for their logs and records."""
 
     directory: Path
     timeout: float
-    """Seconds that one run may take."""
+    """Time limit of one run."""
     parallel: bool = False
     eager_record: Path | None = None
     mutation: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The runs to make; ``graphs`` is the last."""
+        """The names of the runs; ``graphs`` is the last."""
         return ("graphs",) if self.eager_record else ("eager", "graphs")
 
 
@@ -78,7 +78,7 @@ class Run:
     directory: Path
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     overdue: str = field(default="", init=False)
-    """That it had to be stopped, as a clause; empty where it ended by itself."""
+    """Why it had to be stopped, as a clause; empty if it ended by itself."""
     _timeout: float = field(default=0.0, init=False)
     _deadline: float = field(default=0.0, init=False)
     _log: IO[bytes] | None = field(default=None, init=False)
@@ -86,19 +86,20 @@ class Run:
 
     @property
     def record(self) -> Path:
-        """Where each rank writes its record."""
+        """The directory of the ranks' records."""
         return self.directory / "record"
 
     @property
     def log(self) -> Path:
-        """What the run printed, both streams."""
+        """The file with the run's output, both streams."""
         return self.directory / "log.txt"
 
     def start(self, timeout: float) -> None:
-        """Start it in a session of its own, so that its workers can be ended with it.
+        """Start it in its own session, so that its workers can be stopped with it.
 
-        It gets a folder of its own for temporary files, which is deleted with it: a killed process
-        does not clean up. The folder's name is short, since the names of sockets in it are limited.
+        It gets its own folder for temporary files, which is deleted afterwards, because a killed
+        process does not clean up. The folder's name is short, because the length of socket paths in
+        it is limited.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._log = self.log.open("wb")
@@ -114,12 +115,12 @@ class Run:
         print(f"{self.name} run started", file=sys.stderr, flush=True)
 
     def wait(self) -> int:
-        """Its exit code, or -1 after stopping it when its time is over."""
+        """Its exit code, or -1 if it reached the time limit and was stopped."""
         assert self.process is not None
         try:
             return self.process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            # Before it is stopped: torchrun then names the signal as if that were an error.
+            # Read before stopping it: torchrun would report the signal as an error.
             named = named_error(self.text())
             late = f"{OVERDUE} {self._timeout:g} s"
             self.overdue = f"said {named!r} and {late}" if named else late
@@ -129,7 +130,7 @@ class Run:
             return -1
 
     def stop(self) -> None:
-        """End the run and its workers, if it still runs; close its log, delete temporary files."""
+        """Stop the run and its workers if it still runs; close its log, delete temporary files."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
             try:
@@ -148,7 +149,7 @@ class Run:
 
 
 def _compiled() -> dict[str, str]:
-    """The variable that tells torch where its compiled code is, whatever TMPDIR is.
+    """The variable with the location of torch's compiled code, independent of TMPDIR.
 
     The default of torch 2.11, ``torch/_inductor/runtime/cache_dir_utils.py``.
     """
@@ -160,10 +161,10 @@ def _compiled() -> dict[str, str]:
 
 
 def check_start(options: Options, nproc: int) -> None:
-    """Refuse, before anything is made or started, runs that could not be compared in the end.
+    """Refuse runs that could not be compared at the end, before anything is created or started.
 
-    Raises LaunchError when the folder has records of an earlier run, or the eager record has
-    another number of ranks or other versions, and RecordError when it cannot be read.
+    Raises LaunchError when the folder has records of an earlier run, or when the eager record has
+    another number of ranks or other versions. Raises RecordError when it cannot be read.
     """
     for name in options.names:
         _check_free(options.directory / name / "record")
@@ -193,9 +194,9 @@ def _check_free(record: Path) -> None:
 
 
 def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
-    """Make the runs, at once or in turn, and compare their records. Leaves no process behind.
+    """Make the runs, together or in turn, and compare their records. Leaves no process behind.
 
-    Before anything is started, raises LaunchError when an earlier run's records are in the way, and
+    Before it starts anything, it raises LaunchError when records of an earlier run exist, and
     RecordError when those of ``options.eager_record`` cannot be read.
     """
     for run in runs:
@@ -219,7 +220,7 @@ def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
 
 
 def _run_all(runs: Sequence[Run], options: Options) -> Run | None:
-    """Run all; the first that failed, or None."""
+    """Run all; returns the first that failed, or None."""
     groups = [list(runs)] if options.parallel else [[run] for run in runs]
     try:
         for group in groups:
@@ -238,21 +239,21 @@ def _end(run: Run) -> str:
     code = run.process.returncode if run.process is not None else None
     text = run.text()
     named, killed = named_error(text), _KILLED.search(text)
-    # A process whose GPU failed aborts on its way out, after it has said why.
+    # A process with a failed GPU aborts while it exits, after it has reported the cause.
     if killed is not None and not named.startswith(_OURS):
         return f"ended with exit code {code}: rank {killed[1]} was ended by {killed[2]}"
     return f"ended with exit code {code}: {named or 'no error was named'}"
 
 
 def named_error(log: str) -> str:
-    """The line of ``log`` that names what went wrong, as Python prints it; empty if none does.
+    """The line of ``log`` that names the error, as Python prints it; empty if there is none.
 
-    An error of this package, which says what to do, comes before the exception it was raised
-    from. Of several the first and not the last: the other ranks and torchrun itself fail as a
-    consequence.
+    An error of this package says what to do, so it takes precedence over the exception that it was
+    raised from. Of several errors the first is returned: the other ranks and torchrun itself fail
+    as a consequence.
     """
     matches = (_NAMED.match(line.strip()) for line in log.splitlines())
-    # torch.multiprocessing names its own exception first, and the cause below it.
+    # torch.multiprocessing prints its own exception first, and the cause below it.
     lines = (found.group(1) for found in matches if found)
     named = [line for line in lines if not _CLASS_ALONE.fullmatch(line)]
     ours = [line for line in named if line.startswith(_OURS)]

@@ -29,7 +29,7 @@ def example_script() -> Path:
 
 
 def check_gpus(plan: command.Plan, options: Options) -> None:
-    """Raise LaunchError, before anything is made, for runs that cannot be made or compared here."""
+    """Raise LaunchError, before anything is created, if runs cannot be made or compared here."""
     if not plan.script.is_file():
         raise LaunchError(f"--script {plan.script}: there is no such file.")
     _device_shares(plan.nproc, 1)
@@ -39,8 +39,8 @@ def check_gpus(plan: command.Plan, options: Options) -> None:
 def align_on_gpus(plan: command.Plan, data: TokenStream, options: Options) -> Outcome:
     """Train eagerly, train with graphs, compare.
 
-    Raises LaunchError before anything is started: too few GPUs, no such script, or an earlier
-    run's records in the way.
+    Raises LaunchError before it starts anything: there are too few GPUs, the script is missing, or
+    records of an earlier run exist.
     """
     check_gpus(plan, options)
     names = options.names
@@ -68,7 +68,7 @@ def make_run(
     mutation: str | None = None,
     devices: str | None = None,
 ) -> Run:
-    """The run called ``name``, ``eager`` or ``graphs``, in a folder of that name; not started."""
+    """The run ``name``, ``eager`` or ``graphs``, in a folder of that name; not started yet."""
     directory /= name
     words = command.arguments(
         plan,
@@ -87,7 +87,7 @@ def make_run(
 
 
 def _device_shares(nproc: int, shares: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES for each run; one share for all where there are too few GPUs."""
+    """CUDA_VISIBLE_DEVICES for each run; all runs share the GPUs if there are too few."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(index) for index in range(gpu_count())]
     if len(devices) < nproc:
@@ -102,14 +102,14 @@ def _device_shares(nproc: int, shares: int) -> list[str | None]:
 
 
 def gpu_count() -> int:
-    """How many GPUs this process can see."""
+    """The number of GPUs visible to this process."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def torch_cudnn() -> Path | None:
-    """The folder of the cuDNN that came with torch, where it is a package of its own."""
+    """The folder of torch's cuDNN, if that is a separate package."""
     try:
         found = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:

@@ -26,7 +26,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def tape_shape(preset: Preset) -> TapeShape:
-    """The preset's small fake. Raises LaunchError where it has none."""
+    """The preset's small shape. Raises LaunchError if it has none."""
     if preset.tape is None:
         raise LaunchError(
             f"preset {preset.name} cannot be built on a CPU ({preset.description}) Give another "
@@ -36,7 +36,7 @@ def tape_shape(preset: Preset) -> TapeShape:
 
 
 def describe(shape: TapeShape) -> str:
-    """What is trained in the preset's place, in words."""
+    """Describes the model that is trained instead of the preset's."""
     experts = f", {shape.experts} experts, top-{shape.topk}" if shape.experts else ""
     return (
         f"{TAPE_NOTICE}; the model is the preset's fake in small: {shape.layers} layers, "
@@ -48,7 +48,7 @@ def describe(shape: TapeShape) -> str:
 def check_tape(
     preset: Preset, options: Options, *, steps: int, warmup_steps: int, nproc: int
 ) -> None:
-    """Raise LaunchError, before anything is made, for runs that cannot be made or compared."""
+    """Raise LaunchError, before anything is created, if runs cannot be made or compared."""
     tape_shape(preset)
     if options.mutation is not None:
         raise LaunchError("--mutate is for a script that reads it, and the tape runs no script.")
@@ -70,7 +70,8 @@ def align_on_tape(
 ) -> Outcome:
     """Train eagerly, train with tapes after ``warmup_steps``, compare.
 
-    Raises LaunchError for what only the GPU path has, and for a preset without a tape's shape.
+    Raises LaunchError for options that only the GPU path has, and for a preset without a small
+    shape.
     """
     check_tape(preset, options, steps=steps, warmup_steps=warmup_steps, nproc=nproc)
     shape = tape_shape(preset)
@@ -83,7 +84,7 @@ def align_on_tape(
         "tokens": str(data.prefix),
     }
     env = command.environment(os.environ, root=_ROOT, cudnn=None)
-    # Nothing of a GPU is to be used where there is one after all.
+    # Uses no GPU, even if there is one.
     env["CUDA_VISIBLE_DEVICES"] = ""
     runs = []
     for name in options.names:

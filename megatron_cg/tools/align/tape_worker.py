@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Where Transformer Engine is installed, Megatron would build its layers from kernels that a CPU
-# lacks. None makes its import fail (docs.python.org, "The module cache"); it stands here, before
-# any import of Megatron.
+# If Transformer Engine is installed, Megatron would build its layers from kernels that a CPU lacks.
+# None makes its import fail (docs.python.org, "The module cache"). This line must precede any
+# import of Megatron.
 sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 def main(text: str, directory: str) -> None:
-    """Train as the plan says, in processes joined by gloo; each writes its record.
+    """Train according to the plan, in processes connected by gloo; each writes its record.
 
-    The processes are forked from this one, which imports Megatron for all of them. That saves each
-    of them 5 s of CPU time. An import starts no thread of torch or gloo.
+    The processes are forked from this one, which imports Megatron for all of them. That saves 5 s
+    of CPU time per process. An import starts no thread of torch or gloo.
     """
     import megatron_cg.tools.cpu.train  # noqa: F401
     from megatron_cg.tools.cpu import launch

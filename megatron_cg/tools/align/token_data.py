@@ -1,4 +1,4 @@
-"""Text turned into a real token stream in Megatron's indexed format, one token a byte.
+"""Converts text to a token stream in Megatron's indexed format, one token per byte.
 
 Relied on: megatron-core 0.19.2, ``megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder``.
 """
@@ -30,16 +30,16 @@ END_OF_DOCUMENT = 256
 """The token after each file; tokens 0 to 255 are its bytes."""
 BYTE_VOCABULARY = 257
 _FORM = "one uint16 a byte, 256 after each file, megatron-core's indexed format"
-"""The format of a cached token stream. It is part of the name: another format, another name."""
+"""The version of the format of a cached token stream. It is part of the file name."""
 DEFAULT_BYTES = 4 * 2**20
-"""How much of Python's own sources the default text takes."""
+"""Number of bytes of Python's own sources in the default text."""
 
-# Where the training set comes to a few documents, Megatron's split can leave a share empty.
+# If the training set has only a few documents, Megatron's split can leave a share empty.
 _ALL_FOR_TRAINING = "100,0,0"
 
 
 class DataError(MegatronCGError):
-    """The text or token stream that was asked for cannot be used."""
+    """The requested text or token stream cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class TokenStream:
     prefix: Path
     description: str
     is_bytes: bool
-    """Whether the tokens are bytes, so that the tokenizer's flags are known."""
+    """Whether tokens are bytes; then the tokenizer's flags are known."""
 
     def flags(self, cache: Path) -> list[str]:
         """Megatron's arguments for this data; sample indices go to ``cache``.
 
-        The vocabulary's size is the preset's: ids above 256 exist in the model and do not occur.
+        The preset sets the vocabulary size: ids above 256 exist in the model but do not occur.
         """
         flags = ["--data-path", str(self.prefix), "--split", _ALL_FOR_TRAINING]
         flags += ["--data-cache-path", str(cache)]
         if self.is_bytes:
-            # NullTokenizer takes ids as they are and, unless told, the vocabulary's last id as
-            # the end of a document.
+            # NullTokenizer uses ids as they are. By default the last id of the vocabulary ends a
+            # document.
             flags += ["--tokenizer-type", "NullTokenizer"]
             flags += ["--null-tokenizer-eod-id", str(END_OF_DOCUMENT)]
         return flags
 
 
 def existing(prefix: str) -> TokenStream:
-    """A dataset made before. Raises DataError when ``.bin`` or ``.idx`` is not there."""
+    """An existing dataset. Raises DataError if ``.bin`` or ``.idx`` is missing."""
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise DataError(
@@ -79,7 +79,7 @@ def existing(prefix: str) -> TokenStream:
 
 
 def python_sources(limit: int = DEFAULT_BYTES) -> list[Path]:
-    """Modules of Python's own library, in the order of their names, up to ``limit`` bytes."""
+    """Modules of Python's standard library, sorted by name, up to ``limit`` bytes in total."""
     chosen, size = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if size >= limit:
@@ -90,11 +90,11 @@ def python_sources(limit: int = DEFAULT_BYTES) -> list[Path]:
 
 
 def cached(files: Sequence[Path], description: str, otherwise: Path) -> TokenStream:
-    """As :func:`from_text`, but made once for each content of the files and kept for later runs.
+    """As :func:`from_text`, but created once for each content and kept for later runs.
 
-    It is kept in ``megatron-cg/tokens`` of the user's cache folder, under a digest of the text;
-    runs that make it at once do not disturb each other. If that folder cannot be written, it is
-    made in ``otherwise``.
+    The stream is stored in ``megatron-cg/tokens`` in the user's cache folder, under a digest of the
+    text. Runs that create it at the same time do not disturb each other. If that folder is not
+    writable, the stream is created in ``otherwise``.
     """
     texts = _texts(files)
     count = sum(len(text) + 1 for text in texts)
@@ -110,7 +110,7 @@ def cache_folder() -> Path:
     Raises FileNotFoundError for a user without a home directory.
     """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification says to ignore a relative path.
+    # The specification requires to ignore a relative path.
     chosen = chosen if chosen.is_absolute() else Path(os.path.expanduser("~/.cache"))
     if not chosen.is_absolute():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "~")
@@ -118,7 +118,7 @@ def cache_folder() -> Path:
 
 
 def _kept(texts: Sequence[bytes], count: int) -> Path:
-    """The prefix of the token stream in the cache; it is made there unless it is complete."""
+    """The prefix of the cached token stream; created unless it is complete."""
     found = hashlib.sha256(_FORM.encode())
     for text in texts:
         found.update(f"{len(text)} ".encode() + text)
@@ -134,9 +134,9 @@ def _kept(texts: Sequence[bytes], count: int) -> Path:
 
 
 def from_text(files: Sequence[Path], directory: Path, description: str) -> TokenStream:
-    """The files' bytes as one document each, written to ``directory/text.{bin,idx}``.
+    """Write each file's bytes as one document to ``directory/text.{bin,idx}``.
 
-    Raises DataError for a file that cannot be read, and when all of them are empty.
+    Raises DataError if a file cannot be read, or if all of them are empty.
     """
     texts = _texts(files)
     _write(texts, directory)
@@ -148,7 +148,7 @@ def _stream(prefix: Path, description: str, count: int) -> TokenStream:
 
 
 def _is_whole(prefix: Path, count: int) -> bool:
-    """Whether both files are there and have their full length."""
+    """Whether both files exist and have their full length."""
     with suppress(OSError):
         index = prefix.with_suffix(".idx").stat().st_size
         return prefix.with_suffix(".bin").stat().st_size == 2 * count and index > 0
@@ -156,7 +156,7 @@ def _is_whole(prefix: Path, count: int) -> bool:
 
 
 def _rename(part: Path, folder: Path) -> None:
-    """Rename ``part`` to ``folder``; if there is one already, replace the files in it."""
+    """Rename ``part`` to ``folder``; if ``folder`` exists, replace the files in it."""
     try:
         part.rename(folder)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""The real Megatron-FSDP trained without a GPU: fakes, a model, a loop, its processes."""
+"""Trains with the real Megatron-FSDP without a GPU: fakes, a model, a loop, its processes."""

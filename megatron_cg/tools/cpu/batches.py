@@ -1,4 +1,4 @@
-"""Batches of real tokens, the same for the same process and step in every run."""
+"""Batches of real tokens; the same process and step get the same batch in every run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
     """Endless (tokens, labels), each (batch, sequence) int64; processes take turns in the stream.
 
-    ``prefix`` names a dataset in Megatron's indexed format; None takes the bytes of Python's own
-    ``os.py``. Ids of ``vocabulary`` and above are taken modulo ``vocabulary``.
+    ``prefix`` names a dataset in Megatron's indexed format; None uses the bytes of Python's own
+    ``os.py``. Each id is taken modulo ``vocabulary``.
     """
 
     def __init__(self, prefix: Path | None, batch: int, sequence: int, vocabulary: int) -> None:
         stream = _text() if prefix is None else _indexed(prefix)
-        # Shorter than a sequence: again from its beginning, as Megatron's own datasets do.
+        # A stream shorter than a sequence repeats, as in Megatron's own datasets.
         stream = stream.repeat(sequence // stream.numel() + 1)
         self._stream = stream % vocabulary
         self._batch, self._sequence = batch, sequence

@@ -46,14 +46,14 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        # gloo has no PREMUL_SUM, which FSDP would reduce with if it scaled the gradients itself.
+        # gloo lacks PREMUL_SUM; FSDP would reduce with it if it scaled the gradients itself.
         calculate_per_token_loss=True,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # Costs nothing until a layer is given graphs: an eager run is built alike.
+        # Costs nothing until layers get graphs, and eager runs then build the same model.
         cuda_graph_impl="transformer_engine",
         cuda_graph_modules=list(model.graph_modules),
         **moe,
@@ -61,7 +61,7 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
 
 
 def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
-    """Return the FSDP options that graphs need, over-ridden by ``model.fsdp_options``."""
+    """Return the FSDP options that graphs need, overridden by ``model.fsdp_options``."""
     options: dict[str, object] = {
         "use_megatron_fsdp": True,
         "use_distributed_optimizer": True,
@@ -84,7 +84,7 @@ def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     layer = get_gpt_layer_local_spec(
         num_experts=model.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
     )
-    # Given the layer alone, Megatron would end the block with TE's norm wherever TE is installed.
+    # From a layer spec alone, Megatron would use TE's final norm wherever TE is installed.
     spec = TransformerBlockSubmodules([layer] * model.layers, WrappedTorchNorm)
     gpt: torch.nn.Module = GPTModel(
         config=config,

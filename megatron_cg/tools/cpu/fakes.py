@@ -1,18 +1,18 @@
-"""Stand-ins that let the real Megatron-FSDP run on a machine without a GPU.
+"""Fakes that let the real Megatron-FSDP run on a machine without a GPU.
 
-Megatron-core 0.19.2 and megatron-fsdp 0.6.1 name ``cuda`` in many places: streams and events,
+Megatron-core 0.19.2 and megatron-fsdp 0.6.1 refer to ``cuda`` in many places: streams and events,
 the device of every buffer, the device type of their meshes, the GPU's random generator. Inside
-:func:`cpu_fakes` those names lead to the CPU. Nothing of FSDP's own logic is replaced: its
-hooks, buckets, buffers, all-gathers and reduce-scatters run as they are, over gloo.
+:func:`cpu_fakes` those names lead to the CPU. FSDP's own logic is not replaced: its hooks, buckets,
+buffers, all-gathers and reduce-scatters run unchanged, over gloo.
 
-What differs from a GPU, and is therefore *not* shown by a run under the fakes:
+A run under the fakes differs from a GPU, and therefore does *not* test the following:
 
 * one stream: every copy, collective and kernel is done when its call returns, so a race between
-  streams changes no number. ``tests/unit/ordering`` finds it by clocks instead (docs/fast_path.md,
-  "Ordering");
-* one generator: torch's CPU generator plays the part of the GPU's;
+  streams changes no number. ``tests/unit/ordering`` finds such races with clocks instead
+  (docs/fast_path.md, "Ordering");
+* one generator: torch's CPU generator replaces the GPU's;
 * ``transformer_engine`` is an empty module that reports release 2.20.2. Megatron imports it
-  before a replay only to learn that CUDA graphs may be used; no kernel of TE is called.
+  before a replay only to check that CUDA graphs may be used; no kernel of TE is called.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _CPU = torch.device("cpu")
 
 
 class FakeStream:
-    """A stream on which everything is finished when it was asked for.
+    """A stream on which all work is finished as soon as it is issued.
 
     Takes and ignores torch.cuda.Stream's arguments; all its waits return at once.
     """
@@ -132,7 +132,7 @@ class FakeEvent:
 
 
 def to_cpu(device: Any) -> Any:
-    """Return the CPU for anything that names a cuda device, and ``device`` itself otherwise.
+    """Return the CPU for anything that names a cuda device, otherwise ``device`` itself.
 
     A bare int is a cuda index in Megatron (``device=torch.cuda.current_device()``).
     """
@@ -149,12 +149,12 @@ def to_cpu(device: Any) -> Any:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set ``owner.name`` to ``value`` and put back what was there, or remove it if nothing was.
+    """Set ``owner.name`` to ``value``; on exit restore the old value, or remove it if none existed.
 
-    What counts as there is the owner's own dictionary, so a class's inherited attribute is
-    uncovered again and not copied down.
+    Only the owner's own dictionary is restored, so an inherited class attribute becomes visible
+    again and is not copied into the subclass.
     """
-    # Shared: Megatron sets some of these while they are replaced, as it remembers TE's version.
+    # Shared: Megatron sets some of these while they are replaced, such as TE's cached version.
     undo = set_attribute(owner, name, value, shared=True)
     try:
         yield
@@ -164,7 +164,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def module_entry(name: str, module: types.ModuleType) -> Iterator[None]:
-    """Put ``module`` in ``sys.modules`` as ``name`` and put back what was there."""
+    """Set ``module`` in ``sys.modules`` as ``name``; on exit restore the previous entry."""
     before = sys.modules.get(name)
     sys.modules[name] = module
     try:
@@ -180,14 +180,14 @@ Convert = Callable[[Any], Any]
 
 
 def redirected(function: Callable[..., Any], convert: Convert) -> Callable[..., Any]:
-    """Return ``function`` with its ``device=`` argument put through ``convert``."""
+    """Return ``function`` with its ``device=`` argument converted by ``convert``."""
 
     @functools.wraps(function)
     def elsewhere(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = convert(kwargs["device"])
         if kwargs.get("pin_memory"):
-            # Pinned memory needs CUDA's allocator; here the two memories are one.
+            # Pinned memory needs CUDA's allocator; here host and device memory are the same.
             kwargs["pin_memory"] = False
         return function(*args, **kwargs)
 
@@ -208,7 +208,7 @@ def redirected_method(function: Callable[..., Any], convert: Convert) -> Callabl
 
 
 def _factories(stack: ExitStack) -> None:
-    """Wrap the factories themselves: a TorchFunctionMode is off in hooks that autograd calls."""
+    """Wrap the factories themselves: hooks that autograd calls run without TorchFunctionMode."""
     for name in FACTORIES:
         stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), to_cpu)))
     for name in METHODS:
@@ -224,7 +224,7 @@ def _stream_context(_stream: object) -> AbstractContextManager[None]:
 
 
 def _cuda_names() -> dict[str, object]:
-    """Return what each name of ``torch.cuda`` stands for on the CPU."""
+    """Return the CPU replacement of each name of ``torch.cuda``."""
     stream = FakeStream()
     generator = torch.default_generator
     return {
@@ -262,9 +262,9 @@ def _set_rng_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> No
 def _forked(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """Draw from the tracker's state ``name`` in the block, as ``CudaRNGStatesTracker.fork``.
 
-    Written anew for two reasons. Megatron's warns at each use that the CPU's generator changed,
-    which here is the point. And on a tape both swaps are taken along to every replay, as a CUDA
-    graph takes along the generator states registered with it.
+    Rewritten for two reasons. Megatron's version warns at each use that the CPU's generator
+    changed, which is intended here. And a tape must repeat both state swaps in every replay, as a
+    CUDA graph does with the generator states registered with it.
     """
     if name not in tracker.states_:
         raise KeyError(f"cuda rng state {name} is not added")
@@ -293,10 +293,10 @@ def _forked(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _generators(stack: ExitStack) -> None:
-    """Lead the RNG trackers of Megatron and of Megatron-FSDP to the CPU's generator.
+    """Redirect the RNG trackers of Megatron and of Megatron-FSDP to the CPU's generator.
 
-    Both keep private ``_get_cuda_rng_state``/``_set_cuda_rng_state`` (megatron-core 0.19.2,
-    tensor_parallel/random.py; megatron-fsdp 0.6.1, utils.py) that reach into torch._C.
+    Both have private ``_get_cuda_rng_state``/``_set_cuda_rng_state`` (megatron-core 0.19.2,
+    tensor_parallel/random.py; megatron-fsdp 0.6.1, utils.py) that call into torch._C.
     """
     for module in _loaded(
         "megatron.core.tensor_parallel.random",
@@ -321,7 +321,7 @@ def _loaded(*names: str) -> list[types.ModuleType]:
 
 
 def _meshes(stack: ExitStack) -> None:
-    """Send the device type of every device mesh to the CPU, whichever way the mesh is made."""
+    """Set the device type of every device mesh to the CPU, however the mesh is created."""
     original_init = DeviceMesh.__init__
 
     @functools.wraps(original_init)
@@ -338,17 +338,17 @@ def _meshes(stack: ExitStack) -> None:
 
 
 def _transformer_engine(stack: ExitStack) -> None:
-    """Let ``import transformer_engine.pytorch`` and the question for its version succeed.
+    """Make ``import transformer_engine.pytorch`` and the query for its version succeed.
 
-    Where TE is installed it is left alone, but for the one kernel of it that Megatron's router
-    calls on its own account (megatron-core 0.19.2, moe_utils.py: without it torch multiplies).
+    An installed TE stays unchanged, except for the one kernel that Megatron's router calls directly
+    (megatron-core 0.19.2, moe_utils.py: without it torch multiplies).
     """
     for module in _loaded("megatron.core.transformer.moe.moe_utils"):
         stack.enter_context(replaced(module, "te_general_gemm", None))
     if importlib.util.find_spec("transformer_engine") is not None:
         return
     for module in _loaded("megatron.core.utils"):
-        # megatron-core 0.19.2 remembers the first answer for the whole process.
+        # megatron-core 0.19.2 caches the first answer for the whole process.
         stack.enter_context(replaced(module, "_te_version", None))
     package = types.ModuleType("transformer_engine")
     package.__version__ = TE_VERSION  # type: ignore[attr-defined]
@@ -363,9 +363,9 @@ def _transformer_engine(stack: ExitStack) -> None:
 def cpu_fakes() -> Iterator[None]:
     """Let the real Megatron-FSDP, of either package, run on the CPU inside the block.
 
-    Undone in reverse when the block is left, also by an exception. Enter it before the model is
-    built and leave it after the model's last use. Works for ``megatron.core.distributed.fsdp``
-    (megatron-core 0.19.2) and for ``megatron_fsdp`` 0.6.1; whichever is installed.
+    Leaving the block undoes it in reverse order, also after an exception. Enter it before the model
+    is built and leave it after the model's last use. Works for ``megatron.core.distributed.fsdp``
+    (megatron-core 0.19.2) and for ``megatron_fsdp`` 0.6.1, whichever is installed.
     """
     with ExitStack() as stack:
         stack.enter_context(one_worker_a_group())

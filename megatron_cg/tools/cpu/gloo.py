@@ -1,16 +1,16 @@
-"""Gloo groups on which one collective ends before the next begins.
+"""Gloo groups in which one collective ends before the next begins.
 
-A gloo group of torch 2.11 has two worker threads, and both note the last collective that they
-finished in one ``std::string``, without a lock (ProcessGroupGloo.cpp, ``runLoop``:
-``lastCompletedWorkName``). A name of more than 15 characters lies on the heap, as
-``ALLGATHER_COALESCED`` does, which is what Megatron-FSDP's all-gathers become. When two of those,
-one of them prefetched, finish at the same moment, that memory is freed twice: now and then a
-process ended in "malloc(): unaligned tcache chunk detected" or SIGSEGV. One worker has nobody to
-share the note with.
+A gloo group of torch 2.11 has two worker threads. Both store the name of the last finished
+collective in one ``std::string``, without a lock (ProcessGroupGloo.cpp, ``runLoop``:
+``lastCompletedWorkName``). A name of more than 15 characters is allocated on the heap.
+``ALLGATHER_COALESCED``, the name of Megatron-FSDP's all-gathers, is such a name. When two of them,
+one of them prefetched, finish at the same moment, that memory is freed twice: sometimes a process
+ended in "malloc(): unaligned tcache chunk detected" or SIGSEGV. With a single worker there is no
+such race.
 
 All groups of a process share one gloo device per interface. A device has a thread that wakes up
-every 10 ms (gloo, transport/tcp/loop.cc: ``epoll_wait``), and torch makes a device per group. A
-model under Megatron-FSDP has some 40 groups, and a process that trains several models keeps them
+every 10 ms (gloo, transport/tcp/loop.cc: ``epoll_wait``), and torch creates one device per group. A
+model under Megatron-FSDP has about 40 groups, and a process that trains several models keeps them
 all. These threads then took more CPU time than the training.
 """
 
@@ -44,9 +44,9 @@ RELIES_ON = (_GROUP, _OPTIONS)
 
 @contextmanager
 def one_worker_a_group() -> Iterator[None]:
-    """Give each gloo group that is made in the block one worker thread and the process's device.
+    """Give each gloo group created in the block one worker thread and the process's device.
 
-    May be nested. A group that is given options keeps the devices in them.
+    May be nested. A group that is created with options keeps their devices.
     """
     group = _GROUP.find()
     undo = put_over(group, "__init__", _with_one_worker(group.__init__))
@@ -72,7 +72,7 @@ def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _default_options(timeout: timedelta | None) -> Any:
-    """What torch itself makes a group with that is given no options (torch 2.11, init.cpp)."""
+    """The options that torch itself uses for a group without options (torch 2.11, init.cpp)."""
     options = _OPTIONS.find()()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options._devices = [_device(name) for name in names or [""]]
@@ -83,10 +83,10 @@ def _default_options(timeout: timedelta | None) -> Any:
 
 @cache
 def _device(interface: str) -> Any:
-    """The device of this process on that interface; without a name, the one torch chooses."""
+    """The device of this process on that interface; without a name, torch's default."""
     group = _GROUP.find()
     return group.create_device(interface=interface) if interface else group.create_default_device()
 
 
-# Its thread does not survive a fork.
+# The device's thread does not survive a fork.
 os.register_at_fork(after_in_child=_device.cache_clear)

@@ -1,4 +1,4 @@
-"""Processes on this machine that train together over gloo."""
+"""Starts processes on this machine that train together over gloo."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megatron_cg.tools.cpu.gloo import one_worker_a_group
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
 START = "spawn"
-"""How processes are started: one of multiprocessing's methods. Forked ones share a hash seed,
-so sets of strings have the same order on all ranks; spawned ones do not."""
+"""How processes are started: one of multiprocessing's methods. Forked ones share a hash seed, so
+sets of strings have the same order on all ranks; spawned ones do not."""
 
 
 def run_processes(body: Callable[[], Any], processes: int = 2) -> None:
-    """Run ``body`` in that many processes, under the fakes, joined by gloo over loopback.
+    """Run ``body`` in that many processes under the fakes; gloo connects them over loopback.
 
-    ``body`` must be picklable. Raises torch's ProcessRaisedException, with the traceback, when it
-    raises in any of them.
+    ``body`` must be picklable. When it raises in any process, this raises torch's
+    ProcessRaisedException, with the traceback.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-cg-") as directory:
         worker = partial(
             _worker,
-            environment=dict(os.environ),  # A fork server's is that of its own start.
+            environment=dict(os.environ),  # A fork server keeps the environment of its own start.
             processes=processes,
             store=f"{directory}/store",
             body=body,
@@ -45,28 +45,29 @@ def _worker(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank))
-    # A machine's name need not resolve, and no port is left open to others.
+    # The host name may not resolve, and loopback opens no port to other machines.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # The same sums in the same order whatever the machine: one thread a process.
+    # One thread per process: sums then have the same order on every machine.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     with one_worker_a_group():
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=processes
         )
-    # A rank that ends before another has connected ends that one: "Connection closed by peer".
+    # If a rank ends before another has connected, the other fails: "Connection closed by peer".
     dist.barrier()
     from megatron_cg.tools.cpu.fakes import cpu_fakes
 
     try:
         with cpu_fakes():
-            # A capture collects garbage; what was imported is none, and the most there is to visit.
+            # A capture collects garbage. The imported objects are never garbage, but most of the
+            # work.
             gc.freeze()
             body()
     finally:
         dist.destroy_process_group()
-    # Past the interpreter's own end: threads of gloo may still run when it takes its modules
-    # apart, which once in some twenty runs ended in "terminate called".
+    # Skip the interpreter's shutdown: threads of gloo may still run while it tears down modules.
+    # About one in twenty runs then ended in "terminate called".
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
@@ -75,7 +76,7 @@ def _worker(
 def run_plans(jobs: Sequence[tuple[TrainingPlan, Path]], processes: int = 2) -> None:
     """Train each plan in turn, in the same processes; see ``train`` in ``voting.py``.
 
-    Each process writes ``rank<N>.json`` in the plan's directory. A plan that fails ends all.
+    Each process writes ``rank<N>.json`` in the plan's directory. A failed plan ends all of them.
     """
     run_processes(partial(_train_all, tuple(jobs)), processes)
 

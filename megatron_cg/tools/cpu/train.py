@@ -1,4 +1,4 @@
-"""A training loop for the CPU: the real model and FSDP, eager or with tapes after some steps."""
+"""A training loop for the CPU: the real model and FSDP, eager or with tapes after warmup."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trainer:
         self.session: Session | None = None
 
     def step(self) -> tuple[float, float]:
-        """Train one step; return the mean loss a token over all processes and the gradient norm."""
+        """Train one step; return the mean loss per token (all processes) and the gradient norm."""
         with ExitStack() as stack:
             if self.session is not None:
                 self.session.mismatches.begin_step()
@@ -93,12 +93,12 @@ class Trainer:
         only: Sequence[int] | None = None,
         **options: Any,
     ) -> Session:
-        """Capture the transformer layers, which replay from then on until the session is closed.
+        """Capture the transformer layers; they replay until the session is closed.
 
-        ``only`` are the indices of the layers to capture, None is all of them; ``agreement`` and
+        ``only`` lists the indices of the layers to capture; None means all. ``agreement`` and
         ``options`` are the session's.
 
-        Raises what the session and the backend raise; the model is then as it was before.
+        Raises what the session and the backend raise; the model is then unchanged.
         """
         follow_captures()
         layers = transformer_layers(self.model)
@@ -138,14 +138,14 @@ class Trainer:
         if "attention_mask" in inputs:
             gpt = next(m for m in self.model.modules() if hasattr(m, "rotary_pos_emb"))
             inputs["rotary_pos_emb"] = gpt.rotary_pos_emb(shape.sequence_length)
-            # The model passes one mask for the whole batch, so the graph takes that shape.
+            # The model passes one mask for the whole batch, so the graph uses that shape.
             inputs["attention_mask"] = inputs["attention_mask"][:1].clone()
         return (hidden.requires_grad_(),), inputs
 
 
 @contextmanager
 def _megatron_capturing() -> Iterator[None]:
-    """Set Megatron's capturing flag, by which a layer's call becomes ``_te_cuda_graph_capture``."""
+    """Set Megatron's capturing flag: a layer's call then runs ``_te_cuda_graph_capture``."""
     cuda_graphs._set_capture_start()
     try:
         yield

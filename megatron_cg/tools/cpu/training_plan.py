@@ -1,4 +1,4 @@
-"""What the CPU trains. Apart from it, since to start processes no Megatron need be imported."""
+"""Training plans for the CPU. A separate module, so that a launcher need not import Megatron."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 class CpuModelConfig:
     """Shape and precision of a Llama-like model: RMSNorm, SwiGLU, rotary positions.
 
-    ``experts`` 0 makes a dense model. Otherwise it is an MoE model with that many experts, and each
+    ``experts=0`` makes a dense model. Otherwise it is an MoE model with that many experts, and each
     token uses ``topk`` of them. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty
-    tuple is the whole layer. ``fsdp_options`` go to Megatron's DistributedDataParallelConfig.
+    tuple means the whole layer. ``fsdp_options`` go to Megatron's DistributedDataParallelConfig.
     """
 
     layers: int = 3
@@ -35,9 +35,8 @@ class CpuModelConfig:
 class TrainingPlan:
     """One run. ``graphs`` captures after ``warmup_steps`` eager steps; else all steps are eager.
 
-    A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process.
-    ``tokens`` is the prefix of a dataset in Megatron's indexed format; None takes text that comes
-    with Python.
+    A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process. ``tokens``
+    is the prefix of a dataset in Megatron's indexed format; None uses text that comes with Python.
     """
 
     model: CpuModelConfig = field(default_factory=CpuModelConfig)

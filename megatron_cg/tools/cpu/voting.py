@@ -1,4 +1,4 @@
-"""A trainer with graphs whose ranks decide together, as Megatron's do through the helper."""
+"""A trainer with graphs in which ranks decide together, as Megatron's ranks do with the helper."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
 
 class VotingTrainer(Trainer):
-    """Captures once :meth:`start` is called, and again when any rank asks for it.
+    """Captures when :meth:`start` is called, and again when any rank requests it.
 
     Args:
-        plan: what is trained.
-        policy: what follows when a graph must not be replayed.
-        backend: what captures.
+        plan: the training plan.
+        policy: what happens when a graph must not be replayed.
+        backend: the capture backend.
     """
 
     def __init__(
@@ -43,22 +43,22 @@ class VotingTrainer(Trainer):
         self.controller = GraphController(self.agreement, self._capture, self._static_inputs.forget)
 
     def start(self) -> None:
-        """Capture; on all ranks. Raises as :meth:`GraphController.capture`."""
+        """Capture, on all ranks. Raises as :meth:`GraphController.capture` does."""
         self.controller.capture()
 
     def step(self) -> tuple[float, float]:
-        """As :meth:`Trainer.step`, with the ranks' decisions around it."""
+        """As :meth:`Trainer.step`; applies the ranks' decision before it and votes after it."""
         self.controller.before_step()
         numbers = super().step()
         self.controller.after_step()
         return numbers
 
     def stop(self) -> None:
-        """Delete the graphs, if there are any; their counts are kept."""
+        """Delete the graphs, if there are any; keep their counts."""
         self.controller.delete()
 
     def close(self) -> None:
-        """Vote no more and delete the graphs. Safe to run twice."""
+        """Stop voting and delete the graphs. Safe to call twice."""
         self.controller.close()
         self.stop()
 
@@ -71,7 +71,7 @@ class VotingTrainer(Trainer):
         self.session = None
 
     def report(self) -> dict[str, Any]:
-        """All counts so far, those of the session that runs included."""
+        """All counts so far, including those of the current session."""
         return self.controller.counters.as_dict()
 
 

@@ -1,17 +1,17 @@
-"""A capture on the meta device: what each layer takes from the graphs' pool, and when.
+"""Simulates a capture on the meta device: what each layer allocates in the graph pool, and when.
 
 Follows ``_make_graphed_callables`` of transformer-engine 2.20.2 (``pytorch/graph.py``) with the
-options that Megatron 0.19.2 gives it (``_order``, ``_reuse_graph_input_output_buffers``,
+options that Megatron 0.19.2 passes (``_order``, ``_reuse_graph_input_output_buffers``,
 ``clone_param_grads_on_return``):
 
-* one pool for all graphs: all forward passes are captured, then the backward passes in reverse, so
-  what every layer keeps for its backward pass is there at once;
-* static inputs, and the gradients of outputs (one set for all layers with the same outputs), lie
-  outside of the pool;
-* when a layer's backward pass is captured, its outputs and the gradients of its weights go back to
-  the pool (they are held weakly from then on), and the gradient of its input does so after the next
-  layer's;
-* what a pool has reserved stays reserved while its graphs live.
+* One pool serves all graphs. All forward passes are captured first, then the backward passes in
+  reverse order. So the pool holds the saved activations of all layers at once.
+* Static inputs, and the gradients of outputs (one set for all layers with the same outputs), are
+  allocated outside the pool.
+* After the capture of a layer's backward pass, its outputs and the gradients of its weights
+  return to the pool (from then on TE holds them weakly). The gradient of its input returns after
+  the next layer's backward pass.
+* Memory that a pool has reserved stays reserved while its graphs live.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megatron_cg.tools.plan.trace import Trace, tracing
 from megatron_cg.upstream.patch import set_attribute
 
 TORCH_GEMM_WORKSPACE = 32 << 20
-"""torch 2.11, ``CUDABlas.cpp``: 32 MiB a stream on compute capability 9, taken at the first product
-on the capture stream, so from the pool, and kept."""
+"""torch 2.11, ``CUDABlas.cpp``: 32 MiB per stream on compute capability 9. The first product on the
+capture stream allocates it, so in the pool, and torch keeps it."""
 
 
 @dataclass
@@ -46,17 +46,17 @@ class LayerCapture:
     saved_activations: int = 0
     outputs: int = 0
     forward_workspace: int = 0
-    """The most that was in use in the forward pass beyond what it left."""
+    """Peak memory of the forward pass, minus what remains after it."""
     input_gradient: int = 0
     weight_gradients: int = 0
     backward_workspace: int = 0
-    """The most in use in the backward pass beyond what was there and the gradients it made."""
+    """Peak memory of the backward pass, minus what existed before and the gradients it makes."""
     forward_kernels: int = 0
     backward_kernels: int = 0
     output_shapes: list[tuple[list[int], str]] = field(default_factory=list)
     differentiable_outputs: int = 0
     weights: int = 0
-    """Parameters whose gradients the graph makes."""
+    """Number of parameters for which the graph computes gradients."""
 
 
 @dataclass
@@ -67,12 +67,12 @@ class Captured:
     pool_peak: int
     pool_reserved: int
     output_gradients: int
-    """Bytes outside of the pool for the gradients of outputs."""
+    """Bytes for the gradients of outputs, outside the pool."""
     torch_gemms: int
 
 
 def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) -> Captured:
-    """Capture ``samples`` in TE's order. The modules' hooks are off meanwhile.
+    """Capture ``samples`` in TE's order. The modules' hooks are disabled meanwhile.
 
     ``model`` is in training mode and has raw parameters, all on the meta device.
     """
@@ -85,7 +85,7 @@ def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) ->
         len(samples), len(samples), options.get("_order"), options.get("_num_layers_per_chunk")
     )
     with ExitStack() as stack, torch.device("meta"):
-        # Checked once, when a layer makes it in warmup (jitter on a router's input, for one).
+        # Validated once, when a layer creates it in warmup (such as jitter on a router's input).
         stack.callback(set_attribute(Distribution, "_validate_args", False))
         stack.callback(_quiet(sample.layer for sample in samples))
         for step in passes:
@@ -120,7 +120,7 @@ def _reads(sample: Sample, way: str) -> HostReads:
 
 
 class _Capture:
-    """What TE holds while it captures."""
+    """The tensors that TE holds while it captures."""
 
     def __init__(self, samples: Sequence[Sample], pool: Pool, trace: Trace) -> None:
         self._samples, self._pool, self._trace = samples, pool, trace
@@ -155,7 +155,7 @@ class _Capture:
         self.gradient_sets.setdefault(key, [t.untyped_storage().nbytes() for t in gradients])
         parameters = [p for p in sample.layer.parameters() if p.requires_grad]
         before, kernels = self._pool.mark(), self._trace.launches
-        # Megatron asks there too whether it is being captured, to leave recomputation alone.
+        # In the backward pass too, Megatron checks this flag to skip recomputation.
         cuda_graphs._set_capture_start()
         try:
             with tracing(self._trace, _reads(sample, "backward")):
@@ -172,7 +172,7 @@ class _Capture:
         layer.backward_workspace = max(
             0, peak - before - layer.weight_gradients - layer.input_gradient
         )
-        # The first when TE lets go of it, which is after the next layer's backward pass.
+        # Overwriting frees the previous one: TE frees it after the next layer's backward pass.
         self._last_input_gradient = input_gradient
         sample.args[0].grad = None
         del outputs, gradients, made, input_gradient

@@ -1,13 +1,13 @@
-"""A plan's memory against what a run measured. Pure.
+"""Compares a plan's memory with a measured run. Pure.
 
-A record (``telemetry/record.py``) that can be compared has, under ``graph_memory``::
+A comparable record (``telemetry/record.py``) has these fields under ``graph_memory``::
 
     {"pool_reserved": bytes,               # measure.pool_bytes, when all is captured
      "held_by_forward": {"layer 0": bytes},  # measure.HeldByForward.bytes, by the unit's name
      "static_inputs": bytes,               # of the sample inputs, each storage once; optional
      "output_gradients": bytes}            # of TE's static gradients of outputs; optional
 
-What is optional and not there is taken from the plan, and is in both totals then.
+If an optional field is missing, both totals use the plan's value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOLERANCE = 0.15
 
 
 class CheckError(MegatronCGError):
-    """A plan and a record that cannot be compared."""
+    """The plan and the record cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Deviation:
 
     @property
     def error(self) -> float:
-        """How far the plan is off, as a part of what was measured; infinite if that is nothing."""
+        """The plan's error as a fraction of the measured value; infinite if that is zero."""
         if self.measured == 0:
             return 0.0 if self.planned == 0 else float("inf")
         return (self.planned - self.measured) / self.measured
@@ -51,7 +51,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Check:
-    """The total, which has to be within the tolerance, and the terms that explain it."""
+    """The total, which must be within the tolerance, and the terms that explain it."""
 
     total: Deviation
     terms: tuple[Deviation, ...]
@@ -68,7 +68,7 @@ class Check:
 def check(plan: Mapping[str, Any], record: Mapping[str, Any]) -> Check:
     """Compare ``plan`` with one rank's ``record``.
 
-    Raises CheckError where one of them has no figures, or they are of different layers.
+    Raises CheckError when one of them lacks the metrics, or when their layers differ.
     """
     measured, planned = record.get(KEY), plan.get(KEY)
     if not measured or "pool_reserved" not in measured or "held_by_forward" not in measured:

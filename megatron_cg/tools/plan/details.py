@@ -27,11 +27,11 @@ from megatron_cg.tools.plan.pool import round_up
 _GRAPH_LAUNCHES = 2
 """A replay launches one graph in the forward pass and one in the backward pass."""
 _VOCABULARY = 131_072
-"""What is counted where only the tokenizer knows, and a plan opens none."""
+"""Vocabulary size when only the tokenizer knows it; a plan does not open a tokenizer."""
 
 
 def details(settings: Any, notes: list[str]) -> dict[str, Any]:
-    """Everything about the model that ``settings`` make; adds to ``notes`` what limits it."""
+    """All details of the model in ``settings``; adds the limits of the plan to ``notes``."""
     args = settings.args
     if settings.run.fp8 is not None:
         notes.append(
@@ -96,7 +96,7 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def _unit_names(fsdp: Any, decoder: Sequence[nn.Module]) -> dict[int, str]:
-    """The layer that each FSDP unit is, by the group of one of its parameters."""
+    """The layer name of each FSDP unit, found by the parameter group of one of its parameters."""
     store = fsdp.param_and_grad_buffer
     units = {id(p): group.fsdp_unit_id for group in store.parameter_groups for p in group.params}
     names: dict[int, str] = {}
@@ -151,7 +151,7 @@ def _add_graphs(
 
 
 def _memory(totals: dict[str, int], captured: Captured) -> dict[str, int]:
-    """The terms add up to ``total``."""
+    """The terms; their sum is ``total``."""
     held = totals["saved_activations"] + totals["outputs"]
     workspace = TORCH_GEMM_WORKSPACE if captured.torch_gemms else 0
     terms = {
@@ -170,7 +170,7 @@ def _memory(totals: dict[str, int], captured: Captured) -> dict[str, int]:
 
 
 def _input(name: str, tensor: torch.Tensor, has_copy: bool, counted: set[int]) -> dict[str, Any]:
-    """One static input; memory that several layers share is counted at the first of them."""
+    """One static input; memory that layers share counts for the first of them only."""
     storage = tensor.untyped_storage()
     size = round_up(storage.nbytes())
     first = id(storage) not in counted
@@ -186,10 +186,10 @@ def _input(name: str, tensor: torch.Tensor, has_copy: bool, counted: set[int]) -
 
 
 def _kernels(layer: LayerCapture, inputs: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Kernels of one eager pass through the captured part, and of a replay.
+    """Kernels of one eager pass through the captured region, and of a replay.
 
-    A replay launches its two graphs, copies its inputs and the gradients of its outputs into
-    place, makes the mask that it copies, and clones the gradient of each weight.
+    A replay launches its two graphs, copies its inputs and the gradients of its outputs into static
+    buffers, makes the mask that it copies, and clones the gradient of each weight.
     """
     copies = sum(bool(entry["copied"]) for entry in inputs)
     masks = sum(entry["name"] == "attention_mask" for entry in inputs)

@@ -1,9 +1,9 @@
-"""The GPUs that a plan is made for, simulated on a machine that has none.
+"""Simulates the GPUs of a plan on a machine that has none.
 
-Inside :func:`simulated_gpus` whatever asks for a CUDA device gets the meta device, whose tensors
-have no memory; streams and events are done at once; process groups have the sizes they would have,
-and their collectives do nothing. Megatron (0.19.2) builds its model and wraps it with Megatron-FSDP
-there as it would on GPUs. All is undone when the block is left.
+Inside :func:`simulated_gpus` every request for a CUDA device gets the meta device. Its tensors have
+no memory. Streams and events complete at once. Process groups have their real sizes, and their
+collectives do nothing. Megatron (0.19.2) builds its model there and wraps it with Megatron-FSDP as
+on GPUs. Leaving the block undoes everything.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from megatron_cg.tools.cpu.fakes import (
 
 _META = torch.device("meta")
 HOPPER = (9, 0)
-"""The compute capability that Megatron's rules are told: an H100's or H200's."""
+"""The compute capability that Megatron's rules see: that of an H100 or H200."""
 
 
 class SizesError(MegatronCGError):
-    """Megatron can make no process groups of these sizes; the text is Megatron's own."""
+    """Megatron cannot make process groups of these sizes; the text is Megatron's own."""
 
 
 @contextmanager
 def simulated_gpus(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Let CUDA's names lead to the meta device, and questions about the GPU be answered.
+    """Redirect CUDA's names to the meta device, and answer queries about the GPU.
 
     Args:
-        environment: variables that are set in the block; others are put back as they were when it
-            is left, also those that Megatron sets itself.
+        environment: variables to set in the block. On exit all others are restored too, including
+            those that Megatron sets itself.
     """
     saved = dict(os.environ)
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def _cuda_names() -> dict[str, Any]:
 
 
 def _device(device: Any) -> Any:
-    """The meta device for what names a CUDA device (Megatron also gives its bare index)."""
+    """The meta device for any CUDA device (Megatron also passes its bare index)."""
     if isinstance(device, bool) or device is None:
         return device
     if isinstance(device, int):
@@ -112,15 +112,15 @@ def _device(device: Any) -> Any:
 def process_groups(args: Any) -> Iterator[Any]:
     """Rank 0's process groups of a run with these Megatron arguments; yields the collection.
 
-    The calls are those of ``megatron.training.initialize._initialize_distributed`` (0.19.2), on
-    torch's ``fake`` backend. Raises SizesError for what Megatron checks no earlier than there.
+    Makes the calls of ``megatron.training.initialize._initialize_distributed`` (0.19.2), on torch's
+    ``fake`` backend. Raises SizesError for errors that Megatron finds only there.
     """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Gives collectives kernels for meta tensors, which a fake group has none of (torch 2.11).
+    # Gives collectives kernels for meta tensors; a fake group has none (torch 2.11).
     importlib.import_module("torch.distributed._tools.fake_collectives")
     with ExitStack() as stack:
         torch.distributed.init_process_group(
@@ -147,7 +147,7 @@ def process_groups(args: Any) -> Iterator[Any]:
         except (AssertionError, RuntimeError) as error:
             raise SizesError(" ".join(str(error).split())) from error
         if parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP is None:
-            # Megatron builds it from the other groups, of which there is one here.
+            # Megatron builds it from the other groups; only one of those exists here.
             size = args.world_size // args.num_distributed_optimizer_instances
             group = torch.distributed.new_group(range(size))
             parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
@@ -160,7 +160,7 @@ def process_groups(args: Any) -> Iterator[Any]:
 def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
     """The ranks that differ from rank 0 only in the dimensions of ``mask``, in order.
 
-    ``sizes`` are those of all dimensions, of which the first varies fastest with the rank.
+    ``sizes`` are the sizes of all dimensions; the first varies fastest with the rank.
     """
     ranks, stride = [0], 1
     for size, inside in zip(sizes, mask, strict=True):
@@ -174,9 +174,9 @@ def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
 def _of_rank_0(parallel_state: Any) -> Iterator[None]:
     """Make only the groups of rank 0, and gather objects from one rank.
 
-    The ranks are alike, so a plan takes as long for tens of thousands of them as for two. Relied
-    on: megatron-core 0.19.2, ``parallel_state.generate_masked_orthogonal_rank_groups``, which lists
-    every group of a kind, and makes those that its caller is not in as well.
+    All ranks are alike, so a plan takes as long for tens of thousands of ranks as for two. Relied
+    on: megatron-core 0.19.2, ``parallel_state.generate_masked_orthogonal_rank_groups``: it lists
+    every group of a kind and also creates those that do not contain its caller.
     """
 
     def groups(_world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
@@ -194,7 +194,7 @@ def _of_rank_0(parallel_state: Any) -> Iterator[None]:
 
 @contextmanager
 def _meshes_on_meta() -> Iterator[None]:
-    """Meshes have a device type with a fake group; that of meta has none."""
+    """Create every device mesh with device type ``meta``, whatever type the caller gives."""
     original_init, original_from_group = DeviceMesh.__init__, DeviceMesh.from_group
 
     @functools.wraps(original_init)

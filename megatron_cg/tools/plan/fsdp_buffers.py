@@ -1,4 +1,4 @@
-"""Megatron-FSDP's units and the memory that it has for them.
+"""Megatron-FSDP's units and their memory.
 
 Relied on: megatron-core 0.19.2, ``megatron_fsdp.param_and_grad_buffer``, ``ParamAndGradBuffer``:
 ``parameter_groups`` (``ParameterGroup``), ``weight_alloc`` and ``main_grad_alloc``
@@ -17,9 +17,9 @@ import torch
 def describe_buffers(fsdp: Any, unit_names: dict[int, str]) -> dict[str, Any]:
     """Units with their buckets, and the totals by dtype, all in bytes on one rank.
 
-    ``unsharded`` is a bucket whole, with its padding; ``shards`` what this rank keeps of it;
-    ``double_buffers`` what all the units that fit share; ``persistent_buffers`` what each other
-    unit has for itself where ``--fsdp-db-use-persist-buf-on-alloc-fail`` is given.
+    ``unsharded`` is a whole bucket with its padding; ``shards`` is this rank's share of it. All
+    units that fit share ``double_buffers``. With ``--fsdp-db-use-persist-buf-on-alloc-fail``, each
+    other unit has its own ``persistent_buffers``.
     """
     store = fsdp.param_and_grad_buffer
     units: dict[Any, dict[str, Any]] = {}

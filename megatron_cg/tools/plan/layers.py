@@ -1,4 +1,4 @@
-"""What is captured of each decoder layer, what stays eager, and why."""
+"""Which parts of each decoder layer are captured, which stay eager, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = {
     "mlp.shared_experts": ("shared expert", "moe_router"),
     "mlp.experts": ("experts", "moe"),
 }
-"""Parts of a layer by the path of their module: what they are called, and the scope for them."""
+"""Parts of a layer by the path of their module: their name, and their scope."""
 
 _DISPATCH = ("token dispatch", "moe_preprocess")
 _FIXED = "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity"
@@ -29,7 +29,7 @@ _FIXED = "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacit
 def describe_layers(
     run: RunArguments, cg_layers: Sequence[str], layers: Sequence[nn.Module]
 ) -> list[dict[str, Any]]:
-    """For each layer its kind, its scopes, its captured parts, and its eager ones with reasons."""
+    """The kind of each layer, its scopes, its captured parts, and its eager parts with reasons."""
     selection, _ = read_tokens(cg_layers)
     available = available_scopes(run)
     count = len(layers)
@@ -82,7 +82,7 @@ def _is_captured(scope: str, active: Sequence[str], run: RunArguments) -> bool:
 
 
 def _reason(name: str, scope: str, index: int, run: RunArguments, active: Sequence[str]) -> str:
-    """Why a part is not in its layer's graph; ``active`` are the scopes selected there."""
+    """Why a part is not in its layer's graph; ``active`` are the scopes selected for the layer."""
     asked = WHOLE_LAYER if run.is_whole_layer else scope
     if asked in run.scope_names:
         if asked not in active:

@@ -1,7 +1,7 @@
-"""What a real capture took, measured where a plan estimates it; for ``check.py``.
+"""Measures in a real capture what a plan estimates; for ``check.py``.
 
-Two readings are enough: how much each forward capture left allocated, read directly before and
-after it, and what the graphs' pool has reserved when all is captured.
+Two readings are enough: how much each forward capture left allocated (read directly before and
+after it), and what the graph pool has reserved after all captures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_cg.tools.plan.pool import round_up
 
 
 class Allocator(NamedTuple):
-    """What is asked of the device's allocator."""
+    """Queries to the device's allocator."""
 
     allocated: Callable[[], int] = torch.cuda.memory_allocated
     snapshot: Callable[[], Any] = torch.cuda.memory_snapshot
@@ -28,14 +28,14 @@ class HeldByForward:
     """Bytes that each unit's forward capture left allocated.
 
     Args:
-        read: gives the bytes allocated now, such as ``torch.cuda.memory_allocated``.
+        read: returns the bytes allocated now, such as ``torch.cuda.memory_allocated``.
     """
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
         self._before = 0
         self.bytes: dict[str, int] = {}
-        """By the unit's name; a later pass overwrites an earlier one, and capture comes last."""
+        """By the unit's name. A later pass overwrites an earlier one; capture is last."""
 
     def hear(self, event: Event) -> None:
         """Read before and after each forward pass; for :func:`megatron_cg.events.subscribe`."""
@@ -47,11 +47,11 @@ class HeldByForward:
 
 
 def pool_bytes(snapshot: Iterable[Mapping[str, Any]], pool: tuple[int, int]) -> dict[str, int]:
-    """What one pool has, from ``torch.cuda.memory_snapshot()`` (torch 2.11).
+    """Memory of one pool, from ``torch.cuda.memory_snapshot()`` (torch 2.11).
 
     Args:
         snapshot: the segments, each with ``segment_pool_id``, ``total_size``, ``allocated_size``.
-        pool: what ``torch.cuda.graph_pool_handle()`` gave, and TE was given.
+        pool: the handle from ``torch.cuda.graph_pool_handle()`` that was passed to TE.
     """
     segments = [s for s in snapshot if tuple(s["segment_pool_id"]) == tuple(pool)]
     return {
@@ -70,15 +70,15 @@ def measured_capture(
     allocator: Allocator | None = None,
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """``capture`` as it is, and the figures of ``check.py`` for a run's record.
+    """Call ``capture``; also return the metrics of ``check.py`` for a run's record.
 
     Args:
-        capture: a backend's, of TE.
+        capture: a backend's ``capture``, of TE.
         layers: the units' modules.
         args: static inputs of each graph.
-        sample_kwargs: those by keyword.
-        borrowed: inputs that graphs read in place, which take no memory of their own.
-        allocator: the GPU's when None.
+        sample_kwargs: the static keyword inputs of each graph.
+        borrowed: inputs that graphs read in place; they take no memory of their own.
+        allocator: the GPU's if None.
         **options: other arguments of ``capture``.
     """
     device = allocator or Allocator()

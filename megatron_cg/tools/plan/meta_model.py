@@ -2,7 +2,7 @@
 
 Relied on: megatron-core 0.19.2: ``gpt_config_from_args``, ``hybrid_config_from_args``,
 ``ModelConfig.get_builder_cls``, ``build_distributed_models``, ``get_megatron_ddp_config`` and
-``num_microbatches_calculator``, as ``examples/pretrain_gpt.py`` comes to them.
+``num_microbatches_calculator``, as ``examples/pretrain_gpt.py`` uses them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_cg.tools.plan.fake_machine import process_groups
 def built_model(args: Any) -> Iterator[tuple[nn.Module, Any]]:
     """The wrapped model of rank 0, in training mode, with raw parameters; and its MegatronFSDP.
 
-    To be entered inside ``simulated_gpus``; the process groups are there as long as the block.
+    Enter it inside ``simulated_gpus``; the process groups live as long as the block.
     """
     from megatron.core import num_microbatches_calculator as microbatches
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -41,8 +41,8 @@ def built_model(args: Any) -> Iterator[tuple[nn.Module, Any]]:
             0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size, False
         )
         try:
-            # Megatron-FSDP refuses parameters without memory; here none has any. And it sends the
-            # states of random numbers from one rank to others, of which there are none.
+            # Megatron-FSDP refuses parameters without memory, but here none has any. It also sends
+            # RNG states from one rank to the others, which do not exist.
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 torch.device("meta"),
@@ -65,4 +65,4 @@ def built_model(args: Any) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def _nothing(_self: Any) -> None:
-    """Stands for what only other ranks would see."""
+    """Replaces a method that would only affect other ranks."""

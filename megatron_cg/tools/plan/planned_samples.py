@@ -1,10 +1,9 @@
-"""Which layers are captured, with which static inputs: what our capture helper says itself.
+"""Which layers are captured with which static inputs, as our capture helper reports.
 
 Relied on: megatron-core 0.19.2, ``TECudaGraphHelper._discover_layers`` and
-``_get_cuda_graph_input_data``, by way of
-:class:`megatron_cg.integrations.megatron.helper.FsdpCudaGraphHelper`.
-Without pipeline parallelism, which the rules refuse, Megatron captures one microbatch, and its
-graph is replayed for all.
+``_get_cuda_graph_input_data``, called through
+:class:`megatron_cg.integrations.megatron.helper.FsdpCudaGraphHelper`. Without pipeline parallelism,
+which the rules refuse, Megatron captures one microbatch and replays its graph for all.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from megatron_cg.integrations.megatron.layer_scopes import give_scopes
 from megatron_cg.integrations.megatron.masks import MASK, without_unused_masks
 
 IN_PLACE = frozenset({"rotary_pos_emb"})
-"""Inputs that are one tensor for all layers and steps, so that graphs read them where they are."""
+"""Inputs that are the same tensor for all layers and steps, so graphs read them in place."""
 
 STEPS_TO_SEE = 2
-"""Steps before capture by which ``static_inputs.py`` knows that; with fewer, copies are made."""
+"""``static_inputs.py`` needs this many steps before capture to detect that; fewer mean copies."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Sample:
     """One graph to be captured."""
 
     index: int
-    """Of the layer in the decoder."""
+    """Index of the layer in the decoder."""
     layer: nn.Module
     args: tuple[torch.Tensor, ...]
     kwargs: dict[str, torch.Tensor]
@@ -45,14 +44,14 @@ class Sample:
 
 
 class PlannedHelper(FsdpCudaGraphHelper):
-    """Our helper, as far as it discovers layers and makes their inputs; it has no votes."""
+    """Our helper, limited to finding layers and making their inputs; it does not vote."""
 
     def __init__(self, model: nn.Module, args: Any, selection: LayerSelection) -> None:
         self._scopes: dict[nn.Module, list[Any]] = {}
         self.controller = None
         self.selection = selection
         config = model.config
-        # Past our own constructor, which opens a group of all ranks for their votes.
+        # Skips our own constructor, which creates a group of all ranks for votes.
         super(FsdpCudaGraphHelper, self).__init__(
             [model], config, args.seq_length, args.micro_batch_size
         )
@@ -65,27 +64,27 @@ class PlannedHelper(FsdpCudaGraphHelper):
         return list(owner.decoder.layers)
 
     def samples(self, *, masks: bool) -> tuple[list[Sample], dict[str, Any]]:
-        """The graphs to be captured, and how TE is asked to; ``masks``: whether layers get any."""
+        """The graphs to capture, and TE's options; ``masks``: whether layers get a mask."""
         if not self.flattened_callables:
             return [], {"_order": [1, -1], "_num_layers_per_chunk": [0]}
         with ExitStack() as stack:
             if not masks:
                 unmasked = without_unused_masks(self.flattened_callables, _NeverGiven())
                 stack.callback(unmasked)
-            stack.enter_context(torch.device("meta"))  # a mask is first made without a device
+            stack.enter_context(torch.device("meta"))  # Megatron makes a mask without a device
             args, options = self._get_cuda_graph_input_data()
         kwargs = options.pop("sample_kwargs", [{}] * len(args))
         layers = self.decoder_layers()
         places = {id(layer): index for index, layer in enumerate(layers)}
         found = []
         for number, layer in enumerate(self.flattened_callables):
-            # A prediction layer comes after the decoder's.
+            # A prediction layer follows the decoder's layers.
             index = places.get(id(layer), len(layers) + number)
             found.append(Sample(index, layer, tuple(args[number]), dict(kwargs[number])))
         return found, options
 
     def scopes_given(self) -> Callable[[], None]:
-        """Let each captured layer see its own scopes; returns the undo."""
+        """Set each captured layer's own scopes on it; returns the undo."""
         with ExitStack() as undo:
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
@@ -94,18 +93,18 @@ class PlannedHelper(FsdpCudaGraphHelper):
 
 
 class _NeverGiven:
-    """What is known of inputs in a run whose layers are never given a mask."""
+    """Observations of a run whose layers never receive a mask."""
 
     def is_never_given(self, _index: int, name: str) -> bool:
         return name == MASK
 
 
 def masks_given(args: Any) -> bool:
-    """Whether graphs have a mask: steps before capture show whether layers are given one."""
+    """Whether graphs have a mask: the steps before capture show whether layers receive one."""
     return bool(args.create_attention_mask_in_dataloader or args.cuda_graph_warmup_steps < 1)
 
 
 def copied(samples: Sequence[Sample], warmup_steps: int) -> Callable[[str], bool]:
-    """Whether an input of that name has a copy of the graph's own."""
+    """Whether the graph has its own copy of an input of that name."""
     in_place = IN_PLACE if warmup_steps >= STEPS_TO_SEE else frozenset()
     return lambda name: name not in in_place

@@ -1,11 +1,11 @@
-"""torch's caching allocator for one CUDA graph pool, block by block. Pure.
+"""Simulates torch's caching allocator for one CUDA graph pool, block by block. Pure.
 
-Follows torch 2.11, ``c10/cuda/CUDACachingAllocator.cpp``: sizes are multiples of 512 bytes; what
-is at most 1 MiB comes from segments of 2 MiB, what is less than 10 MiB from segments of 20 MiB, and
-what is larger from a segment of its own, rounded up to 2 MiB. The smallest free block that is large
-enough is taken (``get_free_block``), and its rest stays free if it is worth it
-(``should_split``). A graph pool gives nothing back while its graphs live, so what it reserves only
-grows. Not followed: ``expandable_segments``, ``max_split_size_mb``, ``roundup_power2_divisions``.
+Follows torch 2.11, ``c10/cuda/CUDACachingAllocator.cpp``. Sizes are multiples of 512 bytes. Sizes
+up to 1 MiB come from segments of 2 MiB, and sizes below 10 MiB from segments of 20 MiB. A larger
+size gets its own segment, rounded up to 2 MiB. The allocator takes the smallest free block that is
+large enough (``get_free_block``) and splits it if the rest is worth it (``should_split``). A graph
+pool returns nothing while its graphs live, so its reserved memory only grows. Not simulated:
+``expandable_segments``, ``max_split_size_mb``, ``roundup_power2_divisions``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MIDDLE_SEGMENT = 20 * MIB
 
 
 def round_up(size: int) -> int:
-    """The bytes of a block for ``size`` bytes."""
+    """The size of a block for ``size`` bytes."""
     return -(-size // _ROUND) * _ROUND
 
 
 @dataclass(eq=False)
 class Block:
-    """A part of a segment; ``before`` and ``after`` are its neighbours in it."""
+    """A part of a segment; ``before`` and ``after`` are its neighbours in the segment."""
 
     start: int
     size: int
@@ -44,8 +44,8 @@ class Pool:
     Attributes:
         reserved: bytes of all segments.
         allocated: bytes of the blocks in use, rounded as the allocator does.
-        peak: the most that ``allocated`` was.
-        recent_peak: the most that it was since :meth:`mark`.
+        peak: the maximum of ``allocated``.
+        recent_peak: the maximum since :meth:`mark`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Pool:
         return self.allocated
 
     def allocate(self, size: int) -> Block | None:
-        """A block of at least ``size`` bytes; None for none at all."""
+        """A block of at least ``size`` bytes; None if ``size`` is 0."""
         if size == 0:
             return None
         rounded = round_up(size)
@@ -80,7 +80,7 @@ class Pool:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Give a block back; free neighbours become one."""
+        """Free a block and merge it with free neighbours."""
         if block is None:
             return
         self.allocated -= block.size
@@ -113,7 +113,7 @@ class Pool:
             length = _MIDDLE_SEGMENT
         else:
             length = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
-        # Segments never touch: a gap keeps their blocks' addresses in order and apart.
+        # Segments never touch: a gap between them keeps their blocks ordered and separate.
         block = Block(self.reserved, length, size <= _SMALL)
         self.reserved += length
         return block

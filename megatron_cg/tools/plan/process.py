@@ -1,6 +1,6 @@
-"""Has plans made in a process of their own.
+"""Makes plans in a separate process.
 
-There the fakes of Transformer Engine are what Megatron is built on, whatever is imported here.
+There Megatron is built on the fakes of Transformer Engine, whatever is imported here.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.plan.request import Request
 
 PATIENCE = 3.0
-"""Seconds without output before a plan reports that it is running."""
+"""Seconds without output before a plan shows that it is running."""
 WORKING = "planning: Megatron builds the model, and its layers run once without a GPU"
 Plan = dict[str, Any]
-"""A plan as JSON; ``docs/plan.md`` says what is in it."""
+"""A plan as JSON; ``docs/plan.md`` describes its fields."""
 
 
 class PlanError(MegatronCGError):
-    """The process that makes plans ended without one."""
+    """The process that makes plans ended without a plan."""
 
 
 def make_plans(requests: Sequence[Request], *, timeout: float = 600.0) -> list[Plan]:
     """A plan for each request, all made by one process.
 
-    Raises PlanError with the end of what the process wrote, when it failed or took more than
+    Raises PlanError with the end of the process's output when it failed or took more than
     ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-cg-plan-") as folder:
         asked, answered = Path(folder, "requests.json"), Path(folder, "plans.json")
         asked.write_text(json.dumps([r.as_dict() for r in requests]), encoding="utf-8")
-        # A GPU that is there must not be used: the plan is the same without.
+        # An existing GPU must not be used: the plan is the same without it.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         root = str(Path(__file__).resolve().parents[3])
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -68,7 +68,7 @@ def make_plans(requests: Sequence[Request], *, timeout: float = 600.0) -> list[P
 
 
 def _wait(process: subprocess.Popen[str], timeout: float) -> str:
-    """What the process prints until its end; a long one is reported to be running."""
+    """The output of the process until its end; a long run is shown as running."""
     patience = min(PATIENCE, timeout)
     try:
         return process.communicate(timeout=patience)[0]
@@ -81,7 +81,7 @@ def _wait(process: subprocess.Popen[str], timeout: float) -> str:
 
 @contextmanager
 def _working() -> Iterator[None]:
-    """Show a clock on a terminal, or else a line; both on standard error."""
+    """Show a clock on a terminal, otherwise a line; both on standard error."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""What is to be planned: Megatron's flags, from a preset or from somebody's command line. Pure."""
+"""Reads what to plan: Megatron's flags, from a preset or from a command line. Pure."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _PRESET_FLAGS = (
     *("--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "3"),
     *GRAPH_FLAGS,
 )
-"""What a preset does not say of itself. Without determinism, which measurements leave out too."""
+"""Flags that a preset lacks. Without determinism, as in measurements."""
 
 
 class RequestError(MegatronCGError):
-    """There is nothing to plan in what was typed."""
+    """The command line contains nothing to plan."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One plan to be made."""
+    """One plan to make."""
 
     title: str
     words: tuple[str, ...]
     """Megatron's flags."""
     nproc: int | None = None
-    """GPUs; None for the fewest that the flags' parallel sizes can have, and at least 2."""
+    """GPUs; None means the smallest number for the flags' parallel sizes, at least 2."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that stood before the command."""
+    """Environment variables set before the command."""
     own_flags: bool = False
-    """Whether the script may have flags of its own, which Megatron's parser does not know."""
+    """Whether the script may have its own flags, which Megatron's parser does not know."""
     started_without: str | None = None
-    """The script of a command that starts it without this package's launcher, as it is written."""
+    """The script of a command that starts it without this package's launcher, as written."""
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON can hold them."""
@@ -61,17 +61,17 @@ def read_request(
     cg_layers: Sequence[str] = (),
     nproc: int | None = None,
 ) -> Request:
-    """The request that a command line of ``megatron-cg plan`` makes.
+    """The request of a command line of ``megatron-cg plan``.
 
     Args:
-        target: a preset's name or a script; None where ``extra`` is a whole command line.
-        extra: what came after ``--``: Megatron's flags, or a command line with a script in it,
-            of which all before the script is read only for GPUs and variables.
-        scopes: instead of ``--cuda-graph-modules``; empty for whole layers.
+        target: a preset's name or a script; None if ``extra`` is a whole command line.
+        extra: the words after ``--``: Megatron's flags, or a command line with a script in it. Of
+            the words before the script only GPUs and variables are read.
+        scopes: replaces ``--cuda-graph-modules``; empty means whole layers.
         cg_layers: values of ``--cg-layers``.
-        nproc: GPUs, instead of what is said elsewhere.
+        nproc: GPUs; overrides all other sources.
 
-    Raises RequestError for what is neither, naming what there is.
+    Raises RequestError for anything else, with a list of what exists.
     """
     if target is not None and not target.endswith(_SCRIPT):
         if target not in preset_names():
@@ -82,7 +82,7 @@ def read_request(
             )
         preset = load_preset(target)
         modules = preset.scopes if scopes is None else tuple(scopes)
-        # Not before ``extra``, whose first word would be taken for a scope where it is no flag.
+        # Not directly before ``extra``: its first word would be read as a scope if it is no flag.
         words = (*preset.arguments(), *_modules(modules), *_PRESET_FLAGS, *extra)
         request = Request(f"preset {target}", words, preset.nproc)
     elif target is not None:
@@ -138,7 +138,7 @@ def _from_command_line(words: Sequence[str]) -> Request:
 def _has_launcher(before: Sequence[str], script: str) -> bool:
     """Whether a command starts this package before the script, or the script does so itself.
 
-    Also true where there is no command, but at most variables: the start is unknown then.
+    Also true if there is no command but at most variables, because the start is then unknown.
     """
     command = [word for word in before if not _ASSIGNMENT.match(word)]
     text = f" {' '.join(command)} ".replace("=", " ")
@@ -151,7 +151,7 @@ def _has_launcher(before: Sequence[str], script: str) -> bool:
 
 
 def _number_after(words: Sequence[str], names: Sequence[str]) -> int | None:
-    """The number given to a flag of the launcher; None where it is none (``gpu``, ``1:4``)."""
+    """The number given to a flag of the launcher; None if it is not a number (``gpu``, ``1:4``)."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in names:

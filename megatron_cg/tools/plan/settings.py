@@ -1,9 +1,9 @@
-"""A request's flags through Megatron's own parser, and every rule that they break.
+"""Parses a request's flags with Megatron's own parser, and finds every rule that they break.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.arguments``: ``parse_args`` (which reads
 ``sys.argv`` and the environment), ``add_megatron_arguments``, ``validate_args``; and
 ``megatron.training.argument_utils.core_transformer_config_from_args``. Megatron stops at its first
-broken rule; ours are all found, and Megatron's is shown beside them.
+broken rule. Ours are all found, and Megatron's is listed with them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from megatron_cg.tools.plan.fakes.packages import TE_VERSION
 
 _TE = "transformer-engine"
 MOST_GPUS = 2**18
-"""The most GPUs that a plan takes: it lists their ranks in memory."""
+"""The largest number of GPUs in a plan: it lists their ranks in memory."""
 
 
 @dataclass
 class Settings:
-    """What the flags say, and what is wrong with them."""
+    """The meaning of the flags, and the errors in them."""
 
     args: Any
-    """Megatron's namespace, validated where Megatron agreed."""
+    """Megatron's namespace, validated if Megatron accepted it."""
     run: RunArguments
     graph: GraphArguments
     broken: tuple[Violation, ...]
     megatron: str | None
-    """What Megatron itself stops with."""
+    """Megatron's own error."""
     notes: list[str]
     usage: str | None = None
-    """Why the flags cannot be read at all; the rest is empty then."""
+    """Why the flags cannot be parsed at all; the other fields are then empty."""
 
 
 def read_settings(
@@ -56,7 +56,7 @@ def read_settings(
     own_flags: bool,
     started_without: str | None = None,
 ) -> Settings:
-    """Parse, check by our rules, check by Megatron's; mistakes raise nothing.
+    """Parse the flags, check them by our rules and by Megatron's; mistakes raise nothing.
 
     ``started_without`` is the script of a command that starts it without this package's launcher.
     """
@@ -72,7 +72,7 @@ def read_settings(
     except _UsageError as error:
         return Settings(None, RunArguments(), GraphArguments(), (), None, [], usage=str(error))
     if unknown:
-        # Close to a flag of Megatron's are many that a script may well have.
+        # High cutoff: many flags of a script may resemble one of Megatron's.
         own = " ".join(_with_hints(unknown, cutoff=0.9))
         notes.append(f"not Megatron's, so taken for the script's own: {own}")
     run, graph = read(args)
@@ -88,14 +88,14 @@ def read_settings(
 
 
 def fewest_gpus(args: Any) -> int:
-    """The fewest GPUs that the parallel sizes of ``args`` can have, and at least 2."""
+    """The smallest number of GPUs for the parallel sizes of ``args``, at least 2."""
     dense = args.tensor_model_parallel_size * args.context_parallel_size
     expert = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
     return int(max(2, args.pipeline_model_parallel_size * math.lcm(dense, expert)))
 
 
 class _UsageError(Exception):
-    """The parser did not take the words."""
+    """The parser rejected the command line."""
 
 
 def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
@@ -116,7 +116,7 @@ def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
             text = errors.getvalue().strip().splitlines()
             raise _UsageError(text[-1] if text else "the flags cannot be read") from error
         except KeyError as error:
-            # Megatron looks a scope up in its enumeration, and argparse lets that error through.
+            # Megatron looks up a scope in its enumeration, and argparse does not catch that error.
             raise _UsageError(_scope_text(str(error.args[0]))) from error
 
 
@@ -131,7 +131,7 @@ def _unknown_text(unknown: Sequence[str]) -> str:
 
 
 def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
-    """The words, each flag with the one of Megatron's that it may be a slip of."""
+    """The words; each unknown flag gets the most similar flag of Megatron as a hint."""
     from megatron.training import arguments
 
     with _quiet():
@@ -144,7 +144,7 @@ def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
 
 
 def _environment_of_the_run(given: Mapping[str, str]) -> tuple[Environment, list[str]]:
-    """Versions and variables of the run, which is to be on another machine than the plan."""
+    """Versions and variables of the run, which will run on another machine than the plan."""
     here = Environment.read()
     notes = []
     versions = dict(here.versions)
@@ -185,7 +185,7 @@ def _no_launcher(script: str) -> Violation:
 
 
 def _megatrons_opinion(args: Any) -> str | None:
-    """What ``validate_args`` and the model's configuration raise; ``args`` are validated by it."""
+    """The error of ``validate_args`` or of the model's configuration; validates ``args``."""
     from megatron.training import arguments
     from megatron.training.argument_utils import core_transformer_config_from_args
 
@@ -208,7 +208,7 @@ def error_text(error: BaseException) -> str:
     # torch appends the addresses of its own functions.
     text = " ".join(str(error).partition("Exception raised from")[0].split())
     if text:
-        # The text alone of Python's own errors, "integer modulo by zero", says too little.
+        # The text of Python's own errors, such as "integer modulo by zero", is not enough.
         name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         return name + text
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -227,6 +227,6 @@ def _argv(words: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Megatron prints every argument."""
+    """Suppress output: Megatron prints every argument."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -1,4 +1,4 @@
-"""A plan printed: readable at 100 columns, the same text for the same plan."""
+"""Prints a plan: readable at 100 columns, with the same text for the same plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEMORY = (
 
 
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
-    """Print ``plan``; rules that are broken come first and end it."""
+    """Print ``plan``; if rules are broken, print only them."""
     gpus = f" on {plan['gpus']} GPUs" if "gpus" in plan else ""
     console.print(f"{escape(plan['title'])}{gpus}", style="bold", highlight=False)
     if plan["usage"] is not None:
@@ -155,7 +155,7 @@ def _print_fsdp(console: Console, fsdp: dict[str, Any]) -> None:
 
 
 def _unit_runs(units: Sequence[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Neighbouring units that are alike, by the names of the first and the last."""
+    """Groups of equal neighbouring units, with the names of the first and the last."""
     numbered = [{**unit, "index": number} for number, unit in enumerate(units)]
     keys = ("parameters", "elements", "double_buffered", "buckets")
     for numbers, unit in _runs(numbered, keys):
@@ -184,11 +184,11 @@ def _whole(unit: dict[str, Any], name: str) -> str:
 def _runs(
     layers: Sequence[dict[str, Any]], keys: Sequence[str], signature: Any = None
 ) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Neighbouring layers that are alike, as "0" or "1-7", and the first of them."""
+    """Groups of equal neighbouring layers, as "0" or "1-7", and the first layer of each."""
     alike = signature or (lambda layer: [layer[key] for key in keys])
     group: list[dict[str, Any]] = []
     for layer in [*layers, None]:
-        # Of layers with graphs alone, one may be missing between two that are alike.
+        # In a list of graphed layers only, one may be missing between two equal layers.
         follows = group and layer is not None and layer["index"] == group[-1]["index"] + 1
         if group and not (follows and alike(layer) == alike(group[0])):
             first, last = group[0]["index"], group[-1]["index"]

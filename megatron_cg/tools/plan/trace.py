@@ -1,12 +1,12 @@
-"""What a run on the meta device would have allocated and launched, seen operation by operation.
+"""Traces what a run on the meta device would allocate and launch, operation by operation.
 
-Tensors on the meta device have a shape, a type and a storage, and no memory. Autograd keeps and
-drops them as it would on a GPU, so the life of each storage is the life of the memory.
+Tensors on the meta device have a shape, a dtype and a storage, but no memory. Autograd keeps and
+frees them as on a GPU, so the lifetime of each storage is the lifetime of the memory.
 
 Note [A storage's life]
-    torch keeps the Python object of a storage as long as the storage itself (torch 2.11,
-    ``StorageMethods.cpp``), so a weak reference to it ends exactly when the memory would be freed,
-    also for what only autograd's saved tensors hold.
+    torch keeps the Python object of a storage alive as long as the storage itself (torch 2.11,
+    ``StorageMethods.cpp``). So a weak reference to it dies exactly when the memory would be freed,
+    even if only autograd's saved tensors hold the storage.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_cg.backends.host_reads import HostReads
 
 _FACTORIES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-"""Operations that take memory and launch nothing."""
+"""Operations that allocate memory but launch nothing."""
 
 _FREE = frozenset({"detach", "lift_fresh", "alias", "_unsafe_view", "_reshape_alias", "set_"})
-"""Operations that torch does not mark as views, and that launch nothing either."""
+"""Operations that torch does not mark as views but that launch nothing."""
 
 
 _GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
@@ -36,7 +36,7 @@ _WAITS = frozenset({"wait_tensor", "barrier"})
 
 
 def _launches(func: Any, name: str, on_device: bool) -> bool:
-    """Whether an operation launches a kernel; collectives do, whatever they give back."""
+    """Whether an operation launches a kernel; collectives do, whatever they return."""
     if func.namespace in _COLLECTIVES:
         return name not in _WAITS
     quiet = func.is_view or name in _FACTORIES or name in _FREE
@@ -44,20 +44,20 @@ def _launches(func: Any, name: str, on_device: bool) -> bool:
 
 
 class Memory(Protocol):
-    """What takes and gives back bytes."""
+    """Allocates and frees bytes."""
 
     def allocate(self, size: int) -> object:
-        """Take ``size`` bytes; returns what :meth:`free` is given."""
+        """Allocate ``size`` bytes; returns the argument for :meth:`free`."""
 
     def free(self, block: Any) -> None:
-        """Give a block back."""
+        """Free a block."""
 
 
 class Trace(TorchDispatchMode):
-    """Follows every tensor that is made on the meta device in its block.
+    """Follows every tensor that is created on the meta device in its block.
 
     Args:
-        memory: where the bytes of each new storage are taken from.
+        memory: allocates the bytes of each new storage.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -67,7 +67,7 @@ class Trace(TorchDispatchMode):
         self.launches = 0
         """Kernels that the operations so far would have launched."""
         self.torch_gemms = 0
-        """Those of them that are matrix products of torch's own, with torch's own workspace."""
+        """Those of them that are torch's own matrix products, with torch's own workspace."""
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._taken: set[int] = set()
         self._regions = 0
@@ -76,7 +76,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation and note what it made. Copies to the host give zeros."""
+        """Run one operation and record its results. Copies to the host return zeros."""
         kwargs = kwargs or {}
         if self.reads is not None:
             self.reads.check(func, args, kwargs)
@@ -97,7 +97,7 @@ class Trace(TorchDispatchMode):
 
     @contextmanager
     def one_kernel(self) -> Iterator[None]:
-        """Take the block for one kernel: what does not outlive it is never in memory."""
+        """Treat the block as one kernel: storages that do not outlive it are never allocated."""
         launches, gemms = self.launches, self.torch_gemms
         self._regions += 1
         try:
@@ -113,11 +113,11 @@ class Trace(TorchDispatchMode):
                         self._take(storage)
 
     def took(self, key: int) -> bool:
-        """Whether the storage with that ``id`` was made under this trace and is still there."""
+        """Whether the storage with that ``id`` was created under this trace and still exists."""
         return key in self._taken
 
     def known(self, *tensors: torch.Tensor) -> None:
-        """Take these tensors' storages for memory that was there before."""
+        """Treat the storages of these tensors as memory that existed before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._alive[id(storage)] = weakref.ref(storage, self._forget(id(storage)))
@@ -156,10 +156,9 @@ _active: list[Trace] = []
 
 @contextmanager
 def tracing(trace: Trace, reads: HostReads | None = None) -> Iterator[None]:
-    """Follow operations by ``trace`` and let :func:`launched` reach it.
+    """Follow operations with ``trace`` and connect :func:`launched` to it.
 
-    Raises HostSyncError in the block where the host would read the device's memory, if ``reads``
-    are given.
+    Given ``reads``, raises HostSyncError in the block where the host would read device memory.
     """
     _active.append(trace)
     trace.reads = reads
@@ -172,13 +171,13 @@ def tracing(trace: Trace, reads: HostReads | None = None) -> Iterator[None]:
 
 
 def launched(kernels: int) -> None:
-    """Say that a fake of an operation would have launched so many kernels."""
+    """Count the kernels that the original of a fake would have launched."""
     if _active:
         _active[-1].launches += kernels
 
 
 def compiled(function: Any = None, **_settings: Any) -> Any:
-    """Instead of ``torch.compile``: the function as it is, traced as one kernel."""
+    """Replaces ``torch.compile``: returns the function unchanged, traced as one kernel."""
     if function is None:
         return compiled
 
@@ -193,7 +192,7 @@ def compiled(function: Any = None, **_settings: Any) -> Any:
 
 
 def scratch(*sizes: int) -> None:
-    """Take and give back so many bytes at once, as an operation with workspaces does."""
+    """Allocate and free these sizes at once, as an operation with workspaces does."""
     if _active:
         memory = _active[-1].memory
         for block in [memory.allocate(size) for size in sizes]:

@@ -1,6 +1,6 @@
 """Makes plans: ``python -m megatron_cg.tools.plan.worker REQUESTS.json PLANS.json``.
 
-In a process of its own, in which the fakes of TE are installed before Megatron is imported.
+It runs in its own process, where the fakes of TE are installed before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FORMAT = 1
 
 @contextmanager
 def ready_to_plan() -> Iterator[None]:
-    """Plans can be made in the block: TE has its doubles, and Megatron is imported.
+    """Inside the block plans can be made: TE is replaced by fakes and Megatron is imported.
 
-    Warnings and logs of this process are off from here on.
+    Turns off warnings and logs of this process permanently.
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -37,15 +37,16 @@ def ready_to_plan() -> Iterator[None]:
         stack.callback(install())
         importlib.import_module("megatron_cg.tools.plan.details")
         stack.callback(docstrings_read_once())
-        # Megatron-FSDP collects garbage for each model; what was imported is none.
+        # Megatron-FSDP collects garbage for each model; imported objects are never garbage.
         gc.freeze()
         yield
 
 
 def docstrings_read_once() -> Callable[[], None]:
-    """Let Megatron read the docstrings of its configurations once, not for each parser; the undo.
+    """Make Megatron read its configurations' docstrings once, not per parser; returns the undo.
 
-    It parses the sources of all of them each time, which takes a third of a small model's plan.
+    Megatron parses the sources of all of them each time. That takes a third of the time of a small
+    model's plan.
     """
     from megatron.training import argument_utils
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_plan(request: dict[str, Any]) -> dict[str, Any]:
-    """One plan; what is wrong with the flags is in it, and not raised."""
+    """Make one plan; errors in the flags are reported in it and not raised."""
     from megatron_cg.tools.plan.fake_machine import simulated_gpus
     from megatron_cg.tools.plan.settings import read_settings
 
@@ -106,10 +107,10 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _details(settings: Any, notes: list[str], violations: list[dict[str, str]]) -> dict[str, Any]:
-    """What can be said of a run that breaks no rule; a model that cannot be planned is noted.
+    """Details of a run that breaks no rule; if a model cannot be planned, ``notes`` says so.
 
-    What Megatron refuses only when it makes process groups, builds the model or runs a layer
-    counts as a broken rule. So does a host that waits for the device in what would be captured.
+    Some errors appear only when Megatron creates process groups, builds the model or runs a layer.
+    They count as broken rules. So does a host that waits for the device inside a captured region.
     """
     from megatron_cg.errors import HostSyncError, MegatronCGError
     from megatron_cg.tools.plan.details import details
@@ -133,7 +134,7 @@ def _details(settings: Any, notes: list[str], violations: list[dict[str, str]]) 
 
 
 def _came_from_megatron(error: Exception) -> bool:
-    """Whether Megatron's code was running; if not, this package has a defect."""
+    """Whether the error came from Megatron's code; otherwise this package has a bug."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__", "").startswith("megatron.") for frame in frames)
 

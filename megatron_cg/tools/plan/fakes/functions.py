@@ -1,9 +1,9 @@
 """Fakes of Transformer Engine's and mamba-ssm's autograd functions on the meta device.
 
-Each has the inputs and outputs of its original, keeps for the backward pass the same tensors, takes
-the same temporary memory in the same order, and counts the kernels that the original launches. No
-value is computed. The facts are those of transformer-engine 2.20.2, each with its place, for
-bfloat16 without userbuffers, quantization or a debugger; and of mamba-ssm 2.3.2.
+Each has the inputs and outputs of its original, saves the same tensors for the backward pass,
+allocates the same temporary memory in the same order, and counts the kernels that the original
+launches. No value is computed. The facts come from transformer-engine 2.20.2, each with its source,
+for bfloat16 without userbuffers, quantization or a debugger; and from mamba-ssm 2.3.2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
 
 
 class Parallel(NamedTuple):
-    """How a linear layer is divided; ``parts`` is the size of the tensor-parallel group."""
+    """How a linear layer is partitioned; ``parts`` is the size of the tensor-parallel group."""
 
     mode: str | None
     parts: int
@@ -34,7 +34,7 @@ class Parallel(NamedTuple):
 
 
 MULTIPROCESSORS = 132
-"""Of an H200; TE's norms take one partial sum of a weight's gradient for each."""
+"""Number of an H200; TE's norms keep one partial sum of a weight's gradient for each."""
 
 
 def _norm_scratch(rows: int, width: int, partials: int) -> None:
@@ -43,13 +43,13 @@ def _norm_scratch(rows: int, width: int, partials: int) -> None:
 
 
 def _cleared(*tensors: Tensor) -> None:
-    """``utils.py``, ``clear_tensor_data``: let go of the memory before the backward pass ends."""
+    """``utils.py``, ``clear_tensor_data``: free the memory before the backward pass ends."""
     for tensor in tensors:
         tensor.data = tensor.new_empty(0)
 
 
 def _weight_gradient(weight: Tensor, fused: bool) -> Tensor | None:
-    """What comes back for a weight: bfloat16, or nothing where TE writes ``main_grad`` itself."""
+    """The gradient for a weight: bfloat16, or None if TE writes ``main_grad`` itself."""
     return None if fused else torch.empty_like(weight)
 
 
@@ -62,7 +62,7 @@ def gathered(tensor: Tensor, parts: int) -> Tensor:
 
 
 def _reduced(tensor: Tensor, parallel: Parallel) -> Tensor:
-    """Summed over the tensor-parallel ranks: a part of it with sequences, else in place."""
+    """Sum over the tensor-parallel ranks: scattered with sequence parallelism, else in place."""
     if parallel.parts == 1:
         return tensor
     if parallel.sequence:
@@ -72,7 +72,7 @@ def _reduced(tensor: Tensor, parallel: Parallel) -> Tensor:
 
 
 def scattered(tensor: Tensor, parts: int) -> Tensor:
-    """``reduce_scatter_along_first_dim``: a new tensor, the ``parts``-th of the length."""
+    """``reduce_scatter_along_first_dim``: a new tensor with the length divided by ``parts``."""
     if parts == 1:
         return tensor
     launched(1)
@@ -84,7 +84,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Any shape whose last dimension is the weight's; the output has the input's."""
+        """The last dimension is the weight's; the output has the input's shape."""
         rows = inp.contiguous().view(-1, weight.numel())
         launched(1)
         out = torch.empty_like(rows)
@@ -110,7 +110,7 @@ class Norm(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """``module/linear.py``, ``_Linear``: keeps its input as it was before any gathering."""
+    """``module/linear.py``, ``_Linear``: saves its input before any gathering."""
 
     @staticmethod
     def forward(
@@ -151,9 +151,9 @@ class Linear(torch.autograd.Function):
 
 
 class NormLinear(torch.autograd.Function):
-    """``module/layernorm_linear.py``, ``_LayerNormLinear``: keeps input, normed input, statistics.
+    """``module/layernorm_linear.py``, ``_LayerNormLinear``: saves input, normed input, statistics.
 
-    Always column parallel. The gathered normed input is made again in the backward pass.
+    Always column parallel. The backward pass gathers the normed input again.
     """
 
     @staticmethod
@@ -208,7 +208,7 @@ class NormLinear(torch.autograd.Function):
 
 
 class GroupedLinear(torch.autograd.Function):
-    """``module/grouped_linear.py``: one input for all experts, and a weight for each."""
+    """``module/grouped_linear.py``: one input for all experts, and one weight per expert."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, fused: bool, *weights: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of input and weights, the latter parts of one tensor."""
+        """Gradients of input and weights; the weights' gradients are parts of one tensor."""
         _, *weights = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         launched(2 * len(weights))
@@ -232,10 +232,11 @@ class GroupedLinear(torch.autograd.Function):
 class FusedAttention(torch.autograd.Function):
     """``dot_product_attention/backends.py``, ``FusedAttnFunc``, cuDNN for any sequence length.
 
-    Keeps q, k, v, the output, the softmax's statistics (float32, [b, h, s, 1]) and the state of the
-    random numbers (two int64). Its backward takes, by cudnn-frontend's
-    ``CompositeSDPABackwardNode``, the row sums of dO*O and an accumulator of dQ, both in float32;
-    with deterministic kernels on Hopper all of dS in bfloat16 instead of the accumulator.
+    Saves q, k, v, the output, the softmax's statistics (float32, [b, h, s, 1]) and the state of the
+    random numbers (two int64). Its backward pass allocates, as cudnn-frontend's
+    ``CompositeSDPABackwardNode``, the row sums of dO*O and an accumulator of dQ, both in float32.
+    With deterministic kernels on Hopper, it allocates all of dS in bfloat16 instead of the
+    accumulator.
     """
 
     @staticmethod
@@ -252,7 +253,7 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of q, k and v; of a packed tensor's parts, parts of a packed one."""
+        """Gradients of q, k and v; if they are parts of a packed tensor, so are the gradients."""
         q, k, v, *_rest = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         del gradient
@@ -268,7 +269,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 class Split(torch.autograd.Function):
-    """``utils.py``, ``SplitAlongDim``: views; the gradients are put together in a new tensor."""
+    """``utils.py``, ``SplitAlongDim``: views; the gradients are concatenated in a new tensor."""
 
     @staticmethod
     def forward(
@@ -286,7 +287,7 @@ class Split(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """``attention/rope.py``, ``FusedRoPEFunc``: a new tensor each way, keeps the table only."""
+    """``attention/rope.py``, ``FusedRoPEFunc``: a new tensor each way; saves only the table."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, table: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Fakes of mamba-ssm's functions on the meta device; see ``functions.py``.
 
-The facts are those of mamba-ssm 2.3.2, ``ops/triton/ssd_combined.py`` and ``layernorm_gated.py``.
+The facts come from mamba-ssm 2.3.2, ``ops/triton/ssd_combined.py`` and ``layernorm_gated.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of all tensors; the states of each chunk are computed again."""
+        """Gradients of all tensors; recomputes the states of each chunk."""
         _, x, dt, _, decay, b, c, skip, gate, dt_bias = ctx.saved_tensors
         d_b, d_c, d_dt = torch.empty_like(b), torch.empty_like(c), torch.empty_like(dt)
         dt_in = dt.new_empty(dt.shape)
@@ -62,7 +62,7 @@ class _ChunkScan(torch.autograd.Function):
 
 
 def _chunk_tensors(x: Tensor, b: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cumulated decays, steps, states and C*B of every chunk, all in float32."""
+    """Cumulative decays, steps, states and C*B of every chunk, all in float32."""
     batch, length, heads, width = x.shape
     groups, state = b.shape[2:]
     chunks = -(-length // chunk)
@@ -97,7 +97,7 @@ def mamba_chunk_scan_combined(  # noqa: PLR0917 - its own signature
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """The function of that name; states are given back only where they are asked for."""
+    """The function of that name; returns states only if requested."""
     out = applied(_ChunkScan, chunk_size, x, dt, A, B, C, D, z, dt_bias)
     if return_final_states:
         batch, _, heads, width = x.shape
@@ -106,7 +106,7 @@ def mamba_chunk_scan_combined(  # noqa: PLR0917 - its own signature
 
 
 class _SplitConvScan(torch.autograd.Function):
-    """``MambaSplitConv1dScanCombinedFn``: keeps its input and, of what it computes, the output."""
+    """``MambaSplitConv1dScanCombinedFn``: saves its input and, of its results, the output."""
 
     @staticmethod
     def forward(
@@ -176,7 +176,7 @@ def mamba_split_conv1d_scan_combined(  # noqa: PLR0917 - its own signature
 
 
 class _GatedNorm(torch.autograd.Function):
-    """``LayerNormFn`` of ``layernorm_gated.py``: keeps input, gate and the groups' statistics."""
+    """``LayerNormFn`` of ``layernorm_gated.py``: saves input, gate and the groups' statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, groups: int) -> Tensor:

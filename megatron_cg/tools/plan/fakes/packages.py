@@ -1,8 +1,8 @@
-"""Puts the fakes where Megatron imports ``transformer_engine`` and ``mamba_ssm`` from.
+"""Installs the fakes under the names ``transformer_engine`` and ``mamba_ssm``.
 
-Only in a process of its own (``worker.py``), before Megatron is imported: Megatron's classes are
-derived from TE's when they are defined. They are put in whether or not the packages are installed,
-so that a plan is the same on every machine.
+Only in a separate process (``worker.py``) and before Megatron is imported, because Megatron's
+classes derive from TE's when they are defined. The fakes are installed whether or not the packages
+exist, so a plan is the same on every machine.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NAMES = (_TE, "mamba_ssm", "causal_conv1d")
 
 
 def install() -> Callable[[], None]:
-    """Put the fakes into ``sys.modules``; returns the undo.
+    """Install the fakes in ``sys.modules``; returns the undo.
 
-    Raises MegatronCGError where Megatron has been imported already.
+    Raises MegatronCGError if Megatron is already imported.
     """
     if "megatron.core.extensions.transformer_engine" in sys.modules:
         raise MegatronCGError(
@@ -43,7 +43,7 @@ def install() -> Callable[[], None]:
         undo.callback(sys.modules.update, taken)
         for name, contents in _contents().items():
             module = types.ModuleType(name)
-            # What looks whether a package is there asks for its spec.
+            # Code that checks whether a package exists asks for its spec.
             module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
             module.__path__ = []
             vars(module).update(contents)
@@ -52,9 +52,10 @@ def install() -> Callable[[], None]:
             parent, _, child = name.rpartition(".")
             if parent:
                 setattr(sys.modules[parent], child, module)
-        # Before Megatron gives its fused functions to it, as it is imported.
+        # Before the import of Megatron, which compiles its fused functions at import.
         undo.callback(set_attribute(torch, "compile", compiled))
-        # An installed one must not be half used; absent, Megatron takes torch's convolution.
+        # An installed package would be used only in part; without it Megatron uses torch's
+        # convolution.
         sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
         undo.callback(sys.modules.pop, "causal_conv1d", None)
         return undo.pop_all().close
@@ -65,7 +66,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _contents() -> dict[str, dict[str, Any]]:
-    """Every module by name, parents first, with what Megatron looks for in it."""
+    """Every module by name, parents first, with the attributes that Megatron reads."""
     base = {"TransformerEngineBaseModule": modules.TransformerEngineBaseModule}
     state = {
         "FP8GlobalStateManager": FP8GlobalStateManager,
@@ -133,20 +134,20 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 
 class FP8GlobalStateManager:
-    """Quantization is off: a plan counts what bfloat16 takes."""
+    """Quantization is off: a plan counts the memory of bfloat16."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        """No."""
+        """Always False."""
         return False
 
 
 class _QuantizedTensor:
-    """No tensor is one."""
+    """No tensor is an instance of this."""
 
 
 class _Recipe:
-    """Stands where a class is derived from TE's; making one is refused."""
+    """A base for classes that derive from TE's; it cannot be instantiated."""
 
     def __init__(self, *_args: Any, **_settings: Any) -> None:
         raise modules.refused("FP8")
@@ -164,7 +165,7 @@ def _absent_operation(name: str) -> Any:
 
 
 def _absent(what: str) -> Any:
-    """A callable, and a base of classes, that refuses to be called."""
+    """A callable that also serves as a base class, and raises when called."""
 
     class Absent:
         def __init__(self, *_args: Any, **_settings: Any) -> None:

@@ -1,8 +1,8 @@
-"""Fakes of the Transformer Engine modules that Megatron's layers are made of.
+"""Fakes of the Transformer Engine modules in Megatron's layers.
 
-Constructor and parameters are the originals' (transformer-engine 2.20.2): names, order, shapes and
-types, so that the Megatron classes derived from them, and Megatron-FSDP's buckets, are as on a GPU.
-What is asked for and has no fake here raises :class:`NotLikened`.
+Constructors and parameters match the originals (transformer-engine 2.20.2): names, order, shapes
+and dtypes. So the Megatron classes derived from them, and Megatron-FSDP's buckets, are the same as
+on a GPU. Anything without a fake raises :class:`NotLikened`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def refused(what: str) -> NotLikened:
 
 
 class TransformerEngineBaseModule(nn.Module):
-    """``module/base.py``: what Megatron and Megatron-FSDP read of every TE module."""
+    """``module/base.py``: the attributes that Megatron and Megatron-FSDP read of TE modules."""
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ class Linear(TransformerEngineBaseModule):
             self.bias = torch.Tensor().to(dtype=dtype)
 
     def _norm_parameters(self, dtype: torch.dtype, device: Any) -> None:
-        """What comes before the weight."""
+        """The parameters before the weight."""
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """As TE's: the output, and the bias beside it where that was asked for."""
+        """As TE's: the output, together with the bias if requested."""
         return self._with_bias(self._product(inp))
 
     def _product(self, inp: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class LayerNormLinear(Linear):
     def __init__(self, *args: Any, normalization: str = "LayerNorm", **settings: Any) -> None:
         if settings.get("return_layernorm_output"):
             raise refused("return_layernorm_output")
-        # Before nn.Module is set up, which the parameters need and this name does not.
+        # Set before nn.Module's __init__: creating the parameters reads it.
         vars(self)["normalization"] = normalization
         super().__init__(*args, **settings)
 
@@ -181,7 +181,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 self._parameter(f"bias{index}", (self.out_features,), dtype, device)
 
     def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: Any = None) -> Tensor:
-        """As TE's, for any division of the tokens."""
+        """As TE's, for any split of the tokens."""
         if self.use_bias:
             raise refused("biases of experts in a graph")
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
@@ -250,7 +250,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.refusal = refused("context parallel attention")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_rest: Any, **_more: Any) -> Any:
-        """Of q [s, b, h, d] and its like: [s, b, h * e]."""
+        """Takes q [s, b, h, d], and k and v in the same form; returns [s, b, h * e]."""
         if self.refusal is not None:
             raise self.refusal
         q, k, v = _laid_out(query, key, value)
@@ -259,10 +259,10 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 def _laid_out(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``get_qkv_layout`` (``dot_product_attention/utils.py``): copies of what has no known layout.
+    """``get_qkv_layout`` (``dot_product_attention/utils.py``): copies tensors of unknown layout.
 
-    Of the layouts in one tensor, Megatron's q, k and v can have only that of heads side by side
-    (``sbh3d``), when nothing was done to them since they were split.
+    Of the layouts in one tensor, Megatron's q, k and v can have only heads side by side
+    (``sbh3d``), if nothing changed them since they were split.
     """
     parts = (q, k, v)
     if (
@@ -275,7 +275,7 @@ def _laid_out(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class CudaRNGStatesTracker:
-    """``distributed.py``: names, and no numbers, since none is drawn."""
+    """``distributed.py``: knows names but holds no random state, because nothing is drawn."""
 
     def __init__(self) -> None:
         self.reset()
@@ -290,16 +290,16 @@ class CudaRNGStatesTracker:
         return self.states_
 
     def set_states(self, states: dict[str, Any]) -> None:
-        """Take these states."""
+        """Set these states."""
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """Know ``name``."""
+        """Register ``name``."""
         self.states_[name] = seed
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Nothing is drawn, so nothing is forked."""
+        """Does nothing, because nothing is drawn."""
         yield
 
 
@@ -317,7 +317,7 @@ def general_gemm(
     out: Tensor | None = None,
     **_settings: Any,
 ) -> tuple[Any, ...]:
-    """``cpp_extensions/gemm.py``: a new tensor; TE's workspace is its own, not the graph's."""
+    """``cpp_extensions/gemm.py``: a new tensor; TE's own workspace is not in the graph's pool."""
     launched(1)
     if out is None:
         inner_a, inner_b = A.reshape(-1, A.shape[-1]), B.reshape(-1, B.shape[-1])
