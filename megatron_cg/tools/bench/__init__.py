@@ -1,4 +1,4 @@
-"""``megatron-cg bench``: what graphs save, against what else people would run."""
+"""``megatron-cg bench``: measures graphs against baselines."""
 
 INCOMPLETE = 3
-"""The exit code where a measurement failed."""
+"""The exit code when a measurement failed."""

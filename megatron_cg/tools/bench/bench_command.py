@@ -1,4 +1,4 @@
-"""One call of ``megatron-cg bench``: from its arguments to results on disk."""
+"""Runs one call of ``megatron-cg bench``, from its arguments to results on disk."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _backend(chosen: str) -> str:
 
 
 def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> list[PlannedRun]:
-    """The runs that the arguments ask for. Raises ScheduleError and PresetError."""
+    """The requested runs. Raises ScheduleError and PresetError."""
     scale = Scale.parse(args.scale) if args.scale else None
     on_cpu = backend == TAPE
     windows = _windows(args, scaling=scale is not None, on_cpu=on_cpu)
@@ -107,7 +107,7 @@ def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> lis
 
 
 def _in_small(settings: Settings) -> Settings:
-    """The settings as they are of the preset's fake, which the tape trains."""
+    """The settings with the preset's small shape, which the tape trains."""
     shape = tape_shape(settings.preset)
     return replace(
         settings,
@@ -136,7 +136,7 @@ def _start(backend: str, data: TokenStream) -> Start:
 
 
 def _print_plan(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> None:
-    """What would be run, as commands that a shell takes, with a guess at the time."""
+    """Print the planned runs as shell commands, with an estimate of the time."""
     work = _work(args)
     start = _start(backend, TokenStream(work / "data" / "text", "", is_bytes=True))
     total = 0.0
@@ -191,7 +191,7 @@ def _data(args: argparse.Namespace, folder: Path) -> TokenStream:
 
 
 def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> None:
-    """Write all results in ``out``; print the tables of those just made, or of all."""
+    """Write all results in ``out``; print the tables of the new results, or of all."""
     everything = newest([*kept(out), *made])
     if not everything:
         raise ResultError(f"--report: {out} holds no results; --out is where bench wrote them.")

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Describes the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """GPUs by name with their driver, processors, and what runs on them; no name of the host."""
+    """GPUs by name with their driver, processors, and software; never the host name."""
     gpus = _gpus()
     return {
         "gpus": [name for name, _ in gpus],
@@ -31,7 +31,7 @@ def described(found: Mapping[str, Any]) -> str:
 
 
 def _gpus() -> list[tuple[str, str]]:
-    """(name, driver version) of each GPU that nvidia-smi lists; none where it cannot be asked."""
+    """(name, driver version) of each GPU in nvidia-smi's list; empty if it cannot be run."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, check=True, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Results as pictures; matplotlib draws them, which nothing else here needs."""
+"""Plots results; only this module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_cg.tools.bench.scaling import Trend
 from megatron_cg.tools.bench.store import Result
 
 _SHARED = ("forward", "backward", "gradient finish", "optimizer step", "zero gradients", "log")
-"""Phases of the main thread that follow one another."""
+"""Phases of the main thread; they do not overlap."""
 _MEMORY: tuple[tuple[str, Callable[[Figures], float | None], float], ...] = (
     ("peak reserved", lambda found: found.peak_reserved, 0.8),
     ("peak in capture", lambda found: found.capture_peak, 0.6),
     ("peak allocated", lambda found: found.peak_allocated, 0.35),
 )
-"""Bars over one another, with how high they are."""
+"""Stacked bars, with their heights."""
 
 
 class PlotError(MegatronCGError):
-    """Nothing can be drawn here."""
+    """Plots cannot be drawn on this machine."""
 
 
 def plot_all(results: Sequence[Result], trends: Sequence[Trend], directory: Path) -> list[Path]:
@@ -58,7 +58,7 @@ def _pyplot() -> Any:
 
 
 def host_stack(row: Row) -> dict[str, float]:
-    """Milliseconds a step of the main thread by phase, what is in none of them last."""
+    """Milliseconds per step of the main thread by phase; the time outside all phases comes last."""
     ranks = row.result["ranks"]
     probed = ranks[0].get("probed") if ranks else None
     if not probed:
@@ -105,7 +105,7 @@ def _plot_table(pyplot: Any, rows: Sequence[Row], path: Path) -> Path:
 
 
 def _plot_rounds(axis: Any, rows: Sequence[Row]) -> None:
-    """The median of each round, where there is more than one."""
+    """Mark the median of each round, if there are several."""
     points = [
         (median, place)
         for place, row in enumerate(rows)
@@ -141,7 +141,7 @@ def _plot_host(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _legend(axis: Any) -> None:
-    """Below the axis, where it hides no bar."""
+    """Place the legend below the axis, where it hides no bar."""
     if axis.patches:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=4, fontsize="small")
 

@@ -1,4 +1,4 @@
-"""Which runs an invocation makes, in which order, and how long they will take. Pure."""
+"""Plans the runs of an invocation, their order, and their estimated time. Pure."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from megatron_cg.tools.bench.shapes import is_moe, layer_count
 
 DIMENSIONS = ("layers", "microbatches", "nproc")
 START_SECONDS = 25.0
-"""A guess at what a run takes before its first step: imports, process groups, data, kernels."""
+"""Estimated seconds before the first step: imports, process groups, data, kernels."""
 _LAYER_SECONDS = {True: 0.05, False: 0.015}
-"""A guess at one layer's share of a step with two microbatches, eager: of experts, or dense."""
+"""Estimated share of one layer in an eager step with two microbatches: MoE, or dense."""
 _TRACE_SECONDS = 9.0
-"""To write and read both traces: with host events, and, smaller, of the device alone."""
+"""Seconds to write and read both traces: with host events, and the smaller device-only one."""
 _SYMBOLS_SECONDS = 120.0
-"""Of a sampling profile with native frames, before its first sample."""
+"""Seconds before the first sample of a sampling profile with native frames."""
 
 
 class ScheduleError(MegatronCGError):
-    """What was asked for makes no run."""
+    """The arguments select no run."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One dimension that grows."""
+    """One dimension of a scaling run."""
 
     dimension: str
     values: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> Scale:
-        """From ``layers=4,8,16``. Raises ScheduleError for anything else."""
+        """Parse ``layers=4,8,16``. Raises ScheduleError for anything else."""
         name, _, listed = text.partition("=")
         values = listed.split(",")
         if name not in DIMENSIONS or not all(v.isdecimal() and int(v) > 0 for v in values):
@@ -49,18 +49,18 @@ class Scale:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a contender at one point."""
+    """One run: a baseline at one point."""
 
     settings: Settings
     contender: str
     dimension: str | None = None
-    """What a scaling run varies."""
+    """The dimension that a scaling run varies."""
     round: int = 1
-    """Which time it is that the contenders of this table are run, from 1."""
+    """The number of the round of this table, from 1."""
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells this run from others; a later run with the same key takes its place."""
+        """Identifies this run; a later run with the same key replaces it."""
         settings = self.settings
         return {
             "shape": settings.preset.name,
@@ -79,7 +79,7 @@ class PlannedRun:
         return slug(self.key)
 
     def seconds(self) -> float:
-        """A guess at how long it will take."""
+        """The estimated run time."""
         settings, windows = self.settings, self.settings.windows
         layers = settings.layers or layer_count(settings.preset)
         step = layers * _LAYER_SECONDS[is_moe(settings.preset)] * settings.microbatches / 2
@@ -97,24 +97,24 @@ def slug(key: Mapping[str, Any]) -> str:
 
 
 def round_of(key: Mapping[str, Any]) -> int:
-    """The round of a run; keys of earlier versions have none, which is the first."""
+    """The round of a run; keys of earlier versions have none, which means the first."""
     return int(key.get("round", 1))
 
 
 def of_all_rounds(key: Mapping[str, Any]) -> dict[str, Any]:
-    """The key without its round: the same for all runs of one contender at one point."""
+    """The key without its round: the same for all runs of one baseline at one point."""
     return {name: value for name, value in key.items() if name != "round"}
 
 
 def table_key(key: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The same for runs that belong side by side: all of the key but contender and round."""
+    """The key of a table: all of the key except baseline and round."""
     return tuple(value for name, value in of_all_rounds(key).items() if name != "contender")
 
 
 def contenders_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool) -> list[str]:
-    """The contenders of one shape, in the order of ``CONTENDERS``.
+    """The baselines of one shape, in the order of ``CONTENDERS``.
 
-    Raises ScheduleError for a name that is not known.
+    Raises ScheduleError for an unknown name.
     """
     unknown = [name for name in only or () if name not in CONTENDERS]
     if unknown:
@@ -131,7 +131,7 @@ def contenders_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool)
 
 
 def grouped_gemms(preset: Preset, choice: str) -> list[str]:
-    """The choices of grouped GEMM to run; a model without experts has none to make."""
+    """The grouped-GEMM choices to run; a model without experts has none."""
     if not is_moe(preset):
         return [DEFAULT]
     return [DEFAULT, CUTLASS] if choice == "both" else [choice]
@@ -144,19 +144,19 @@ def schedule(
     scale: Scale | None,
     rounds: int = 1,
 ) -> list[PlannedRun]:
-    """The runs, those of a table one after the other, round after round.
+    """The runs, ordered by table and round.
 
-    Every other round is in reverse order: what drifts evenly with time then weighs as much on the
-    first contender as on the last.
+    Every other round is in reverse order. Then a steady drift over time affects the first and the
+    last baseline equally.
 
     Args:
         base: one for each shape.
         choice: ``default``, ``cutlass`` or ``both``.
-        only: contenders; all if None, and of a scaling run two.
+        only: the baselines; all if None, and two for a scaling run.
         scale: makes each shape's runs at each value.
-        rounds: how often each contender is run; all but the first time it is only timed.
+        rounds: how often each baseline is run; all but the first run are only timed.
 
-    Raises ScheduleError where no run is left.
+    Raises ScheduleError if no run is left.
     """
     runs = []
     for settings in base:

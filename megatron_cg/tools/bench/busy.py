@@ -1,11 +1,11 @@
-"""How busy a GPU was in a trace, and how long it waited. Pure.
+"""Computes from a trace how busy a GPU was and how long it waited. Pure.
 
 Note [Two traces]
-    Host events in a trace, and ranges around phases, slow the host so much that it falls behind a
-    GPU which it is well ahead of without them: the GPU then waits, and collectives overlap with
-    nothing. So what is told of the GPU comes from a trace of the device alone, whose steps are
-    nearly as long as the timed ones. It has the host's calls of CUDA and nothing else of the host.
-    What the host did while the GPU waited is for ``idle.py``, from another trace.
+    Host events in a trace, and ranges around phases, slow down the host. It then falls behind the
+    GPU, although without them it is well ahead. So the GPU waits, and collectives overlap with
+    nothing. Metrics of the GPU therefore come from a trace with device events only. Its steps are
+    nearly as long as the timed ones. Of the host it has only the CUDA calls. ``idle.py`` analyses
+    what the host did while the GPU waited, from another trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_cg.tools.bench.spreads import FiguresError
 from megatron_cg.tools.bench.timeline import RUNTIME, Event, Timeline
 
 LISTED = 15
-"""How many rows a list of the longest has."""
+"""The number of rows in a list of the longest gaps."""
 _KERNEL = ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel")
 _GRAPH = ("cudaGraphLaunch", "cuGraphLaunch")
 _COPY = ("cudaMemcpy", "cuMemcpy")
@@ -30,13 +30,13 @@ _WAIT = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch in which the GPU had nothing to do."""
+    """A period in which the GPU had nothing to do."""
 
     start: float
     end: float
     ended_by: Event
     launch: Event | None
-    """The call that launched what ended it; None where the trace has no such call."""
+    """The call that launched the work that ended it; None if the trace has no such call."""
 
     @property
     def length(self) -> float:
@@ -45,11 +45,11 @@ class Gap:
 
     @property
     def launched_late(self) -> bool:
-        """Whether the GPU had fallen idle before that call: it then waited for the host."""
+        """Whether the GPU became idle before that call, so it waited for the host."""
         return self.launch is not None and self.launch.start >= self.start
 
     def row(self) -> dict[str, Any]:
-        """As a list of the longest has it."""
+        """A row in the list of the longest gaps."""
         name = shown(self.ended_by.name)[:120]
         return {"us": self.length, "ended_by": name, "launched_late": self.launched_late}
 
@@ -69,12 +69,12 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
 
 
 def busy_figures(timeline: Timeline, steps: int) -> dict[str, Any]:
-    """What a trace of that many steps says of the GPU; times in milliseconds a step.
+    """Metrics of the GPU from a trace of that many steps; times in milliseconds per step.
 
-    NCCL is exposed while its kernels run and no other kernel, copy or set does. Figures of the
-    host's calls are left out where the trace has none.
+    NCCL is exposed while its kernels run and no other kernel, copy or memset does. Metrics of the
+    host's calls are left out if the trace has none.
 
-    Raises FiguresError where no work of a GPU is in it.
+    Raises FiguresError if the trace has no GPU work.
     """
     busy = _union(timeline.device)
     if not busy:
@@ -97,12 +97,12 @@ def busy_figures(timeline: Timeline, steps: int) -> dict[str, Any]:
 
 
 def per_step(merged: Iterable[Interval], steps: int) -> float:
-    """How long they are together, in milliseconds a step."""
+    """Their total length, in milliseconds per step."""
     return length(merged) / 1e3 / steps
 
 
 def longest(found: Iterable[Gap]) -> list[Gap]:
-    """Those that are listed, the longest first."""
+    """The gaps to list, the longest first."""
     return sorted(found, key=lambda gap: -gap.length)[:LISTED]
 
 
@@ -111,7 +111,7 @@ def _union(events: Iterable[Event]) -> list[Interval]:
 
 
 def _calls(timeline: Timeline, found: Iterable[Gap], steps: int) -> dict[str, float]:
-    """Launches and waits a step; a call of the driver inside one of the runtime is the same one."""
+    """Launches and waits per step; a driver call inside a runtime call is the same call."""
     calls: dict[Any, Event] = {}
     for thread, events in timeline.host.items():
         for index, event in enumerate(events):

@@ -1,8 +1,7 @@
-"""The sampled stacks of one thread as a short tree: who called whom, and how often seen. Pure.
+"""Shows the sampled stacks of one thread as a short tree: callers, callees and counts. Pure.
 
-Calls seen less often than a limit are left out, and a call that only passes on to one other is
-shown on one line with it. Nothing is lost: a row's count is its own, its children's and what it
-cut.
+Calls with fewer samples than a limit are left out. A call that only calls one other shares its
+line. No sample is lost: a row's count is the sum of its own, its children's and those left out.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from megatron_cg.tools.bench.stacks import Frame
 
 @dataclass
 class Call:
-    """One function, called by the same callers; the lines of a function are one call."""
+    """One function with the same callers; all lines of a function count as one call."""
 
     function: str
     count: int = 0
     own: int = 0
-    """Of them with this call innermost."""
+    """Samples with this call innermost."""
     lines: set[int] = field(default_factory=set)
     inner: dict[str, Call] = field(default_factory=dict)
 
     @property
     def line(self) -> int:
-        """The line that all samples had reached; 0 where there were several, or none is known."""
+        """The line that all samples had reached; 0 if there are several, or none is known."""
         return next(iter(self.lines)) if len(self.lines) == 1 else 0
 
 
@@ -36,16 +35,16 @@ class Row:
 
     depth: int
     calls: tuple[Call, ...]
-    """More than one where each did little but call the next."""
+    """Several if each did little but call the next."""
     count: int
     own: int
-    """With one of ``calls`` innermost."""
+    """Samples with one of ``calls`` innermost."""
     cut: int
-    """In calls that are left out."""
+    """Samples in calls that are left out."""
 
 
 def call_tree(stacks: Mapping[tuple[Frame, ...], int]) -> Call:
-    """The whole tree; its root stands for the thread and has no function."""
+    """The whole tree; its root represents the thread and has no function."""
     root = Call("")
     for stack, count in stacks.items():
         call = root
@@ -59,12 +58,12 @@ def call_tree(stacks: Mapping[tuple[Frame, ...], int]) -> Call:
 
 
 def rows(root: Call, least: float) -> Iterator[Row]:
-    """The rows of what the thread called, callers first, of each the most frequent call first.
+    """The rows of a thread's calls: callers first, and the most frequent callee first.
 
     Args:
-        root: as :func:`call_tree` made it.
-        least: calls seen less often are left out, and a line that passes on all but less than
-            this is joined with the next.
+        root: the result of :func:`call_tree`.
+        least: calls with fewer samples are left out. A line that passes on all but fewer than this
+            is joined with the next.
     """
     kept, _ = _inner(root, least)
     for call in kept:
@@ -74,7 +73,7 @@ def rows(root: Call, least: float) -> Iterator[Row]:
 def _below(first: Call, depth: int, least: float) -> Iterator[Row]:
     calls, own, cut = [first], first.own, 0
     kept, left_out = _inner(first, least)
-    # Measured against the first of them, so that many small shares do not add up unseen.
+    # Compared with the first one, so that many small shares cannot add up unnoticed.
     while len(kept) == 1 and first.count - kept[0].count < least:
         calls.append(kept[0])
         own, cut = own + kept[0].own, cut + left_out
@@ -85,7 +84,7 @@ def _below(first: Call, depth: int, least: float) -> Iterator[Row]:
 
 
 def _inner(call: Call, least: float) -> tuple[list[Call], int]:
-    """Calls that are shown, and how often the others were seen."""
+    """The calls to show, and the number of samples in the others."""
     ordered = sorted(call.inner.values(), key=lambda inner: -inner.count)
     kept = [inner for inner in ordered if inner.count >= least]
     return kept, sum(inner.count for inner in ordered[len(kept) :])

@@ -1,4 +1,4 @@
-"""What one capture took: seconds, with and without its warmup iterations, and memory.
+"""Measures one capture: seconds, with and without its warmup iterations, and memory.
 
 Relied on: megatron-core 0.19.2, ``TECudaGraphHelper.create_cudagraphs`` (partial graphs, ours and
 Megatron's), and for a whole iteration ``FullCudaGraphWrapper.__call__``, its
@@ -7,9 +7,9 @@ which begins each graph; transformer-engine 2.20.2, ``graph.py``, ``_make_graphe
 runs its warmup iterations before it begins the first graph.
 
 Note [Warmup of a capture]
-    TE runs each callable eagerly a few times before it captures any. These runs are training-sized
-    work and say nothing of what capture itself costs, so they are told apart: from the beginning
-    of TE's function to the beginning of the first graph.
+    TE runs each callable eagerly a few times before it captures any. These runs are as large as
+    training and say nothing about the cost of capture. So they are measured separately: from the
+    start of TE's function to the start of the first graph.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _TE_CAPTURE = "transformer_engine.pytorch.graph:_make_graphed_callables"
 
 
 class CaptureMeter:
-    """Around captures of this process.
+    """Measures captures of this process.
 
     Args:
-        note: is given the figures of each capture.
+        note: receives the metrics of each capture.
     """
 
     def __init__(self, note: Callable[[Mapping[str, Any]], None] = lambda _figures: None) -> None:
@@ -44,18 +44,18 @@ class CaptureMeter:
         self._warmup_began: float | None = None
         self._first_graph: float | None = None
         self.helper: Any = None
-        """Megatron's helper that captured last."""
+        """The Megatron helper of the last capture."""
         self._whole: Any = None
 
     def counts(self) -> dict[str, int] | None:
-        """The counters of this package's graphs, where there are any."""
+        """The counters of this package's graphs, if there are any."""
         session = getattr(self.helper, "session", None)
         return session.counters.as_dict() if session is not None else None
 
     def release(self) -> None:
-        """Let a graph of a whole iteration go, which Megatron keeps until the process ends.
+        """Release the graph of a whole iteration, which Megatron keeps until the process ends.
 
-        It would outlive the process groups that it holds work of; see the note on graphs before
+        It would outlive the process groups whose work it contains; see the note on graphs before
         process groups in ``megatron_cg/integrations/megatron/teardown.py``.
         """
         whole, self._whole = self._whole, None
@@ -65,7 +65,7 @@ class CaptureMeter:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Note every capture that ends well in the block, and how long failed ones took."""
+        """Note every successful capture in the block, and the time of failed ones."""
         self._capturing, self._warmup_began, self._first_graph = True, None, None
         synchronize()
         before = memory()
@@ -93,7 +93,7 @@ class CaptureMeter:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Measure Megatron's captures in the block, partial ones and full iterations."""
+        """Measure Megatron's captures in the block, both partial and full-iteration ones."""
         helper = lookup(
             _MEGATRON, "megatron.training.training:TECudaGraphHelper", "the capture helper"
         )
@@ -116,14 +116,14 @@ class CaptureMeter:
             old = lookup("transformer-engine", _TE_CAPTURE, "TE's capture")
             module = lookup("transformer-engine", module_path, "TE's graphs")
         except UpstreamChangedError:
-            # Then warmup is not told apart, and the figure is left out.
+            # Then the warmup cannot be measured separately, and the metric is left out.
             return lambda: None
         return put_over(module, name, self._of_warmup(old))
 
     def _warmup_seconds(self) -> float | None:
         if self._first_graph is None:
             return None
-        # What is captured in a step of its own, a whole iteration, has none.
+        # A whole iteration is captured in its own step, without warmup.
         return 0.0 if self._whole else self._te_warmup_seconds(self._first_graph)
 
     def _te_warmup_seconds(self, first_graph: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Command line and environment of one run. Pure."""
+"""Builds the command line and environment of one run. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_cg.tools.bench.windows import VARIABLE, Windows
 SCRIPT = Path(__file__).resolve().with_name("measured.py")
 DEFAULT, CUTLASS = "default", "cutlass"
 CUTLASS_VARIABLE = "NVTE_USE_CUTLASS_GROUPED_GEMM"
-"""transformer-engine 2.20.2: grouped products of experts by CUTLASS on Hopper, else by cuBLAS."""
+"""transformer-engine 2.20.2: grouped GEMMs of experts use CUTLASS on Hopper, else cuBLAS."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the contenders of a table have in common."""
+    """The settings shared by the baselines of a table."""
 
     preset: Preset
     nproc: int
@@ -29,22 +29,22 @@ class Settings:
     layers: int | None = None
     """The preset's if None."""
     scopes: tuple[str, ...] | None = None
-    """As many as fit the shape if None; none of them is the whole layer."""
+    """If None, all that fit the shape; an empty one means the whole layer."""
     grouped_gemm: str = DEFAULT
     windows: Windows = field(default_factory=Windows)
     check_for_nan: bool = False
     rope_fusion: bool = False
     extra: tuple[str, ...] = ()
-    """Megatron's flags, which come last."""
+    """Megatron's flags; they come last."""
 
     @property
     def model(self) -> Preset:
-        """The preset with as many layers as asked for."""
+        """The preset with the requested number of layers."""
         return with_layers(self.preset, self.layers) if self.layers else self.preset
 
     @property
     def chosen_scopes(self) -> tuple[str, ...]:
-        """What partial graphs hold."""
+        """The scopes that partial graphs capture."""
         return default_scopes(self.preset) if self.scopes is None else self.scopes
 
     def as_dict(self) -> dict[str, object]:
@@ -90,7 +90,7 @@ def run_environment(
     cudnn: Path | None,
     figures: Path,
 ) -> dict[str, str]:
-    """The environment of a run whose figures go to ``figures``."""
+    """The environment of a run that writes its metrics to ``figures``."""
     env = as_inherited(environment(inherited, root=root, cudnn=cudnn), inherited)
     env.pop(CUTLASS_VARIABLE, None)
     if settings.grouped_gemm == CUTLASS:
@@ -99,7 +99,7 @@ def run_environment(
 
 
 def as_inherited(env: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without what determinism asks for, but with what the user asked for."""
+    """``env`` without the variables of determinism, but with the values that the user set."""
     kept = {name: value for name, value in env.items() if name not in DETERMINISTIC_ENVIRONMENT}
     names = DETERMINISTIC_ENVIRONMENT.keys() & inherited.keys()
     return kept | {name: inherited[name] for name in names}

@@ -1,4 +1,4 @@
-"""Two sets of results, figure by figure. Pure."""
+"""Compares two sets of results, metric by metric. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_TRACE = ("step / busy", "GPU busy ms")
 
 @dataclass(frozen=True)
 class Change:
-    """One figure of one run, then and now."""
+    """One metric of one run, old and new."""
 
     name: str
     figure: str
@@ -35,12 +35,12 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """Old over new: above 1 it has become less."""
+        """Old over new; above 1 the new value is smaller."""
         return self.old / self.new if self.new else None
 
 
 def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
-    """Every figure that both have, of contenders at the same point, all rounds together."""
+    """Every metric that both have, for baselines at the same point, over all rounds."""
     before = _by_name(old)
     changes = []
     for name, now in _by_name(new).items():
@@ -55,7 +55,7 @@ def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
 
 
 def _difference(figure: str, old: Figures, new: Figures) -> str:
-    """What makes a figure of then and now unlike, in words. See Note [Which trace] in figures."""
+    """Why an old and a new metric are not comparable. See Note [Which trace] in figures.py."""
     if figure not in _OF_TRACE or old.device_alone == new.device_alone:
         return ""
     return f" ({'old' if new.device_alone else 'new'}: traced with host events)"

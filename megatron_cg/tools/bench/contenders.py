@@ -1,11 +1,12 @@
-"""Who is compared: what each contender is, and the flags that make it. Pure.
+"""Defines the baselines and the flags that make each of them. Pure.
 
 Relied on: megatron-core 0.19.2. ``--cuda-graph-impl full_iteration`` needs
-``--no-check-for-nan-in-loss-and-grad`` (``validate_args``), takes no ``--cuda-graph-modules``,
-captures forward and backward of all microbatches in the step after ``--cuda-graph-warmup-steps``
-(``full_cuda_graph.py``), and under Megatron-FSDP sets ``megatron_fsdp_cuda_graph_mode`` and
-``fsdp_all_gather_in_start_param_sync`` itself (``training.py``); the optimizer step stays outside.
-An MoE model with dropless routing reads token counts on the host, which no such graph can.
+``--no-check-for-nan-in-loss-and-grad`` (``validate_args``) and takes no ``--cuda-graph-modules``.
+It captures forward and backward of all microbatches in the step after ``--cuda-graph-warmup-steps``
+(``full_cuda_graph.py``). Under Megatron-FSDP it sets ``megatron_fsdp_cuda_graph_mode`` and
+``fsdp_all_gather_in_start_param_sync`` itself (``training.py``). The optimizer step stays outside
+the graph. An MoE model with dropless routing reads token counts on the host, so such a graph cannot
+capture it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FSDP_ONLY = {
     "--data-parallel-sharding-strategy": 1,
     "--ckpt-format": 1,
 }
-"""Of BASE_FLAGS, those that DDP has no use for, with how many values they take."""
+"""Flags in BASE_FLAGS that DDP does not use, with the number of their values."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Contender:
     extra: tuple[str, ...] = ()
 
     def words(self, scopes: Sequence[str], warmup_steps: int) -> list[str]:
-        """Its own flags; all contenders share the others."""
+        """Its own flags; all baselines share the others."""
         if self.graphs == "none":
             return ["--cuda-graph-impl", "none"]
         words = ["--cuda-graph-warmup-steps", str(warmup_steps)]
@@ -79,11 +80,11 @@ CONTENDERS = {
 
 
 def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:
-    """The flags that all contenders of a table have, whatever the model; as one trains in earnest.
+    """The flags shared by all baselines of a table, whatever the model, as in a production run.
 
-    ``--deterministic-mode`` is not among them. A check for NaN makes DDP wait for the GPU at each
-    bucket, and Megatron-FSDP's sharded gradients go unchecked; so it is off unless asked for.
-    ``--log-interval`` is large, so that no step pays for a line of the log.
+    ``--deterministic-mode`` is not among them. The check for NaN is off by default: it makes DDP
+    wait for the GPU at each bucket, but does not check Megatron-FSDP's sharded gradients.
+    ``--log-interval`` is large, so that no step includes the time of a log line.
     """
     left_out = {"--deterministic-mode": 0} | ({} if fsdp else _FSDP_ONLY)
     left_out |= {"--no-rope-fusion": 0} if rope_fusion else {}
@@ -93,7 +94,7 @@ def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[
 
 
 def without(words: Sequence[str], flags: dict[str, int]) -> list[str]:
-    """``words`` without these flags and as many values after each as said."""
+    """``words`` without these flags and the given number of values after each."""
     kept, skip = [], 0
     for word in words:
         if skip:

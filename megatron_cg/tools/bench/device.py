@@ -1,4 +1,4 @@
-"""What is asked of the accelerator while it trains; without one, nothing is."""
+"""Queries the accelerator during training; does nothing without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def synchronize() -> None:
 
 
 def memory() -> dict[str, int] | None:
-    """Bytes of torch's allocator now, and at most since :func:`reset_peaks`; None on a CPU."""
+    """Bytes of torch's allocator now, and the peak since :func:`reset_peaks`; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -23,19 +23,19 @@ def memory() -> dict[str, int] | None:
         "reserved": torch.cuda.memory_reserved(),
         "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),
-        # With what CUDA, its graphs and NCCL hold beside the allocator, and other processes.
+        # Includes CUDA's, its graphs' and NCCL's memory outside the allocator, and other processes.
         "device_in_use": total - free,
     }
 
 
 def reset_peaks() -> None:
-    """Let peaks count from now."""
+    """Restart the peaks from now."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def accelerator() -> dict[str, Any]:
-    """The GPU and the libraries that torch brought for it; on a CPU only that it is one."""
+    """The GPU and torch's libraries for it; on a CPU only that it is a CPU."""
     if not torch.cuda.is_available():
         return {"name": "cpu"}
     return {

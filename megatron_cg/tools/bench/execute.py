@@ -1,4 +1,4 @@
-"""Runs made one after the other; what each measured, or how it failed."""
+"""Makes runs one after the other; returns what each measured, or how it failed."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from megatron_cg.tools.bench.windows import TRACED
 _TAIL = 30
 _LOOK = 0.25
 GRACE = 30.0
-"""Seconds that a run may take to end once it has written all figures."""
+"""Seconds that a run may take to exit after it has written all metrics."""
 _KEPT_ENVIRONMENT = ("NVTE_", "NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How runs are made."""
+    """Options for all runs."""
 
     work: Path
-    """Gets logs, traces and samples."""
+    """Directory for logs, traces and samples."""
     invocation: str
-    """The same for all runs that are made side by side."""
+    """An id; runs of the same invocation are compared side by side."""
     timeout: float
-    """Seconds that one run may take."""
+    """Time limit of one run, in seconds."""
     budget: float | None = None
-    """Seconds after which no further run is begun."""
+    """Seconds after which no further run is started."""
     keep_traces: bool = False
     samples: Path | None = None
-    """Where folded stacks are kept."""
+    """Directory for folded stacks."""
 
 
 Start = Callable[[PlannedRun, Path], Run]
@@ -65,15 +65,15 @@ def execute(
     """Make the runs in turn.
 
     Args:
-        runs: what is to be run.
-        start: makes the process of a run, with a folder for its log and figures.
-        refused: why a run cannot be made on this machine; empty where it can.
-        options: limits and places.
-        facts: put into each result: machine, backend.
+        runs: the planned runs.
+        start: starts the process of a run, with a folder for its log and metrics.
+        refused: why a run cannot be made on this machine; empty if it can.
+        options: limits and directories.
+        facts: added to each result: machine, backend.
         finished: called with each result as soon as it is known.
 
     Returns:
-        A result for each run, also for those that were left out.
+        A result for each run, including those that were skipped.
     """
     budget = Budget(options.budget)
     results = []
@@ -138,9 +138,10 @@ def _made(run: PlannedRun, start: Start, options: Options, facts: Mapping[str, A
 
 
 def _wait(process: Run, figures: Path, ranks: int, deadline: float) -> int:
-    """The run's exit code; 0 once all its figures are there, for one that then does not end.
+    """The run's exit code; 0 if it wrote all its metrics but does not exit.
 
-    A process with graphs and collectives may hang when it takes them down, which is no figure.
+    A process with graphs and collectives may hang during teardown; that does not affect its
+    metrics.
     """
     done_since: float | None = None
     while process.process is not None and process.process.poll() is None:
@@ -159,12 +160,12 @@ def _wait(process: Run, figures: Path, ranks: int, deadline: float) -> int:
 
 
 def shown_words(words: Sequence[str]) -> list[str]:
-    """A command line to keep: files by their names, without this machine's folders."""
+    """A command line for the record: file names without this machine's folders."""
     return [Path(word).name if word.startswith("/") else word for word in words]
 
 
 def shown_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that libraries of the GPU read, less those that name a place."""
+    """The variables that GPU libraries read, except those that contain a path."""
     return {
         name: env[name]
         for name in sorted(env)
@@ -173,7 +174,7 @@ def shown_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each rank wrote, by rank; a file that cannot be read is as one that is not there."""
+    """What each rank wrote, by rank; an unreadable file counts as missing."""
     found = []
     for path in folder.glob("rank*.json"):
         try:
@@ -184,7 +185,7 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 def _add_profile(result: Result, folder: Path, options: Options) -> None:
-    """What the traces and the samples of rank 0 say; a trace that cannot be read is noted."""
+    """Add the analysis of rank 0's traces and samples; a trace that cannot be read is noted."""
     first = result["ranks"][0] if result["ranks"] else {}
     kinds: list[tuple[str, str, Read]] = [
         (TRACED, "device_trace", busy_figures),
@@ -211,7 +212,7 @@ def _add_profile(result: Result, folder: Path, options: Options) -> None:
 
 
 def _put_away(trace: Path, *, keep: bool) -> None:
-    """Delete a trace, or pack it."""
+    """Delete a trace, or compress it."""
     if keep and trace.exists():
         with trace.open("rb") as text, gzip.open(f"{trace}.gz", "wb", 5) as packed:
             shutil.copyfileobj(text, packed)

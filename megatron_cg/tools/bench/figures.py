@@ -1,18 +1,18 @@
-"""From the results of a contender to its figures, and to tables. Pure.
+"""Converts the results of a baseline to metrics and to tables. Pure.
 
 Note [Which rank]
     Ranks wait for each other in every step, so times are those of rank 0, which also made the
-    trace. Memory is the most of any rank, since the rank that needs most is the one that fails.
+    trace. Memory is the maximum over ranks, because the rank that needs most is the one that fails.
 
 Note [Rounds together]
-    Step times are those of all rounds, memory is the most of any round, and capture takes the
-    median of the rounds. All else is of the first round that measured it: later ones are only
-    timed.
+    Step times are those of all rounds. Memory is the maximum over rounds, and capture time is the
+    median over rounds. All other metrics come from the first round that measured them, because
+    later rounds are only timed.
 
 Note [Which trace]
-    What is told of the GPU is from the trace of the device alone. Where a result has none, as those
-    of earlier versions, it is from the trace with host events, in which a slowed host makes idle
-    time longer and overlap less; never some of it from the one and some from the other.
+    Metrics of the GPU come from the device-only trace. If a result has none, as in earlier
+    versions, they come from the trace with host events. There a slowed host makes idle time longer
+    and overlap smaller. The two traces are never mixed.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Figures:
-    """What a contender shows; None: it was not measured. Times in ms, memory in MiB."""
+    """The metrics of a baseline; None means not measured. Times in ms, memory in MiB."""
 
     step: Spread | None = None
     """From the start of a step to the start of the next one."""
     medians: tuple[float, ...] = ()
-    """Of the steps of each round."""
+    """The median step time of each round."""
     later_per_earlier: float | None = None
-    """The later half of a round's steps to the earlier one; 1 where they are steady."""
+    """The later half of a round's steps relative to the earlier half; 1 if they are steady."""
     busy: float | None = None
-    """Of the GPU, a step: some kernel, copy or set ran, on whatever stream."""
+    """GPU time per step in which a kernel, copy or memset ran, on any stream."""
     busy_without_nccl: float | None = None
     exposed_nccl: float | None = None
-    """NCCL's kernels ran and nothing else did."""
+    """Time in which only NCCL's kernels ran."""
     idle: float | None = None
-    """In the traced steps."""
+    """Idle time of the GPU in the traced steps."""
     idle_for_host: float | None = None
-    """Of which the host had not launched yet what came next."""
+    """The part of ``idle`` in which the host had not yet launched the next work."""
     longest_gap: float | None = None
     kernel_launches: float | None = None
     graph_launches: float | None = None
     capture_seconds: float | None = None
-    """The last capture, whole."""
+    """The whole last capture."""
     capture_without_warmup: float | None = None
     capture_peak: float | None = None
     peak_allocated: float | None = None
-    """In the timed steps."""
+    """Peak in the timed steps."""
     peak_reserved: float | None = None
     allocated: float | None = None
     """At the end of the timed steps."""
@@ -73,16 +73,16 @@ class Figures:
     loss: float | None = None
     """After the last timed step."""
     device_alone: bool = False
-    """Whether busy, idle and their like are of the device alone. See Note [Which trace]."""
+    """Whether the GPU metrics come from the device-only trace. See Note [Which trace]."""
 
     @property
     def step_per_busy(self) -> float | None:
-        """How much longer a step is than the work of the GPU in it."""
+        """The step time relative to the GPU's busy time in it."""
         return self.step.median / self.busy if self.step and self.busy else None
 
 
 def figures(result: Result) -> Figures:
-    """All figures that one run's result holds; a run that failed may have some."""
+    """All metrics in one run's result; a run that failed may have some."""
     ranks = result["ranks"]
     if not ranks:
         return Figures()
@@ -126,7 +126,7 @@ _MEDIAN = ("capture_seconds", "capture_without_warmup")
 
 
 def joined(rounds: Sequence[Result]) -> Figures:
-    """The figures of one contender's rounds together. See Note [Rounds together]."""
+    """The joint metrics of one baseline's rounds. See Note [Rounds together]."""
     each = [figures(result) for result in rounds]
     found: dict[str, float] = {}
     for name in (field.name for field in fields(Figures) if field.name not in _APART):
@@ -164,21 +164,21 @@ def _bytes_per_replay(counters: Mapping[str, int] | None) -> float | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender of a table."""
+    """One baseline of a table."""
 
     rounds: tuple[Result, ...]
     figures: Figures
     eager: Row | None
-    """fsdp-eager in the same table; None where it has none, and of that row itself."""
+    """fsdp-eager in the same table; None if the table lacks it, and for that row itself."""
 
     @property
     def result(self) -> Result:
-        """The first round's, which alone has more than timed steps."""
+        """The result of the first round; only this one has more than timed steps."""
         return self.rounds[0]
 
     @property
     def name(self) -> str:
-        """The contender's."""
+        """The baseline's name."""
         return str(self.result["key"]["contender"])
 
     @property
@@ -193,13 +193,13 @@ class Row:
         return base is not None and base.result["invocation"] == self.result["invocation"]
 
     def ratio(self, read: Callable[[Figures], float | None]) -> float | None:
-        """A figure against that of fsdp-eager."""
+        """A metric relative to that of fsdp-eager."""
         own = read(self.figures)
         base = read(self.base.figures) if self.base else None
         return own / base if own is not None and base else None
 
     def step_ratio(self, other: Row | None) -> Ratio | None:
-        """The step against that of another contender of this table, within each round."""
+        """The step time relative to another baseline of this table, within each round."""
         return ratio(self.rounds, other.rounds) if other else None
 
 
@@ -219,7 +219,7 @@ def _table(group: Sequence[Result]) -> list[Row]:
     rows = []
     for rounds in contenders:
         row = Row(tuple(rounds), joined(rounds), eager)
-        # The first of all contenders, so it is there before the others need it.
+        # The first of all baselines, so it exists before the others need it.
         eager = row if row.name == EAGER else eager
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""Markdown tables and the numbers in them. Pure."""
+"""Formats Markdown tables and their numbers. Pure."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def number(value: float | None, form: str = ",.1f") -> str:
-    """A number to read, or that there is none."""
+    """A formatted number, or a mark for a missing one."""
     return NONE if value is None else format(value, form)

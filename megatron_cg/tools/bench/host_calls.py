@@ -1,4 +1,4 @@
-"""A sampling profile as milliseconds a step: by thread, as a call tree and by function. Pure."""
+"""Converts a sampling profile to ms per step: by thread, as call tree, by function. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_cg.tools.bench.call_tree import Row, call_tree, rows
 from megatron_cg.tools.bench.stacks import ALL, Frame, by_function, read_stacks
 
 LEAST = 0.01
-"""Calls that take a smaller share of a step are left out of the tree."""
+"""Calls with a smaller share of a step are left out of the tree."""
 _FUNCTIONS = 40
 MAIN, BACKWARD = "main", "backward"
 _OUTERMOST = ("<module> ", "_run_module_as_main ")
@@ -19,18 +19,18 @@ Counts = Counter[tuple[Frame, ...]]
 
 
 def host_calls(lines: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The profile in folded ``lines``; None where nothing was seen.
+    """The profile from folded ``lines``; None if there are no samples.
 
     Args:
-        lines: what the sampler wrote.
-        facts: of its window: ``steps``, ``step_ms``, and what :class:`Sampler.stop` returned.
-            A look that was lost has no stacks: those of the others stand for it, in proportion.
+        lines: the sampler's output.
+        facts: of its window: ``steps``, ``step_ms``, and the result of :class:`Sampler.stop`. A
+            lost sample has no stacks; the other samples are scaled up to replace it.
     """
     stacks = {thread: counts for thread, counts in read_stacks(lines).items() if counts}
     if not stacks:
         return None
     looks = facts["steps"] * facts["step_ms"] / facts["interval_ms"]
-    # One look sees a thread once at most, so there were no fewer than its stacks.
+    # A sample sees a thread at most once, so there were at least as many samples as stacks.
     good = max(looks - facts["lost"], *(counts.total() for counts in stacks.values()))
     ms = facts["step_ms"] / good
     trees, others = [], []
@@ -55,7 +55,7 @@ def host_calls(lines: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _role(thread: str, stacks: Counts) -> str:
-    """Empty for a thread that is neither the main one nor autograd's own."""
+    """The thread's role; empty for a thread that is neither the main one nor autograd's."""
     if thread == ALL:
         return ALL
     outermost = {stack[0].function for stack in stacks if stack}

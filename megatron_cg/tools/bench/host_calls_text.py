@@ -1,4 +1,4 @@
-"""What :mod:`megatron_cg.tools.bench.host_calls` found, in lines of a fixed width. Pure."""
+"""Formats the result of :mod:`megatron_cg.tools.bench.host_calls` in fixed width. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _WIDTH = 100
-"""Of a line's names; a line may become longer by one name that is longer itself."""
+"""Width of the names in a line; a single longer name may exceed it."""
 _MOST = 10
-"""Functions in the list of those that take the time themselves."""
+"""Length of the list of functions that take the time themselves."""
 _FRAME = re.compile(r"(?P<name>.*) \((?P<file>.*)\)")
 _PASSES_ON = re.compile(
     r".* \(<frozen runpy>\)"
@@ -19,11 +19,11 @@ _PASSES_ON = re.compile(
     r"|Function\.apply .*|BackwardCFunction\.apply .*"
     r"|.*\.decorate_context .*|.*\.wrapper .*|.*\._fn .*|.*\.compile_wrapper .*|.*\.wrapped_fn .*"
 )
-"""Names that say nothing about where one is, left out where they only lead to the next."""
+"""Names without information; omitted if they only lead to the next name."""
 
 
 def sampled_heading(found: Mapping[str, Any]) -> str:
-    """How the profile was taken, and what its numbers are."""
+    """How the profile was taken, and the meaning of its numbers."""
     words = f"{found['steps']} steps of {found['step_ms']:,.1f} ms, {found['stacks']:,} stacks"
     if found["lost"]:
         words += f"; {found['lost']:,} of {found['looks']:,} looks were lost and are scaled for"
@@ -31,7 +31,7 @@ def sampled_heading(found: Mapping[str, Any]) -> str:
 
 
 def sampled_block(found: Mapping[str, Any]) -> list[str]:
-    """The call tree of each thread, and what takes most time itself."""
+    """The call tree of each thread, and the functions that take most time themselves."""
     lines: list[str] = []
     for thread in found["threads"]:
         lines += [f"{thread['thread']}: {thread['ms']:,.1f} ms a step", "", "      ms     own"]
@@ -62,10 +62,10 @@ def _tree_name(row: Mapping[str, Any]) -> str:
 
 
 def _joined(names: Sequence[str], room: int) -> str:
-    """The names with arrows between.
+    """The names, joined by arrows.
 
-    Where there is no room, those after the first are left out: the first tells it from its
-    siblings, the last are what its own calls are called by.
+    If they do not fit, names after the first are left out. The first distinguishes the line from
+    its siblings, and the last ones are the callers of its children.
     """
     text, left_out = " > ".join(names), 0
     while len(text) > room and left_out < len(names) - 2:

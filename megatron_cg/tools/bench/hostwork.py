@@ -1,4 +1,4 @@
-"""What each host thread did at every moment: the innermost of its nested events. Pure."""
+"""Finds what each host thread did at every moment: its innermost event. Pure."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from megatron_cg.tools.bench.timeline import RUNTIME, Event
 
 PREFIX = "cg: "
-"""Begins the name of every range that the benchmark itself puts into a trace."""
+"""Prefix of every range that the benchmark itself adds to a trace."""
 OUTSIDE = "outside any phase"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of one thread; nothing inside it has an event of its own."""
+    """A period of one thread without any nested event."""
 
     start: float
     end: float
     name: str
-    """The innermost event: an operator, a call of CUDA, or a phase where only Python runs."""
+    """The innermost event: an operator, a CUDA call, or a phase in which only Python runs."""
     phase: str
-    """The innermost of the benchmark's own ranges, without the prefix."""
+    """The innermost range of the benchmark, without the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Where a call of CUDA was made."""
+    """The place of a CUDA call."""
 
     operator: str
-    """The innermost operator or phase around it."""
+    """The innermost enclosing operator or phase."""
     phase: str
 
 
@@ -41,12 +41,12 @@ class _Open:
 
 
 class HostWork:
-    """Of one thread, from its events sorted by start and, at the same start, the longest first."""
+    """The work of one thread, from events sorted by start; with equal starts the longest first."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.segments: list[Segment] = []
         self.callers: dict[int, Caller] = {}
-        """By correlation."""
+        """CUDA calls by correlation id."""
         self._open: list[_Open] = []
         self._now = 0.0
         for event in events:
@@ -65,7 +65,7 @@ class HostWork:
             self.callers[event.correlation] = Caller(OUTSIDE, phase)
         if event.name.startswith(PREFIX):
             phase = shown(event.name)
-        # Ranges of one thread nest; what sticks out is a matter of the clock's grain.
+        # Ranges of one thread nest; an end beyond the outer one comes from the clock's resolution.
         end = min(event.end, outer.end) if outer else event.end
         self._open.append(_Open(event, end, phase))
         self._now = event.start
@@ -82,5 +82,5 @@ class HostWork:
 
 
 def shown(name: str) -> str:
-    """An event's name as tables have it."""
+    """An event's name as shown in tables."""
     return name.removeprefix(PREFIX)

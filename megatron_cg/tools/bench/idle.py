@@ -1,11 +1,11 @@
-"""What the host did while a GPU waited, from a trace with host events. Pure.
+"""Analyses what the host did while a GPU waited, from a trace with host events. Pure.
 
 Note [Two ways to name a wait]
-    While the GPU waits, some thread is at work: each one's innermost event is counted over all
-    idle time. But what ends a gap is a kernel, and the host was on its way to launching just that
-    one, so a gap is also put down to the call that ended it. A kernel that had been launched
-    before the GPU fell idle waited for something else, another stream or another rank; such gaps
-    are not the host's.
+    While the GPU waits, some thread is working. So the first way counts each thread's innermost
+    event over all idle time. But a gap ends with a kernel, and the host was about to launch just
+    that kernel. So the second way assigns the gap to the call that ended it. If that kernel was
+    launched before the GPU became idle, it waited for another stream or another rank; the host did
+    not cause such a gap.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron_cg.tools.bench.intervals import Interval, common, length
 from megatron_cg.tools.bench.timeline import Thread, Timeline
 
 STEPS = "cg: steps"
-"""The range around the profiled steps, by which the main thread is known."""
+"""The range around the profiled steps; it identifies the main thread."""
 _BACKWARD = "autograd::engine::evaluate_function"
 _NOBODY = ("?", Caller("?", OUTSIDE))
 
 
 def analyse(timeline: Timeline, steps: int) -> dict[str, Any]:
-    """All that a trace with host events says of that many steps; times in milliseconds a step.
+    """The analysis of a trace with host events over ``steps`` steps; times in ms per step.
 
-    What it says of the GPU alone is of a slowed host: see Note [Two traces] in
-    :mod:`megatron_cg.tools.bench.busy`. Raises FiguresError where no work of a GPU is in it.
+    Its metrics of the GPU are those of a slowed host: see Note [Two traces] in
+    :mod:`megatron_cg.tools.bench.busy`. Raises FiguresError if the trace has no GPU work.
     """
     figures = busy_figures(timeline, steps)
     found = find_gaps(timeline)
@@ -60,7 +60,7 @@ def _meanwhile(
     names: Mapping[Thread, str],
     steps: int,
 ) -> list[dict[str, Any]]:
-    """Idle time by what each thread was in; threads run side by side, so rows overlap in time."""
+    """Idle time by the event of each thread; threads run in parallel, so rows overlap in time."""
     sums: dict[tuple[str, str, str], float] = defaultdict(float)
     for thread, done in work.items():
         covered = 0.0
@@ -84,7 +84,7 @@ def _ended(
     names: Mapping[Thread, str],
     steps: int,
 ) -> dict[str, Any]:
-    """Gaps by what ended them; see Note [Two ways to name a wait]."""
+    """Gaps by the call that ended them; see Note [Two ways to name a wait]."""
     callers = {
         correlation: (names[thread], caller)
         for thread, done in work.items()

@@ -1,4 +1,4 @@
-"""Sets of moments, as sorted lists of (start, end) that do not touch. Pure; any unit of time."""
+"""Sets of times as sorted lists of disjoint (start, end) intervals. Pure; any time unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Every moment that lies in one of ``intervals``; those without length are left out."""
+    """The union of ``intervals``; empty intervals are dropped."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -22,19 +22,19 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(merged: Iterable[Interval]) -> float:
-    """How long all of them are together; of a union, so that no moment counts twice."""
+    """The total length; pass a union, so that no time counts twice."""
     return sum(end - start for start, end in merged)
 
 
 def gaps(merged: Sequence[Interval]) -> list[Interval]:
-    """What lies between the first start and the last end and in none of them."""
+    """The intervals between the first start and the last end that ``merged`` does not cover."""
     return [(before[1], after[0]) for before, after in pairwise(merged)]
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[tuple[int, int, float]]:
-    """Where two sorted lists overlap: index in ``one``, index in ``other``, how long.
+    """The overlaps of two sorted lists: index in ``one``, index in ``other``, length.
 
-    Neither may overlap itself.
+    The intervals within each list must be disjoint.
     """
     found = []
     first = second = 0

@@ -1,4 +1,4 @@
-"""All results as Markdown tables. Pure."""
+"""Formats all results as Markdown tables. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STEP = (
     "graphs",
 )
 WITH_HOST = " \u2021"
-"""Marks what is from a trace with host events, for want of one of the device alone."""
+"""Marks metrics from a trace with host events, used when there is no device-only trace."""
 _HALVES = (
     '"later / earlier" is of the timed steps\' halves. Where it is not near 1 the steps are not '
     "steady: with experts, new numbers of tokens cost the host time (more --settle-steps)."
@@ -129,7 +129,7 @@ def _ratio(row: Row, value: float | None) -> str:
 
 
 def _step_lines(rows: Sequence[Row]) -> list[str]:
-    """The table of steps, with each round's median where there is more than one."""
+    """The table of steps, with each round's median if there are several."""
     cells = [_step_cells(row) for row in rows]
     if not in_several_rounds(rows):
         return grid(_STEP, cells)
@@ -165,7 +165,7 @@ def _traced(row: Row, value: float | None, form: str = ",.1f") -> str:
 
 
 def _step_notes(rows: Sequence[Row]) -> list[str]:
-    """Of which steps the figures are."""
+    """Notes on which steps the metrics cover."""
     alone = {row.figures.device_alone for row in rows if row.figures.busy is not None}
     lines = [_HALVES] if any(row.figures.later_per_earlier for row in rows) else []
     lines += [_TRACED] if True in alone else []
@@ -194,7 +194,7 @@ def _memory_cells(row: Row) -> list[str]:
 
 
 def _phase_lines(rows: Sequence[Row]) -> list[str]:
-    """Host time by phase, of each contender's own window of probed steps, rank 0."""
+    """Host time by phase, from each baseline's own window of probed steps, rank 0."""
     probed = {row.name: row.result["ranks"][0].get("probed") for row in _measured(rows)}
     probed = {name: found for name, found in probed.items() if found}
     if not probed:
@@ -252,7 +252,7 @@ def _sample_lines(rows: Sequence[Row]) -> list[str]:
         if found:
             lines += [f"{row.name}, {sampled_heading(found)}:", ""]
             lines += ["```text", *sampled_block(found), "```", ""]
-        # Of results that an earlier version wrote.
+        # Only results of an earlier version have this.
         samples = row.result.get("samples")
         if samples:
             body = [

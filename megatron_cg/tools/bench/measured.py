@@ -1,4 +1,4 @@
-"""The example script, its steps measured; what the benchmark has the launcher run.
+"""The example script with measured steps; the benchmark makes the launcher run it.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.training``: ``train``, a global that
 ``pretrain`` calls, and ``train_step``, one that ``train`` calls.
@@ -26,7 +26,7 @@ _MODULE = "megatron.training.training"
 
 @contextmanager
 def measuring(windows: Windows, directory: Path) -> Iterator[None]:
-    """Measure every ``train`` in the block. Raises UpstreamChangedError where there is none."""
+    """Measure every ``train`` in the block. Raises UpstreamChangedError if it is missing."""
     module = lookup("megatron-core", _MODULE, "Megatron's training loop")
     train = lookup("megatron-core", f"{_MODULE}:train", "Megatron's training loop")
 
@@ -35,7 +35,7 @@ def measuring(windows: Windows, directory: Path) -> Iterator[None]:
         meter = CaptureMeter()
         measurement = Measurement(windows, directory, meter.counts)
         meter.note = measurement.captured
-        # Only now, so that our step is around whatever else has been put around Megatron's.
+        # Patched last, so that our step encloses all other patches of Megatron's.
         with ExitStack() as undo:
             undo.callback(put_over(module, "train_step", _step(module, measurement)))
             undo.enter_context(meter.installed())
@@ -69,8 +69,9 @@ def _step(module: Any, measurement: Measurement) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Run the example, whatever its arguments."""
-    # The launcher puts this file's folder first on the path, where our modules have short names.
+    """Run the example script with any arguments."""
+    # The launcher adds this file's folder to the front of the path; our modules have short names
+    # there.
     with suppress(ValueError):
         sys.path.remove(str(Path(__file__).resolve().parent))
     windows, directory = given()

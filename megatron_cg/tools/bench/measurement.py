@@ -1,4 +1,4 @@
-"""One rank's steps, measured window by window, and written after each window."""
+"""Measures one rank's steps window by window, and writes after each window."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from megatron_cg.version import __version__
 FORMAT = 1
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine", "mamba-ssm")
 TRACES = ("device_trace.json", "trace.json")
-"""Of the device alone, and with host events."""
+"""Device events only, and with host events."""
 Counts = Mapping[str, int]
 
 
 class Window(Protocol):
-    """How the steps of one kind are measured."""
+    """Measures the steps of one kind."""
 
     def begin_step(self) -> None:
-        """Before each step; before the first after all earlier work of the GPU."""
+        """Called before each step; the GPU is idle before the first one."""
 
     def end_step(self) -> None:
-        """When Megatron's train_step returns."""
+        """Called when Megatron's train_step returns."""
 
     def close(self) -> dict[str, Any]:
-        """After the last step, with the GPU at rest; what was measured, for JSON."""
+        """Called after the last step, when the GPU is idle; returns the measurements, for JSON."""
 
 
 class Measurement:
     """Call :meth:`before_step` and :meth:`after_step` around each step, then :meth:`close`.
 
     Args:
-        windows: which steps are measured how.
-        directory: gets ``rank<N>.json``.
-        counts: the counters of this package's graphs, or None where there are none.
+        windows: which steps are measured, and how.
+        directory: where ``rank<N>.json`` is written.
+        counts: the counters of this package's graphs, or None if there are none.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Measurement:
         }
 
     def before_step(self) -> None:
-        """Begin the next step, in a new window where one is due."""
+        """Begin the next step, and a new window if one is due."""
         kind = self._kinds[self._step] if self._step < len(self._kinds) else ""
         if kind != self._kind:
             self._leave()
@@ -94,24 +94,24 @@ class Measurement:
         self._loss = loss
 
     def close(self) -> None:
-        """End the last window and write. Safe to run twice."""
+        """End the last window and write. Safe to call twice."""
         self._leave()
         self._enter("")
         self.data["finished"] = self._step >= len(self._kinds)
         self.write()
 
     def abandon(self, error: BaseException) -> None:
-        """Write what there is; of a window that an error ended, nothing is told."""
+        """Write the finished windows; the window that the error ended is dropped."""
         self._window = None
         self.data["error"] = f"{type(error).__name__}: {error}"
         self.write()
 
     def captured(self, figures: Mapping[str, Any]) -> None:
-        """Note one capture, after how many steps it was."""
+        """Record one capture and the number of steps before it."""
         self.data["captures"].append({"after_step": self._step, **figures})
 
     def write(self) -> None:
-        """Write ``rank<N>.json``; a reader never sees half a file."""
+        """Write ``rank<N>.json``; a reader never sees a partial file."""
         write_text(self._directory / f"rank{self._rank}.json", json.dumps(self.data, indent=1))
 
     def _enter(self, kind: str) -> None:
@@ -143,9 +143,9 @@ class Measurement:
 
 
 class Timed:
-    """Times, memory and counters; from the start of a step to the start of the next.
+    """Times, memory and counters, from the start of a step to the start of the next.
 
-    Memory is measured from here on: what capture or the first steps needed is not in it.
+    Peak memory counts from here on, so it excludes capture and the first steps.
     """
 
     def __init__(self, counts: Callable[[], Counts | None]) -> None:
@@ -209,7 +209,7 @@ class Probed:
 
 
 class Sampled:
-    """A sampling profile of this process, in ``path``."""
+    """A sampling profile of this process, written to ``path``."""
 
     def __init__(self, path: Path, *, native: bool = False) -> None:
         self._steps = 0
@@ -231,12 +231,12 @@ class Sampled:
 
 
 class Profiled:
-    """A trace of torch.profiler, in ``path``.
+    """A trace of torch.profiler, written to ``path``.
 
     Args:
-        path: the file that is written.
-        host: whether it has host events and a range around each phase, which slow the host; if
-            not, it has the device's work and the calls of CUDA.
+        path: the output file.
+        host: whether it includes host events and a range around each phase, which slow the host. If
+            not, it has only the device's work and the CUDA calls.
     """
 
     def __init__(self, path: Path, *, host: bool) -> None:
@@ -269,7 +269,7 @@ class Profiled:
 
 
 def _device_events() -> bool:
-    """Whether torch can trace the device, which takes CUPTI; if not, to ask for it alone raises."""
+    """Whether torch can trace the device (needs CUPTI); if not, a device-only trace raises."""
     from torch.profiler import ProfilerActivity, supported_activities
 
     return ProfilerActivity.CUDA in supported_activities()

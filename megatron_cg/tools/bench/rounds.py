@@ -1,15 +1,15 @@
-"""Contenders that were run in several rounds, against each other. Pure.
+"""Compares baselines that were run in several rounds. Pure.
 
 Note [Ratios within a round]
-    The same contender has shown medians 15% apart within minutes, on one machine: its processors
-    drift. So step times are compared within a round only, where contenders follow one another
-    closely, and every other round has the reverse order, so that an even drift favours each of
-    them in turn: it cancels in an even number of rounds, of which the median is the mean of two
-    from the middle. That median is told with the least and the greatest ratio: where 1 is between
-    those, neither contender was faster in all rounds.
+    The same baseline has shown medians 15% apart within minutes on one machine, because its
+    processors drift. So step times are compared only within a round, where baselines run closely
+    one after the other. Every other round has the reverse order, so a steady drift favours each of
+    them in turn. It cancels in an even number of rounds, because their median is the mean of the
+    two middle values. The median is reported with the smallest and the largest ratio. If 1 is
+    between those, neither baseline was faster in all rounds.
 
-    A round that the budget or a failure ended counts for every two contenders that it measured:
-    those that it lacks take nothing from them.
+    If the budget or a failure ended a round, the round still counts for any two baselines that it
+    measured.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megatron_cg.tools.bench.spreads import spread
 from megatron_cg.tools.bench.store import Result
 
 _STEADY = 8
-"""Steps below which their halves say nothing."""
+"""With fewer steps, a comparison of their halves means nothing."""
 Round = tuple[str, int]
-"""An invocation, and which round of it."""
+"""An invocation, and the number of its round."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of one contender's step to another's."""
+    """The ratio of one baseline's step time to another's."""
 
     median: float
     least: float
     most: float
     rounds: int
-    """How many rounds it was taken in; 0 for contenders that were not run side by side."""
+    """The number of rounds; 0 for baselines that were not run side by side."""
 
     @property
     def side_by_side(self) -> bool:
@@ -45,7 +45,7 @@ class Ratio:
 
 
 def by_contender(results: Sequence[Result]) -> list[list[Result]]:
-    """The rounds of each contender at each point, the first round first."""
+    """The rounds of each baseline at each point, in order."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(slug(of_all_rounds(result["key"])), []).append(result)
@@ -53,22 +53,22 @@ def by_contender(results: Sequence[Result]) -> list[list[Result]]:
 
 
 def step_times(result: Result) -> list[float]:
-    """Of rank 0, in ms; none where the timed steps did not end."""
+    """Step times of rank 0, in ms; empty if the timed steps did not finish."""
     timed = result["ranks"][0].get("timed") if result["ranks"] else None
     return list(timed["step_ms"]) if timed else []
 
 
 def round_medians(rounds: Sequence[Result]) -> dict[Round, float]:
-    """The median step of each round that has step times."""
+    """The median step time of each round that has step times."""
     return {
         _round(result): spread(step_times(result)).median for result in rounds if _timed(result)
     }
 
 
 def later_per_earlier(rounds: Sequence[Result]) -> float | None:
-    """The later half of a round's steps to its earlier half, medians; the median of the rounds.
+    """The ratio of the later to the earlier half of a round's steps (medians); median over rounds.
 
-    Not 1 where steps are not steady yet, or never will be. None where no round has enough steps.
+    It is not 1 if step times are not steady. None if no round has enough steps.
     """
     found = []
     for steps in map(step_times, rounds):
@@ -79,9 +79,9 @@ def later_per_earlier(rounds: Sequence[Result]) -> float | None:
 
 
 def ratio(one: Sequence[Result], other: Sequence[Result]) -> Ratio | None:
-    """The step of ``one`` to that of ``other``; None where they have no round in common.
+    """The step time of ``one`` relative to ``other``; None if they have no round in common.
 
-    Those that were never run side by side are compared by all that each has.
+    If they were never run side by side, all rounds of each are compared.
     """
     mine, theirs = round_medians(one), round_medians(other)
     if not mine or not theirs:

@@ -1,4 +1,4 @@
-"""What rounds add to a table of the report. Pure."""
+"""Formats the rounds for a table of the report. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_cg.tools.bench.rounds import Ratio
 from megatron_cg.tools.bench.store import OK, Result
 
 ELSEWHERE = " \u2020"
-"""Marks a ratio of runs that were not made side by side."""
+"""Marks the ratio of runs that were not made side by side."""
 _AGAINST = "Steps against each other, row / column"
 _ONE_ROUND = (
     "One round: a machine may drift by 10% and more within minutes, and `--rounds` tells smaller "
@@ -20,17 +20,17 @@ _ONE_ROUND = (
 
 
 def in_several_rounds(rows: Sequence[Row]) -> bool:
-    """Whether a contender of this table was run, or was to be run, more than once."""
+    """Whether a baseline of this table has, or should have, more than one run."""
     return any(len(row.rounds) > 1 for row in rows)
 
 
 def medians_cell(row: Row) -> str:
-    """The median step of each round."""
+    """The median step time of each round."""
     return ", ".join(number(median) for median in row.figures.medians) or NONE
 
 
 def ratio_cell(found: Ratio | None) -> str:
-    """The median of the rounds' ratios, with the least and the greatest of several."""
+    """The median of the rounds' ratios; with several rounds also the smallest and the largest."""
     if found is None:
         return NONE
     text = number(found.median, ".3f")
@@ -40,7 +40,7 @@ def ratio_cell(found: Ratio | None) -> str:
 
 
 def has_ratios_from_elsewhere(rows: Sequence[Row]) -> bool:
-    """Whether a ratio of this table is of runs that were not made side by side."""
+    """Whether this table has a ratio of runs that were not made side by side."""
     if any(row.base is not None and not row.same_invocation for row in rows):
         return True
     timed = _timed(rows)
@@ -48,7 +48,7 @@ def has_ratios_from_elsewhere(rows: Sequence[Row]) -> bool:
 
 
 def against_lines(rows: Sequence[Row]) -> list[str]:
-    """Every contender against every other, where that says more than the table of steps."""
+    """Every baseline against every other, if that says more than the table of steps."""
     if not _is_shown(rows):
         return []
     timed = _timed(rows)
@@ -69,13 +69,13 @@ def against_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def status_label(row: Row) -> str:
-    """The contender, with what went wrong in which rounds."""
+    """The baseline, with its errors and their rounds."""
     wrong = [f"{status}{where}" for status, _, where in _troubles(row)]
     return f"{row.name} ({'; '.join(dict.fromkeys(wrong))})" if wrong else row.name
 
 
 def failure_lines(rows: Sequence[Row]) -> list[str]:
-    """Why runs failed or were left out, and what else was noted of them."""
+    """Why runs failed or were skipped, and other notes on them."""
     lines: list[str] = []
     for row in rows:
         for status, members, where in _troubles(row):
@@ -92,12 +92,12 @@ def _timed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _is_shown(rows: Sequence[Row]) -> bool:
-    """Two contenders of one round are in the table of steps already."""
+    """Two baselines of one round are in the table of steps already."""
     return len(_timed(rows)) > (1 if in_several_rounds(rows) else 2)
 
 
 def _troubles(row: Row) -> list[tuple[str, list[Result], str]]:
-    """Status, results and rounds in words, of all that was not made, by its reason."""
+    """Status, results and rounds in words of all failed or skipped runs, by reason."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in row.rounds:
         if result["status"] != OK:
@@ -106,7 +106,7 @@ def _troubles(row: Row) -> list[tuple[str, list[Result], str]]:
 
 
 def _where(row: Row, members: Sequence[Result]) -> str:
-    """Which rounds ``members`` are; nothing where they are all."""
+    """The rounds of ``members``; empty if they are all rounds."""
     if len(members) == len(row.rounds):
         return ""
     numbers = ", ".join(str(round_of(result["key"])) for result in members)

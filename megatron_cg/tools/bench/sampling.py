@@ -1,10 +1,11 @@
-"""A sampling profile of this process: by py-spy where it is installed, else by a thread.
+"""Takes a sampling profile of this process, with py-spy if it is installed, else with a thread.
 
-py-spy sees every thread that is busy, also one that holds no Python frame, and does not stop them:
-a stack that changes while it is read is lost, and counted. With native frames it has to stop them,
-also for the minutes that it may take to read every library's symbols. The thread sees Python's
-frames alone, of threads that wait too, and only when the interpreter lets it run, so work that
-never gives up the interpreter's lock is seen late; it needs nothing.
+py-spy sees every busy thread, including threads without a Python frame, and does not stop them. A
+stack that changes while py-spy reads it is lost, and counted as lost. For native frames py-spy has
+to stop the threads, also while it reads every library's symbols, which may take minutes.
+
+The thread needs no installation. It sees only Python frames, including those of waiting threads,
+and runs only when it gets the GIL. So it sees work that never releases the GIL too late.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from typing import Any, Protocol
 from megatron_cg.files import write_text
 
 INTERVAL = 0.005
-"""Seconds between two samples of the thread; py-spy takes 200 a second too."""
+"""Seconds between two samples of the thread; py-spy also takes 200 samples per second."""
 _READY = "Sampling process"
-"""What py-spy says once it samples; with native frames it first reads every library's symbols."""
+"""py-spy's output when it starts to sample; with native frames it first reads all symbols."""
 _LOST = re.compile(r"Errors: (\d+)")
 _BEHIND = "behind in sampling"
 _READY_AFTER = {False: 90.0, True: 600.0}
@@ -36,20 +37,20 @@ _WRITTEN_AFTER = 60.0
 
 
 class Sampler(Protocol):
-    """A profile that is being taken."""
+    """A profile in progress."""
 
     def stop(self) -> dict[str, Any]:
-        """End it and write its file; how it was taken, for JSON.
+        """End the profile and write its file; returns facts about it, for JSON.
 
-        ``interval_ms`` is from one look at the threads to the next, and ``lost`` how many of the
-        looks saw nothing.
+        ``interval_ms`` is the time between two samples. ``lost`` counts the samples that saw
+        nothing.
         """
 
 
 def sampling(path: Path, *, native: bool = False) -> Sampler:
-    """Begin to sample this process; the folded stacks go to ``path``.
+    """Start to sample this process; the folded stacks go to ``path``.
 
-    ``native`` frames are py-spy's alone.
+    Only py-spy supports ``native`` frames.
     """
     program = shutil.which("py-spy")
     if program is not None:
@@ -61,10 +62,10 @@ def sampling(path: Path, *, native: bool = False) -> Sampler:
 
 
 class PySpy:
-    """py-spy on this very process, which it has to be allowed to trace (root, or ptrace_scope 0).
+    """py-spy on this process, which must allow tracing (root, or ptrace_scope 0).
 
     Relied on: py-spy 0.4's command line, where ``--native`` and ``--nonblocking`` exclude each
-    other; on SIGINT it writes what it has, and says how many of its looks failed.
+    other. On SIGINT it writes its samples and reports how many of them failed.
     """
 
     def __init__(self, program: str, path: Path, *, native: bool = False) -> None:
@@ -79,7 +80,7 @@ class PySpy:
             self._process = subprocess.Popen(words, stdout=log, stderr=log)
 
     def is_ready(self) -> bool:
-        """Wait until it samples; False where it ends before, or takes too long and is ended."""
+        """Wait until it samples; False if it exits first, or takes too long and is stopped."""
         deadline = time.monotonic() + _READY_AFTER[self._native]
         while self._process.poll() is None:
             if _READY in self._printed():
@@ -125,11 +126,11 @@ class PySpy:
 
 
 class ThreadSampler:
-    """A thread that looks at every other thread's Python frames.
+    """A thread that samples the Python frames of every other thread.
 
     Args:
-        path: where the folded stacks go.
-        note: why this one and not py-spy.
+        path: file for the folded stacks.
+        note: why this sampler is used and not py-spy.
     """
 
     def __init__(self, path: Path, note: str = "", interval: float = INTERVAL) -> None:
@@ -151,7 +152,7 @@ class ThreadSampler:
         return {
             "sampler": "thread",
             "native": False,
-            # As often as it could, which is less often than it wanted.
+            # The actual interval, which is longer than the requested one.
             "interval_ms": took * 1e3 / max(1, self._looks),
             "lost": 0,
             "file": self._path.name,

@@ -1,4 +1,4 @@
-"""How figures grow with layers, microbatches and GPUs. Pure."""
+"""Shows how metrics grow with layers, microbatches and GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROWING: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
 
 @dataclass(frozen=True)
 class Trend:
-    """One figure of one contender, at the values of one dimension, with the line through it."""
+    """One metric of one baseline over the values of one dimension, with a fitted line."""
 
     shape: str
     grouped_gemm: str
@@ -36,7 +36,7 @@ class Trend:
 
 
 def trends(results: Sequence[Result]) -> list[Trend]:
-    """Of every scaling run with two points or more, for each figure that was measured."""
+    """A trend per measured metric, for every scaling run with two or more points."""
     groups: dict[tuple[Any, ...], list[list[Result]]] = {}
     for rounds in by_contender(results):
         key = of_all_rounds(rounds[0]["key"])

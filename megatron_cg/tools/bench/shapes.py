@@ -1,4 +1,4 @@
-"""The models that are measured: a preset, grown where a scaling run asks for it. Pure."""
+"""The measured models: a preset, enlarged for scaling runs. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATTERN = "hybrid-layer-pattern"
 
 
 class ShapeError(MegatronCGError):
-    """A preset cannot be grown as asked."""
+    """A preset cannot be enlarged as requested."""
 
 
 def is_moe(preset: Preset) -> bool:
@@ -29,14 +29,14 @@ def is_hybrid(preset: Preset) -> bool:
 
 
 def default_scopes(preset: Preset) -> tuple[str, ...]:
-    """As much as partial graphs can hold of the preset's layers."""
+    """All scopes of the preset's layers that partial graphs can capture."""
     if is_hybrid(preset):
         return ("mamba", "attn")
     return ("attn", "moe_router", "moe_preprocess") if is_moe(preset) else ("attn", "mlp")
 
 
 def layer_count(preset: Preset) -> int:
-    """How many layers the preset has; those of a hybrid are the letters of its pattern."""
+    """The number of layers; for a hybrid model, the letters of its pattern."""
     if is_hybrid(preset):
         return len(str(preset.flags[_PATTERN]))
     return int(str(preset.flags["num-layers"]))
@@ -45,9 +45,9 @@ def layer_count(preset: Preset) -> int:
 def with_layers(preset: Preset, layers: int) -> Preset:
     """The preset with that many layers of the same kinds.
 
-    A hybrid's pattern is repeated and cut at its beginning, since all kinds of layers are at its
-    end; dense layers at the beginning of an MoE model stay as many as they are. Raises
-    ShapeError where the preset's layers follow another rule.
+    A hybrid's pattern is repeated and cut at its beginning, because its end contains all kinds of
+    layers. The number of dense layers at the beginning of an MoE model stays the same. Raises
+    ShapeError if the preset's layers follow another rule.
     """
     flags: dict[str, Flag] = dict(preset.flags)
     if is_hybrid(preset):
@@ -78,5 +78,5 @@ def parallel_words(preset: Preset, nproc: int, microbatches: int) -> list[str]:
 
 
 def described(flags: Mapping[str, Flag], names: Sequence[str]) -> str:
-    """The flags that say what a model is, for a table's heading."""
+    """The flags that describe a model, for a table's heading."""
     return ", ".join(f"{name} {flags[name]}" for name in names if name in flags)

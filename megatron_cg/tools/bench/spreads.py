@@ -1,4 +1,4 @@
-"""Medians and spreads of repeated measurements, and straight lines through scaling runs. Pure."""
+"""Medians and spreads of repeated measurements, and linear fits of scaling runs. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from megatron_cg.errors import MegatronCGError
 
 
 class FiguresError(MegatronCGError):
-    """What was measured shows nothing of what was asked."""
+    """The measurements do not contain what was requested."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one value measured ``count`` times."""
+    """The spread of one value that was measured ``count`` times."""
 
     count: int
     median: float
     low: float
-    """A quarter of the values is not above it (inclusive quartiles)."""
+    """First quartile (inclusive quartiles)."""
     high: float
-    """A quarter of the values is not below it."""
+    """Third quartile (inclusive quartiles)."""
     least: float
     most: float
 
@@ -33,7 +33,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of one or more values. Raises FiguresError where there is none."""
+    """The spread of one or more values. Raises FiguresError if there is none."""
     if not values:
         raise FiguresError("there is no value to take a median of.")
     if len(values) == 1:
@@ -44,12 +44,12 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Line:
-    """``offset + slope * x``, the least-squares fit, and how far the points are from it."""
+    """``offset + slope * x``, the least-squares fit, and the distance of the points from it."""
 
     offset: float
     slope: float
     residual: float
-    """Largest distance of a point from the line, as a share of the point's own value."""
+    """Largest distance of a point from the line, relative to the point's value."""
 
     def at(self, x: float) -> float:
         """The line's value."""
@@ -57,7 +57,7 @@ class Line:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Line:
-    """The line through two or more points. Raises FiguresError where all have the same x."""
+    """The line through two or more points. Raises FiguresError if all have the same x."""
     xs = [x for x, _ in points]
     if len(set(xs)) < 2:
         raise FiguresError("a line needs points at two places at least.")

@@ -1,4 +1,4 @@
-"""Sampled stacks in folded form: ``thread;outer;...;inner COUNT``, one a line. Pure."""
+"""Reads sampled stacks in folded form: one ``thread;outer;...;inner COUNT`` per line. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ALL = "all threads"
 
 
 class Frame(NamedTuple):
-    """A function on a stack, and the line that it had reached; 0 where that is not known."""
+    """A function on a stack, and the line that it had reached; 0 if unknown."""
 
     function: str
     line: int
 
 
 Stacks = Mapping[str, Counter[tuple[Frame, ...]]]
-"""Of each thread how often each stack was seen, outermost frame first."""
+"""For each thread the count of each stack, outermost frame first."""
 
 
 def read_stacks(lines: Iterable[str]) -> Stacks:
-    """Lines that are not of the form, as the last of a file that was cut off, are left out."""
+    """Parse the lines; skips malformed ones, such as the last line of a truncated file."""
     found: dict[str, Counter[tuple[Frame, ...]]] = {}
     for line in lines:
         stack, _, count = line.strip().rpartition(" ")
@@ -40,7 +40,7 @@ def read_stacks(lines: Iterable[str]) -> Stacks:
 
 
 def _frame(text: str) -> Frame:
-    """A frame without the folders of this machine; those below a package's root are short."""
+    """A frame without this machine's folders; paths below a package's root are short."""
     match = _FRAME.fullmatch(text)
     if match is None:
         return Frame(text, 0)
@@ -50,15 +50,15 @@ def _frame(text: str) -> Frame:
 
 
 def by_function(stacks: Counter[tuple[Frame, ...]]) -> list[tuple[str, int, int]]:
-    """How often each function was on a stack of a thread, and how often innermost.
+    """For each function, how often it was on a stack of a thread, and how often innermost.
 
-    A function counts once a stack however often it is on it, and wherever in it it stands. The
-    order is by the second number, so that what takes the time itself comes first.
+    A function counts once per stack, wherever and however often it occurs. The order is by the
+    second number, so functions that take the time themselves come first.
     """
     on: Counter[str] = Counter()
     own: Counter[str] = Counter()
     for stack, count in stacks.items():
-        # Each once; of equal counts the outermost is listed first.
+        # Each function once; with equal counts the outermost is listed first.
         for name in dict.fromkeys(frame.function for frame in stack):
             on[name] += count
         if stack:

@@ -1,4 +1,4 @@
-"""The process of one run: under torchrun on GPUs, or on the CPU with the tape."""
+"""Starts the process of one run: under torchrun on GPUs, or on the CPU with the tape."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron_cg.tools.bench.windows import VARIABLE
 
 _ROOT = Path(__file__).resolve().parents[3]
 FIGURES = "figures"
-"""The folder, below a run's own, that its ranks write to."""
+"""The folder of the ranks' metrics, inside the run's folder."""
 
 
 def on_gpus(data: TokenStream) -> Start:
-    """Starts runs of the example script under torchrun; all of them share an index of samples."""
+    """Starts runs of the example script under torchrun; all runs share one sample index."""
 
     def start(run: PlannedRun, folder: Path) -> Run:
         words = command(run.settings, run.contender, data.flags(data.prefix.parent / "cache"))
@@ -40,7 +40,7 @@ def on_gpus(data: TokenStream) -> Start:
 
 
 def refused_on_gpus(run: PlannedRun) -> str:
-    """Why a run cannot be made here: too few GPUs, or no kernels for Mamba layers."""
+    """Why a run is impossible here: too few GPUs, or no kernels for Mamba layers."""
     if (found := gpu_count()) < run.settings.nproc:
         return f"it needs {run.settings.nproc} GPUs, and {found} can be seen"
     if is_hybrid(run.settings.preset) and importlib.util.find_spec("mamba_ssm") is None:
@@ -49,7 +49,7 @@ def refused_on_gpus(run: PlannedRun) -> str:
 
 
 def check_for_tape(run: PlannedRun) -> None:
-    """Raises ScheduleError, or LaunchError, for what the CPU's own training loop cannot do."""
+    """Raises ScheduleError or LaunchError for what the CPU's training loop does not support."""
     settings, contender = run.settings, CONTENDERS[run.contender]
     shape = tape_shape(settings.preset)
     asked = {
@@ -71,7 +71,7 @@ def check_for_tape(run: PlannedRun) -> None:
 
 
 def on_tape(data: TokenStream) -> Start:
-    """Starts runs of the preset's fake on the CPU, joined by gloo."""
+    """Starts runs of the preset's small shape on the CPU, connected by gloo."""
 
     def start(run: PlannedRun, folder: Path) -> Run:
         settings = run.settings

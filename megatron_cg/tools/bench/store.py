@@ -1,4 +1,4 @@
-"""Results on disk: a file for each run, and one that has them all."""
+"""Stores results on disk: one file per run, and one with all of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_cg.tools.bench.bench_schedule import of_all_rounds, round_of, slug
 
 SCHEMA = {"name": "megatron_cg.bench", "version": 3}
 _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
-"""Version 1 had no rounds: a run without one is of the first. Version 2 had no trace of the device
-alone: what it tells of the GPU is from the trace with host events."""
+"""Version 1 had no rounds: a run without one belongs to the first. Version 2 had no device-only
+trace: its GPU metrics come from the trace with host events."""
 _KEYS = frozenset({"key", "invocation", "began", "status", "error", "ranks", "settings"})
-"""Of a run; some of what every version has written."""
+"""Fields of a run that every version has written."""
 FILE = "bench.json"
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
 Result = dict[str, Any]
@@ -27,7 +27,7 @@ class ResultError(MegatronCGError):
 
 
 def keep(result: Result, directory: Path) -> Path:
-    """Write one run's result to a file of its own in ``directory/runs``."""
+    """Write one run's result to its own file in ``directory/runs``."""
     folder = directory / "runs"
     path = folder / f"{slug(result['key'])}.{result['invocation']}.json"
     _write(path, {"schema": SCHEMA, "runs": [result]})
@@ -35,16 +35,16 @@ def keep(result: Result, directory: Path) -> Path:
 
 
 def kept(directory: Path) -> list[Result]:
-    """The newest result of each key in ``directory``: of its file of all, and of single runs."""
+    """The newest result of each key in ``directory``, from the common file and single runs."""
     files = [directory / FILE, *sorted((directory / "runs").glob("*.json"))]
     return newest(result for path in files if path.is_file() for result in read(path))
 
 
 def newest(results: Iterable[Result]) -> list[Result]:
-    """One result for each key, the one that was begun last, in the order of their beginnings.
+    """One result for each key, the one started last, in the order of their starts.
 
-    A run that was left out never takes the place of one that was made. All rounds of a contender
-    are of one invocation, its newest: the code, or what was asked for, may have changed since.
+    A skipped run never replaces one that was made. All rounds of a baseline come from one
+    invocation, its newest, because the code or the settings may have changed since.
     """
     contenders: dict[str, list[Result]] = {}
     for result in results:
@@ -63,7 +63,7 @@ def _order(result: Result) -> tuple[bool, str]:
 
 
 def read(path: Path) -> list[Result]:
-    """The results in a file. Raises ResultError where it is not one of ours, or of a later form."""
+    """The results in a file. Raises ResultError if it is not one of ours or of a later version."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

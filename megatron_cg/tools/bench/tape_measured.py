@@ -1,7 +1,7 @@
 """One measured run on the CPU: ``python -m megatron_cg.tools.bench.tape_measured PLAN DIRECTORY``.
 
-PLAN is that of ``megatron_cg.tools.align.tape_worker``, which does the work; the windows are in the
-environment, as for a run on GPUs.
+PLAN is that of ``megatron_cg.tools.align.tape_worker``, which does the work. The environment has
+the windows, as for a run on GPUs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-# It keeps Transformer Engine from being imported with Megatron, so Megatron comes later.
+# Import this before Megatron: it prevents the import of Transformer Engine.
 from megatron_cg.tools.align import tape_worker
 from megatron_cg.upstream.patch import put_over
 
 
 def main(text: str, directory: str) -> None:
-    """Train as the plan says, each process measured by itself."""
+    """Train according to the plan; each process measures itself."""
     from megatron_cg.tools.cpu import launch
 
     undo = put_over(launch, "run_plans", _run_measured)

@@ -1,8 +1,8 @@
-"""A trace of torch.profiler, read into events of the device and of each host thread. Pure.
+"""Reads a trace of torch.profiler as events of the device and of each host thread. Pure.
 
 Relied on: torch 2.11's ``export_chrome_trace`` (Kineto): ``traceEvents`` with ``ph`` "X", ``ts``
-and ``dur`` in microseconds, ``cat``, and ``args.correlation``, which a launch and what it launched
-have in common; several kernels of one graph share that of its launch.
+and ``dur`` in microseconds, ``cat``, and ``args.correlation``, which a launch shares with the work
+that it launched. All kernels of one graph have the correlation of its launch.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Event:
 
     @property
     def is_nccl(self) -> bool:
-        """Whether this is a kernel of NCCL's, which may wait in it for other ranks."""
+        """Whether this is an NCCL kernel; it may wait for other ranks."""
         return self.category == "kernel" and "nccl" in self.name.lower()
 
 
 @dataclass
 class Timeline:
-    """One process's events, each list in the order of its starts."""
+    """One process's events; each list is sorted by start."""
 
     device: list[Event] = field(default_factory=list)
     host: dict[Thread, list[Event]] = field(default_factory=dict)
 
     def launches(self) -> dict[int, Event]:
-        """The host's calls of CUDA by their correlation."""
+        """The host's CUDA calls by correlation."""
         calls = (event for events in self.host.values() for event in events)
         return {
             event.correlation: event
@@ -68,7 +68,7 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def parse_timeline(trace: Mapping[str, Any]) -> Timeline:
-    """The timeline of a trace in Chrome's format. Raises FiguresError where there is none."""
+    """The timeline of a trace in Chrome's format. Raises FiguresError if it has none."""
     events = trace.get("traceEvents") if isinstance(trace, Mapping) else None
     if not isinstance(events, list):
         raise FiguresError("the trace has no list traceEvents: it is not from torch.profiler.")

@@ -1,13 +1,13 @@
-"""The phases of a training step, by the functions that they are made of.
+"""Defines the phases of a training step by their functions.
 
-A phase is known by code objects, so that nothing has to be replaced to see it: a replaced hook
-would be a mismatch to the guards of this very package, and Megatron-FSDP's hooks are closures that
-no attribute leads to.
+A phase is identified by code objects, so nothing is replaced to observe it. This package's guards
+would report a replaced hook as a mismatch. Megatron-FSDP's hooks are closures that no attribute
+refers to.
 
 Relied on: megatron-core 0.19.2 (functions and nested functions named in ``PHASES``), torch 2.11
-(``torch.cuda.graphs:CUDAGraph.replay``) and this package. A function that is not there is left
-out and named in the result; nothing is imported for it, since what has not been imported by the
-time that a model trains is not run either.
+(``torch.cuda.graphs:CUDAGraph.replay``) and this package. A missing function is left out and named
+in the result. Nothing is imported for it: a module that is not imported when a model trains does
+not run either.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ PHASES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass
 class Found:
-    """The code of each phase, and the functions that are not there."""
+    """The code of each phase, and the functions that are missing."""
 
     codes: dict[CodeType, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
 
 def find_phases(phases: Mapping[str, tuple[str, ...]] = PHASES) -> Found:
-    """Look all of them up in the modules that have been imported."""
+    """Look up all of them in the imported modules."""
     found = Found()
     for phase, paths in phases.items():
         for path in paths:
@@ -118,7 +118,7 @@ def find_phases(phases: Mapping[str, tuple[str, ...]] = PHASES) -> Found:
 
 
 def find_code(path: str) -> CodeType | None:
-    """The code of ``module:Class.function/nested``, or None where there is no such function."""
+    """The code of ``module:Class.function/nested``, or None if there is no such function."""
     outer, *nested = path.split("/")
     module, _, name = outer.partition(":")
     try:

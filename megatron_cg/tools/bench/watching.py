@@ -1,9 +1,9 @@
-"""Chosen functions seen as they begin and end, in every thread, with nothing replaced.
+"""Observes begin and end of chosen functions in every thread, without replacing any.
 
 Note [Local events]
-    ``sys.monitoring`` (Python 3.12) calls back for chosen code objects only: what is not watched
-    runs at full speed, and a watched function costs about a microsecond a call. Exceptions pass
-    out of code objects only as an event of the whole interpreter, which is rare enough.
+    ``sys.monitoring`` (Python 3.12) calls back only for chosen code objects. Unwatched code runs at
+    full speed; a watched function costs about a microsecond per call. An exception that leaves a
+    function is reported only as an event of the whole interpreter; exceptions are rare enough.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_cg.errors import MegatronCGError
 
 _NAME = "megatron_cg.tools.bench"
 _TOOLS = (4, 3, 2)
-"""Ids that sys.monitoring sets aside for nobody, and that of profilers (docs.python.org)."""
+"""Ids that sys.monitoring reserves for nobody, and that of profilers (docs.python.org)."""
 
 
 class WatchError(MegatronCGError):
@@ -29,20 +29,20 @@ class WatchError(MegatronCGError):
 
 
 class Watcher(Protocol):
-    """What is told of the functions."""
+    """Receives the calls of watched functions."""
 
     def begins(self, name: str) -> None:
         """A function of that name begins in the calling thread."""
 
     def ends(self, name: str) -> None:
-        """It ends, by return or exception; perhaps one that had begun before watching did."""
+        """It ends, by return or exception. It may have begun before watching started."""
 
 
 @contextmanager
 def watching(codes: Mapping[CodeType, str], watcher: Watcher) -> Iterator[None]:
-    """Tell ``watcher`` of every call of ``codes`` in the block.
+    """Report every call of ``codes`` in the block to ``watcher``.
 
-    Raises WatchError where other tools have taken all ids of ``sys.monitoring``.
+    Raises WatchError if other tools hold all ids of ``sys.monitoring``.
     """
     monitoring = sys.monitoring
     tool = next((number for number in _TOOLS if monitoring.get_tool(number) is None), None)
@@ -77,13 +77,13 @@ def watching(codes: Mapping[CodeType, str], watcher: Watcher) -> Iterator[None]:
 
 @dataclass
 class PhaseTime:
-    """Of one phase in one kind of thread, in nanoseconds of the host."""
+    """Time of one phase in one kind of thread, in nanoseconds on the host."""
 
     calls: int = 0
     inclusive: int = 0
-    """Calls inside another call of the same phase are not counted again."""
+    """Number of calls, without calls nested in a call of the same phase."""
     own: int = 0
-    """Without the phases inside it."""
+    """Time excluding nested phases."""
 
 
 @dataclass
@@ -94,9 +94,9 @@ class _Call:
 
 
 class PhaseTimes:
-    """Adds up how long each phase took; of two kinds of thread, ``main`` and ``backward``.
+    """Adds up the time of each phase, for two kinds of thread, ``main`` and ``backward``.
 
-    Autograd runs the backward pass of a GPU in a thread of its own.
+    Autograd runs the backward pass of a GPU in its own thread.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -129,7 +129,7 @@ class PhaseTimes:
             stack[-1].inside += took
 
     def per_step(self, steps: int) -> list[dict[str, Any]]:
-        """Rows for JSON, times in milliseconds a step."""
+        """Rows for JSON, times in milliseconds per step."""
         return [
             {
                 "phase": phase,
@@ -143,11 +143,11 @@ class PhaseTimes:
 
 
 class PhaseRanges:
-    """Puts a range into a profiler's trace around each phase.
+    """Adds a range around each phase to a profiler's trace.
 
     Args:
-        make: a context manager for a range of that name; torch's ``record_function``.
-        prefix: begins each name.
+        make: makes a context manager for a range of that name; torch's ``record_function``.
+        prefix: prefix of each name.
     """
 
     def __init__(self, make: Callable[[str], Any], prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Which training steps are measured how. Pure."""
+"""Defines which training steps are measured, and how. Pure."""
 
 from __future__ import annotations
 
@@ -10,59 +10,60 @@ from typing import Any
 from megatron_cg.tools.bench.spreads import FiguresError
 
 VARIABLE = "MEGATRON_CG_BENCH"
-"""The environment variable by which a run learns its windows and where its figures go."""
+"""The environment variable that tells a run its windows and the directory of its metrics."""
 TRACED = "traced"
-"""The kind of the steps that are traced by the device alone: as many as are profiled."""
+"""The steps traced with device events only; as many as ``profiled``."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Steps of each kind, in this order; one kind never disturbs another."""
+    """Number of steps of each kind, in this order. The kinds do not disturb each other."""
 
     warmup: int = 3
     """Eager steps before graphs are captured; eager runs have as many."""
     settle: int = 5
     """Steps after capture that are not measured."""
     timed: int = 20
-    """Timed, with nothing else about them."""
+    """Steps that are timed and not measured otherwise."""
     probed: int = 4
     """Host time by phase."""
     sampled: int = 0
     """A sampling profile of the host."""
     profiled: int = 2
-    """Traced: so many by the device alone, then as many with host events."""
+    """Traced steps: this many with device events only, then as many with host events."""
     native: bool = False
-    """Not steps: whether the sampling profile has native frames."""
+    """Not a number of steps: whether the sampling profile has native frames."""
 
     def __post_init__(self) -> None:
-        """Raises FiguresError where nothing would be timed."""
+        """Raises FiguresError if no step would be timed."""
         if self.timed < 1:
             raise FiguresError("there must be one timed step at least: give more --timed-steps.")
 
     @property
     def steps(self) -> int:
-        """All of them together, with the one that ends the last of them."""
+        """The total number of steps, including the extra one at the end."""
         return len(list(self.kinds()))
 
     def kinds(self) -> Iterator[str]:
         """The kind of each step, in order; the last is ``tail``, which is not measured.
 
-        A step is timed to the start of the next one, so the last that is measured needs another.
+        A step is timed up to the start of the next one, so the last measured step needs a
+        successor.
         """
         for kind in fields(self):
             if kind.name == "profiled":
-                # First, so that nothing of the slower trace is left when these steps are made.
+                # First, so that the slower trace cannot affect these steps.
                 yield from [TRACED] * self.profiled
             if kind.name != "native":
                 yield from [kind.name] * getattr(self, kind.name)
         yield "tail"
 
     def only_timed(self) -> Windows:
-        """The same without any window after the timed one."""
+        """The same windows without those after the timed one."""
         return replace(self, probed=0, sampled=0, profiled=0, native=False)
 
     def variable(self, directory: str) -> str:
-        """The value of ``VARIABLE`` for a run whose figures go to ``directory``."""
+        """The value of ``VARIABLE`` for a run that writes its metrics to ``directory``."""
         counts = ",".join(f"{name}={int(count)}" for name, count in asdict(self).items())
         return f"{counts}:{directory}"
 
@@ -70,7 +71,7 @@ class Windows:
 def given(environment: Mapping[str, str] = os.environ) -> tuple[Windows, str]:
     """The windows and the directory that this run was started with.
 
-    Raises FiguresError where ``VARIABLE`` is not set or not as :meth:`Windows.variable` made it.
+    Raises FiguresError if ``VARIABLE`` is not set or not in the format of :meth:`Windows.variable`.
     """
     counts, _, directory = environment.get(VARIABLE, "").partition(":")
     try:

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Align as asked; print the table, write the JSON, return the exit code."""
+    """Run the alignment; print the table, write the JSON, return the exit code."""
     from megatron_cg.tools.align.align_command import invoke
 
     return invoke(args, extra)

@@ -95,7 +95,7 @@ def _add_windows(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Measure as asked and write the results; returns the exit code."""
+    """Measure and write the results; returns the exit code."""
     from megatron_cg.tools.bench.bench_command import invoke
 
     return invoke(args, extra)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Look and report; returns the exit code."""
+    """Run the checks and report; returns the exit code."""
     if extra:
         raise MegatronCGError(
             f"nothing is looked at for {' '.join(extra)}: leave out what follows --"

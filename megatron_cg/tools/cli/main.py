@@ -28,19 +28,19 @@ COMMANDS = {
 """Each command's module; it has ``add_arguments(parser)`` and ``run(args, extra) -> int``."""
 
 TAKING_FLAGS = ("align", "bench", "plan")
-"""The commands to which Megatron's flags are given, after a bare ``--``."""
+"""The commands that take Megatron's flags after a bare ``--``."""
 
 USAGE_ERROR = 2
 DEFECT = 70
-"""As in sysexits.h: an error that no command expects; 1 is a verdict of the command."""
+"""From sysexits.h, for an error that no command expects; 1 is a result of a command."""
 INTERRUPTED = 130
-"""As a shell has it of what SIGINT ended."""
+"""A shell's exit code for a process that SIGINT ended."""
 NO_READER = 141
-"""What a shell returns for a command that SIGPIPE ended: the reader is gone, as ``| head``."""
+"""A shell's exit code for a process that SIGPIPE ended: the reader is gone, as with ``| head``."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the closest valid word."""
+    """Suggests the closest valid word."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 return _run(words)
             except Exception:
-                # Some libraries turn an interrupt during their import into an error of their own.
+                # Some libraries convert an interrupt during their import to their own error.
                 if interrupted.is_set():
                     raise KeyboardInterrupt from None
                 raise
     except BaseException as error:
         # rich raises SystemExit when the reader is gone.
         if BrokenPipeError in (type(error), type(error.__context__)):
-            # No reader is left for the rest, also when Python flushes at its exit.
+            # Nobody reads the rest, including what Python flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return NO_READER
         if isinstance(error, SystemExit):
@@ -81,7 +81,7 @@ def _told(error: BaseException) -> tuple[str, int]:
     if isinstance(error, MegatronCGError):
         return str(error), USAGE_ERROR
     if isinstance(error, OSError):
-        # A folder that cannot be written, a file that is not there, a disk that is full.
+        # A folder that is not writable, a missing file, a full disk.
         return f"{error.filename or 'output'}: {error.strerror or error}", USAGE_ERROR
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
@@ -91,13 +91,13 @@ def _told(error: BaseException) -> tuple[str, int]:
 
 def _run(words: Sequence[str]) -> int:
     _make_printable()
-    # What follows a bare "--" is for Megatron, whatever it looks like.
+    # Words after a bare "--" are for Megatron, whatever they look like.
     cut = words.index("--") if "--" in words else len(words)
     words, extra = words[:cut], words[cut + 1 :]
     args = _parsed(words)
     # Megatron warns at import about each optional package that is missing.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
-    # And torch warns where there is nvcc and no GPU.
+    # And torch warns if there is nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     code = int(args.run(args, extra))
     sys.stdout.flush()
@@ -110,7 +110,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # Only the command's own module, where one is named: another's may import what is broken here.
+    # Import only the named command's module: another one may import a broken package.
     for name in [word for word in words[:1] if word in COMMANDS] or COMMANDS:
         module = importlib.import_module(COMMANDS[name])
         text = (module.__doc__ or "").strip()
@@ -129,7 +129,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _make_printable() -> None:
-    """No verdict is lost for want of a terminal: closed, or with an alphabet of its own."""
+    """Print every result, even if stdout is closed or cannot encode some characters."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif isinstance(sys.stdout, io.TextIOWrapper):

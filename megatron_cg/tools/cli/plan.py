@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def exit_code(plan: dict[str, Any]) -> int:
-    """0 where graphs can run, 1 where a rule is broken, 2 where the flags cannot be read."""
+    """0 if graphs can run, 1 if a rule is broken, 2 if the flags cannot be read."""
     if plan["usage"] is not None:
         return UNREADABLE
     return BROKEN if plan["violations"] or plan["megatron"] is not None else READY

@@ -15,7 +15,7 @@ from megatron_cg.errors import MegatronCGError
 
 
 class PlotsError(MegatronCGError):
-    """What draws the figures is not installed."""
+    """The plotting library is not installed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Write the page and, where asked for, the figures; prints where they are."""
+    """Write the page and, if requested, the plots; prints their locations."""
     if extra:
         raise PlotsError(f"report starts no training and takes no {' '.join(extra)}: leave it out.")
     if importlib.util.find_spec("matplotlib") is None:

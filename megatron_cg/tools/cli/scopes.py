@@ -1,4 +1,4 @@
-"""What to capture, as commands that plan or run are told."""
+"""The flags for what to capture, shared by commands that plan or run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that is told to end takes what it started with it."""
+"""Makes a command that is stopped by a signal also stop the processes it started."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from threading import Event
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""What ``timeout``, batch systems and closed terminals send. Python turns SIGINT alone into an
-exception; by these it dies at once, and runs on GPUs would go on, below whatever comes next."""
+"""Signals of ``timeout``, batch systems and closed terminals. Python converts only SIGINT to an
+exception. The others would end it at once, and its runs on GPUs would continue and disturb later
+ones."""
 
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Raise ``SystemExit`` where a signal of ``ENDING`` comes, in the main thread.
+    """Raise ``SystemExit`` in the main thread when a signal of ``ENDING`` arrives.
 
-    The exit code is 128 and the signal's number, as a shell has it. A second signal ends the
-    process at once. A signal that is ignored, as under ``nohup``, stays so.
+    The exit code is 128 plus the signal's number, as in a shell. A second signal ends the process
+    at once. An ignored signal, as under ``nohup``, stays ignored.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -35,9 +36,9 @@ def ended_in_order() -> Iterator[None]:
 
 @contextmanager
 def interrupts() -> Iterator[Event]:
-    """Yield an event that is set once SIGINT came, which raises KeyboardInterrupt as ever.
+    """Yield an event that is set after SIGINT, which still raises KeyboardInterrupt.
 
-    Where SIGINT is ignored, as for what a script starts in the background, it stays so.
+    If SIGINT is ignored, as for background processes of a script, it stays ignored.
     """
     came = Event()
 

@@ -1,4 +1,4 @@
-"""Questions to another interpreter, which may crash instead of this one."""
+"""Queries another interpreter, so that a crash does not affect this one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from megatron_cg.tools.doctor.finding import NotReachedError
 
 SECONDS = 300.0
-"""What the other process may take; imports from a cold network disk take minutes."""
+"""Time limit of the other process; imports from a cold network disk take minutes."""
 LOADER, TORCH, DRIVER, TE = "loader", "torch", "driver", "transformer_engine"
 SYMBOLS, FLAGS = "symbols", "flags"
 _TAIL = 600
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 class StageError(Exception):
-    """A stage failed in the other process; the text says how."""
+    """A stage failed in the other process; the text describes the failure."""
 
     def __init__(self, stage: str, text: str) -> None:
         self.stage = stage
@@ -31,12 +31,12 @@ class StageError(Exception):
 
 
 class Interpreter:
-    """Runs ``probe.py`` in the environment of a run, once, when first asked.
+    """Runs ``probe.py`` in the environment of a run, once, at the first query.
 
     Args:
-        backend: what is to capture; a stage that it does not need is not run.
+        backend: the capture backend; stages that it does not need are not run.
         variables: the environment of the other process.
-        version: the installed version of a distribution, or None.
+        version: returns the installed version of a distribution, or None.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Interpreter:
         self._answers: dict[str, dict[str, Any]] | None = None
 
     def ask(self, stage: str) -> Any:
-        """What the stage found.
+        """The findings of the stage.
 
-        Raises StageError when it failed, and NotReachedError when it was not run.
+        Raises StageError if it failed, and NotReachedError if it was not run.
         """
         if self._answers is None:
             self._answers = self._run_all()
@@ -69,7 +69,7 @@ class Interpreter:
         return f"{stage} has no part in the backend {self._backend}"
 
     def _run_all(self) -> dict[str, dict[str, Any]]:
-        # A process of its own: what it loads by bare names would stand in the way of torch's own.
+        # In a separate process: libraries that it loads by bare names would replace torch's own.
         answers = run_probe([LOADER], self._backend, self._variables)
         if self._version("torch") is None:
             return answers
@@ -90,10 +90,10 @@ class Interpreter:
 def run_probe(
     stages: Sequence[str], backend: str, variables: Mapping[str, str], seconds: float = SECONDS
 ) -> dict[str, dict[str, Any]]:
-    """``{stage: {"found": ...} or {"error": text}}``, as far as the other process came.
+    """``{stage: {"found": ...} or {"error": text}}``, as far as the other process got.
 
-    A stage in which that process ended, by a signal or for want of time, has an error that says
-    so; stages after it are missing.
+    If the process ended during a stage, by a signal or by the time limit, that stage has an error
+    that says so; later stages are missing.
     """
     env = dict(variables)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH", ""), str(_ROOT)]))
@@ -133,7 +133,7 @@ def _end(code: int) -> str:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """One JSON object a line; a last line that was cut short is left out."""
+    """One JSON object per line; a truncated last line is ignored."""
     answers: dict[str, dict[str, Any]] = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():

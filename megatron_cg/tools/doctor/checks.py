@@ -1,4 +1,4 @@
-"""All checks, in the order of the report, and what runs them."""
+"""Lists all checks in the order of the report, and runs them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_cg.tools.doctor.system import TAPE, TRANSFORMER_ENGINE, System
 
 @dataclass(frozen=True)
 class Check:
-    """One question to a system, each answered by findings of its own."""
+    """One question about a system; the answers are findings."""
 
     name: str
     look: Callable[[System], Iterable[Finding]]
     decides: bool = True
-    """Whether it can say that a run cannot be: then it must not fail unseen."""
+    """Whether it can find that a run is impossible; then its own failure must be reported."""
     backends: tuple[str, ...] = (TRANSFORMER_ENGINE, TAPE)
     stage: str | None = None
-    """The stage of the other process whose failure this check reports."""
+    """The stage of the other process; this check reports the stage's failure."""
 
 
 _GPU = (TRANSFORMER_ENGINE,)
@@ -51,7 +51,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(system: System, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """What all checks for the system's backend find. Raises nothing that a check raises."""
+    """The findings of all checks for the system's backend. Raises nothing that a check raises."""
     found: list[Finding] = []
     for check in checks:
         if system.backend in check.backends:
@@ -60,12 +60,12 @@ def examine(system: System, checks: Sequence[Check] = CHECKS) -> list[Finding]:
 
 
 def can_run(findings: Iterable[Finding]) -> bool:
-    """Whether nothing was found that prevents the run."""
+    """Whether no finding prevents the run."""
     return all(finding.level is not Level.ERROR for finding in findings)
 
 
 def _look(check: Check, system: System) -> list[Finding]:
-    """The check's findings; what it raises becomes one more, after those it had."""
+    """The check's findings; if it raises, the exception becomes a finding after them."""
     found: list[Finding] = []
     try:
         found.extend(check.look(system))

@@ -1,4 +1,4 @@
-"""Environment variables that change what a run with graphs does."""
+"""Checks environment variables that affect a run with graphs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MEANINGS = {
     "process; a long capture counts",
     "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1: every allocation is registered with NCCL",
 }
-"""What each variable does here. Sources: torch 2.11 (``ProcessGroupNCCL.hpp``, allocator notes),
+"""The effect of each variable. Sources: torch 2.11 (``ProcessGroupNCCL.hpp``, allocator notes),
 transformer-engine 2.20.2, megatron-core 0.19.2 (``megatron/training/determinism.py``), NCCL's and
 CUDA's own lists of variables."""
 
@@ -62,7 +62,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def variables(system: System) -> Iterator[Finding]:
-    """Each variable that is set and matters, with what it does; broken rules first."""
+    """Each variable that is set and matters, with its effect; broken rules first."""
     env = system.variables
     environment = Environment(variables=dict(env), backend=system.backend)
     told = set()
@@ -134,4 +134,4 @@ _JUDGES: Mapping[str, Callable[[str, Mapping[str, str]], Finding | None]] = {
     **dict.fromkeys(("CUDNN_HOME", "CUDNN_PATH"), _home),
     "CUDA_LAUNCH_BLOCKING": _blocking,
 }
-"""A warning for a value that is likely not meant, or None."""
+"""A warning for a value that is probably not intended, or None."""

@@ -1,4 +1,4 @@
-"""What a check has to say."""
+"""Defines the result of a check."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from megatron_cg.errors import Violation
 
 FORMAT = 1
-"""Of the JSON; grows when a name in it changes its meaning or goes."""
+"""Version of the JSON; increases when a name in it changes its meaning or is removed."""
 
 
 class Level(StrEnum):
-    """How much a finding matters; only ERROR says that the run asked about cannot be."""
+    """The severity of a finding; only ERROR means that the run is impossible."""
 
     OK = "ok"
     NOTE = "note"
@@ -23,14 +23,14 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: what was found, why it matters, and what to type."""
+    """One line of the report: the fact, why it matters, and what to type."""
 
     level: Level
     found: str
     why: str = ""
     remedy: str = ""
     check: str = ""
-    """The name of the check, which puts it in as it collects."""
+    """The name of the check, set when findings are collected."""
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, for JSON."""
@@ -44,7 +44,7 @@ class Finding:
 
 
 class NotReachedError(Exception):
-    """A check has nothing to look at, for a reason that another check reports."""
+    """A check has nothing to inspect, for a reason that another check reports."""
 
 
 def ok(found: str) -> Finding:
@@ -58,15 +58,15 @@ def note(found: str, why: str, remedy: str = "") -> Finding:
 
 
 def warning(found: str, why: str, remedy: str) -> Finding:
-    """Graphs can run, and something will likely be slow, different or in the way."""
+    """Graphs can run, but something will probably be slow, different or an obstacle."""
     return Finding(Level.WARNING, found, why, remedy)
 
 
 def error(found: str, why: str, remedy: str) -> Finding:
-    """The run that was asked about cannot be."""
+    """The requested run is impossible."""
     return Finding(Level.ERROR, found, why, remedy)
 
 
 def of_violation(violation: Violation) -> Finding:
-    """A broken rule of a run, which is an error."""
+    """An error for a broken rule of a run."""
     return error(violation.found, violation.reason, violation.remedy.removeprefix("type "))

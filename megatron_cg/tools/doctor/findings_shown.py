@@ -1,4 +1,4 @@
-"""The report as a table and as JSON."""
+"""Prints the report as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def as_json(backend: str, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def print_report(console: Console, backend: str, findings: Sequence[Finding]) -> None:
-    """One line a finding; below the table, why and what to type for each that is not ok."""
+    """One line per finding; below the table, the reason and the remedy of each that is not ok."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("check", no_wrap=True)

@@ -1,4 +1,4 @@
-"""The driver, the GPUs and their memory, and what processes share."""
+"""Checks the driver, the GPUs and their memory, and resources that processes share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUERY = "uuid,driver_version,memory.total,memory.free"
 _LEAST_CAPABILITY = (8, 0)
 _VERIFIED_CAPABILITY = (9, 0)
 _FREE = 0.9
-"""The share of a GPU's memory that should be free before a run."""
+"""The fraction of a GPU's memory that should be free before a run."""
 _SHARED_MEMORY = 2**30
 """NCCL's guide: ``docker run --shm-size=1g --ulimit memlock=-1``."""
 _NO_GPU = "megatron-cg align --backend tape  # needs no GPU"
@@ -27,7 +27,7 @@ _NO_GPU = "megatron-cg align --backend tape  # needs no GPU"
 
 @dataclass(frozen=True)
 class _Row:
-    """What nvidia-smi says of one GPU; memory in MiB."""
+    """nvidia-smi's row for one GPU; memory in MiB."""
 
     uuid: str
     driver: str
@@ -36,7 +36,7 @@ class _Row:
 
 
 def driver(system: System) -> Iterator[Finding]:
-    """The driver is there, sees GPUs, and can run torch's CUDA."""
+    """The driver exists, sees GPUs, and can run torch's CUDA."""
     seen = system.ask(ask.DRIVER)
     wanted = _torch_cuda(system)
     if seen["error"] is not None:
@@ -75,7 +75,7 @@ def gpus(system: System) -> Iterator[Finding]:
 
 
 def memory(system: System) -> Iterator[Finding]:
-    """Little of each GPU's memory is taken before the run begins."""
+    """Most of each GPU's memory is free before the run begins."""
     visible = {gpu["uuid"] for gpu in system.ask(ask.DRIVER)["gpus"]}
     if not visible:
         return
@@ -193,7 +193,7 @@ def _has_kernels(capability: tuple[int, ...], architectures: list[str]) -> bool:
 
 
 def _nvidia_smi(system: System) -> tuple[list[_Row], str]:
-    """Rows, and in words why there are none."""
+    """The rows, and a reason if there are none."""
     words = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(

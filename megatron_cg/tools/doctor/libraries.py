@@ -1,11 +1,11 @@
-"""cuDNN, NCCL and cuBLAS: one copy each, and the one that torch brought.
+"""Checks cuDNN, NCCL and cuBLAS: there should be one copy of each, torch's own.
 
 Note [Two copies of cuDNN]
-    Torch's wheels bring their libraries and find them first. TE opens ``libcudnn.so`` by that bare
-    name, which torch's wheel does not have (its file is ``libcudnn.so.9``), so a cuDNN of the
-    system, or of LD_LIBRARY_PATH, is loaded beside torch's. Where it is older, TE falls back from
-    fused to unfused attention without a word. ``CUDNN_HOME`` is the first place TE looks
-    (transformer-engine 2.20.2, ``transformer_engine.common``, ``_load_cuda_library_from_system``).
+    Torch's wheels contain their libraries and find them first. TE opens ``libcudnn.so`` by that
+    bare name. Torch's wheel has no such file (its file is ``libcudnn.so.9``), so a cuDNN of the
+    system, or of LD_LIBRARY_PATH, is loaded next to torch's. If it is older, TE silently falls back
+    from fused to unfused attention. TE looks in ``CUDNN_HOME`` first (transformer-engine 2.20.2,
+    ``transformer_engine.common``, ``_load_cuda_library_from_system``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SYSTEM_CUDA = Path("/usr/local/cuda")
 
 
 def libraries(system: System) -> Iterator[Finding]:
-    """Each family of libraries: what torch has loaded, and what else comes with TE."""
+    """For each family of libraries: torch's loaded copies, and the other copies that TE loads."""
     by_torch = system.ask(ask.TORCH)["loaded"]
     try:
         in_the_end = system.ask(ask.TE)["loaded"]
@@ -48,9 +48,9 @@ def libraries(system: System) -> Iterator[Finding]:
 
 
 def te_cudnn_by_variables(variables: Mapping[str, str]) -> Path | None:
-    """The cuDNN that TE takes from the places that variables name; None: it asks the loader.
+    """The cuDNN that TE finds through environment variables; None: it uses the loader.
 
-    As transformer-engine 2.20.2 does: all below a place, the name that sorts last.
+    As in transformer-engine 2.20.2: of all files below a place, the last one in sorted order.
     """
     places = [Path(variables[name]) for name in _TE_PLACES if name in variables]
     for place in (*places, _SYSTEM_CUDA):
@@ -61,7 +61,7 @@ def te_cudnn_by_variables(variables: Mapping[str, str]) -> Path | None:
 
 
 def _expected_of_te(system: System, family: str) -> list[dict[str, Any]]:
-    """Where TE is not there to be looked at: what it would open, by its own order."""
+    """If TE cannot be inspected: the libraries that it would open, in its own order."""
     if family != "cudnn" or not system.wants_gpu:
         return []
     named = te_cudnn_by_variables(system.variables)
@@ -75,11 +75,11 @@ def _expected_of_te(system: System, family: str) -> list[dict[str, Any]]:
 
 
 def _foreign(torchs: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One file a folder that is not among torch's folders."""
+    """One file for each folder that is not one of torch's folders."""
     folders = {_folder(file) for file in torchs}
     found: dict[Path, dict[str, Any]] = {}
     for file in others:
-        # The file that has a version stands for those beside it.
+        # A file with a version represents the others in its folder.
         known = found.get(_folder(file), {}).get("version")
         if _folder(file) not in folders and known is None:
             found[_folder(file)] = file
@@ -114,7 +114,7 @@ def _second_copy(
 
 
 def _not_torchs_own(system: System, family: str, torchs: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Torch's wheel came with a copy, and torch has loaded another."""
+    """Torch's wheel contains a copy, but torch has loaded another."""
     wheels = [
         path
         for path in (system.purelib / "nvidia").glob(f"*/lib/lib{family}.so*")
@@ -132,7 +132,7 @@ def _not_torchs_own(system: System, family: str, torchs: list[dict[str, Any]]) -
 
 
 def _origin(system: System, path: str) -> str:
-    """Which setting led there, as far as the path tells."""
+    """The setting that led to this path, if the path shows it."""
     folder = Path(path).resolve().parent
     if "LD_PRELOAD" in system.variables and Path(path).name in system.variables["LD_PRELOAD"]:
         return "by LD_PRELOAD"
@@ -156,6 +156,6 @@ def _folder(file: dict[str, Any]) -> Path:
 
 
 def _version_in_name(path: str) -> str | None:
-    """``9.1.0`` of ``libcudnn.so.9.1.0``, links followed."""
+    """``9.1.0`` from ``libcudnn.so.9.1.0``; follows links."""
     version = Path(path).resolve().name.partition(".so.")[2]
     return version if version.count(".") >= 1 and version.replace(".", "").isdigit() else None

@@ -1,4 +1,4 @@
-"""Which copy of a module a run gets, told from the files alone: nothing is imported."""
+"""Finds which copy of a module a run imports, from the files alone: nothing is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WATCHED = (
     "megatron_cg megatron megatron_fsdp transformer_engine torch triton nvidia numpy yaml rich "
     "einops packaging pydantic"
 ).split()
-"""What a run imports by these names; a user's file of the same name would be found first."""
+"""Modules that a run imports; a user's file of the same name would be found first."""
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
 
@@ -27,7 +27,7 @@ def megatron_version(system: System) -> str | None:
 
 
 def megatron_copies(system: System) -> Iterator[Finding]:
-    """One Megatron, and ``megatron.core`` and ``megatron.training`` from the same."""
+    """There is one Megatron: ``megatron.core`` and ``megatron.training`` are from one copy."""
     cores, trainings = _holders(system, "core"), _holders(system, "training")
     if not cores:
         yield error(
@@ -86,7 +86,7 @@ def dataset_helpers(system: System) -> Iterator[Finding]:
 
 
 def shadowing(system: System) -> Iterator[Finding]:
-    """No file of the user's stands before a module that a run imports."""
+    """No user's file hides a module that a run imports."""
     clear = True
     for name in _WATCHED:
         places = [place for folder in system.folders if (place := _regular(folder, name))]
@@ -134,7 +134,7 @@ def _compilers(system: System, folder: Path) -> Iterator[Finding]:
 
 
 def _holders(system: System, part: str) -> list[Path]:
-    """Folders with ``megatron/<part>``, the first one first; ``megatron`` is a namespace."""
+    """Folders with ``megatron/<part>``, in search order; ``megatron`` is a namespace package."""
     found = []
     for folder in system.folders:
         if (folder / "megatron" / part / "__init__.py").is_file():
@@ -152,7 +152,7 @@ def _version_in(folder: Path) -> str | None:
 
 
 def _regular(folder: Path, name: str) -> Path | None:
-    """The module or regular package of that name in a folder; a namespace portion is neither."""
+    """The module or regular package of that name in a folder; ignores namespace portions."""
     if (folder / name / "__init__.py").is_file():
         return folder / name
     file = folder / f"{name}.py"
@@ -160,6 +160,6 @@ def _regular(folder: Path, name: str) -> Path | None:
 
 
 def _hides_namespace(system: System, name: str, place: Path) -> bool:
-    """Whether a regular module stands before the portions of a namespace package."""
+    """Whether a regular module precedes the portions of a namespace package."""
     others = (folder / name for folder in system.folders if folder != place.parent)
     return any(other.is_dir() for other in others)

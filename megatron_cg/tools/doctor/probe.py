@@ -1,7 +1,7 @@
-"""The other process of the doctor: imports and loads, and writes down what it saw.
+"""The doctor's other process: imports and loads libraries, and writes what it finds.
 
-``python -m megatron_cg.tools.doctor.probe FILE BACKEND STAGE...`` writes one line of JSON a stage,
-at once, so that what was seen before a crash is kept. What stages print goes to a log.
+``python -m megatron_cg.tools.doctor.probe FILE BACKEND STAGE...`` writes one line of JSON per
+stage, immediately, so a crash does not lose earlier findings. The stages' output goes to a log.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIBRARIES = {
     "nccl": re.compile(r"libnccl\.so"),
     "cublas": re.compile(r"libcublas(Lt)?\.so"),
 }
-"""Families, and the names of the files that belong to each."""
+"""Families of libraries, and the file names of each."""
 _BARE_NAMES = {
     "cudnn": ("libcudnn.so",),
     "nccl": ("libnccl.so.2", "libnccl.so"),
@@ -35,7 +35,7 @@ _BARE_NAMES = {
 
 
 def main(words: list[str]) -> None:
-    """Run the stages in turn; one that raises is written as an error, and the next is run."""
+    """Run the stages in turn. If one raises, its error is written and the next one runs."""
     out, backend, *stages = words
     for stage in stages:
         answer: dict[str, Any]
@@ -48,10 +48,10 @@ def main(words: list[str]) -> None:
 
 
 def loader(_backend: str) -> dict[str, Any]:
-    """What the dynamic loader takes for the names by which libraries are opened.
+    """The files that the dynamic loader finds for the names of the libraries.
 
-    TE opens ``libcudnn.so`` so (transformer-engine 2.20.2, ``transformer_engine.common``,
-    ``_load_cuda_library_from_system``). None where it finds none.
+    TE opens ``libcudnn.so`` this way (transformer-engine 2.20.2, ``transformer_engine.common``,
+    ``_load_cuda_library_from_system``). None if the loader finds nothing.
     """
     return {family: _opened(family, names) for family, names in _BARE_NAMES.items()}
 
@@ -66,7 +66,7 @@ def _opened(family: str, names: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def torch(_backend: str) -> dict[str, Any]:
-    """Torch's own account of itself, and which files it loaded."""
+    """Torch's own version information, and the files it loaded."""
     import torch as module
 
     nccl: Any = None
@@ -87,9 +87,9 @@ def torch(_backend: str) -> dict[str, Any]:
 
 
 def transformer_engine(_backend: str) -> dict[str, Any]:
-    """Whether TE can be imported after torch, and which files are loaded then.
+    """Whether TE can be imported after torch, and the files that are then loaded.
 
-    Which files they are is known also where the import fails over one of them.
+    The files are known even if the import fails because of one of them.
     """
     error = None
     try:
@@ -100,7 +100,7 @@ def transformer_engine(_backend: str) -> dict[str, Any]:
 
 
 def driver(_backend: str) -> dict[str, Any]:
-    """The CUDA driver that a run would get, by ``libcuda.so.1`` itself, and the GPUs it shows.
+    """The CUDA driver of a run, as ``libcuda.so.1`` itself reports it, and its visible GPUs.
 
     Source: the CUDA driver API (``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGet*``).
     """
@@ -167,10 +167,10 @@ def _stem(path: str) -> str:
 
 
 def _version(path: str) -> str | None:
-    """What a loaded library says its version is; None for one that does not say.
+    """The version that a loaded library reports; None if it reports none.
 
-    Asked in a fork, since a libcudnn.so that does not find the files that belong beside it ends
-    the process that asks (cuDNN 9.19).
+    Queried in a fork: a libcudnn.so that does not find its companion files terminates the calling
+    process (cuDNN 9.19).
     """
     if _stem(path) not in ("libcudnn", "libnccl", "libcublas"):
         return None

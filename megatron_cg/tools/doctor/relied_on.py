@@ -1,7 +1,7 @@
-"""Every symbol of another package that a module of this one relies on.
+"""Finds every symbol of another package that a module of this one relies on.
 
-The modules say so themselves, in a tuple ``RELIES_ON`` (see ``megatron_cg/upstream/symbols.py``).
-Here they are found, by their source, so that there is no second list to keep.
+The modules declare them in a tuple ``RELIES_ON`` (see ``megatron_cg/upstream/symbols.py``). This
+module finds the tuples in the sources, so there is no second list to maintain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
 
 
 def modules_that_rely(package: Path = _PACKAGE) -> list[str]:
-    """Names of the modules below ``package`` that have a ``RELIES_ON``, sorted."""
+    """Names of the modules below ``package`` with a ``RELIES_ON``, sorted."""
     names = []
     for folder, _, files in os.walk(package, followlinks=True):
         for file in files:
@@ -41,12 +41,13 @@ def modules_that_rely(package: Path = _PACKAGE) -> list[str]:
 
 
 def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
-    """Find each symbol that a run with ``backend`` needs, of packages that are installed.
+    """Find each symbol that a run with ``backend`` needs, in installed packages.
 
-    Returns one dictionary a symbol: ``module`` (ours), ``package``, ``symbol``, and ``error``,
-    None where the symbol is as expected, and ``unknown``, a text where it is a function whose body
-    differs from the one that we replace. A module that cannot be imported has one with its own
-    name as the symbol. A symbol of a package that is not installed has ``skipped`` set.
+    Returns one dictionary per symbol: ``module`` (ours), ``package``, ``symbol``, ``error`` and
+    ``unknown``. ``error`` is None if the symbol is as expected. ``unknown`` is a text if the body
+    of a function differs from the one that we replace. A module that cannot be imported has one
+    entry, with its own name as the symbol. A symbol of a package that is not installed has
+    ``skipped`` set.
     """
     found: list[dict[str, Any]] = []
     for module in modules_that_rely(package):

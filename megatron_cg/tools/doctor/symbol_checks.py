@@ -1,4 +1,4 @@
-"""What this package relies on in others: can they be imported, and is every symbol there."""
+"""Checks the other packages that this one relies on: they import, and every symbol exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_cg.tools.doctor.system import System
 
 _INSTALL = "pip install 'megatron-core==0.19.2' 'transformer-engine[pytorch]==2.20.2'"
 _SHOWN = 10
-"""Symbols that are reported one by one; where a package is broken, all of its symbols are."""
+"""Symbols that are reported one by one; a broken package breaks all of its symbols."""
 _NO_CAPTURE = (
     "this package changes others' behaviour through it; without it a capture would be wrong or "
     "fail, so it is refused"
@@ -37,7 +37,7 @@ def te_imports(system: System) -> Iterator[Finding]:
 
 
 def relied_on(system: System) -> Iterator[Finding]:
-    """Every symbol that a module of ours relies on, where it is declared and used."""
+    """Every symbol that a module of ours relies on exists where it is declared and used."""
     rows = system.ask(ask.SYMBOLS)
     broken = [row for row in rows if row["error"] is not None]
     for row in broken[:_SHOWN]:

@@ -1,4 +1,4 @@
-"""The place that is looked at: as this process finds it, or as a test makes it."""
+"""The system to check: the one of this process, or one made by a test."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class System:
-    """Everything that checks read, so that no check reads it by itself."""
+    """Everything that checks read, so that no check reads the machine itself."""
 
     ask: Callable[[str], Any]
-    """What another process found at a stage of ``probe.py``; raises NotReachedError."""
+    """The findings of another process at a stage of ``probe.py``; raises NotReachedError."""
     backend: str = TRANSFORMER_ENGINE
     variables: Mapping[str, str] = field(default_factory=dict)
     folders: Sequence[Path] = ()
-    """Where a run looks for modules, the first place first: the working directory, PYTHONPATH,
+    """The folders where a run searches modules, in order: the working directory, PYTHONPATH,
     site-packages."""
     given: Sequence[Path] = ()
-    """Those of ``folders`` that a user put there: the working directory and PYTHONPATH."""
+    """The ``folders`` that come from the user: the working directory and PYTHONPATH."""
     purelib: Path = Path("site-packages")
     version: Callable[[str], str | None] = installed_version
     requirements: Sequence[str] = ()
-    """This package's own, as its metadata has them, ``python`` among them as one more."""
+    """This package's own requirements, from its metadata, including ``python``."""
     python: str = ""
     shared_memory: Path = Path("/dev/shm")
     package: Path = _ROOT / "megatron_cg"
 
     @property
     def wants_gpu(self) -> bool:
-        """Whether graphs are to be captured on GPUs."""
+        """Whether graphs will be captured on GPUs."""
         return self.backend == TRANSFORMER_ENGINE
 
 
@@ -68,9 +68,9 @@ def this_system(backend: str) -> System:
 
 
 def own_requirements(root: Path) -> tuple[str, ...]:
-    """What megatron-cg requires; in a checkout that is not installed, by its pyproject.toml.
+    """The requirements of megatron-cg; from pyproject.toml in a checkout that is not installed.
 
-    The range of Python is the one named ``python``. Empty where neither can be read.
+    ``python`` is the name of the range of Python versions. Empty if neither can be read.
     """
     try:
         metadata = importlib.metadata.metadata("megatron-cg")

@@ -1,4 +1,4 @@
-"""Versions of Python, packages and CUDA's libraries, against what this package was made for."""
+"""Checks the versions of Python, packages and CUDA's libraries against the supported ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_cg.tools.doctor.system import System
 
 _TE, _FSDP = "transformer-engine", "megatron-fsdp"
 _BUILD_TOOLS = "setuptools wheel ninja pybind11"
-"""What compiling TE takes, where pip installs nothing for it: ``requirements/gpu-build.txt``."""
+"""Build dependencies of TE that pip does not install: ``requirements/gpu-build.txt``."""
 _TE_PARTS = ("transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
 _WITH_TORCH = {"cuda": ("CUDA", "13.0"), "cudnn": ("cuDNN", "9.19"), "nccl": ("NCCL", "2.28")}
-"""What torch 2.11.0+cu130 brings, with which the README's table was measured."""
+"""The versions in torch 2.11.0+cu130, used for the measurements in the README's table."""
 _TRY_FIRST = "megatron-cg align"
 _NOT_TRIED = (
     "nothing says that it fails, and nothing that it works: symbols that are relied on are checked "
@@ -47,7 +47,7 @@ def python(system: System) -> Iterator[Finding]:
 
 
 def packages(system: System) -> Iterator[Finding]:
-    """The packages below us: there, not too old, and tried before."""
+    """The packages that we depend on are installed, not too old, and tested before."""
     ranges = _ranges(system)
     if not ranges:
         yield note(
@@ -62,7 +62,7 @@ def packages(system: System) -> Iterator[Finding]:
 
 
 def te_parts(system: System) -> Iterator[Finding]:
-    """TE comes in parts that must be of one version, for torch's CUDA.
+    """The parts of TE must have one version, and match torch's CUDA.
 
     Source: transformer-engine 2.20.2, ``transformer_engine.common``, ``load_framework_extension``.
     """
@@ -90,7 +90,7 @@ def te_parts(system: System) -> Iterator[Finding]:
 
 
 def cuda(system: System) -> Iterator[Finding]:
-    """What torch was built with, as torch says it."""
+    """The versions that torch was built with, as torch reports them."""
     torch = system.ask(ask.TORCH)
     if torch["cuda"] is None:
         yield error(
@@ -148,14 +148,14 @@ def _missing(system: System, wanted: Requirement) -> Finding:
 
 
 def _install(wanted: Requirement) -> str:
-    """The line that installs a package in the range it is wanted in."""
+    """The command that installs a package in the required range."""
     extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
     what = f"{wanted.name}{extras}{wanted.specifier}"
     return _build(what) if wanted.name == _TE else f"pip install '{what}'"
 
 
 def _build(what: str) -> str:
-    """The lines that install what is compiled against the torch that is here."""
+    """The commands that install a package compiled against the installed torch."""
     return f"pip install {_BUILD_TOOLS} && pip install --no-build-isolation '{what}'"
 
 
@@ -172,7 +172,7 @@ def _ranges(system: System) -> dict[str, Requirement]:
 
 
 def _is_newer(version: str, allowed: SpecifierSet) -> bool:
-    """Whether a version outside of the range is above it, and not below."""
+    """Whether a version outside the range is above it, not below."""
     lows = [Version(s.version) for s in allowed if s.operator in (">=", ">", "==", "~=")]
     try:
         return not lows or Version(version) >= max(lows)

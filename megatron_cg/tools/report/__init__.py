@@ -1,1 +1,1 @@
-"""From records of runs to one page to read; see ``docs/report.md``."""
+"""Converts records of runs to one readable page; see ``docs/report.md``."""

@@ -1,4 +1,4 @@
-"""What was graphed, layer by layer and scope by scope, as rows that a reader can take in. Pure."""
+"""Summarizes what was graphed, by layer and scope, in readable rows. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layer:
     eager: Mapping[str, str]
 
     def kind_of(self, scope: str) -> str:
-        """In a graph or, if not, which of the ways not to be."""
+        """Whether the scope is in a graph and, if not, why."""
         if scope in self.graphed:
             return GRAPHED
         reason = self.eager.get(scope, NO_SUCH_PART)
@@ -37,7 +37,7 @@ class Layer:
 
     @property
     def reasons(self) -> dict[str, list[str]]:
-        """The scopes that the layer has and no graph holds, by the reason."""
+        """The scopes of the layer that no graph contains, by reason."""
         found: dict[str, list[str]] = {}
         for scope, reason in self.eager.items():
             if reason != NO_SUCH_PART:
@@ -47,15 +47,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The last capture that came to graphs."""
+    """The last capture that produced graphs."""
 
     scopes: tuple[str, ...]
-    """Those that some layer has, in Megatron's order."""
+    """The scopes of any layer, in Megatron's order."""
     layers: tuple[Layer, ...]
 
     @property
     def groups(self) -> list[tuple[str, Layer]]:
-        """Layers alike and next to each other as one, with its name; ``layers 0 to 3``."""
+        """Groups of equal neighbouring layers, each with its name; ``layers 0 to 3``."""
 
         def alike(layer: Layer) -> Any:
             return layer.kind, layer.graphed, sorted(layer.eager.items())
@@ -64,7 +64,7 @@ class Coverage:
         return [(_span(group), group[0]) for group in groups]
 
     def stretches(self, scope: str, kind: str, longest: int) -> list[tuple[int, int]]:
-        """(first layer, how many) of that kind side by side, at most ``longest`` in one."""
+        """(first layer, count) of neighbouring layers of that kind, at most ``longest`` in one."""
         found: list[tuple[int, int]] = []
         for index, layer in enumerate(self.layers):
             if layer.kind_of(scope) != kind:
@@ -78,7 +78,7 @@ class Coverage:
 
     @property
     def text(self) -> str:
-        """It all in a sentence."""
+        """A summary in one sentence."""
         graphed = [layer for layer in self.layers if layer.graphed]
         cells = [(layer, scope) for layer in self.layers for scope in self.scopes]
         there = [pair for pair in cells if pair[0].kind_of(pair[1]) != ABSENT]
@@ -90,7 +90,7 @@ class Coverage:
 
 
 def read_coverage(story: Story) -> Coverage | None:
-    """The map of the run's first rank, or None where none was recorded."""
+    """The coverage of the run's first rank, or None if none was recorded."""
     captures = story.captures
     rows: Sequence[Mapping[str, Any]] = captures[-1]["coverage"] if captures else ()
     layers = tuple(

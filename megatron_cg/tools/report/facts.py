@@ -44,7 +44,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _graphed(record: Mapping[str, Any]) -> str:
-    """The scopes that the last capture holds, each with how many layers have it in a graph."""
+    """The scopes in the last capture, each with the number of layers whose graph has it."""
     if "captures" not in record:
         return "not recorded"
     made = [capture for capture in record["captures"] if capture["graphs"]]
@@ -58,7 +58,7 @@ def _text(value: Any) -> str:
 
 
 def command_lines(story: Story) -> str:
-    """Each run's, with what only one of the two has named before it, as HTML."""
+    """Each run's command line as HTML and, with two runs, the words that only one of them has."""
     lines = {name: run[min(run)].get("command") for name, run in story.runs}
     words = {name: tuple(line or ()) for name, line in lines.items()}
     made = []

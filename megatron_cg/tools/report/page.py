@@ -1,4 +1,4 @@
-"""The page, part by part: what is said, which figures go with it, and what is not known."""
+"""Builds the page section by section: its text, its plots, and what is not known."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROWS = 60
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of the page: also the name of its PNG file, and what it says in words."""
+    """A plot of the page, with the name of its PNG file and its caption."""
 
     name: str
     caption: str
@@ -38,13 +38,13 @@ class Plot:
 
     @property
     def html(self) -> str:
-        """The figure as the page has it; its caption is also what stands for it unseen."""
+        """The plot as HTML; its caption is also the text alternative."""
         return html.figure(as_svg(self.draw, self.name, self.caption), self.caption)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A section: ``body`` before its figures, ``after`` behind them."""
+    """A section: ``body`` precedes its plots, ``after`` follows them."""
 
     name: str
     title: str
@@ -81,7 +81,7 @@ def page(story: Story) -> str:
 
 
 def write_pngs(story: Story, directory: Path) -> list[Path]:
-    """Every figure of the page as ``<name>.png`` in ``directory``; returns the files."""
+    """Write every plot of the page as ``<name>.png`` in ``directory``; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for part in parts(story):
@@ -133,7 +133,7 @@ def _dotted(story: Story) -> str:
 
 
 def _numbers(found: list[Quantity]) -> str:
-    """The steps' numbers, all where they are few, else every so many."""
+    """A table of the numbers of steps: all if they are few, else every n-th."""
     steps = sorted({int(step) for quantity in found for step in quantity.run.x})
     stride = -(-len(steps) // _ROWS) if steps else 1
     head, columns = ["step"], []
@@ -198,7 +198,7 @@ def _times(story: Story) -> Part:
 
 
 def _captures(story: Story) -> Iterator[Mapping[str, Any]]:
-    """Those that came to graphs; of many the first and the last."""
+    """Captures that produced graphs; if there are many, the first and the last."""
     found = story.captures
     yield from found if len(found) <= 2 else (found[0], found[-1])
 

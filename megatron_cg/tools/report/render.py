@@ -1,7 +1,7 @@
-"""From a drawing to SVG inside a page, and to PNG files.
+"""Converts a drawing to SVG inside a page, and to PNG files.
 
-Relied on: matplotlib 3.9 to 3.11, whose SVG names its clip paths and markers by ``id`` and refers
-to them as ``url(#id)`` and ``xlink:href="#id"``, and keeps text as text with ``svg.fonttype`` none.
+Relied on: matplotlib 3.9 to 3.11. Its SVG names clip paths and markers by ``id``, refers to them as
+``url(#id)`` and ``xlink:href="#id"``, and keeps text as text if ``svg.fonttype`` is none.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatron_cg.tools.report.report_plots import Draw, Look
 from megatron_cg.tools.report.theme import LIGHT, STYLED, Palette, as_styled
 
 WIDE, NARROW = 7.4, 3.5
-"""Inches: the page's column, and a phone's; at both the text is as large as the page's own."""
+"""Inches: the width of the page's column, and a phone's; text is as large as the page's own."""
 _DPI = 200
 
 
 def as_svg(draw: Draw, name: str, alternative: str) -> str:
-    """Two SVG elements, for wide and for narrow pages, of which the page's style shows one.
+    """Two SVG elements, for wide and for narrow pages; the page's style shows one of them.
 
     Args:
-        draw: what is drawn.
-        name: of letters, digits and dashes; no other figure of the page has it.
-        alternative: what a reader who does not see the figure should know.
+        draw: makes the drawing.
+        name: letters, digits and dashes; unique among the plots of the page.
+        alternative: a description for readers who do not see the plot.
     """
     return "".join(
         _one_svg(draw, width, f"{name}-{kind}", kind, alternative)
@@ -40,7 +40,7 @@ def as_svg(draw: Draw, name: str, alternative: str) -> str:
 
 def _one_svg(draw: Draw, width: float, prefix: str, kind: str, alternative: str) -> str:
     written = io.StringIO()
-    # Without a date, and with ids from the drawing alone: the same records give the same page.
+    # No date, and ids from the drawing alone: the same records give the same page.
     with mpl.rc_context(_style(STYLED, **{"svg.fonttype": "none", "svg.hashsalt": prefix})):
         figure = Figure(layout="constrained")
         draw(figure, Look(STYLED, width))
@@ -49,7 +49,7 @@ def _one_svg(draw: Draw, width: float, prefix: str, kind: str, alternative: str)
     text = written.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    # Ids are the whole page's, and matplotlib gives the same ones to parts of each figure.
+    # Ids must be unique in the page, but matplotlib repeats them in each plot.
     text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", text)
     text = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', text)
@@ -65,7 +65,7 @@ def _one_svg(draw: Draw, width: float, prefix: str, kind: str, alternative: str)
 
 
 def write_png(draw: Draw, path: Path) -> None:
-    """The wide figure as a PNG file with a white background."""
+    """Write the wide plot as a PNG file with a white background."""
     with mpl.rc_context(_style(LIGHT)), whole_file(path) as part:
         figure = Figure(layout="constrained")
         draw(figure, Look(LIGHT, WIDE))
@@ -73,7 +73,7 @@ def write_png(draw: Draw, path: Path) -> None:
 
 
 def _style(palette: Palette, **more: Any) -> Any:
-    """Matplotlib's settings in the palette's colours, and ``more`` of them."""
+    """Matplotlib's settings in the palette's colours, with ``more`` settings."""
     return {
         **more,
         "font.family": "sans-serif",

@@ -1,6 +1,6 @@
-"""The figures, by matplotlib: as SVG for the page, in two widths, and as PNG.
+"""The plots, with matplotlib: as SVG for the page, in two widths, and as PNG.
 
-Every curve is told by line style or marker or label besides its colour.
+Every curve has a line style, marker or label besides its colour.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megatron_cg.tools.report.theme import Palette
 
 MIB = 2**20
 _MARKED = 40
-"""Up to so many points have a mark each."""
+"""With at most this many points, each has a mark."""
 _LONGEST = 22
-"""Letters of a name in a legend."""
+"""Maximum length of a name in a legend."""
 _CELLS = 64
-"""Up to so many layers have a cell each; of more, those alike and side by side have one."""
+"""With at most this many layers, each has its own cell; otherwise equal neighbours share one."""
 _FAR = 4.0
-"""Times the median, beyond which a step's time is left out of the picture."""
+"""A step time above this multiple of the median is left out of the plot."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a figure is drawn: colours, and the width in inches of a page's column."""
+    """How a plot is drawn: colours, and the width of a page's column in inches."""
 
     palette: Palette
     width: float
@@ -51,11 +51,11 @@ class Look:
 
 
 Draw = Callable[[Figure, Look], None]
-"""Draws on an empty figure of the look's width; sets its height."""
+"""Draws on an empty figure of the look's width and sets its height."""
 
 
 def of_quantity(story: Story, quantity: Quantity) -> Draw:
-    """Both runs' curves, one on the other, and their difference below."""
+    """Both runs' curves, one over the other, and their difference below."""
 
     def draw(figure: Figure, look: Look) -> None:
         both = quantity.difference is not None
@@ -77,7 +77,7 @@ def of_quantity(story: Story, quantity: Quantity) -> Draw:
 def _two_curves(
     axes: Axes, look: Look, story: Story, reference: Series | None, run: Series
 ) -> None:
-    """The run as a thin line inside the band of the other, with the page between them."""
+    """The run as a thin line inside the other's band, separated by the background colour."""
     palette = look.palette
     if reference is not None:
         name = _label(story.reference_name)
@@ -126,7 +126,7 @@ def of_step_times(story: Story) -> Draw:
 
 
 def highest_shown(story: Story) -> float:
-    """The top of the picture of step times; steps that take much longer are above it."""
+    """The upper limit of the plot of step times; much longer steps are above it."""
     found = [step_times(run[min(run)]).finite for _, run in story.runs]
     usual = max((median(times) for times in found if times), default=1.0)
     shown = [time for times in found for time in times if time <= _FAR * usual]
@@ -134,7 +134,7 @@ def highest_shown(story: Story) -> float:
 
 
 def of_phases(story: Story, phases: Mapping[str, Mapping[str, float]]) -> Draw:
-    """The parts of the median step as bars, one a run; ``phases`` by run's name and part."""
+    """The phases of the median step as bars, one per run; ``phases`` by run's name and phase."""
     del story
 
     def draw(figure: Figure, look: Look) -> None:
@@ -159,7 +159,7 @@ def of_phases(story: Story, phases: Mapping[str, Mapping[str, float]]) -> Draw:
 
 
 def of_capture_seconds(seconds: Mapping[str, float]) -> Draw:
-    """What a capture's seconds went to."""
+    """The seconds of a capture by phase."""
 
     def draw(figure: Figure, look: Look) -> None:
         figure.set_size_inches(look.width, 0.7 + 0.32 * len(seconds))
@@ -225,7 +225,7 @@ def of_memory_at_capture(points: Mapping[str, Mapping[str, int]]) -> Draw:
 
 
 def of_coverage(found: Coverage) -> Draw:
-    """A map of layers and scopes: what is in a graph."""
+    """A map of layers and scopes that shows what is in a graph."""
 
     def draw(figure: Figure, look: Look) -> None:
         figure.set_size_inches(look.width, 1.15 + 0.34 * len(found.scopes))
@@ -261,7 +261,7 @@ def of_coverage(found: Coverage) -> Draw:
 
 
 def of_counters(story: Story) -> Draw:
-    """What graphs did in a step: passes, bytes copied, and what votes took."""
+    """The graphs' work in a step: passes, bytes copied, and the time of votes."""
 
     def draw(figure: Figure, look: Look) -> None:
         figure.set_size_inches(look.width, 5.4)
@@ -298,7 +298,7 @@ def of_counters(story: Story) -> Draw:
 
 
 def _curve(axes: Axes, series: Series, colour: str, marker: str = "", **style: Any) -> None:
-    """Points with a mark each while they are few; many are thinned."""
+    """Points, each with a mark if they are few; a long series is thinned."""
     few = len(series.x) <= _MARKED
     shown = thin(series)
     axes.plot(
@@ -313,7 +313,7 @@ def _curve(axes: Axes, series: Series, colour: str, marker: str = "", **style: A
 
 
 def _capture_line(panels: Sequence[Axes], look: Look, story: Story) -> None:
-    """Where graphs were captured, between two steps; what is drawn from is said in captions."""
+    """Mark where graphs were captured, between two steps; captions explain the mark."""
     captured = story.captured_after
     if captured is None:
         return
@@ -322,7 +322,7 @@ def _capture_line(panels: Sequence[Axes], look: Look, story: Story) -> None:
 
 
 def _label(name: str) -> str:
-    """A run's name that fits a legend; matplotlib shows none that begins with an underscore."""
+    """A run's name that fits a legend; matplotlib hides names that begin with an underscore."""
     name = name.lstrip("_") or "run"
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}\u2026"
 
@@ -336,7 +336,7 @@ def _legend(axes: Axes, look: Look, columns: int = 2) -> None:
 
 
 def _fills(palette: Palette) -> list[tuple[str, str]]:
-    """Colours of stacked bars, with a hatch each."""
+    """Colours of stacked bars, each with a hatch."""
     return [
         (palette.run, ""),
         (palette.reference, "////"),

@@ -1,4 +1,4 @@
-"""From records to the points of curves. Pure; nothing of how they look."""
+"""Converts records to the points of curves. Pure; nothing about appearance."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from megatron_cg.tools.report.story import Story
 
 LIMIT = 1000
-"""Points that a curve keeps: more than there are pixels for it."""
+"""Maximum number of points of a curve: more than it has pixels."""
 MEANS = 200
-"""Points that a curve of means keeps."""
+"""Maximum number of points of a curve of means."""
 NORM = "gradient norm"
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points in the order of ``x``; ``y`` may have NaN where there is no number."""
+    """Points in the order of ``x``; ``y`` may contain NaN for a missing number."""
 
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -32,17 +32,17 @@ class Series:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number a step, of one run or of two."""
+    """One number per step, of one run or of two."""
 
     name: str
     run: Series
     reference: Series | None = None
     difference: Series | None = None
-    """Run less reference at each step that both have, on the rank where it is largest."""
+    """Run minus reference at each common step, on the rank where it is largest."""
     compared: int = 0
-    """Numbers that both runs have, over all ranks."""
+    """How many numbers both runs have, over all ranks."""
     unequal: tuple[tuple[int, int], ...] = ()
-    """(step from 1, rank) of those that differ in some bit, in the order of steps."""
+    """(step from 1, rank) of the numbers that differ in any bit, in the order of steps."""
 
 
 def quantities(story: Story) -> list[Quantity]:
@@ -68,7 +68,7 @@ def _quantity(story: Story, name: str) -> Quantity:
             if one != two:
                 unequal.append((step, rank))
             difference = float.fromhex(one) - float.fromhex(two) if one != two else 0.0
-            if not abs(difference) <= abs(widest.get(step, 0.0)):  # NaN is wider than all
+            if not abs(difference) <= abs(widest.get(step, 0.0)):  # true for NaN too
                 widest[step] = difference
             widest.setdefault(step, 0.0)
     steps = tuple(sorted(widest))
@@ -107,9 +107,9 @@ def step_times(record: Mapping[str, Any]) -> Series:
 
 
 def counted_steps(story: Story) -> range:
-    """The steps, from 1, whose times are compared: with graphs, and not the first with them.
+    """The steps, from 1, whose times are compared: those with graphs, except the first.
 
-    Without graphs the second half, since the first has what is done once.
+    Without graphs the second half, because the first half contains one-time work.
     """
     steps, captured = len(story.rank["steps"]), story.captured_after
     if story.reference_rank is not None:
@@ -125,9 +125,9 @@ def median_time(record: Mapping[str, Any], steps: range) -> float | None:
 
 
 def phase_times(record: Mapping[str, Any], steps: range) -> dict[str, float]:
-    """The median milliseconds of each part of a step; empty where parts were not recorded.
+    """The median milliseconds of each phase of a step; empty if phases were not recorded.
 
-    What no part accounts for is ``rest``.
+    The time outside all phases is ``rest``.
     """
     rows = [s for n, s in enumerate(record["steps"], 1) if n in steps and s.get("phases")]
     if not rows:
@@ -139,12 +139,12 @@ def phase_times(record: Mapping[str, Any], steps: range) -> dict[str, float]:
 
 
 def rates(record: Mapping[str, Any], group: str, name: str, scale: float = 1.0) -> Series:
-    """How much a count grew a step, times ``scale``: the mean since the point before."""
+    """The growth of a count per step, times ``scale``: the mean since the previous point."""
     before, step = 0.0, 0
     points = []
     rows = list(record.get("intervals", ()))
     stride = -(-len(rows) // MEANS) or 1
-    # Counted from the end, so that what was counted last is in it.
+    # Counted from the end, so that the last count is included.
     for row in rows[(len(rows) - 1) % stride :: stride] if rows else ():
         now = float(row[group].get(name, 0))
         if row["step"] > step:
@@ -162,7 +162,7 @@ def memory_over_steps(record: Mapping[str, Any], name: str) -> Series:
 
 
 def thin(series: Series, limit: int = LIMIT) -> Series:
-    """At most about ``limit`` points: of each stretch the lowest and the highest, in order."""
+    """At most about ``limit`` points: the lowest and the highest of each interval, in order."""
     count = len(series.x)
     if count <= limit:
         return series
@@ -181,5 +181,5 @@ def thin(series: Series, limit: int = LIMIT) -> Series:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one; NaN of none."""
+    """The median; NaN of an empty sequence."""
     return statistics.median(values) if values else math.nan

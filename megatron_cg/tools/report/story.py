@@ -1,4 +1,4 @@
-"""What a page tells of: one run, and the one that it is compared with. Reads the records."""
+"""The runs of a page: one run, and optionally a reference run. Reads the records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EAGER, GRAPHS = "eager", "graphs"
 
 @dataclass(frozen=True)
 class Story:
-    """``reference`` is None where one run alone is told of; names are for legends."""
+    """``reference`` is None if the page shows one run; names are for legends."""
 
     title: str
     run: Run
@@ -26,17 +26,17 @@ class Story:
 
     @property
     def rank(self) -> Mapping[str, Any]:
-        """The run's record of its first rank, from which curves are drawn."""
+        """The record of the run's first rank; curves are drawn from it."""
         return self.run[min(self.run)]
 
     @property
     def reference_rank(self) -> Mapping[str, Any] | None:
-        """The same of the run that it is compared with."""
+        """The same for the reference run."""
         return None if self.reference is None else self.reference[min(self.reference)]
 
     @property
     def runs(self) -> tuple[tuple[str, Run], ...]:
-        """The runs by name, the one that is compared with first."""
+        """The runs by name, the reference first."""
         first = () if self.reference is None else ((self.reference_name, self.reference),)
         return (*first, (self.name, self.run))
 
@@ -50,36 +50,36 @@ class Story:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether there are two runs and their setups are the same."""
+        """Whether there are two runs with the same setup."""
         return self.comparison is not None and self.comparison.status != NOT_COMPARABLE
 
     @property
     def captures(self) -> list[Mapping[str, Any]]:
-        """What is recorded of the first rank's captures that came to graphs."""
+        """The first rank's recorded captures that produced graphs."""
         return [c for c in self.rank.get("captures", ()) if c["graphs"]]
 
     @property
     def captured_after(self) -> int | None:
-        """Steps before the first capture that came to graphs."""
+        """The number of steps before the first capture that produced graphs."""
         made = self.captures
         found = made[0]["after_step"] if made else self.rank.get(CAPTURED_AFTER)
         return None if found is None else int(found)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether times and memory are a GPU's."""
+        """Whether times and memory were measured on a GPU."""
         return bool(self.rank.get("device", "cpu") != "cpu")
 
 
 def read_story(directory: Path, against: Path | None = None) -> Story:
-    """The runs in ``directory``: what ``align`` or ``--cg-report`` left there.
+    """The runs in ``directory``, as written by ``align`` or ``--cg-report``.
 
     Args:
-        directory: with ``eager`` and ``graphs`` in it, or one run's ``rank0.json``, or with a
-            ``record`` that has it.
+        directory: contains ``eager`` and ``graphs``, or one run's ``rank0.json``, or a ``record``
+            with it.
         against: another such folder of one run, to compare with.
 
-    Raises RecordError where there is no record, or two runs are compared with a third.
+    Raises RecordError if there is no record, or if two runs are compared with a third.
     """
     pair = all(_records(directory / name) for name in (EAGER, GRAPHS))
     if pair and against is not None:
@@ -100,20 +100,20 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
     title = " against ".join(names)
     made = [(run, f"{names[0]} ({_kind(run)})"), (other, f"{names[1]} ({_kind(other)})")]
     if _kind(run) == EAGER and _kind(other) == GRAPHS:
-        # A run with graphs is compared with an eager run, in whatever order they are named.
+        # The eager run is the reference, whatever the order of the arguments.
         made.reverse()
     (run, name), (other, other_name) = made
     return Story(title, run, name, other, other_name)
 
 
 def _kind(run: Run) -> str:
-    """Whether some rank of the run captured graphs."""
+    """Whether any rank of the run captured graphs."""
     ranks = run.values()
     return GRAPHS if any(CAPTURED_AFTER in rank or rank["graphs"] for rank in ranks) else EAGER
 
 
 def _records(directory: Path) -> Path | None:
-    """Where the records of one run are, if there are any."""
+    """The directory of one run's records, if there are any."""
     there = (place for place in (directory, directory / "record") if place.is_dir())
     return next((place for place in there if record_files(place)), None)
 

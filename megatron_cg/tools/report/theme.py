@@ -1,9 +1,9 @@
-"""Colours, for figures in a page that follows the reader's scheme and for PNG files.
+"""Colours for plots, both in a page that follows the reader's colour scheme and in PNG files.
 
-In a page a figure's colours are names of the page's style, so that one drawing is right in light
-and in dark: it is drawn in fakes, which :func:`as_styled` replaces. The hues are from the
-palette of Okabe and Ito, told apart with every kind of colour blindness, in the shade that keeps
-3:1 against the page; text keeps 4.5:1.
+In a page, plots use names of the page's style instead of fixed colours, so one drawing suits light
+and dark mode. It is drawn in placeholder colours, which :func:`as_styled` replaces. The hues come
+from the palette of Okabe and Ito, which is distinguishable with every kind of colour blindness. The
+shades keep a contrast of 3:1 against the page; text keeps 4.5:1.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Palette:
     page: str
     """The background."""
     panel: str
-    """That of boxes on it."""
+    """The background of boxes."""
     ink: str
     muted: str
-    """Text of lesser weight."""
+    """Secondary text."""
     grid: str
     run: str
     reference: str
@@ -60,7 +60,7 @@ DARK = Palette(
 )
 _NAMES = tuple(field.name for field in fields(Palette))
 STYLED = Palette(**{name: f"#00fe{number:02x}" for number, name in enumerate(_NAMES)})
-"""The fakes; no figure uses these colours for themselves."""
+"""The placeholder colours; no plot uses them otherwise."""
 
 
 def variables(palette: Palette) -> str:
@@ -69,6 +69,6 @@ def variables(palette: Palette) -> str:
 
 
 def as_styled(svg: str) -> str:
-    """``svg``, drawn in :data:`STYLED`, with the page's properties instead of fakes."""
+    """``svg``, drawn in :data:`STYLED`, with the page's properties instead of placeholders."""
     stand_ins = {getattr(STYLED, name): name for name in _NAMES}
     return re.sub(r"#00fe[0-9a-f]{2}\b", lambda found: f"var(--{stand_ins[found[0]]})", svg)

@@ -1,4 +1,4 @@
-"""The page's sentences: what was found, said without a picture. Pure."""
+"""The sentences of the page: the findings without a picture. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Verdict:
-    """``head`` says it in a few words, ``text`` in full; ``kind`` decides how it is shown."""
+    """``head`` is a short form, ``text`` the full one; ``kind`` decides how it is shown."""
 
     kind: Kind
     head: str
@@ -26,7 +26,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure at the head of the page."""
+    """One number at the head of the page."""
 
     label: str
     value: str
@@ -34,7 +34,7 @@ class Tile:
 
 
 def verdict(story: Story) -> Verdict:
-    """What came of it: of the comparison where there are two runs, else of the run."""
+    """The result: of the comparison if there are two runs, else of the run."""
     comparison = story.comparison
     if comparison is None:
         return _outcome(story)
@@ -89,7 +89,7 @@ def _ended(run: Run) -> bool:
 
 
 def difference(quantity: Quantity) -> str:
-    """How two runs differ in one quantity; exact zero is said as such."""
+    """How two runs differ in one quantity; an exact zero is stated as such."""
     if quantity.difference is None:
         alone = quantity.reference is None
         return "There is no run to compare with." if alone else "The runs have different setups."
@@ -114,7 +114,7 @@ def _all_numbers(number: int) -> str:
 
 
 def speed(story: Story) -> str:
-    """The median step, of both runs where there are two, and what it is a median of."""
+    """The median step time of each run, and the steps that it covers."""
     steps = counted_steps(story)
     ours = median_time(story.rank, steps)
     if ours is None:
@@ -129,7 +129,7 @@ def speed(story: Story) -> str:
 
 
 def no_gpu(story: Story) -> str:
-    """What times of a run without a GPU are worth."""
+    """What the times of a run without a GPU can tell."""
     if story.captured_after is None:
         return "No GPU was used, so times say nothing of speed on one."
     return (
@@ -139,7 +139,7 @@ def no_gpu(story: Story) -> str:
 
 
 def tiles(story: Story, found: list[Quantity]) -> list[Tile]:
-    """The figures at the head of the page."""
+    """The numbers at the head of the page."""
     made = [Tile("steps", f"{len(story.rank['steps']):,}", count(len(story.run), "rank"))]
     compared = sum(quantity.compared for quantity in found)
     if compared:
@@ -161,7 +161,7 @@ def tiles(story: Story, found: list[Quantity]) -> list[Tile]:
 
 
 def _time_tiles(story: Story) -> list[Tile]:
-    """None of a run without a GPU: a figure at the head of the page should mean something."""
+    """Empty for a run without a GPU: a number at the head of the page should mean something."""
     steps = counted_steps(story)
     ours = median_time(story.rank, steps)
     other = story.reference_rank
@@ -178,7 +178,7 @@ def _range(steps: range) -> str:
 
 
 def what(story: Story) -> str:
-    """What the page tells of, for its head."""
+    """The subject of the page, for its head."""
     compared = story.name if story.reference is None else f"{story.name} against "
     other = "" if story.reference is None else story.reference_name
     device = str(story.rank.get("device", "cpu"))
@@ -187,7 +187,7 @@ def what(story: Story) -> str:
 
 
 def peaks(story: Story) -> str:
-    """The highest memory of each run, on the rank that had most."""
+    """The peak memory of each run, on the rank with the highest."""
     highest = [
         (name, max(int(run[rank].get("peak_allocated_bytes", 0)) for rank in run))
         for name, run in story.runs
@@ -199,7 +199,7 @@ def peaks(story: Story) -> str:
 
 
 def faults(story: Story) -> list[str]:
-    """Every error, failed capture and warning, once with the ranks that had it."""
+    """Every error, failed capture and warning, once, with its ranks."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for name, run in story.runs:
         for rank in sorted(run):
@@ -222,7 +222,7 @@ def _faults_of(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def graph_memory(story: Story) -> int | None:
-    """Bytes that the first capture left allocated, or None where no GPU was used."""
+    """Bytes that the first capture left allocated, or None if no GPU was used."""
     captures = story.captures
     memory = captures[0]["memory"] if captures else {}
     before, after = memory.get("before"), memory.get("after")
@@ -232,7 +232,7 @@ def graph_memory(story: Story) -> int | None:
 
 
 def counts(run: Run) -> dict[str, int]:
-    """The run's counters, over all ranks; none where it had no graphs."""
+    """The run's counters, summed over all ranks; empty if it had no graphs."""
     total: dict[str, int] = {}
     for record in run.values():
         for name, value in _last_counts(record).items():
@@ -241,7 +241,7 @@ def counts(run: Run) -> dict[str, int]:
 
 
 def _last_counts(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """At the end, or where the run did not come there, as far as was written."""
+    """The counts at the end or, if the run did not get there, the last written ones."""
     rows = record.get("intervals", ())
     found: Mapping[str, Any] = record["graphs"] or (rows[-1]["counters"] if rows else {})
     return found
