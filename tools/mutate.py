@@ -86,7 +86,6 @@ NEAR: dict[str, str] = {
     "fsdp/fsdp_model.py": "fastpath/test_mutants_of_params.py capture/test_session.py "
     "runs/test_some_layers.py backends/tape/test_training.py",
     "fsdp/roles.py": _HOOKS,
-    "fsdp/tag.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,
     "replay/guarded_graph.py": _REPLAY,
     "replay/guard/addresses.py": "replay/guard runs/test_moved_buffers.py",

@@ -24,7 +24,6 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters, training_states
 from megatron_cg.fsdp.roles import fsdp_package_of
-from megatron_cg.fsdp.tag import tag_backward_wrappers
 from megatron_cg.fsdp.transform import UnitHooks, transform
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
@@ -64,7 +63,6 @@ def capturing(
     modules = _unique(module for unit in units for module in unit.layer.modules())
     hooks = tuple(read_hooks(unit) for unit in units)
     with ExitStack() as lasting, ExitStack() as always:
-        always.callback(tag_backward_wrappers(modules))
         always.enter_context(training_states(fsdp.modules()))
         always.enter_context(raw_parameters(fsdp))
         parameters = _unique(p for unit in units for p in unit.layer.parameters())

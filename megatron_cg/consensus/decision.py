@@ -41,7 +41,6 @@ class Kind(IntEnum):
     CAPTURE_END = 2
     STEP = 3
     MISMATCH = 4
-    SIZE = 5
 
 
 class Exchange(IntEnum):
@@ -76,11 +75,6 @@ class Decision:
     """The ranks that do not hold the set of graphs that most ranks hold."""
 
     @property
-    def rank(self) -> int | None:
-        """The lowest rank that caused the decision; None for KEEP."""
-        return min(self.asked or self.minority, default=None)
-
-    @property
     def same_graphs(self) -> bool:
         """Whether all ranks hold the same set of graphs."""
         return not self.minority
@@ -89,10 +83,6 @@ class Decision:
     def sizes_agree(self) -> bool:
         """Whether all ranks would choose the same static size."""
         return self.smallest == self.largest
-
-    def static_size(self, can_pad: bool) -> int | None:
-        """The size for all ranks: the common one, or the largest if they can pad; None is eager."""
-        return self.largest if self.sizes_agree or can_pad else None
 
     def reason(self) -> str:
         """Why this was decided, in words."""

@@ -12,7 +12,7 @@ from torch import nn
 from megatron_cg.fastpath.gradients import bucketing as gradients
 from megatron_cg.fastpath.gradients.bucketing import GradientBucketing, install_gradients
 from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, install_detached
+from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, install_detached
 from megatron_cg.fastpath.heuristics import install_heuristics
 from megatron_cg.fastpath.not_applicable import StepsAsideError
 from megatron_cg.fastpath.optimizer import adam, clip, zero
@@ -35,7 +35,7 @@ from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
-_OF_GRAPHS = "hidden weights of graphs"
+_OF_GRAPHS = "detached weights of graphs"
 _warned: set[tuple[str, str]] = set()
 
 
@@ -64,7 +64,7 @@ class FastPath:
         self.bucketing: GradientBucketing | None = None
         self.deferred = DeferredPrefetch()
         """Holds gathers. They must be issued before a graphed unit runs eagerly."""
-        self._hidden: HiddenWeights | None = None
+        self._detached: DetachedWeights | None = None
         self._undo = ExitStack()
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class FastPath:
     ) -> None:
         """Add the parts around the passes of units: detached weights, unshards and gathers."""
         fsdp, deferred = self._fsdp, DeferredPrefetch(graphed)
-        self._add("hidden weights", lambda: install_detached(self._detaches(fsdp, graphed)))
+        self._add("detached weights", lambda: install_detached(self._detaches(fsdp, graphed)))
         if replays:
             self._add(
                 _OF_GRAPHS,
@@ -121,13 +121,13 @@ class FastPath:
         self.bucketing, undo = install_gradients(fsdp)
         return undo
 
-    def _detaches(self, fsdp: Any, graphed: Container[nn.Module]) -> HiddenWeights:
+    def _detaches(self, fsdp: Any, graphed: Container[nn.Module]) -> DetachedWeights:
         """Return the instance that all parts share: a weight is detached only once."""
         if self.bucketing is None:
             raise StepsAsideError("gradients are left to Megatron-FSDP")
-        if self._hidden is None:
-            self._hidden = HiddenWeights(fsdp.module, self.bucketing, graphed)
-        return self._hidden
+        if self._detached is None:
+            self._detached = DetachedWeights(fsdp.module, self.bucketing, graphed)
+        return self._detached
 
     def _unit_is_done(self, unit: nn.Module) -> None:
         if self.bucketing is not None:

@@ -1,7 +1,6 @@
-"""Megatron-FSDP's hooks: recognised, tagged, and passed to TE in the phases they belong to."""
+"""Megatron-FSDP's hooks: recognised, and passed to TE in the phases they belong to."""
 
 from megatron_cg.fsdp.roles import FsdpRole, classify, fsdp_package_of
-from megatron_cg.fsdp.tag import tag_backward_wrappers
 from megatron_cg.fsdp.transform import CaptureTimeHooks, UnitHooks, transform
 
 __all__ = [
@@ -10,6 +9,5 @@ __all__ = [
     "UnitHooks",
     "classify",
     "fsdp_package_of",
-    "tag_backward_wrappers",
     "transform",
 ]

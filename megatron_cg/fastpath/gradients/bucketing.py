@@ -142,7 +142,7 @@ class GradientBucketing:
         self._buckets: list[Bucket] = []
         self._of_parameter: dict[int, Bucket] = {}
         self._unit_of_module: dict[nn.Module, list[Bucket]] = {}
-        self._hidden: dict[int, Callable[[], bool]] = {}
+        self._detached: dict[int, Callable[[], bool]] = {}
         self._parts: dict[int, nn.Parameter] = {}
         """Detached weights that have one part of their gradient and wait for the other part."""
         self.copies = 0
@@ -154,23 +154,23 @@ class GradientBucketing:
         """Whether its gradient is bucketed here."""
         return id(parameter) in self._of_parameter
 
-    def hide(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Together:
+    def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Together:
         """Detach ``weights`` from autograd; :meth:`knows` is true for each.
 
         Args:
             weights: the weights of one operation, each once.
             to_come: returns whether this backward pass has yet to reach the operation.
         """
-        self._hidden.update(dict.fromkeys(map(id, weights), to_come))
+        self._detached.update(dict.fromkeys(map(id, weights), to_come))
         buckets = {id(found): found for found in (self._of_parameter[id(w)] for w in weights)}
         return Together(list(weights), next(iter(buckets.values())) if len(buckets) == 1 else None)
 
     def show(self, together: Together) -> None:
-        """Undo :meth:`hide`: only the weights' own hooks take their gradients again."""
+        """Undo :meth:`detach`: only the weights' own hooks take their gradients again."""
         for weight in together.weights:
-            self._hidden.pop(id(weight), None)
+            self._detached.pop(id(weight), None)
 
-    def take_hidden(
+    def take_detached(
         self,
         together: Together,
         gradients: list[torch.Tensor | None],
@@ -181,7 +181,7 @@ class GradientBucketing:
         """Take gradients of detached weights, on the stream on which they are computed.
 
         Args:
-            together: what ``hide`` returned for the weights.
+            together: what ``detach`` returned for the weights.
             gradients: one per weight, in the same order and dtype.
             used: for each weight, whether this backward pass also reaches its own hook.
             lent: whether gradients are in a graph's own memory, where none may wait.
@@ -231,12 +231,12 @@ class GradientBucketing:
             bucket = self._of_parameter.get(id(parameter))
             if bucket is None:
                 self._original([parameter])
-            elif id(parameter) not in self._hidden or self._is_whole(parameter):
+            elif id(parameter) not in self._detached or self._is_whole(parameter):
                 self._take(parameter, bucket)
 
     def _is_whole(self, weight: nn.Parameter) -> bool:
         """Whether a detached weight has its full gradient when its own hook runs."""
-        if self._hidden[id(weight)]():
+        if self._detached[id(weight)]():
             self._parts[id(weight)] = weight
             return False
         if self._parts.pop(id(weight), None) is None and (

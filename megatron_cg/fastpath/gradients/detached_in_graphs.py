@@ -19,26 +19,26 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, call_hidden
+from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, call_detached
 from megatron_cg.replay.replay_function import ReplayFunction
 
 
 def detach_in_graphs(
-    hidden: HiddenWeights, replays: Sequence[ReplayFunction], launched: Callable[[], None]
+    detached: DetachedWeights, replays: Sequence[ReplayFunction], launched: Callable[[], None]
 ) -> Callable[[], None]:
     """Detach the weights of graphs from autograd; returns the undo.
 
     Args:
-        hidden: selects the weights that can be detached.
+        detached: selects the weights that can be detached.
         replays: how autograd sees each graph.
         launched: called after the launch of each forward replay.
     """
     with ExitStack() as undo:
-        undo.callback(hidden.close)
+        undo.callback(detached.close)
         for replay in replays:
-            stand_in = _Fake(hidden, replay, launched)
-            undo.callback(replay.replace(stand_in))
-            undo.callback(stand_in.end)
+            replacement = _Fake(detached, replay, launched)
+            undo.callback(replay.replace(replacement))
+            undo.callback(replacement.end)
         return undo.pop_all().close
 
 
@@ -46,9 +46,9 @@ class _Fake:
     """Called instead of a graph's autograd function."""
 
     def __init__(
-        self, hidden: HiddenWeights, replay: ReplayFunction, launched: Callable[[], None]
+        self, detached: DetachedWeights, replay: ReplayFunction, launched: Callable[[], None]
     ) -> None:
-        self._hidden, self._replay, self._launched = hidden, replay, launched
+        self._detached, self._replay, self._launched = detached, replay, launched
         self._lending = _Lending(replay)
         self._ended = False
 
@@ -64,11 +64,11 @@ class _Fake:
         tail = args[first:]
         weights = None
         if torch.is_grad_enabled():
-            weights = self._hidden.together(tail, of_graph=True)
+            weights = self._detached.together(tail, of_graph=True)
         if weights is None:
             outputs = self._replay.function.apply(*args)
         else:
-            outputs = call_hidden(self._lending, weights, args[:first], tail, lent=True)
+            outputs = call_detached(self._lending, weights, args[:first], tail, lent=True)
         self._launched()
         return outputs
 

@@ -75,11 +75,11 @@ MANY = 4
 Gradients = Sequence[torch.Tensor | None]
 
 
-def install_detached(hidden: HiddenWeights) -> Callable[[], None]:
+def install_detached(detached: DetachedWeights) -> Callable[[], None]:
     """Detach the weights of Transformer Engine's grouped GEMMs; returns the undo.
 
     Args:
-        hidden: selects the weights that can be detached.
+        detached: selects the weights that can be detached.
 
     Raises:
         StepsAsideError: no grouped GEMM is loaded.
@@ -90,25 +90,25 @@ def install_detached(hidden: HiddenWeights) -> Callable[[], None]:
         raise StepsAsideError(NO_EXPERTS)
     for symbol in RELIES_ON:
         symbol.find()
-    return hide_in(module, _NAME, hidden)
+    return detach_in(module, _NAME, detached)
 
 
-def hide_in(module: Any, name: str, hidden: HiddenWeights) -> Callable[[], None]:
+def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[], None]:
     """Let an autograd function, looked up in ``module``, run with detached weights.
 
     Several models share one fake. The returned function undoes this for one model.
     """
-    stand_in: Any = getattr(module, name)
-    if not isinstance(stand_in, _Fake):
-        stand_in = _Fake(stand_in)
-        stand_in.undo = set_attribute(module, name, stand_in)
-    stand_in.models.add(hidden)
+    replacement: Any = getattr(module, name)
+    if not isinstance(replacement, _Fake):
+        replacement = _Fake(replacement)
+        replacement.undo = set_attribute(module, name, replacement)
+    replacement.models.add(detached)
 
     def undo() -> None:
-        stand_in.models.discard(hidden)
-        hidden.close()
-        if not stand_in.models:
-            stand_in.undo()
+        replacement.models.discard(detached)
+        detached.close()
+        if not replacement.models:
+            replacement.undo()
 
     return undo
 
@@ -119,7 +119,7 @@ class _Fake:
     def __init__(self, function: Any) -> None:
         self._function = function
         self._first = _place_of_weights(function)
-        self.models: weakref.WeakSet[HiddenWeights] = weakref.WeakSet()
+        self.models: weakref.WeakSet[DetachedWeights] = weakref.WeakSet()
         self.undo: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +131,7 @@ class _Fake:
         for model in self.models:
             weights = model.together(tail)
             if weights is not None:
-                return call_hidden(self._function, weights, args[: self._first], tail)
+                return call_detached(self._function, weights, args[: self._first], tail)
         return self._function.apply(*args)
 
 
@@ -144,7 +144,7 @@ def _place_of_weights(function: Any) -> int:
     return kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
 
 
-def call_hidden(
+def call_detached(
     function: Any,
     weights: Weights,
     shown: Sequence[Any],
@@ -178,19 +178,19 @@ class _Hidden(torch.autograd.Function):
         _leaf: Any,
         *shown: Any,
     ) -> Any:
-        ctx.hidden, ctx.computed_in = (function, weights, lent, len(shown)), _NO_PASS
+        ctx.detached, ctx.computed_in = (function, weights, lent, len(shown)), _NO_PASS
         weights.is_used_by(ctx)
         return function.forward(ctx, *shown, *tail)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        function, weights, lent, shown = ctx.hidden
+        function, weights, lent, shown = ctx.detached
         found = function.backward(ctx, *gradients)
         weights.computed(ctx, found[shown:], lent=lent)
         return (None, None, None, None, None, *found[:shown])
 
 
-class HiddenWeights:
+class DetachedWeights:
     """The detached weights of one model.
 
     Args:
@@ -269,7 +269,7 @@ class Weights:
         """Nodes of calls that a backward pass may reach."""
         self._before: dict[int, list[torch.Tensor | None]] = {}
         """Gradient sums of the calls that a backward pass has reached, by the pass's number."""
-        self._together = bucketing.hide(self.parameters, self.is_still_to_come)
+        self._together = bucketing.detach(self.parameters, self.is_still_to_come)
 
     def are(self, tail: Sequence[Any]) -> bool:
         """Whether exactly these need gradients among an operation's last arguments."""
@@ -316,7 +316,7 @@ class Weights:
         if not self._executes(self._of_leaf):
             raise FastPathError(
                 "A backward pass that names its inputs, as torch.autograd.grad does, came to a "
-                "graph or a grouped GEMM whose weights the FSDP fast path has hidden from "
+                "graph or a grouped GEMM whose weights the FSDP fast path has detached from "
                 "autograd, and cannot be told whether it names them. Type "
                 "--cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
@@ -337,7 +337,7 @@ class Weights:
             self._before[now] = [one.clone() if lent and one is not None else one for one in found]
         else:
             used = [self._executes(one) for one in self._nodes]
-            self._bucketing.take_hidden(self._together, found, used, lent=lent)
+            self._bucketing.take_detached(self._together, found, used, lent=lent)
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

@@ -73,7 +73,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         f"{_HOOKS}/_process_post_backward_gradients",
         f"{_HOOKS}/_root_post_backward",
         f"{_FAST}.gradients.bucketing:GradientBucketing.__call__",
-        f"{_FAST}.gradients.bucketing:GradientBucketing.take_hidden",
+        f"{_FAST}.gradients.bucketing:GradientBucketing.take_detached",
         f"{_FAST}.gradients.bucketing:GradientBucketing.unit_is_done",
     ),
     "gradient reduce": (f"{_BUFFER}:GradReducePipeline.reduce_gradients",),

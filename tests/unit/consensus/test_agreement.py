@@ -90,8 +90,8 @@ def failed_alone(rank: int, _votes: Agreement) -> Any:
 
 
 def decided_at_once(rank: int, votes: Agreement) -> Any:
-    decision = votes.agree(Kind.SIZE, request(rank))
-    return [decision.level, decision.rank, decision.smallest, decision.largest]
+    decision = votes.agree(Kind.MISMATCH, request(rank))
+    return [decision.level, decision.asked, decision.smallest, decision.largest]
 
 
 def decided_later(rank: int, votes: Agreement) -> Any:
@@ -99,11 +99,11 @@ def decided_later(rank: int, votes: Agreement) -> Any:
     nothing = votes.collect()
     votes.post(Kind.STEP, request(rank), serial=7)
     second = said(lambda: votes.post(Kind.STEP, request(rank)))
-    between = votes.agree(Kind.SIZE, Vote(Level.GIVE_UP if rank == 0 else Level.KEEP))
+    between = votes.agree(Kind.MISMATCH, Vote(Level.GIVE_UP if rank == 0 else Level.KEEP))
     third = said(lambda: votes.post(Kind.STEP, request(rank)))
     first = votes.collect()
     assert first is not None and votes.collect() is None and nothing is None
-    return [between.level, between.rank, first.level, first.rank, *second, *third]
+    return [between.level, between.asked, first.level, first.asked, *second, *third]
 
 
 def came_to_different_votes(rank: int, votes: Agreement) -> Any:
@@ -139,7 +139,7 @@ def left_a_graph(rank: int, votes: Agreement) -> Any:
 def was_timed(rank: int, votes: Agreement) -> Any:
     time.sleep(0.3 * rank)
     arrived = time.perf_counter()
-    votes.agree(Kind.SIZE, Vote())
+    votes.agree(Kind.MISMATCH, Vote())
     left, at_once = time.perf_counter(), votes.time.as_dict()
     votes.post(Kind.STEP, Vote())
     votes.collect()
@@ -273,12 +273,12 @@ def test_a_rank_that_fails_alone_does_not_go_on(outcome: Any) -> None:
 
 
 def test_all_learn_the_same_at_once(outcome: Any) -> None:
-    assert outcome(decided_at_once) == [[Level.RECAPTURE, 1, 96, 128]] * 2
+    assert outcome(decided_at_once) == [[Level.RECAPTURE, [1], 96, 128]] * 2
 
 
 def test_a_posted_vote_outlives_one_made_at_once(outcome: Any) -> None:
     for told in outcome(decided_later):
-        assert told[:4] == [Level.GIVE_UP, 0, Level.RECAPTURE, 1]
+        assert told[:4] == [Level.GIVE_UP, [0], Level.RECAPTURE, [1]]
         assert all(text.startswith("PhaseError: a vote is posted already") for text in told[4:])
 
 
@@ -356,7 +356,7 @@ def test_one_rank_agrees_with_itself(one_rank: None) -> None:
     votes.confirm(Vote(size=3))
     votes.post(Kind.STEP, Vote(Level.RECAPTURE))
     decision = votes.collect()
-    assert decision is not None and decision.rank == 0
+    assert decision is not None and decision.asked == (0,)
     votes.begin_capture()
     votes.report_failure()
     votes.fall_back_together("layer 0")

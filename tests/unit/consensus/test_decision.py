@@ -49,15 +49,13 @@ def test_the_highest_level_wins_and_says_who_asked() -> None:
     assert levels(KEEP, RECAPTURE, KEEP, RECAPTURE) == Decision(RECAPTURE, (1, 3))
     assert levels(RECAPTURE, KEEP, GIVE_UP) == Decision(GIVE_UP, (2,))
     assert levels(GIVE_UP) == Decision(GIVE_UP, (0,))
-    assert [levels(KEEP, KEEP).rank, levels(KEEP, RECAPTURE, RECAPTURE).rank] == [None, 1]
 
 
-def test_sizes_give_one_static_size_or_none() -> None:
+def test_sizes_that_differ_are_named() -> None:
     same = decided([Vote(size=96), Vote(size=96)])
     other = decided([Vote(size=96), Vote(size=128), Vote(size=0)])
-    assert same.sizes_agree and same.static_size(False) == same.static_size(True) == 96
+    assert same.sizes_agree and (same.smallest, same.largest) == (96, 96)
     assert (other.smallest, other.largest, other.sizes_agree) == (0, 128, False)
-    assert other.static_size(can_pad=True) == 128 and other.static_size(can_pad=False) is None
     assert other.level is KEEP and other.reason() == "static sizes go from 0 to 128"
 
 
@@ -70,7 +68,7 @@ def test_another_set_of_graphs_is_given_up_whatever_was_asked(level: Level, mino
     assert (
         decision.level is GIVE_UP and decision.minority == (minority,) and not decision.same_graphs
     )
-    assert decision.asked == ((minority,) if level is GIVE_UP else ()) and decision.rank == minority
+    assert decision.asked == ((minority,) if level is GIVE_UP else ())
     assert f"rank {minority} and the other ranks hold different sets" in decision.reason()
 
 
@@ -97,7 +95,7 @@ def test_a_digest_is_the_same_in_another_process() -> None:
 @pytest.mark.parametrize(
     ("others", "named"),
     [
-        (encode(Kind.SIZE, 3, Vote()), "rank 1 to size 3 (posted)"),
+        (encode(Kind.MISMATCH, 3, Vote()), "rank 1 to mismatch 3 (posted)"),
         (encode(Kind.STEP, 4, Vote()), "rank 1 to step 4 (posted)"),
         (encode(Kind.STEP, 3, Vote(), Exchange.ARRIVING), "rank 1 to step 3 (arriving)"),
     ],

@@ -1,4 +1,4 @@
-"""Stand-ins of the hand-off and of Megatron-FSDP's hooks, for hidden weights without it."""
+"""Stand-ins of the hand-off and of Megatron-FSDP's hooks, for detached weights without it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Bucketing:
     def knows(self, parameter: object) -> bool:
         return isinstance(parameter, nn.Parameter)
 
-    def hide(self, weights: list[Any], to_come: Callable[[], bool]) -> list[Any]:
+    def detach(self, weights: list[Any], to_come: Callable[[], bool]) -> list[Any]:
         self.to_come = to_come
         self.hidden += weights
         return weights
@@ -31,7 +31,7 @@ class Bucketing:
         gone = set(weights)
         self.hidden = [weight for weight in self.hidden if weight not in gone]
 
-    def take_hidden(
+    def take_detached(
         self,
         weights: list[Any],
         gradients: list[torch.Tensor],

@@ -124,7 +124,7 @@ class Case:
         self.rest = self.megatron.parameters[hidden:]
         self.comes_still = False
         if hidden:
-            self.together = self.bucketing.hide(self.weights, lambda: self.comes_still)
+            self.together = self.bucketing.detach(self.weights, lambda: self.comes_still)
         self.gradients: Gradients = list(
             torch.arange(1.0, 1 + SIZE * len(self.megatron.parameters)).split(SIZE)
         )
@@ -132,7 +132,7 @@ class Case:
     def take(self, used: Sequence[int] = ()) -> None:
         """The operation's own backward function is done."""
         also = [place in used for place in range(len(self.weights))]
-        self.bucketing.take_hidden(self.together, self.gradients[: len(self.weights)], also)
+        self.bucketing.take_detached(self.together, self.gradients[: len(self.weights)], also)
 
     def hook(self, parameter: Any, gradient: torch.Tensor) -> None:
         """Autograd has a gradient for a parameter: it is added up, and the hook runs."""
@@ -200,7 +200,7 @@ def test_plain_gradients_are_copied_at_once(
 
 def test_two_operations_and_what_waits_have_copies_of_their_own() -> None:
     case = Case(9)
-    other = case.bucketing.hide(case.rest[:3], bool)
+    other = case.bucketing.detach(case.rest[:3], bool)
     assert case.bucketing.knows(case.weights[0]) and not case.bucketing.knows(nn.Parameter())
     for number in (1, 2):
         case.megatron.begin()
@@ -208,7 +208,7 @@ def test_two_operations_and_what_waits_have_copies_of_their_own() -> None:
         assert one is not None and two is not None
         case.hook(case.rest[3], one)
         case.take()
-        case.bucketing.take_hidden(other, case.gradients[4:7], [False] * 3)
+        case.bucketing.take_detached(other, case.gradients[4:7], [False] * 3)
         case.hook(case.rest[4], two)
         # What waited before the experts came waits on for the last one.
         assert case.bucketing.copies == 3 * number and case.megatron.has(case.gradients)

@@ -265,14 +265,14 @@ def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
 
     patch.setattr(dist, "all_gather_into_tensor", gathered)
     module: Any = hidden_graphs
-    launch = module.call_hidden
+    launch = module.call_detached
 
     def launched(*args: Any, **kwargs: Any) -> Any:
         outputs = launch(*args, **kwargs)
         events.append("launch")
         return outputs
 
-    patch.setattr(module, "call_hidden", launched)
+    patch.setattr(module, "call_detached", launched)
     return events
 
 

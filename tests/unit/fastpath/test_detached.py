@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.capture.accumulators import forget_accumulators
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, hide_in
+from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, detach_in
 from megatron_cg.tools.cpu.launch import run_processes
 
 pytest.importorskip("megatron_fsdp")
@@ -126,8 +126,8 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.003))
     function, place = _Grouped, sys.modules[Grouped.__module__]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as undo:
-        taking = counted(GradientBucketing.take_hidden, taken)
-        patch.setattr(GradientBucketing, "take_hidden", taking)
+        taking = counted(GradientBucketing.take_detached, taken)
+        patch.setattr(GradientBucketing, "take_detached", taking)
         losses = []
         for step in range(STEPS + 1):
             if fast and step == 1:
@@ -135,8 +135,8 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
                 undo.callback(path.close)
                 assert path.bucketing is not None and "gradients" in path.parts
                 graphed = set(model.modules()) if way == "graphed" else set()
-                hidden = HiddenWeights(model.module, path.bucketing, graphed)
-                undo.callback(hide_in(place, "_Grouped", hidden))
+                hidden = DetachedWeights(model.module, path.bucketing, graphed)
+                undo.callback(detach_in(place, "_Grouped", hidden))
                 assert _Grouped is not function
             optimizer.zero_grad()
             if fast and step == 2 and way == "renewed":

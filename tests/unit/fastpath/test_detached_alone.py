@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError, UpstreamChangedError
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, hide_in
+from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, detach_in
 from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 from tests.unit.fastpath.test_detached import PARTS, WIDTH, Grouped
 
@@ -43,13 +43,13 @@ def bucketing() -> Bucketing:
 
 
 @pytest.fixture
-def hide(bucketing: Bucketing) -> Iterator[Callable[[nn.Module], Callable[[], None]]]:
+def detach(bucketing: Bucketing) -> Iterator[Callable[[nn.Module], Callable[[], None]]]:
     """Hides a module's weights; undone at the test's end."""
     undo = ExitStack()
 
     def hiding(module: nn.Module) -> Callable[[], None]:
-        hidden = HiddenWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
-        undo.callback(hide_in(PLACE, NAME, hidden))
+        hidden = DetachedWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
+        undo.callback(detach_in(PLACE, NAME, hidden))
         return undo.close
 
     yield hiding
@@ -60,9 +60,9 @@ Hide = Callable[[nn.Module], Callable[[], None]]
 
 
 def test_each_backward_pass_is_handed_over_and_none_after_the_undo(
-    module: Grouped, bucketing: Bucketing, hide: Hide
+    module: Grouped, bucketing: Bucketing, detach: Hide
 ) -> None:
-    undo = hide(module)
+    undo = detach(module)
     weights = list(module.parameters())
     # Two microbatches on their way at once, as in a pipeline.
     first, second = module(rows())[0].sum(), module(rows())[0].sum()
@@ -80,9 +80,9 @@ def test_each_backward_pass_is_handed_over_and_none_after_the_undo(
 
 
 def test_a_pass_that_names_its_inputs_is_refused(
-    module: Grouped, bucketing: Bucketing, hide: Hide
+    module: Grouped, bucketing: Bucketing, detach: Hide
 ) -> None:
-    hide(module)
+    detach(module)
     given, weights = rows(), list(module.parameters())
     for named in ([given], [given, weights[0]]):
         with pytest.raises(FastPathError, match="names its inputs"):
@@ -95,11 +95,11 @@ def test_a_pass_that_names_its_inputs_is_refused(
 
 
 def test_what_is_handed_over_are_the_gradients_in_the_weights_order(
-    module: Grouped, bucketing: Bucketing, hide: Hide
+    module: Grouped, bucketing: Bucketing, detach: Hide
 ) -> None:
     module(rows())[0].square().sum().backward()
     expected = [weight.grad for weight in module.parameters()]
-    hide(module)
+    detach(module)
     given = rows()
     module(given)[0].square().sum().backward()
     assert given.grad is not None
@@ -110,11 +110,11 @@ def test_what_is_handed_over_are_the_gradients_in_the_weights_order(
 
 
 def test_two_calls_of_one_pass_are_handed_over_as_a_sum(
-    module: Grouped, bucketing: Bucketing, hide: Hide
+    module: Grouped, bucketing: Bucketing, detach: Hide
 ) -> None:
     (module(rows())[0].sum() + module(rows() * 2)[0].square().sum()).backward()
     expected = [weight.grad for weight in module.parameters()]
-    hide(module)
+    detach(module)
     (module(rows())[0].sum() + module(rows() * 2)[0].square().sum()).backward()
     ((found, _),) = bucketing.taken
     for ours, theirs in zip(found, expected, strict=True):
@@ -122,9 +122,9 @@ def test_two_calls_of_one_pass_are_handed_over_as_a_sum(
 
 
 def test_a_pass_that_failed_between_two_calls_leaves_nothing(
-    module: Grouped, bucketing: Bucketing, hide: Hide
+    module: Grouped, bucketing: Bucketing, detach: Hide
 ) -> None:
-    hide(module)
+    detach(module)
 
     def refuse(_: torch.Tensor) -> None:
         raise ValueError("refused")
@@ -143,9 +143,9 @@ def test_a_pass_that_failed_between_two_calls_leaves_nothing(
 
 
 def test_the_weights_that_are_used_beside_are_named(
-    module: Grouped, bucketing: Bucketing, hide: Hide
+    module: Grouped, bucketing: Bucketing, detach: Hide
 ) -> None:
-    hide(module)
+    detach(module)
     weights = list(module.parameters())
     (module(rows())[0].sum() + weights[2].sum()).backward()
     ((_, used),) = bucketing.taken
@@ -172,9 +172,9 @@ def computed_later(module: Any) -> None:
 
 @pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
 def test_weights_that_are_more_than_weights_are_left_to_autograd(
-    module: Grouped, bucketing: Bucketing, hide: Hide, change: Callable[[Any], None]
+    module: Grouped, bucketing: Bucketing, detach: Hide, change: Callable[[Any], None]
 ) -> None:
-    hide(module)
+    detach(module)
     module(rows())[0].sum().backward()
     assert len(bucketing.taken) == 1
     change(module)
@@ -184,9 +184,9 @@ def test_weights_that_are_more_than_weights_are_left_to_autograd(
 
 @pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
 def test_weights_that_change_between_the_passes_end_the_run(
-    module: Grouped, bucketing: Bucketing, hide: Hide, change: Callable[[Any], None]
+    module: Grouped, bucketing: Bucketing, detach: Hide, change: Callable[[Any], None]
 ) -> None:
-    hide(module)
+    detach(module)
     loss = module(rows())[0].sum()
     change(module)
     with pytest.raises(FastPathError, match="after the forward pass"):
@@ -195,9 +195,9 @@ def test_weights_that_change_between_the_passes_end_the_run(
 
 
 def test_only_what_needs_a_gradient_is_hidden(
-    module: Grouped, bucketing: Bucketing, hide: Hide
+    module: Grouped, bucketing: Bucketing, detach: Hide
 ) -> None:
-    hide(module)
+    detach(module)
     frozen(module)
     module(rows())[0].sum().backward()
     ((found, _),) = bucketing.taken
@@ -205,9 +205,9 @@ def test_only_what_needs_a_gradient_is_hidden(
 
 
 def test_weights_that_nobody_takes_or_that_are_few_are_left_to_autograd(
-    module: Grouped, bucketing: Bucketing, hide: Hide, monkeypatch: pytest.MonkeyPatch
+    module: Grouped, bucketing: Bucketing, detach: Hide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hide(module)
+    detach(module)
     with monkeypatch.context() as patch:
         patch.setattr(bucketing, "knows", lambda one: one is not module.weight5)
         module(rows())[0].sum().backward()
@@ -218,8 +218,8 @@ def test_weights_that_nobody_takes_or_that_are_few_are_left_to_autograd(
 
 
 def test_calls_without_a_backward_pass_are_not_kept(module: Grouped, bucketing: Bucketing) -> None:
-    hidden = HiddenWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
-    undo = hide_in(PLACE, NAME, hidden)
+    hidden = DetachedWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
+    undo = detach_in(PLACE, NAME, hidden)
     for _ in range(10):
         module(rows())
     to_come: Any = bucketing.to_come
@@ -228,10 +228,10 @@ def test_calls_without_a_backward_pass_are_not_kept(module: Grouped, bucketing: 
 
 
 def test_a_weight_that_an_operation_has_twice_is_left_to_autograd(
-    module: Grouped, bucketing: Bucketing, hide: Hide
+    module: Grouped, bucketing: Bucketing, detach: Hide
 ) -> None:
     module._parameters["weight5"] = module._parameters["weight0"]
-    hide(module)
+    detach(module)
     module(rows())[0].sum().backward()
     assert bucketing.taken == [] and all(w.grad is not None for w in module.parameters())
 
@@ -241,10 +241,10 @@ def test_a_function_whose_weights_are_not_last_is_refused(bucketing: Bucketing) 
         @staticmethod
         def forward(context: Any, rows: Any, weight: Any) -> Any: ...
 
-    hidden = HiddenWeights(nn.Sequential(), bucketing)  # type: ignore[arg-type]
+    hidden = DetachedWeights(nn.Sequential(), bucketing)  # type: ignore[arg-type]
     place = SimpleNamespace(Fixed=Fixed)
     with pytest.raises(UpstreamChangedError, match="weights come last"):
-        hide_in(place, "Fixed", hidden)
+        detach_in(place, "Fixed", hidden)
     assert place.Fixed is Fixed
 
 
@@ -254,7 +254,7 @@ def test_two_models_share_the_stand_in_and_leave_in_any_order(
     other, own = Grouped(), function()
     models = [nn.Sequential(module), nn.Sequential(other)]
     undo = [
-        hide_in(PLACE, NAME, HiddenWeights(model, bucketing))  # type: ignore[arg-type]
+        detach_in(PLACE, NAME, DetachedWeights(model, bucketing))  # type: ignore[arg-type]
         for model in models
     ]
     module(rows())[0].sum().backward()

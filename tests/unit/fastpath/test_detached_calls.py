@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.fastpath.gradients.detached_weights import MANY, HiddenWeights, hide_in
+from megatron_cg.fastpath.gradients.detached_weights import MANY, DetachedWeights, detach_in
 from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 
 WIDTH = 3
@@ -57,14 +57,14 @@ class Scaled(nn.Module):
 class ByWeight(Bucketing):
     """Keeps gradients by the weight that they are handed over for."""
 
-    def take_hidden(self, weights: list[Any], gradients: Any, used: Any, **how: Any) -> None:
+    def take_detached(self, weights: list[Any], gradients: Any, used: Any, **how: Any) -> None:
         self.taken.append(dict(zip(weights, gradients, strict=True)))
 
 
 class Case:
     def __init__(self, module: Scaled) -> None:
         self.module, self.bucketing = module, ByWeight()
-        self.hidden = HiddenWeights(nn.Sequential(module), self.bucketing)  # type: ignore[arg-type]
+        self.hidden = DetachedWeights(nn.Sequential(module), self.bucketing)  # type: ignore[arg-type]
 
     @property
     def before(self) -> dict[int, Any]:
@@ -114,8 +114,8 @@ def undo() -> Iterator[ExitStack]:
     assert _Scaled is own
 
 
-def hide(case: Case, undo: ExitStack) -> None:
-    undo.callback(hide_in(sys.modules[__name__], "_Scaled", case.hidden))
+def detach(case: Case, undo: ExitStack) -> None:
+    undo.callback(detach_in(sys.modules[__name__], "_Scaled", case.hidden))
 
 
 def rows(scale: float = 1.0) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_many_weights_are_hidden_and_few_are_not(
     weights: int, hidden: bool, undo: ExitStack
 ) -> None:
     case = made(weights)
-    hide(case, undo)
+    detach(case, undo)
     case.module(rows()).sum().backward()
     assert len(case.bucketing.taken) == hidden
     assert all((weight.grad is None) == hidden for weight in case.module.weights)
@@ -141,7 +141,7 @@ def test_many_weights_are_hidden_and_few_are_not(
 def test_a_weight_that_nobody_waits_for_is_left_to_autograd(undo: ExitStack) -> None:
     case = made()
     case.module.weights[2]._post_accumulate_grad_hooks.clear()
-    hide(case, undo)
+    detach(case, undo)
     case.module(rows()).sum().backward()
     assert case.bucketing.taken == [] and case.module.weights[2].grad is not None
 
@@ -174,7 +174,7 @@ def test_gradients_are_those_of_their_places(
         case.module(rows()).square().sum().backward()
 
     expected = of_autograd(run, case.module)
-    hide(case, undo)
+    detach(case, undo)
     run()
     assert case.is_taken(*expected)
     assert all(weight.grad is None for weight in case.module.weights)
@@ -200,7 +200,7 @@ def test_weights_that_are_others_are_hidden_anew(
         case.module(rows()).sum().backward()
 
     first = of_autograd(run, case.module)
-    hide(case, undo)
+    detach(case, undo)
     run()
     change(case.module)
     run()
@@ -214,7 +214,7 @@ def test_a_call_with_some_of_the_weights_is_seen_by_autograd(first: int, undo: E
     """So that what it adds and what the other call adds wait for each other in the hand-off."""
     case = made(MANY + 2)
     module, (one, two, three, *others) = case.module, case.module.weights
-    hide(case, undo)
+    detach(case, undo)
     loss = module(rows()).sum()
     module.order = [[one, three, two, *others], [two, three, *others]][first]
     loss = loss + module(rows()).sum()
@@ -225,7 +225,7 @@ def test_a_call_with_some_of_the_weights_is_seen_by_autograd(first: int, undo: E
 
 def test_weights_that_are_shown_for_a_while_are_hidden_anew(undo: ExitStack) -> None:
     case = made(MANY)
-    hide(case, undo)
+    detach(case, undo)
     case.module(rows()).sum().backward()
     case.module.weights[1].requires_grad_(False)
     case.module(rows()).sum().backward()
@@ -273,7 +273,7 @@ def test_each_pass_hands_over_what_autograd_would(
 ) -> None:
     case = made()
     expected = of_autograd(lambda: run(case.module), case.module)
-    hide(case, undo)
+    detach(case, undo)
     run(case.module)
     assert case.is_taken(*expected) and case.before == {}
 
@@ -294,8 +294,8 @@ def test_another_operation_that_is_recomputed_meanwhile_is_a_pass_of_its_own(
     of_inner = of_autograd(run, inner.module)
     for weight in module.parameters():
         weight.grad = None
-    hidden = HiddenWeights(module, outer.bucketing)  # type: ignore[arg-type]
-    undo.callback(hide_in(sys.modules[__name__], "_Scaled", hidden))
+    hidden = DetachedWeights(module, outer.bucketing)  # type: ignore[arg-type]
+    undo.callback(detach_in(sys.modules[__name__], "_Scaled", hidden))
     run()
     # The inner pass ends first, though the outer one has come to a call of its own before.
     assert outer.is_taken(*of_inner, *of_outer)
@@ -303,7 +303,7 @@ def test_another_operation_that_is_recomputed_meanwhile_is_a_pass_of_its_own(
 
 def test_nothing_is_to_come_outside_a_pass(undo: ExitStack) -> None:
     case = made()
-    hide(case, undo)
+    detach(case, undo)
     loss = case.module(rows()).sum()
     assert not case.bucketing.to_come()
     seen: list[bool] = []
@@ -316,7 +316,7 @@ def test_nothing_is_to_come_outside_a_pass(undo: ExitStack) -> None:
 
 def test_what_a_failed_pass_leaves_is_gone_at_the_next_forward_pass(undo: ExitStack) -> None:
     case = made()
-    hide(case, undo)
+    detach(case, undo)
 
     def refuse(_: torch.Tensor) -> None:
         raise ValueError("refused")

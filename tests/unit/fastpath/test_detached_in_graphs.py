@@ -17,7 +17,7 @@ from megatron_cg.backends.tape.tape_graphs import StaleReplayError, TapeCallable
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
 from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights
+from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights
 from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 from tests.unit.fastpath.test_bucketing import SIZE, Megatron
 
@@ -69,7 +69,7 @@ class Case:
 
     def install(self, bucketing: Any) -> Callable[[], None]:
         graphed = set(self.layer.modules())
-        hidden = HiddenWeights(nn.Sequential(self.layer, self.other), bucketing, graphed)
+        hidden = DetachedWeights(nn.Sequential(self.layer, self.other), bucketing, graphed)
         return detach_in_graphs(hidden, self.replays, lambda: None)
 
     def call(self, number: int = 0) -> torch.Tensor:

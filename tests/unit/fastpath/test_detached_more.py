@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, hide_in
+from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, detach_in
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 
@@ -217,8 +217,8 @@ def fit(way: str, fast: bool) -> list[str]:
                 path = fast_path.install(model)
                 undo.callback(path.close)
                 assert path.bucketing is not None
-                hidden = HiddenWeights(model.module, path.bucketing)
-                undo.callback(hide_in(sys.modules[__name__], "_Grouped", hidden))
+                hidden = DetachedWeights(model.module, path.bucketing)
+                undo.callback(detach_in(sys.modules[__name__], "_Grouped", hidden))
             optimizer.zero_grad()
             if step == HALFWAY:
                 fail(way, model, layers, patch)
@@ -304,16 +304,16 @@ def given() -> torch.Tensor:
     return torch.arange(float(PARTS * WIDTH)).reshape(PARTS, WIDTH).sin().requires_grad_()
 
 
-def hide(module: nn.Module, bucketing: Any) -> Callable[[], None]:
-    hidden = HiddenWeights(nn.Sequential(module), bucketing)
-    return hide_in(sys.modules[__name__], "_Grouped", hidden)
+def detach(module: nn.Module, bucketing: Any) -> Callable[[], None]:
+    hidden = DetachedWeights(nn.Sequential(module), bucketing)
+    return detach_in(sys.modules[__name__], "_Grouped", hidden)
 
 
 def test_a_weight_that_was_frozen_at_first_gets_its_gradient() -> None:
     module = grouped()
     bucketing = Owner(module)
     module.weight1.requires_grad_(False)
-    undo = hide(module, bucketing)
+    undo = detach(module, bucketing)
     try:
         module(given()).sum().backward()
         module.weight1.requires_grad_(True)
@@ -335,7 +335,7 @@ def test_gradients_are_cast_before_they_are_added_up(monkeypatch: pytest.MonkeyP
 
     loss().backward()
     expected = [weight.grad for weight in module.parameters()]
-    undo = hide(module, bucketing)
+    undo = detach(module, bucketing)
     try:
         loss().backward()
     finally:
@@ -351,7 +351,7 @@ def test_a_model_that_is_between_two_steps_as_another_runs_is_hidden_later() -> 
     raw = dict(second._parameters)
     # As Megatron-FSDP's swap leaves it; the other model comes first to its function.
     second._parameters.update({name: nn.Parameter(torch.zeros(1)) for name in raw})
-    undo = [hide(second, theirs), hide(first, ours)]
+    undo = [detach(second, theirs), detach(first, ours)]
     try:
         first(given()).sum().backward()
         second._parameters.update(raw)
@@ -365,7 +365,7 @@ def test_a_model_that_is_between_two_steps_as_another_runs_is_hidden_later() -> 
 def test_a_second_pass_over_a_kept_graph_is_handed_over_once_too() -> None:
     module = grouped()
     bucketing = Owner(module)
-    undo = hide(module, bucketing)
+    undo = detach(module, bucketing)
     try:
         loss = module(given()).sum() + module(given() * 2).square().sum()
         loss.backward(retain_graph=True)

@@ -1,4 +1,4 @@
-"""Transformer Engine's own grouped GEMM with hidden weights, its kernel stood in for on the CPU."""
+"""TE's own grouped GEMM with detached weights; a fake replaces its kernel on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.gradients.detached_weights import HiddenWeights, install_detached
+from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, install_detached
 from megatron_cg.fastpath.gradients.views import in_one_piece
 from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
 
@@ -56,7 +56,7 @@ def test_its_gradients_are_the_same_and_one_tensor(grouped: Any) -> None:
     rows.grad = None
     grouped.zero_grad()
     bucketing: Any = Bucketing()
-    undo = install_detached(HiddenWeights(nn.Sequential(grouped), bucketing))
+    undo = install_detached(DetachedWeights(nn.Sequential(grouped), bucketing))
     grouped(rows, splits).square().sum().backward()
     with torch.no_grad():
         grouped(rows, splits)

@@ -19,7 +19,7 @@ from megatron_cg.tools.cpu.launch import run_processes
 
 STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
 PARTS = [
-    *("kept unit", "swap", "gradients", "hidden weights of graphs", "unshard", "gathers"),
+    *("kept unit", "swap", "gradients", "detached weights of graphs", "unshard", "gathers"),
     *("main gradients", "main weights", "zero gradients"),
 ]
 MANY: dict[str, Any] = {
@@ -78,8 +78,8 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=2))
         if penalty:
             with_penalty(trainer.model)
-        taking = gradients.GradientBucketing.take_hidden
-        patch.setattr(gradients.GradientBucketing, "take_hidden", noted(taking, lent))
+        taking = gradients.GradientBucketing.take_detached
+        patch.setattr(gradients.GradientBucketing, "take_detached", noted(taking, lent))
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         did: dict[str, Any] = {}
         path: FastPath | None = None
@@ -234,15 +234,15 @@ def test_it_can_be_left_out(folder: Path) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
     experts = "no grouped GEMM"
-    of_all = {"hidden weights": experts, "GEMM heuristics": experts}
+    of_all = {"detached weights": experts, "GEMM heuristics": experts}
     theirs = "gradients are left to Megatron-FSDP"
     sharded = {
         strategy: {
             **of_all,
             "kept unit": f"the sharding strategy is {strategy}, which frees no weights",
             "gradients": f"the sharding strategy is {strategy}",
-            "hidden weights": theirs,
-            "hidden weights of graphs": theirs,
+            "detached weights": theirs,
+            "detached weights of graphs": theirs,
         }
         for strategy in ("optim", "optim_grads", "no_shard")
     }
@@ -261,7 +261,7 @@ def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
         did = runs["fast"]
         without = set(left_out)
         if "without_graphs" in SCENARIOS[name]:
-            without.add("hidden weights of graphs")
+            without.add("detached weights of graphs")
         assert did["parts"] == [part for part in PARTS if part not in without]
         assert set(did["left out"]) == set(left_out)
         assert all(why in did["left out"][part] for part, why in left_out.items())
@@ -280,6 +280,6 @@ def test_gradients_of_graphs_are_lent_once_a_pass(folder: Path) -> None:
     passes = 2 * (STEPS - CAPTURED_AFTER)
     for name, options in SCENARIOS.items():
         for runs in runs_of(folder, name):
-            hides = "hidden weights of graphs" in runs["fast"]["parts"]
+            hides = "detached weights of graphs" in runs["fast"]["parts"]
             beside = int("penalty" in options)
             assert runs["fast"]["lent"] == [beside] * (LAYERS * passes if hides else 0)

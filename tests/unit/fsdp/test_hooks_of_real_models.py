@@ -12,10 +12,9 @@ from torch import nn
 
 from megatron_cg.capture.transaction import read_hooks
 from megatron_cg.errors import HookError, UnknownFsdpHookError
-from megatron_cg.fsdp import FsdpRole, classify, tag_backward_wrappers, transform
-from megatron_cg.fsdp.roles import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER
+from megatron_cg.fsdp import FsdpRole, classify, transform
+from megatron_cg.fsdp.roles import BACKWARD_HANDLER
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
-from megatron_cg.hooks.hook_records import innermost
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import installed_version
 
@@ -65,26 +64,11 @@ def test_every_hook_of_a_unit_has_a_role(unit: nn.Module) -> None:
     ]
 
 
-def test_tags_hold_the_wrapped_handlers_and_are_taken_off(unit: nn.Module) -> None:
-    post = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD).fn
-    pre = record_of(unit, FsdpRole.WRAPS_PRE_BACKWARD).fn
-    undo = tag_backward_wrappers(unit.modules())
-    assert getattr(post, BACKWARD_HANDLER).__name__ == "_post_backward_release_module"
-    handler = innermost(getattr(pre, BACKWARD_PRE_HANDLER))
-    assert handler.__name__ == "_pre_backward_param_unshard"
-    undo()
-    undo()
-    assert not hasattr(post, BACKWARD_HANDLER)
-    assert not hasattr(pre, BACKWARD_PRE_HANDLER)
-
-
-def test_a_tag_that_megatron_set_itself_is_kept_and_used(unit: nn.Module) -> None:
+def test_a_tag_that_a_newer_megatron_sets_is_used(unit: nn.Module) -> None:
     calls: list[nn.Module] = []
     record = record_of(unit, FsdpRole.WRAPS_POST_BACKWARD)
     setattr(record.fn, BACKWARD_HANDLER, calls.append)
     try:
-        tag_backward_wrappers(unit.modules())()
-        assert getattr(record.fn, BACKWARD_HANDLER) == calls.append
         hooks = transform(unit, [record], {}, ())
         hooks.capture_time["backward_hooks"][record.hook_id](unit)
         assert calls == [unit]

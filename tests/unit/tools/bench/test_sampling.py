@@ -47,7 +47,7 @@ while True:
 """
 
 
-def stand_in(body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def replacement(body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of that name instead of py-spy, which is never a dependency."""
     program = folder / "py-spy"
     program.write_text(f"#!{sys.executable}\n{body}")
@@ -60,7 +60,7 @@ def test_py_spy_is_asked_first(
     native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native frames only where they are asked for: py-spy then stops what it reads."""
-    stand_in(SAMPLES, tmp_path, monkeypatch)
+    replacement(SAMPLES, tmp_path, monkeypatch)
     facts = sampling.sampling(tmp_path / "samples.folded", native=native).stop()
     assert facts == {
         **{"sampler": "py-spy", "native": native, "interval_ms": 5.0, "lost": 2},
@@ -75,7 +75,7 @@ def test_py_spy_is_asked_first(
 def test_a_thread_samples_where_py_spy_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(REFUSES, tmp_path, monkeypatch)
+    replacement(REFUSES, tmp_path, monkeypatch)
     facts = sampling.sampling(tmp_path / "samples.folded").stop()
     assert facts["sampler"] == "thread" and "permission denied" in facts["note"]
 
@@ -84,6 +84,6 @@ def test_a_profile_that_fell_behind_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = 'print("2.00s behind in sampling, results may be inaccurate.")\n'
-    stand_in(late + SAMPLES, tmp_path, monkeypatch)
+    replacement(late + SAMPLES, tmp_path, monkeypatch)
     facts = sampling.sampling(tmp_path / "samples.folded").stop()
     assert "fell behind" in facts["note"]
