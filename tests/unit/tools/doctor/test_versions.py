@@ -49,9 +49,10 @@ def test_a_version_in_the_range_that_was_not_measured_is_a_note() -> None:
     assert "0.19.3" in found.found and "0.19.2" in found.found
 
 
-def test_a_local_or_nightly_version_is_read() -> None:
+@pytest.mark.parametrize("torch", ["2.11.0+cu130", "2.11.0a0+eb65b36914.nv26.02"])
+def test_a_local_nightly_or_container_version_is_read(torch: str) -> None:
     there = {
-        "torch": "2.11.0+cu130",
+        "torch": torch,
         "transformer-engine": "2.20.2+abc",
         "megatron-core": "nightly",
     }
