@@ -30,6 +30,18 @@ COMMANDS = {
 TAKING_FLAGS = ("align", "bench", "plan")
 """The commands that take Megatron's flags after a bare ``--``."""
 
+_DEPENDENCIES = {
+    "einops": "einops",
+    "matplotlib": "matplotlib",
+    "megatron": "megatron-core",
+    "numpy": "numpy",
+    "packaging": "packaging",
+    "rich": "rich",
+    "torch": "torch",
+    "yaml": "PyYAML",
+}
+"""Modules of other packages that commands import, and how pip names their package."""
+
 USAGE_ERROR = 2
 DEFECT = 70
 """From sysexits.h, for an error that no command expects; 1 is a result of a command."""
@@ -85,6 +97,11 @@ def _told(error: BaseException) -> tuple[str, int]:
         return f"{error.filename or 'output'}: {error.strerror or error}", USAGE_ERROR
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
+    if isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:
+        package = _DEPENDENCIES[error.name]
+        why = "as after an installation with --no-deps"
+        text = f"the package {package} is missing, {why}: python -m pip install {package}"
+        return text, USAGE_ERROR
     traceback.print_exception(error)
     return "this is a defect of megatron-cg: please report it with the lines above", DEFECT
 

@@ -158,6 +158,17 @@ def test_an_interrupt_is_one_line_wherever_it_comes(
         (OSError(errno.EFBIG, "File too large"), USAGE_ERROR, "output: File too large"),
         (OSError(errno.EDQUOT, "Quota", "a.json"), USAGE_ERROR, "a.json: Quota"),
         (OSError("no number at all"), USAGE_ERROR, "output: no number at all"),
+        (
+            ModuleNotFoundError("No module named 'yaml'", name="yaml"),
+            USAGE_ERROR,
+            "the package PyYAML is missing, as after an installation with --no-deps: "
+            "python -m pip install PyYAML",
+        ),
+        (
+            ModuleNotFoundError("No module named 'megatron_cg.gone'", name="megatron_cg.gone"),
+            DEFECT,
+            "this is a defect of megatron-cg",
+        ),
         (ValueError("not foreseen"), DEFECT, "this is a defect of megatron-cg"),
         (RecursionError("too deep"), DEFECT, "this is a defect of megatron-cg"),
     ],
