@@ -33,7 +33,8 @@ def whole_moe_layers(run: RunArguments, graph: GraphArguments) -> list[int]:
     ]
 
 
-def _captures_experts(run: RunArguments, graph: GraphArguments) -> bool:
+def captures_experts(run: RunArguments, graph: GraphArguments) -> bool:
+    """Whether a graph of this run holds the experts of a MoE layer."""
     return run.is_moe and ("moe" in run.cuda_graph_modules or bool(whole_moe_layers(run, graph)))
 
 
@@ -82,7 +83,7 @@ def counts_read(
     reads = dispatcher == "allgather" or (
         dispatcher == "flex" and backend == "ncclep" and not run.moe_ncclep_static_shape
     )
-    if reads and _captures_experts(run, graph):
+    if reads and captures_experts(run, graph):
         found = f"--moe-token-dispatcher-type {dispatcher}"
         if dispatcher == "flex":
             found += " --moe-flex-dispatcher-backend ncclep"
@@ -105,7 +106,7 @@ def uneven_inputs(
         and run.moe_hybridep_pad_uneven_dispatch_inputs
     )
     preprocess = run.is_moe and "moe_preprocess" in run.cuda_graph_modules
-    if pads and (preprocess or _captures_experts(run, graph)):
+    if pads and (preprocess or captures_experts(run, graph)):
         yield Violation(
             "hybridep-uneven-inputs",
             "--moe-hybridep-pad-uneven-dispatch-inputs in a captured dispatcher",

@@ -18,6 +18,7 @@ from megatron_cg.errors import Violation
 _MOE_SCOPES = ("moe", "moe_router", "moe_preprocess")
 _ROUTER_INSTEAD = "--cuda-graph-modules attn moe_router"
 _DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+_GEMM = "--cg-grouped-gemm torch"
 _PART = {
     "attn": "attention",
     "mlp": "a dense MLP",
@@ -29,7 +30,8 @@ _PART = {
 }
 
 
-def _drops_and_pads(run: RunArguments) -> bool:
+def drops_and_pads(run: RunArguments) -> bool:
+    """Whether each expert gets a fixed number of tokens."""
     return run.moe_expert_capacity_factor is not None and run.moe_pad_expert_input_to_capacity
 
 
@@ -37,7 +39,7 @@ def _preprocess_synchronizes(run: RunArguments) -> bool:
     return (
         "moe_preprocess" in run.cuda_graph_modules
         and run.is_moe
-        and not _drops_and_pads(run)
+        and not drops_and_pads(run)
         and run.moe_token_dispatcher_type == "alltoall"
         and (
             run.moe_expert_capacity_factor is not None
@@ -94,20 +96,39 @@ def scope_selects_nothing(
             )
 
 
+def dropless_experts(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU."""
+    if (
+        "moe" in run.cuda_graph_modules
+        and run.is_moe
+        and not drops_and_pads(run)
+        and graph.cg_grouped_gemm == "te"
+    ):
+        yield Violation(
+            "moe-without-drop-and-pad",
+            "--cuda-graph-modules moe without drop-and-pad experts",
+            "how many tokens each expert gets then differs from step to step, and Transformer "
+            "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
+            f"add {_GEMM}, or add {_DROP_AND_PAD}, or type {_ROUTER_INSTEAD}",
+        )
+
+
 def whole_moe_layer(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """A whole MoE layer can be captured only if each expert gets a fixed number of tokens."""
+    """The same for layers that are captured whole."""
     moe = whole_moe_layers(run, graph)
-    if moe and not _drops_and_pads(run):
+    if moe and not drops_and_pads(run) and graph.cg_grouped_gemm == "te":
         yield Violation(
             "whole-moe-layer",
             f"an empty --cuda-graph-modules captures whole layers, {len(moe)} of them MoE layers "
             f"(the first is layer {moe[0]}) without drop-and-pad",
             "how many tokens each expert gets differs from step to step and is read back to the "
             "CPU, which a capture does not allow",
-            f"type {_ROUTER_INSTEAD}, or add {_DROP_AND_PAD}, or name the dense layers with "
-            "--cg-layers layer:0",
+            f"add {_GEMM}, or type {_ROUTER_INSTEAD}, or add {_DROP_AND_PAD}, or name the dense "
+            "layers with --cg-layers layer:0",
         )
 
 
@@ -127,7 +148,7 @@ RULES: tuple[Rule, ...] = (
         "--cuda-graph-modules has both moe and moe_router",
         "moe captures the whole MoE layer, the router in it, so the router would be captured twice",
         "keep one of the two: type --cuda-graph-modules attn moe_router (any MoE model), or "
-        f"--cuda-graph-modules attn moe with {_DROP_AND_PAD}",
+        f"--cuda-graph-modules attn moe with {_GEMM} or {_DROP_AND_PAD}",
     ),
     Refusal(
         "preprocess-without-router",
@@ -140,14 +161,7 @@ RULES: tuple[Rule, ...] = (
         "type --cuda-graph-modules attn moe_router moe_preprocess",
     ),
     experts_missing,
-    Refusal(
-        "moe-without-drop-and-pad",
-        lambda run: "moe" in run.cuda_graph_modules and run.is_moe and not _drops_and_pads(run),
-        "--cuda-graph-modules moe without drop-and-pad experts",
-        "how many tokens each expert gets then differs from step to step, and a graph's shapes do "
-        "not",
-        f"add {_DROP_AND_PAD}, or type {_ROUTER_INSTEAD}",
-    ),
+    dropless_experts,
     Refusal(
         "preprocess-synchronizes",
         _preprocess_synchronizes,

@@ -83,6 +83,13 @@ class GraphArguments:
         "a bucket of parameters where its own runs once a parameter; numbers are the same.",
         action="store_true",
     )
+    cg_grouped_gemm: Literal["te", "torch"] = _flag(
+        "te",
+        "What computes the experts: Transformer Engine's grouped GEMM (default), which reads each "
+        "expert's number of tokens on the host, or torch's, which reads it on the device. With "
+        "torch, --cuda-graph-modules moe captures whole MoE layers without drop and pad.",
+        choices=("te", "torch"),
+    )
     cg_record: str | None = _flag(
         None,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "
@@ -122,6 +129,7 @@ class RunArguments:
     hybrid_layer_pattern: str | None = _setting(None, "one letter a layer, of a hybrid model")
     custom_layers: bool = _setting(False, "a layer spec or heterogeneous config decides the layers")
     num_experts: int | None = _setting(None, "experts of a MoE layer")
+    moe_grouped_gemm: bool = _setting(False, "experts compute by a grouped GEMM")
     moe_layer_freq: int | tuple[int, ...] = _setting(1, "which layers are MoE: every Nth, or 0/1")
     moe_expert_capacity_factor: float | None = _setting(None, "capacity of an expert")
     moe_pad_expert_input_to_capacity: bool = _setting(False, "every expert gets that many tokens")
@@ -140,6 +148,13 @@ class RunArguments:
     moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
     moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
 
+    expert_tensor_parallel_size: int | None = _setting(
+        None, "ranks that share an expert; None is as many as share other layers"
+    )
+    tensor_model_parallel_size: int = _setting(1, "ranks that share a layer")
+    add_bias_linear: bool = _setting(True, "linear layers have a bias")
+    use_transformer_engine_op_fuser: bool = _setting(False, "TE fuses the experts' operations")
+
     qk_clip: bool = _setting(False, "the optimizer clips weights by the largest logits")
     log_max_attention_logit: bool = _setting(False, "the log has the largest logits")
 
@@ -153,6 +168,7 @@ class RunArguments:
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
     fp16: bool = _setting(False, "they are float16; without both they are float32")
     fp8: str | None = _setting(None, "FP8 format, if any")
+    fp4: str | None = _setting(None, "FP4 format, if any")
     fp8_recipe: str = _setting("delayed", "how FP8 scales are found")
     fp8_param_gather: bool = _setting(False, "primary weights are FP8")
     keep_fp8_transpose_cache: bool = _setting(False, "transposes of FP8 weights stay allocated")

@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron_cg.arguments import (
     rules_environment,
+    rules_experts,
     rules_fsdp,
     rules_layers,
     rules_numerics,
@@ -16,10 +17,13 @@ from megatron_cg.arguments.rule import Rule
 from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
 from megatron_cg.errors import Violation
 
+ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm")
+"""Fields of GraphArguments that are useful without graphs."""
 RULES: tuple[Rule, ...] = (
     *rules_fsdp.RULES,
     *rules_scopes.RULES,
     *rules_layers.RULES,
+    *rules_experts.RULES,
     *rules_recompute.RULES,
     *rules_numerics.RULES,
     *rules_environment.RULES,
@@ -33,11 +37,10 @@ def violations(
     """Every broken rule, in the order of :data:`RULES`; empty when the run can be graphed.
 
     A run that does not ask for layerwise graphs under Megatron-FSDP is not checked, except for
-    flags of ours that would have no effect in it.
+    flags of ours that would have no effect in it, and for the grouped GEMM.
     """
-    if not run.wants_graphs:
-        return _flags_without_graphs(run, graph)
-    return tuple(found for rule in RULES for found in rule(run, graph, environment))
+    rules: tuple[Rule, ...] = RULES if run.wants_graphs else (_unused_flags, *rules_experts.RULES)
+    return tuple(found for rule in rules for found in rule(run, graph, environment))
 
 
 def notices(run: RunArguments, graph: GraphArguments, environment: Environment) -> tuple[str, ...]:
@@ -53,12 +56,13 @@ def notices(run: RunArguments, graph: GraphArguments, environment: Environment) 
     return tuple(lines)
 
 
-def _flags_without_graphs(run: RunArguments, graph: GraphArguments) -> tuple[Violation, ...]:
+def _unused_flags(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> tuple[Violation, ...]:
     given = []
     for field in dataclasses.fields(graph):
         value = getattr(graph, field.name)
-        # A record is useful for any run.
-        if value != field.default and field.name not in ("cg_record", "cg_report"):
+        if value != field.default and field.name not in ANY_RUN:
             words = " ".join(value) if isinstance(value, tuple) else str(value)
             given.append(f"--{field.name.replace('_', '-')} {words}")
     if not given:

@@ -6,6 +6,8 @@ training loop uses :class:`GraphedLayers` for a megatron-core model and :func:`g
 model under the standalone Megatron-FSDP. Both import torch; ``import megatron_cg`` alone does not.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megatron_cg.integrations.megatron.loop import GraphedLayers
+    from megatron_cg.integrations.call_arguments import GroupedGemm
     from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
 
 __all__ = [
@@ -46,11 +49,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-def enable() -> None:
+def enable(*, grouped_gemm: GroupedGemm = "te") -> None:
     """Make partial CUDA graphs work under Megatron-FSDP; see ``megatron.patches.enable``."""
     from megatron_cg.integrations.megatron.patches import enable as enable_patches
 
-    enable_patches()
+    enable_patches(grouped_gemm=grouped_gemm)
 
 
 def disable() -> None:

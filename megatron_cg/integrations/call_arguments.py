@@ -11,6 +11,7 @@ from megatron_cg.errors import ArgumentError, Violation
 
 OnFailure = Literal["error", "eager"]
 OnMismatch = Literal["eager", "recapture", "error"]
+GroupedGemm = Literal["te", "torch"]
 BackendName = Literal["transformer_engine", "te", "tape"]
 
 

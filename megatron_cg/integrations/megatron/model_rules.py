@@ -6,6 +6,7 @@ capture helper also finds the decoder with it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_cg.arguments.configs import run_of
@@ -13,6 +14,7 @@ from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.moe.install import counts_on_device
 
 
 def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:
@@ -41,6 +43,8 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
             "cuda_graph_impl of the model's config is none: build it with "
             'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
         )
+    if counts_on_device(fsdp):
+        given = replace(given, cg_grouped_gemm="torch")
     broken = violations(run, given, Environment.read(backend))
     if broken:
         raise ConfigurationError(broken)

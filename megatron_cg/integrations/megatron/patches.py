@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.integrations.call_arguments import GroupedGemm, one_of, refuse
 from megatron_cg.integrations.megatron.teardown import (
     close_at_exit,
     close_before_process_groups,
@@ -57,20 +58,33 @@ _YAML_VIOLATION = Violation(
 _active: ExitStack | None = None
 
 
-def enable() -> None:
+def enable(*, grouped_gemm: GroupedGemm = "te") -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
     Adds our argument group and its rules to Megatron's parser, replaces Megatron's capture helper
     with ours (also in custom training loops), and releases graphs before the process groups are
     destroyed. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
-    before the arguments are parsed and before a helper is created. A second call changes nothing.
+    before the arguments are parsed and before a helper is created. A second call changes nothing
+    but ``grouped_gemm``.
 
-    Raises UpstreamChangedError when a symbol that we replace is missing; then nothing is changed.
+    Args:
+        grouped_gemm: as ``--cg-grouped-gemm``, for loops that parse no arguments of Megatron's.
+            Models that are built from now on compute their experts by it.
+
+    Raises:
+        ArgumentError: ``grouped_gemm`` is neither ``"te"`` nor ``"torch"``.
+        UpstreamChangedError: a symbol that we replace is missing; then nothing is changed.
     """
     global _active
-    if _active is not None:
-        return
+    refuse(list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm))))
     with ExitStack() as undo:
+        if grouped_gemm == "torch":
+            from megatron_cg.moe.install import use_device_counts
+
+            undo.callback(use_device_counts())
+        if _active is not None:
+            _active.callback(undo.pop_all().close)
+            return
         undo.callback(_extend_parser())
         undo.callback(_extend_validation())
         undo.callback(_refuse_yaml_with_graphs())
@@ -161,6 +175,10 @@ def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
     """After validation: install the recorder and our helper, if the run asks for them."""
     if _active is None:
         return
+    if settings.cg_grouped_gemm == "torch":
+        from megatron_cg.moe.install import use_device_counts
+
+        _active.callback(use_device_counts())
     if settings.cg_record is not None:
         from megatron_cg.telemetry.record import install_recorder
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.distributed_data_parallel_config import (
@@ -11,11 +15,13 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_cg.tools.cpu.grouped_linear import GroupedLinear
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
 
@@ -29,10 +35,11 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 1e-2,
             "moe_token_dispatcher_type": "alltoall",
-            "moe_grouped_gemm": False,
+            "moe_grouped_gemm": model.grouped,
+            "expert_model_parallel_size": model.expert_parallel,
             "moe_ffn_hidden_size": model.ffn_hidden_size,
         }
-    return TransformerConfig(
+    fields: dict[str, object] = dict(
         num_layers=model.layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -56,8 +63,8 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
         # Costs nothing until layers get graphs, and eager runs then build the same model.
         cuda_graph_impl="transformer_engine",
         cuda_graph_modules=list(model.graph_modules),
-        **moe,
     )
+    return TransformerConfig(**{**fields, **moe, **model.options})
 
 
 def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
@@ -77,13 +84,15 @@ def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
 
 def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     """Build and shard the model; needs cpu_fakes and an initialised default process group."""
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=model.expert_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     torch.manual_seed(model.seed)
     config = transformer_config(model)
     layer = get_gpt_layer_local_spec(
         num_experts=model.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
     )
+    if model.grouped:
+        layer.submodules.mlp = _grouped_experts(layer.submodules.mlp)
     # From a layer spec alone, Megatron would use TE's final norm wherever TE is installed.
     spec = TransformerBlockSubmodules([layer] * model.layers, WrappedTorchNorm)
     gpt: torch.nn.Module = GPTModel(
@@ -97,6 +106,15 @@ def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     if model.bf16:
         gpt = Float16Module(config, gpt)
     return FullyShardedDataParallel(config=config, ddp_config=ddp_config(model), module=gpt)
+
+
+def _grouped_experts(layer: Any) -> Any:
+    """Megatron's MoE layer with its grouped experts, which need no Transformer Engine here."""
+    grouped = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    submodules = replace(
+        layer.keywords["submodules"], experts=partial(TEGroupedMLP, submodules=grouped)
+    )
+    return partial(layer, submodules=submodules)
 
 
 def transformer_layers(model: torch.nn.Module) -> list[TransformerLayer]:

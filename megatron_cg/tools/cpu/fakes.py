@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cg.backends.host_reads import host_waits
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
-from megatron_cg.tools.cpu.gloo import one_worker_a_group
+from megatron_cg.tools.cpu.gloo import one_worker_a_group, sizes_as_lists
 from megatron_cg.upstream.patch import set_attribute
 
 #: Functions of ``torch`` that take ``device=`` and make a tensor.
@@ -369,6 +369,7 @@ def cpu_fakes() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(one_worker_a_group())
+        stack.enter_context(sizes_as_lists())
         _factories(stack)
         for name, value in _cuda_names().items():
             stack.enter_context(replaced(torch.cuda, name, value))

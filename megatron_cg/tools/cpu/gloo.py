@@ -23,6 +23,8 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
 
@@ -54,6 +56,30 @@ def one_worker_a_group() -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+@contextmanager
+def sizes_as_lists() -> Iterator[None]:
+    """Let ``all_to_all_single`` take its sizes as tensors; gloo takes lists alone.
+
+    Megatron turns sizes into lists only if it copied them from a GPU.
+    """
+    undo = put_over(dist, "all_to_all_single", _with_lists(dist.all_to_all_single))
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _with_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    def all_to_all_single(output: Any, given: Any, *sizes: Any, **named: Any) -> Any:
+        lists = [size.tolist() if hasattr(size, "tolist") else size for size in sizes]
+        for key in ("output_split_sizes", "input_split_sizes"):
+            if hasattr(named.get(key), "tolist"):
+                named[key] = named[key].tolist()
+        return original(output, given, *lists, **named)
+
+    return all_to_all_single
 
 
 def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,6 @@ cannot do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,18 +45,13 @@ CASES = [(group, run) for group, runs in RUNS.items() for run in runs]
 
 def train(directory: Path) -> None:
     """All runs of this file, in one process of several."""
-    import torch.distributed as dist
     from megatron.core.models import backends
 
     from megatron_cg.tools.cpu.fakes import replaced
     from tests.functional.own_loop import train_all
 
     attention = without_channels(backends.DotProductAttention)
-    exchange = with_lists(dist.all_to_all_single)
-    with (
-        replaced(dist, "all_to_all_single", exchange),
-        replaced(backends, "DotProductAttention", attention),
-    ):
+    with replaced(backends, "DotProductAttention", attention):
         for name, runs in RUNS.items():
             eager = [Run(dtype) for dtype in dict.fromkeys(run.dtype for run in runs)]
             folder = directory / name
@@ -78,18 +72,6 @@ def without_channels(attention: Any) -> Any:
             super().__init__(*args, **named)
 
     return Attention
-
-
-def with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron makes lists of sizes on a GPU only, and gloo takes nothing else."""
-
-    def all_to_all_single(output: Any, given: Any, *sizes: Any, **named: Any) -> Any:
-        for key in ("output_split_sizes", "input_split_sizes"):
-            if hasattr(named.get(key), "tolist"):
-                named[key] = named[key].tolist()
-        return exchange(output, given, *sizes, **named)
-
-    return all_to_all_single
 
 
 @pytest.fixture(scope="module")

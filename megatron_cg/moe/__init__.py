@@ -1,0 +1,1 @@
+"""Dropless experts with token counts that stay on the device."""

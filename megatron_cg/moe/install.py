@@ -1,0 +1,107 @@
+"""Puts the grouped GEMM and the dispatcher where Megatron and Transformer Engine look them up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.moe import dispatcher
+from megatron_cg.moe.grouped_gemm import GroupedGemm
+from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.symbols import Symbol, changed
+
+_TE = "transformer_engine.pytorch.module.grouped_linear"
+_GEMM = Symbol(
+    "transformer-engine",
+    f"{_TE}:_GroupedLinear.forward",
+    "a grouped GEMM",
+    parameters=(
+        *("ctx", "inp", "m_splits", "non_tensor_args", "out", "dgrad_out"),
+        "weights_and_biases",
+    ),
+)
+_LAYER = "megatron.core.transformer.moe.moe_layer"
+_DISPATCHER = Symbol(
+    "megatron-core", f"{_LAYER}:MoEAlltoAllTokenDispatcher", "the dispatcher that a layer makes"
+)
+_RULES = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    "Megatron's rules of a model",
+)
+RELIES_ON = (_GEMM, _DISPATCHER, _RULES)
+
+
+def use_device_counts() -> Callable[[], None]:
+    """Let models built from now on have experts whose token counts stay on the device.
+
+    Experts compute by :class:`GroupedGemm`. A model whose config captures whole MoE layers (``moe``
+    in ``cuda_graph_modules``) without drop and pad gets :class:`DeviceDispatcher`, and Megatron's
+    rule against it does not apply. A second call changes nothing.
+
+    Returns:
+        The undo.
+
+    Raises:
+        UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
+            that this replaces has another body. Then nothing is changed.
+    """
+    _GEMM.find()
+    theirs, check = _DISPATCHER.find(), _RULES.find()
+    if getattr(getattr(check, "func", None), "__module__", None) == __name__:
+        return lambda: None
+    for symbol in dispatcher.RELIES_ON:
+        unknown = symbol.unknown_body()
+        if unknown is not None:
+            raise changed(symbol.distribution, symbol.path, unknown)
+    config, _, rules = _RULES.path.partition(":")[2].partition(".")
+    owner = getattr(sys.modules[_RULES.path.partition(":")[0]], config)
+
+    def make_dispatcher(*args: Any, **named: Any) -> Any:
+        kind = dispatcher.DeviceDispatcher if captures_experts(named["config"]) else theirs
+        return kind(*args, **named)
+
+    def __post_init__(self: Any) -> None:
+        _check(self, check)
+
+    with ExitStack() as undo:
+        undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
+        undo.callback(put_over(sys.modules[_LAYER], theirs.__name__, make_dispatcher))
+        undo.callback(put_over(owner, rules, __post_init__))
+        return undo.pop_all().close
+
+
+def counts_on_device(model: nn.Module) -> bool:
+    """Whether a layer of the model dispatches tokens by counts on the device."""
+    return any(
+        isinstance(getattr(module, "token_dispatcher", None), dispatcher.DeviceDispatcher)
+        for module in model.modules()
+    )
+
+
+def captures_experts(config: Any) -> bool:
+    """Whether graphs of this model hold dropless experts."""
+    names = {getattr(module, "name", module) for module in config.cuda_graph_modules or ()}
+    return (
+        config.cuda_graph_impl == "transformer_engine"
+        and bool(config.num_moe_experts)
+        and (not names or "moe" in names)
+        and config.moe_expert_capacity_factor is None
+        and not config.moe_pad_expert_input_to_capacity
+    )
+
+
+def _check(config: Any, rules: Callable[[Any], None]) -> None:
+    """Megatron's rules of a model, without the one that whole MoE layers need drop and pad."""
+    if not captures_experts(config):
+        rules(config)
+        return
+    config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
+    try:
+        rules(config)
+    finally:
+        config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = None, False

@@ -1,0 +1,110 @@
+"""Both dispatchers with routings that a router seldom makes; run in several processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TOKENS, HIDDEN, TOPK = 6, 8, 2
+
+
+def spread(token: int, experts: int, rank: int) -> list[int]:
+    return [(token + rank) % experts, (3 * token + 1 + rank) % experts]
+
+
+def to_first(_token: int, _experts: int, _rank: int) -> list[int]:
+    return [0, 1]
+
+
+def to_last_rank(token: int, experts: int, _rank: int) -> list[int]:
+    return [experts - 1, experts - 2]
+
+
+def crosswise(token: int, experts: int, rank: int) -> list[int]:
+    """Rank 0 sends nothing to itself; the others send to rank 0 alone."""
+    return [experts - 1 - token % 2, experts // 2] if rank == 0 else [0, 1]
+
+
+ROUTINGS: tuple[Callable[[int, int, int], list[int]], ...] = (
+    *(spread, to_first, to_last_rank, crosswise),
+)
+
+
+def routing_map(routing: Any, experts: int, rank: int) -> torch.Tensor:
+    chosen = torch.zeros(TOKENS, experts, dtype=torch.bool)
+    for token in range(TOKENS):
+        first, second = routing(token, experts, rank)
+        chosen[token, first] = True
+        chosen[token, second if second != first else (first + 1) % experts] = True
+    return chosen
+
+
+def make_config(ranks: int, experts: int) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=experts,
+        moe_router_topk=TOPK,
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=ranks,
+        add_bias_linear=False,
+    )
+
+
+def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torch.Tensor]:
+    """A pass through a dispatcher and a grouped GEMM: output, and gradients of all inputs."""
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    experts, groups = chosen.shape[1], get_default_pg_collection()
+    local = experts // ranks
+    dispatcher = kind(local, [rank * local + i for i in range(local)], config, groups)
+    torch.manual_seed(rank)
+    hidden = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
+    probs = (torch.rand(TOKENS, experts) * chosen).requires_grad_()
+    weights = [torch.randn(HIDDEN, HIDDEN).requires_grad_() for _ in range(local)]
+    rows, spread_probs = dispatcher.dispatch_preprocess(hidden, chosen, probs)
+    rows, spread_probs = dispatcher.token_dispatch(rows, spread_probs)
+    rows, counts, spread_probs = dispatcher.dispatch_postprocess(rows, spread_probs)
+    counts = torch.as_tensor(counts.tolist())
+    rows, _ = gemm.apply(rows, counts, (), None, None, *weights)
+    rows = rows * spread_probs.unsqueeze(-1)
+    rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+    output = dispatcher.combine_postprocess(rows)
+    (output * torch.linspace(-1, 1, HIDDEN)).sum().backward()
+    grads = [tensor.grad for tensor in (hidden, probs, *weights)]
+    return [output.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def compare(folder: Path) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from megatron_cg.moe.dispatcher import DeviceDispatcher
+    from megatron_cg.moe.grouped_gemm import GroupedGemm
+    from megatron_cg.tools.cpu.grouped_linear import _GroupedLinear
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    equal: dict[str, list[bool]] = {}
+    for experts in (ranks, 2 * ranks):
+        config = make_config(ranks, experts)
+        for routing in ROUTINGS:
+            run = partial(passed, chosen=routing_map(routing, experts, rank), config=config)
+            ours, theirs = (
+                run(DeviceDispatcher, GroupedGemm),
+                run(MoEAlltoAllTokenDispatcher, _GroupedLinear),
+            )
+            pairs = zip(ours, theirs, strict=True)
+            equal[f"{experts} {routing.__name__}"] = [torch.equal(*pair) for pair in pairs]
+    (folder / f"{rank}.json").write_text(json.dumps(equal))
+    parallel_state.destroy_model_parallel()

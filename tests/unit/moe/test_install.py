@@ -1,0 +1,148 @@
+"""What ``use_device_counts`` changes in Megatron, and when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+import megatron_cg
+from megatron_cg.errors import ArgumentError, UpstreamChangedError
+from megatron_cg.moe.grouped_gemm import GroupedGemm
+from megatron_cg.moe.install import use_device_counts
+from megatron_cg.tools.cpu import grouped_linear
+
+DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+
+
+def config(kind: Any = TransformerConfig, **changes: Any) -> Any:
+    given = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_moe_experts": 4,
+        "moe_token_dispatcher_type": "alltoall",
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": ["attn", "moe"],
+        "add_bias_linear": False,
+    }
+    return kind(**{**given, **changes})
+
+
+@pytest.fixture
+def in_place_of_te() -> Iterator[None]:
+    with grouped_linear.in_place_of_te():
+        yield
+
+
+@pytest.fixture
+def used(in_place_of_te: None) -> Iterator[None]:
+    undo = use_device_counts()
+    yield
+    undo()
+
+
+@pytest.mark.parametrize("kind", [TransformerConfig, MLATransformerConfig])
+@pytest.mark.parametrize("modules", [["attn", "moe"], ["moe"], []], ids=str)
+def test_dropless_experts_may_be_captured(used: None, kind: Any, modules: list[str]) -> None:
+    made = config(kind, cuda_graph_modules=modules)
+    assert made.moe_expert_capacity_factor is None
+    assert not made.moe_pad_expert_input_to_capacity
+    assert [module.name for module in made.cuda_graph_modules] == modules
+
+
+def test_megatrons_other_rules_hold(used: None) -> None:
+    with pytest.raises(AssertionError, match="both moe and moe_router"):
+        config(cuda_graph_modules=["moe", "moe_router"])
+    assert config(**DROP_AND_PAD).moe_pad_expert_input_to_capacity
+    with pytest.raises(ValueError, match="moe_expert_capacity_factor must be set"):
+        config(moe_pad_expert_input_to_capacity=True)
+
+
+def test_without_it_megatron_refuses_them() -> None:
+    with pytest.raises(AssertionError, match="drop-padding"):
+        config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, True),
+        ({"cuda_graph_modules": []}, True),
+        ({"cuda_graph_modules": ["attn", "moe_router"]}, False),
+        (DROP_AND_PAD, False),
+        ({"cuda_graph_impl": "none"}, False),
+    ],
+    ids=str,
+)
+def test_only_models_with_experts_in_graphs_get_the_dispatcher(
+    one_rank: None, used: None, changes: dict[str, Any], ours: bool
+) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    parallel_state.initialize_model_parallel()
+    groups = get_default_pg_collection()
+    made = moe_layer.MoEAlltoAllTokenDispatcher(
+        4, list(range(4)), config=config(**changes), pg_collection=groups
+    )
+    assert (type(made) is not MoEAlltoAllTokenDispatcher) == ours
+    assert isinstance(made, MoEAlltoAllTokenDispatcher)
+
+
+def test_the_undo_puts_everything_back(in_place_of_te: None) -> None:
+    def found() -> list[Any]:
+        return [
+            grouped_linear._GroupedLinear,
+            moe_layer.MoEAlltoAllTokenDispatcher,
+            TransformerConfig.__post_init__,
+        ]
+
+    before = found()
+    first, second = use_device_counts(), use_device_counts()
+    assert found()[0] is GroupedGemm
+    during = found()
+    second()
+    assert found() == during and all(a is not b for a, b in zip(before, during, strict=True))
+    first()
+    assert found() == before
+
+
+def test_a_changed_dispatcher_is_refused_before_anything_is_changed(
+    in_place_of_te: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def token_dispatch(self: Any, rows: torch.Tensor, probs: torch.Tensor) -> Any:
+        return rows, probs
+
+    before = grouped_linear._GroupedLinear
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "token_dispatch", token_dispatch)
+    with pytest.raises(UpstreamChangedError, match="token_dispatch.*another body"):
+        use_device_counts()
+    assert grouped_linear._GroupedLinear is before
+    assert moe_layer.MoEAlltoAllTokenDispatcher is MoEAlltoAllTokenDispatcher
+
+
+def test_enable_takes_the_grouped_gemm(in_place_of_te: None) -> None:
+    before = grouped_linear._GroupedLinear
+    try:
+        megatron_cg.enable()
+        assert grouped_linear._GroupedLinear is before
+        megatron_cg.enable(grouped_gemm="torch")
+        megatron_cg.enable(grouped_gemm="torch")
+        assert grouped_linear._GroupedLinear is GroupedGemm
+    finally:
+        megatron_cg.disable()
+    assert grouped_linear._GroupedLinear is before
+
+
+def test_an_unknown_grouped_gemm_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="grouped_gemm='torhc'.*did you mean 'torch'"):
+        megatron_cg.enable(grouped_gemm="torhc")  # type: ignore[arg-type]
+    from megatron_cg.integrations.megatron import patches
+
+    assert patches._active is None

@@ -1,0 +1,137 @@
+"""Whole dropless MoE layers in graphs train bit for bit as Megatron's own way does eagerly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_cg.tools.cpu.launch import run_processes
+
+STEPS, WARMUP, LAYERS, MICROBATCHES = 5, 2, 2, 2
+EXPERTS = ("attn", "moe")
+ROUTER = ("attn", "moe_router", "moe_preprocess")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, trained eagerly in Megatron's way and in each of ``ways``."""
+
+    expert_parallel: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    experts: int = 4
+    ways: tuple[str, ...] = ("fast",)
+
+
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_dtype": "fp32",
+}
+GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+MODELS = {
+    "one rank has all experts": Model(ways=("eager", "graphs", "fast", "router", "layer")),
+    "experts on two ranks": Model(2, ways=("eager", "graphs", "fast", "router", "layer")),
+    "one expert a rank": Model(2, ONE_CHOICE, experts=2),
+    "more choices than local experts": Model(2, {"moe_router_topk": 3}),
+    "shared experts": Model(2, SHARED),
+    "shared experts, overlapped": Model(2, {**SHARED, "moe_shared_expert_overlap": True}),
+    "sigmoid, bias": Model(2, SIGMOID),
+    "groups of experts": Model(2, GROUPS, experts=8),
+    "z-loss, jitter": Model(2, {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}),
+    "probabilities on the input": Model(2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}),
+    "ZeRO-2": Model(2, fsdp={"data_parallel_sharding_strategy": "optim_grads"}),
+    "ZeRO-1": Model(2, fsdp={"data_parallel_sharding_strategy": "optim"}),
+    "no shards": Model(2, fsdp={"data_parallel_sharding_strategy": "no_shard"}),
+}
+CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]
+SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "router": ROUTER, "layer": ()}
+
+
+def fit(model: Model, way: str) -> dict[str, Any]:
+    """Losses and norms, to the last bit, and what the graphs did."""
+    from contextlib import ExitStack
+
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.consensus.exchange import Agreement
+    from megatron_cg.moe.install import counts_on_device, use_device_counts
+    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    ours, graphs = way != "megatron", way not in ("megatron", "eager")
+    destroy_moe_metrics_tracker()
+    with ExitStack() as undo:
+        if ours:
+            undo.enter_context(in_place_of_te())
+            undo.callback(use_device_counts())
+        shape = CpuModelConfig(
+            layers=LAYERS,
+            experts=model.experts,
+            grouped=True,
+            expert_parallel=model.expert_parallel,
+            options=model.options,
+            fsdp_options=model.fsdp,
+            graph_modules=SCOPES.get(way, ("attn",)),
+        )
+        trainer = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))
+        undo.callback(parallel_state.destroy_model_parallel)
+        steps, counters, parts = [], {}, []
+        for step in range(STEPS):
+            if graphs and step == WARMUP:
+                session = trainer.capture(TapeBackend(), Agreement(), fast_path=way == "fast")
+                undo.callback(session.close)
+                counters = session.counters
+                parts = session.fast_path.parts if session.fast_path is not None else []
+            steps.append([number.hex() for number in trainer.step()])
+        device = counts_on_device(trainer.model)
+        shown = {name: getattr(counters, name, 0) for name in ("captured", "replayed", "eager")}
+        return {"steps": steps, "device": device, "parts": list(parts), **shown}
+
+
+def train_all(folder: Path) -> None:
+    found = {
+        name: {way: fit(model, way) for way in ("megatron", *model.ways)}
+        for name, model in MODELS.items()
+    }
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("moe")
+    run_processes(partial(train_all, folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("model", "way"), CASES)
+def test_losses_and_norms_are_megatrons(
+    results: list[dict[str, Any]], model: str, way: str
+) -> None:
+    for found in results:
+        assert found[model][way]["steps"] == found[model]["megatron"]["steps"]
+        assert len(set(map(tuple, found[model][way]["steps"]))) == STEPS
+
+
+@pytest.mark.parametrize(("model", "way"), CASES)
+def test_whole_layers_were_replayed(results: list[dict[str, Any]], model: str, way: str) -> None:
+    replayed = LAYERS * MICROBATCHES * (STEPS - WARMUP)
+    for found in results:
+        one = found[model][way]
+        graphs = way != "eager"
+        assert one["device"] == (way != "router") and not found[model]["megatron"]["device"]
+        assert one["captured"] == LAYERS * graphs and one["eager"] == 0
+        assert one["replayed"] == replayed * graphs
+        assert ("gradients" in one["parts"]) == (way == "fast" and not MODELS[model].fsdp)
