@@ -15,8 +15,8 @@ from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
 from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.call_arguments import GroupedGemm
+    from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
 
 __all__ = [

@@ -51,6 +51,7 @@ class DeviceCounts:
 class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Dispatches without reading a count on the host. One expert tensor-parallel rank only."""
 
+    tokens_per_expert: torch.Tensor | None
     _counts: torch.Tensor
     """Rows from each rank to each; see :func:`gather_counts`."""
 
@@ -82,6 +83,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, DeviceCounts, torch.Tensor]:
         """Sort rows by local expert."""
         counts, self.tokens_per_expert = self.tokens_per_expert, None
+        assert counts is not None
         if self.ep_size > 1 and self.num_local_experts > 1:
             of_chunks = self.num_global_tokens_per_local_expert
             rows = global_input_tokens.shape[0]
@@ -113,8 +115,10 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     def _most_rows(self, sent: int) -> int:
         """Rows that this rank receives at most, when each rank sends ``sent``."""
-        topk = self.config.moe_router_topk
-        return self.ep_size * (sent // topk) * min(topk, self.num_local_experts)
+        topk: int = self.config.moe_router_topk
+        ranks: int = self.ep_size
+        local: int = self.num_local_experts
+        return ranks * (sent // topk) * min(topk, local)
 
     def _exchange(self, rows: torch.Tensor, received: int, *, back: bool = False) -> torch.Tensor:
         if self.ep_size == 1:

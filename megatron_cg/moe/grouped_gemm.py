@@ -40,7 +40,7 @@ class GroupedGemm(torch.autograd.Function):
     """Row ``i`` times the weight of its expert; see Note [Transformer Engine's contract]."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - Transformer Engine's arguments
         ctx: Any,
         inp: torch.Tensor,
         m_splits: torch.Tensor,

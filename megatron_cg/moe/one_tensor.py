@@ -44,5 +44,5 @@ def _distance(weights: Sequence[torch.Tensor]) -> int | None:
     if len(weights) == 1:
         return first.numel()
     distances = {b.storage_offset() - a.storage_offset() for a, b in pairwise(weights)}
-    found = distances.pop()
+    found = int(distances.pop())
     return found if not distances and found >= first.numel() else None

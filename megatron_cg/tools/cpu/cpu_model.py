@@ -39,31 +39,31 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
             "expert_model_parallel_size": model.expert_parallel,
             "moe_ffn_hidden_size": model.ffn_hidden_size,
         }
-    fields: dict[str, object] = dict(
-        num_layers=model.layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.heads,
-        hidden_dropout=model.dropout,
-        attention_dropout=model.dropout,
-        bf16=model.bf16,
-        params_dtype=torch.bfloat16 if model.bf16 else torch.float32,
-        pipeline_dtype=torch.bfloat16 if model.bf16 else torch.float32,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+    fields: dict[str, object] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.heads,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": model.dropout,
+        "bf16": model.bf16,
+        "params_dtype": torch.bfloat16 if model.bf16 else torch.float32,
+        "pipeline_dtype": torch.bfloat16 if model.bf16 else torch.float32,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
         # gloo lacks PREMUL_SUM; FSDP would reduce with it if it scaled the gradients itself.
-        calculate_per_token_loss=True,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        "calculate_per_token_loss": True,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
         # Costs nothing until layers get graphs, and eager runs then build the same model.
-        cuda_graph_impl="transformer_engine",
-        cuda_graph_modules=list(model.graph_modules),
-    )
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": list(model.graph_modules),
+    }
     return TransformerConfig(**{**fields, **moe, **model.options})
 
 

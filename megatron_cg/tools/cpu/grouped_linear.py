@@ -12,7 +12,6 @@ from torch import nn
 
 from megatron_cg.tools.cpu.fakes import module_entry
 
-
 _REPLACED = "transformer_engine.pytorch.module.grouped_linear"
 
 
@@ -27,7 +26,7 @@ class _GroupedLinear(torch.autograd.Function):
     """The contract of Transformer Engine's; see ``moe/grouped_gemm.py``."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - Transformer Engine's arguments
         ctx: Any,
         inp: torch.Tensor,
         m_splits: torch.Tensor,

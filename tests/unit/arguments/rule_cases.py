@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Case:
     layers: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
+    gemm: Literal["te", "torch"] = "te"
 
     def __str__(self) -> str:
         changed = {**self.change, **self.variables, **self.versions}
@@ -108,6 +109,13 @@ SCOPES = (
         "moe_router in a model without experts",
         "parts of a MoE layer",
         "--num-experts 8",
+    ),
+    Case(
+        "moe-without-drop-and-pad",
+        _modules("attn", "moe"),
+        "moe without drop-and-pad",
+        "reads it on the CPU",
+        "--cg-grouped-gemm torch",
     ),
     Case(
         "moe-without-drop-and-pad",
@@ -278,6 +286,90 @@ LAYERS = (
         "scopes other than attn",
     ),
 )
+
+_GROUPED: dict[str, Any] = {"moe_grouped_gemm": True, "add_bias_linear": False}
+_DROPLESS: dict[str, Any] = {**_GROUPED, "cuda_graph_modules": ("attn", "moe")}
+
+
+def _torch(rule: str, base: dict[str, Any], change: dict[str, Any], *words: str) -> Case:
+    """A run with ``--cg-grouped-gemm torch`` that breaks ``rule``."""
+    found, reason, remedy = words
+    return Case(rule, {**base, **change}, found, reason, remedy, gemm="torch")
+
+
+EXPERTS = (
+    _torch(
+        "grouped-gemm-without-experts",
+        _GROUPED,
+        {"moe_grouped_gemm": False},
+        *("without grouped experts", "this model has none", "--moe-grouped-gemm"),
+    ),
+    _torch(
+        "grouped-gemm-without-experts",
+        _GROUPED,
+        {"num_experts": None, "cuda_graph_modules": ("attn",)},
+        *("without grouped experts", "this model has none", "in a MoE model"),
+    ),
+    _torch(
+        "grouped-gemm-dtype", _GROUPED, {"bf16": False}, "without --bf16", "alone", "add --bf16"
+    ),
+    _torch(
+        "grouped-gemm-low-precision",
+        _GROUPED,
+        {"fp8": "hybrid"},
+        *("with FP8 or FP4", "in bfloat16", "drop --fp8-format"),
+    ),
+    _torch(
+        "grouped-gemm-low-precision",
+        _GROUPED,
+        {"fp4": "e2m1"},
+        *("with FP8 or FP4", "in bfloat16", "--fp4-format"),
+    ),
+    _torch(
+        "grouped-gemm-bias",
+        _GROUPED,
+        {"add_bias_linear": True},
+        *("have biases", "adds no bias", "--disable-bias-linear"),
+    ),
+    _torch(
+        "grouped-gemm-op-fuser",
+        _GROUPED,
+        {"use_transformer_engine_op_fuser": True},
+        *("op-fuser", "do not call", "drop --use-transformer-engine-op-fuser"),
+    ),
+    _torch(
+        "experts-dispatcher",
+        _DROPLESS,
+        {"moe_token_dispatcher_type": "flex"},
+        *("dispatcher-type flex", "dispatcher alltoall", "--moe-token-dispatcher-type alltoall"),
+    ),
+    _torch(
+        "experts-tensor-parallel",
+        _DROPLESS,
+        {"tensor_model_parallel_size": 2},
+        *("several tensor-parallel ranks", "reads on the CPU", "--expert-tensor-parallel-size 1"),
+    ),
+    _torch(
+        "experts-tensor-parallel",
+        _DROPLESS,
+        {"expert_tensor_parallel_size": 2, "cuda_graph_modules": ()},
+        *("several tensor-parallel ranks", "reads on the CPU", "attn moe_router"),
+    ),
+    *(
+        _torch(
+            "experts-uneven",
+            _DROPLESS,
+            {option: value},
+            *("router padding", "from step to step", "--moe-pad-expert-input-to-capacity"),
+        )
+        for option, value in (
+            ("moe_expert_capacity_factor", 1.0),
+            ("moe_router_padding_for_fp8", True),
+            ("moe_router_padding_for_quantization", True),
+        )
+    ),
+)
+"""``--cg-grouped-gemm torch``."""
 
 RECOMPUTE = (
     Case(
@@ -487,4 +579,13 @@ ENVIRONMENT = (
 MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)
 """The cases that ``TransformerConfig`` of megatron-core must refuse too."""
 
-ALL = (*FSDP, *SCOPES, *SCOPES_BEYOND_MEGATRON, *LAYERS, *RECOMPUTE, *NUMERICS, *ENVIRONMENT)
+ALL = (
+    *FSDP,
+    *SCOPES,
+    *SCOPES_BEYOND_MEGATRON,
+    *LAYERS,
+    *EXPERTS,
+    *RECOMPUTE,
+    *NUMERICS,
+    *ENVIRONMENT,
+)

@@ -24,7 +24,7 @@ def configured(case: Case) -> tuple[RunArguments, GraphArguments, Environment]:
     }
     return (
         dataclasses.replace(GOOD_RUN, **case.change),
-        GraphArguments(cg_layers=case.layers),
+        GraphArguments(cg_layers=case.layers, cg_grouped_gemm=case.gemm),
         dataclasses.replace(GOOD_ENVIRONMENT, versions=versions, variables=case.variables),
     )
 
@@ -87,6 +87,43 @@ def test_all_violations_at_once() -> None:
         "transformer-engine-version",
         "max-connections",
     ]
+
+
+DROPLESS = dataclasses.replace(
+    GOOD_RUN,
+    cuda_graph_modules=("attn", "moe"),
+    moe_grouped_gemm=True,
+    add_bias_linear=False,
+)
+TORCH = GraphArguments(cg_grouped_gemm="torch")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"cuda_graph_modules": ()},
+        {"cuda_graph_modules": ("attn", "moe_router")},
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {"cuda_graph_modules": ("attn", "moe_router"), "tensor_model_parallel_size": 2},
+        {
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+            "tensor_model_parallel_size": 2,
+        },
+    ],
+    ids=str,
+)
+def test_torchs_grouped_gemm_lets_graphs_hold_experts(change: dict[str, Any]) -> None:
+    assert violations(dataclasses.replace(DROPLESS, **change), TORCH, GOOD_ENVIRONMENT) == ()
+
+
+def test_torchs_grouped_gemm_is_checked_without_graphs_too() -> None:
+    eager = dataclasses.replace(DROPLESS, cuda_graph_impl="none")
+    assert violations(eager, TORCH, GOOD_ENVIRONMENT) == ()
+    biased = dataclasses.replace(eager, add_bias_linear=True, tensor_model_parallel_size=2)
+    (found,) = violations(biased, TORCH, GOOD_ENVIRONMENT)
+    assert found.rule == "grouped-gemm-bias"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ MORE = (0, 5)
 
 def sorted_by_megatron(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     places = torch.arange(counts.numel()).view_as(counts).t().ravel()
+    result: torch.Tensor
     result, _ = sort_chunks_by_idxs(rows, counts.ravel(), places)
     return result
 

@@ -67,6 +67,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.moe.install import counts_on_device, use_device_counts
+    from megatron_cg.replay.counters import Counters
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
@@ -88,7 +89,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         )
         trainer = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))
         undo.callback(parallel_state.destroy_model_parallel)
-        steps, counters, parts = [], {}, []
+        steps, counters, parts = [], Counters(), []
         for step in range(STEPS):
             if graphs and step == WARMUP:
                 session = trainer.capture(TapeBackend(), Agreement(), fast_path=way == "fast")
@@ -97,7 +98,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
                 parts = session.fast_path.parts if session.fast_path is not None else []
             steps.append([number.hex() for number in trainer.step()])
         device = counts_on_device(trainer.model)
-        shown = {name: getattr(counters, name, 0) for name in ("captured", "replayed", "eager")}
+        shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         return {"steps": steps, "device": device, "parts": list(parts), **shown}
 
 
