@@ -4,6 +4,12 @@ Megatron reads the counts on the host: to size what it receives, and for the exp
 what is received has a fixed number of rows, enough for any routing. So a graph can hold a whole MoE
 layer without drop and pad.
 
+Note [Outside of captures]
+    There the dispatcher is Megatron's, with its host reads, also where a captured region runs
+    eagerly. So an eager pass costs what it costs without this package, takes no rows for the worst
+    case, and allows ranks with different numbers of tokens. Ranks never mix the two: a graph with
+    collectives is left by all of them or by none.
+
 Note [Order of rows]
     Experts get their rows in the order in which Megatron's dispatcher passes them: by expert, then
     by source rank, then by token. Weight gradients sum over rows, so another order would change
@@ -19,6 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_cg.moe.exchange import exchange, gather_counts
 from megatron_cg.moe.rows import order, reorder
+from megatron_cg.replay.region import is_capturing
 from megatron_cg.upstream.symbols import Symbol
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
@@ -28,7 +35,7 @@ RELIES_ON = tuple(
         ("preprocess", "what counts tokens", ()),
         ("dispatch_preprocess", "what permutes tokens by expert", ()),
         ("combine_postprocess", "what restores the order of tokens", ()),
-        ("_maybe_dtoh_and_synchronize", "what brings counts to the host", ("636489dc4100ff41",)),
+        ("_maybe_dtoh_and_synchronize", "what reads counts", ("636489dc4100ff41",)),
         ("token_dispatch", "the exchange of tokens", ("ec63c5c6ffaa1a11",)),
         ("dispatch_postprocess", "what sorts rows by local expert", ("91ca0d31ed0d441c",)),
         ("combine_preprocess", "what restores their order", ("c4a06d4263d87d27",)),
@@ -49,14 +56,21 @@ class DeviceCounts:
 
 
 class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
-    """Dispatches without reading a count on the host. One expert tensor-parallel rank only."""
+    """Dispatches without reading a count on the host while graphs are captured.
+
+    Outside of captures it is Megatron's. One expert tensor-parallel rank only.
+    """
 
     tokens_per_expert: torch.Tensor | None
     _counts: torch.Tensor
     """Rows from each rank to each; see :func:`gather_counts`."""
+    _order: tuple[torch.Tensor, torch.Tensor] | None
+    """How rows are sorted by local expert, and the inverse; None if they are sorted already."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
-        return tokens_per_expert
+        if is_capturing():
+            return tokens_per_expert
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
     def token_dispatch(
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
@@ -64,15 +78,18 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """Send tokens and probabilities to their experts' ranks. A collective call.
 
         Returns:
-            ``[rows, hidden]`` and ``[rows]``, with as many rows as any routing may need.
+            ``[rows, hidden]`` and ``[rows]``; in a capture with as many rows as any routing needs.
         """
+        if not is_capturing():
+            sent: Any = super().token_dispatch(permutated_local_input_tokens, permuted_probs)
+            return sent  # type: ignore[no-any-return]
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()
-        sent = permutated_local_input_tokens.shape[0]
+        rows = permutated_local_input_tokens.shape[0]
         if self.ep_size > 1:
             self._counts = gather_counts(self.input_splits, self.ep_group)
-        rows = self._most_rows(sent)
+            rows = self._most_rows(rows)
         tokens = self._exchange(permutated_local_input_tokens, rows)
         if shared is not None:
             shared.linear_fc1_forward_and_act(tokens)
@@ -80,10 +97,14 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, DeviceCounts, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Any, torch.Tensor]:
         """Sort rows by local expert."""
+        if not is_capturing():
+            processed: Any = super().dispatch_postprocess(global_input_tokens, global_probs)
+            return processed  # type: ignore[no-any-return]
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         assert counts is not None
+        self._order = None
         if self.ep_size > 1 and self.num_local_experts > 1:
             of_chunks = self.num_global_tokens_per_local_expert
             rows = global_input_tokens.shape[0]
@@ -94,16 +115,21 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Undo the sorting of :meth:`dispatch_postprocess`."""
-        if self.ep_size > 1 and self.num_local_experts > 1:
-            forward, inverse = self._order
-            del self._order
-            hidden_states = reorder(hidden_states, inverse, forward)
-        return hidden_states
+        if not is_capturing():
+            restored: Any = super().combine_preprocess(hidden_states)
+            return restored  # type: ignore[no-any-return]
+        if self._order is None:
+            return hidden_states
+        (forward, inverse), self._order = self._order, None
+        return reorder(hidden_states, inverse, forward)
 
     def token_combine(
-        self, hidden_states: torch.Tensor, *_asynchronous: Any, **_unused: Any
+        self, hidden_states: torch.Tensor, *others: Any, **named: Any
     ) -> torch.Tensor:
         """Send results back to the ranks of their tokens. A collective call."""
+        if not is_capturing():
+            combined: Any = super().token_combine(hidden_states, *others, **named)
+            return combined  # type: ignore[no-any-return]
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()

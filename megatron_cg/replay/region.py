@@ -36,17 +36,24 @@ RELIES_ON = (
 )
 
 
+_depth = 0
+"""How many calls of :func:`run_region` are running."""
+
+
 def run_region(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what the graph of ``layer`` would return for these arguments, with autograd as usual.
 
     FSDP's hooks on modules inside the region run as in an eager pass.
     """
+    global _depth
     target: Any = layer
     inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
     _flag("_set_capture_start")()
+    _depth += 1
     try:
         return target._te_cuda_graph_capture(*args, **inputs)
     finally:
+        _depth -= 1
         _flag("_set_capture_end")()
 
 
@@ -66,6 +73,11 @@ def region_in_backward() -> Iterator[None]:
 def is_running_part() -> bool:
     """Whether :func:`run_region` or a capture is running."""
     return bool(_flag("is_graph_capturing")())
+
+
+def is_capturing() -> bool:
+    """Whether a capture runs, warmup included; False while :func:`run_region` runs."""
+    return is_running_part() and _depth == 0
 
 
 @cache

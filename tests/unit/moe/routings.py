@@ -62,7 +62,9 @@ def make_config(ranks: int, experts: int) -> Any:
 
 def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torch.Tensor]:
     """A pass through a dispatcher and a grouped GEMM: output, and gradients of all inputs."""
+    from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     experts, groups = chosen.shape[1], get_default_pg_collection()
@@ -72,6 +74,8 @@ def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torc
     hidden = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
     probs = (torch.rand(TOKENS, experts) * chosen).requires_grad_()
     weights = [torch.randn(HIDDEN, HIDDEN).requires_grad_() for _ in range(local)]
+    if kind is not MoEAlltoAllTokenDispatcher:
+        cuda_graphs._set_capture_start()
     rows, spread_probs = dispatcher.dispatch_preprocess(hidden, chosen, probs)
     rows, spread_probs = dispatcher.token_dispatch(rows, spread_probs)
     rows, counts, spread_probs = dispatcher.dispatch_postprocess(rows, spread_probs)
@@ -80,6 +84,7 @@ def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torc
     rows = rows * spread_probs.unsqueeze(-1)
     rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
     output = dispatcher.combine_postprocess(rows)
+    cuda_graphs._set_capture_end()
     (output * torch.linspace(-1, 1, HIDDEN)).sum().backward()
     grads = [tensor.grad for tensor in (hidden, probs, *weights)]
     return [output.detach(), *(grad for grad in grads if grad is not None)]

@@ -1,0 +1,117 @@
+"""A run whose graphs hold dropless experts: verified, left, deleted and captured again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.tools.cpu.launch import run_processes
+
+LAYERS, STEPS, CAPTURED, SHORT, EVALUATED, DELETED, AGAIN = 2, 11, 2, 5, 6, 7, 9
+"""Steps: captured before, with a short batch, evaluated before, deleted and captured before."""
+
+
+class Short:
+    """Batches, halved in one step."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches, self.halved = batches, False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, labels = next(self.batches)
+        return (tokens[:1], labels[:1]) if self.halved else (tokens, labels)
+
+
+def live(ours: bool) -> dict[str, Any]:
+    """Losses and norms, to the last bit, and what the graphs did in each step."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.consensus.exchange import Agreement
+    from megatron_cg.moe.install import use_device_counts
+    from megatron_cg.replay.mismatch_policy import ReplayPolicy
+    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    destroy_moe_metrics_tracker()
+    with ExitStack() as undo:
+        if ours:
+            undo.enter_context(in_place_of_te())
+            undo.callback(use_device_counts())
+        shape = CpuModelConfig(
+            layers=LAYERS,
+            experts=4,
+            grouped=True,
+            expert_parallel=2,
+            graph_modules=("attn", "moe") if ours else ("attn",),
+        )
+        trainer = Trainer(TrainingPlan(shape, graphs=ours))
+        undo.callback(parallel_state.destroy_model_parallel)
+        batches: Any = Short(trainer._batches)
+        trainer._batches = batches
+        found: list[list[str]] = []
+        done: list[dict[str, int]] = []
+        for step in range(STEPS):
+            if ours and step in (CAPTURED, AGAIN):
+                policy = ReplayPolicy("eager", verify_interval=2)
+                agreement = Agreement()
+                session = trainer.capture(TapeBackend(), agreement, policy=policy)
+                undo.callback(session.close)
+            if ours and step == DELETED:
+                session.close()
+            if step == EVALUATED:
+                trainer.model.eval()
+                with torch.no_grad():
+                    found.append([float(trainer._forward().sum()).hex()])
+                trainer.model.train()
+            batches.halved = step == SHORT
+            found.append([number.hex() for number in trainer.step()])
+            if ours and step >= CAPTURED:
+                names = ("replayed", "eager", "mismatched", "verified", "gradients_verified")
+                done.append({name: getattr(session.counters, name) for name in names})
+        return {"found": found, "done": done}
+
+
+def live_twice(folder: Path) -> None:
+    lives = {"megatron": live(ours=False), "ours": live(ours=True)}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(lives))
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("life")
+    run_processes(partial(live_twice, folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_every_loss_and_norm_is_megatrons(lives: list[dict[str, Any]]) -> None:
+    for life in lives:
+        assert len(life["megatron"]["found"]) == STEPS + 1
+        assert life["ours"]["found"] == life["megatron"]["found"]
+
+
+def test_both_ranks_replay_verify_and_leave_their_graphs_together(
+    lives: list[dict[str, Any]],
+) -> None:
+    for life in lives:
+        done = life["ours"]["done"]
+        before, short = done[SHORT - CAPTURED - 1], done[SHORT - CAPTURED]
+        assert before["replayed"] == LAYERS * (SHORT - CAPTURED)
+        assert before["verified"] > 0 and before["gradients_verified"] > 0
+        assert before["mismatched"] == before["eager"] == 0
+        assert short["replayed"] == before["replayed"]
+        assert short["mismatched"] == short["eager"] == LAYERS
+        assert done[-1]["replayed"] == LAYERS * (STEPS - AGAIN)
