@@ -24,6 +24,7 @@ _TE_ONLY = (
     f"{_FAST}.optimizer.adam",
     f"{_FAST}.heuristics",
     f"{_FAST}.gradients.detached",
+    "megatron_cg.moe.install",
 )
 _TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
 
