@@ -11,6 +11,9 @@ DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 FP8 = ("--fp8-format", "hybrid")
 RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
 TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+EP2 = ("--expert-model-parallel-size", "2")
+TORCH_GEMM = ("--cg-grouped-gemm", "torch")
+"""For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
 EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -62,8 +65,31 @@ def _grid() -> list[Case]:
     ]
 
 
+def _dropless() -> list[Case]:
+    """Graphs that hold whole MoE layers without drop and pad."""
+    experts, router = ("attn", "moe"), PREPROCESS
+    recompute = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
+    rows = (
+        ("ep1", MOE, experts, ()),
+        ("ep2", MOE, experts, EP2),
+        ("ep2-tp2", MOE, experts, (*EP2, *TENSOR_PARALLEL, "--expert-tensor-parallel-size", "1")),
+        ("ep2-whole-layer", MOE, (), EP2),
+        ("ep2-recompute", MOE, experts, (*EP2, *recompute)),
+        ("ep2-dropout", MOE, experts, (*EP2, *DROPOUT)),
+        ("ep2-permute-fusion", MOE, experts, (*EP2, "--moe-permute-fusion")),
+        ("ep2-shared-experts", MLA, experts, EP2),
+        ("router-ep2", MOE, router, EP2),
+    )
+    return [
+        Case(f"dropless-{name}", preset, scopes, (*batch(8), *flags), graph_flags=TORCH_GEMM)
+        for name, preset, scopes, flags in rows
+    ]
+
+
 CASES = [
     *_grid(),
+    *_dropless(),
+    Case("dropless-same-gemm", MOE, ("attn", "moe"), (*batch(8), *EP2, *TORCH_GEMM)),
     Case("router-dp2-together", MOE, ROUTER, batch(8)),
     Case(
         "capacity",

@@ -15,13 +15,14 @@ import torch
 
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.tools.align.command import arguments
+from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.plan.worker import docstrings_read_once
 from tests.functional import cases, test_failures
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of, pytest_xdist_auto_num_workers
 from tests.functional.tampered import ACTIONS, VARIABLES
 
-pytestmark = pytest.mark.usefixtures("hopper", "quick_parser")
+pytestmark = pytest.mark.usefixtures("hopper", "quick_parser", "te_kernels")
 DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer")
 LIFE = [
     *cases.LIFE.values(),
@@ -37,6 +38,18 @@ def quick_parser() -> Iterator[None]:
     undo = docstrings_read_once()
     yield
     undo()
+
+
+@pytest.fixture
+def te_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What rules ask of Transformer Engine: its grouped GEMM and fused permutation are there."""
+    from megatron.core.transformer.moe import moe_utils
+
+    for name in vars(moe_utils):
+        if name.startswith("fused_") and vars(moe_utils)[name] is None:
+            monkeypatch.setattr(moe_utils, name, lambda: None)
+    with in_place_of_te():
+        yield
 
 
 def validated(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, graphs: bool) -> Any:
