@@ -5,14 +5,15 @@ Every curve has a line style, marker or label besides its colour.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megatron_cg.tools.pages.figures import Draw, Look
+from megatron_cg.tools.pages.theme import Palette
 from megatron_cg.tools.report.coverage import EAGER, GRAPHED, LEFT_OUT, Coverage
 from megatron_cg.tools.report.series import (
     Quantity,
@@ -24,7 +25,6 @@ from megatron_cg.tools.report.series import (
     thin,
 )
 from megatron_cg.tools.report.story import Story
-from megatron_cg.tools.report.theme import Palette
 
 MIB = 2**20
 _MARKED = 40
@@ -35,23 +35,6 @@ _CELLS = 64
 """With at most this many layers, each has its own cell; otherwise equal neighbours share one."""
 _FAR = 4.0
 """A step time above this multiple of the median is left out of the plot."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a plot is drawn: colours, and the width of a page's column in inches."""
-
-    palette: Palette
-    width: float
-
-    @property
-    def narrow(self) -> bool:
-        """Whether it is for a phone."""
-        return self.width < 5
-
-
-Draw = Callable[[Figure, Look], None]
-"""Draws on an empty figure of the look's width and sets its height."""
 
 
 def of_quantity(story: Story, quantity: Quantity) -> Draw:
@@ -133,9 +116,8 @@ def highest_shown(story: Story) -> float:
     return 1.1 * max(shown, default=1.0)
 
 
-def of_phases(story: Story, phases: Mapping[str, Mapping[str, float]]) -> Draw:
+def of_phases(phases: Mapping[str, Mapping[str, float]]) -> Draw:
     """The phases of the median step as bars, one per run; ``phases`` by run's name and phase."""
-    del story
 
     def draw(figure: Figure, look: Look) -> None:
         figure.set_size_inches(look.width, 1.3 + 0.5 * len(phases) + (0.5 if look.narrow else 0))
