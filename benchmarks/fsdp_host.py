@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp_host", description=__doc__)
     for name, default in asdict(Shape()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="write the metrics here too")
     args = vars(parser.parse_args(argv))
     path = args.pop("json")
     shape = Shape(**args)

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.figures import FiguresError, figures, first_counted, step_times
+from benchmarks.metrics import MetricsError, first_counted, metrics, step_times
 from benchmarks.report import Measurement, as_markdown, print_table
 from benchmarks.runs import TAPE, TRANSFORMER_ENGINE, Request, records
 from megatron_cg.errors import MegatronCGError
@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace, extra: Sequence[str]) -> None:
     preset = load_preset(args.preset)
     left = args.steps - args.warmup_steps - args.settle
     if left < 1:
-        raise FiguresError(
+        raise MetricsError(
             f"--steps {args.steps} leaves none to count after --warmup-steps {args.warmup_steps} "
             f"and --settle {args.settle}: give {1 - left} steps more."
         )
@@ -109,10 +109,10 @@ def _run(args: argparse.Namespace, extra: Sequence[str]) -> None:
 
 
 def measure(request: Request, outcome: Outcome, settle: int) -> Measurement:
-    """The figures of both runs. Raises FiguresError where they show nothing."""
+    """The metrics of both runs. Raises MetricsError where they show nothing."""
     eager: Any = outcome.eager
     graphed: Any = outcome.graphed
-    ranks = tuple(figures(graphed[rank], settle) for rank in sorted(graphed))
+    ranks = tuple(metrics(graphed[rank], settle) for rank in sorted(graphed))
     first = first_counted(graphed[0], settle)
     on_gpus = request.backend != TAPE
     run = {

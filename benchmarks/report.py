@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.figures import RankFigures, Spread
+from benchmarks.metrics import RankMetrics, Spread
 from megatron_cg.tools.bench.bench_machine import described
 
 SCHEMA = {"name": "megatron_cg.overheads", "version": 1}
 TARGET = 0.01
 """Guards and votes together, as a share of a step."""
-COLUMNS = ("figure", "rank 0", "highest of all ranks")
+COLUMNS = ("metric", "rank 0", "highest of all ranks")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Measurement:
     versions: Mapping[str, str]
     eager: Spread
     """Milliseconds of the same steps of the eager run, rank 0."""
-    ranks: tuple[RankFigures, ...]
+    ranks: tuple[RankMetrics, ...]
 
     @property
     def speed(self) -> float:
@@ -63,13 +63,13 @@ class Measurement:
         }
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The table's rows: a figure's name, its value on rank 0, and its highest value."""
+        """The table's rows: a metric's name, its value on rank 0, and its highest value."""
         rows = [self._row("step with graphs, median, ms", lambda r: r.step_ms.median, ".3f")]
         rows += [
             ("eager step, median, ms", f"{self.eager.median:.3f}", ""),
             ("eager step / step with graphs", f"{self.speed:.3f}", ""),
         ]
-        for name, read, form in _FIGURES:
+        for name, read, form in _METRICS:
             rows.append(self._row(name, read, form))
         return rows
 
@@ -78,7 +78,7 @@ class Measurement:
         return name, values[0], format(max(read(rank) for rank in self.ranks), form)
 
 
-_FIGURES: tuple[tuple[str, Any, str], ...] = (
+_METRICS: tuple[tuple[str, Any, str], ...] = (
     ("replays a step", lambda r: r.replays, "g"),
     ("guards a step, mean, µs", lambda r: r.guard_us.mean, ".1f"),
     ("guards a step, 95 of 100 steps, µs", lambda r: r.guard_us.p95, ".1f"),

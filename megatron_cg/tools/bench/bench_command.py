@@ -27,7 +27,7 @@ from megatron_cg.tools.bench.bench_plots import PlotError, plot_all
 from megatron_cg.tools.bench.bench_schedule import PlannedRun, Scale, schedule
 from megatron_cg.tools.bench.commands import DEFAULT, Settings
 from megatron_cg.tools.bench.comparing import compare
-from megatron_cg.tools.bench.contenders import EAGER, GRAPHS
+from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
 from megatron_cg.tools.bench.execute import Options, Start, execute
 from megatron_cg.tools.bench.markdown import as_markdown
 from megatron_cg.tools.bench.scaling import trends

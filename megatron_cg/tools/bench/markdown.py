@@ -8,10 +8,10 @@ from typing import Any
 from megatron_cg.tools.bench.bench_machine import described
 from megatron_cg.tools.bench.bench_schedule import round_of
 from megatron_cg.tools.bench.comparing import Change
-from megatron_cg.tools.bench.contenders import CONTENDERS
-from megatron_cg.tools.bench.figures import Row, tables
+from megatron_cg.tools.bench.configurations import CONFIGURATIONS
 from megatron_cg.tools.bench.grids import NONE, grid, number
 from megatron_cg.tools.bench.host_calls_text import sampled_block, sampled_heading
+from megatron_cg.tools.bench.metrics import Row, tables
 from megatron_cg.tools.bench.rounds_text import (
     ELSEWHERE,
     against_lines,
@@ -26,7 +26,7 @@ from megatron_cg.tools.bench.scaling import Trend
 from megatron_cg.tools.bench.store import Result
 
 _STEP = (
-    "contender",
+    "configuration",
     "step ms, median",
     "IQR",
     "least to most",
@@ -58,7 +58,7 @@ _WITH_HOST = (
     "much longer than in the timed steps, and NCCL overlap less."
 )
 _MEMORY = (
-    "contender",
+    "configuration",
     "peak allocated MiB",
     "/ fsdp-eager",
     "peak reserved MiB",
@@ -139,14 +139,14 @@ def _step_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _step_cells(row: Row) -> list[str]:
-    found, step = row.figures, row.figures.step
+    found, step = row.metrics, row.metrics.step
     return [
         status_label(row),
         number(step.median if step else None),
         number(step.between if step else None, ",.2f"),
         f"{step.least:,.1f} to {step.most:,.1f}" if step else NONE,
         number(found.later_per_earlier, ".2f"),
-        ratio_cell(row.step_ratio(row.base)),
+        ratio_cell(row.step_ratio(row.baseline)),
         _traced(row, found.busy),
         _traced(row, found.busy_without_nccl),
         _traced(row, found.exposed_nccl),
@@ -160,22 +160,22 @@ def _step_cells(row: Row) -> list[str]:
 
 
 def _traced(row: Row, value: float | None, form: str = ",.1f") -> str:
-    mark = "" if row.figures.device_alone or value is None else WITH_HOST
+    mark = "" if row.metrics.device_alone or value is None else WITH_HOST
     return number(value, form) + mark
 
 
 def _step_notes(rows: Sequence[Row]) -> list[str]:
     """Notes on which steps the metrics cover."""
-    alone = {row.figures.device_alone for row in rows if row.figures.busy is not None}
-    lines = [_HALVES] if any(row.figures.later_per_earlier for row in rows) else []
+    alone = {row.metrics.device_alone for row in rows if row.metrics.busy is not None}
+    lines = [_HALVES] if any(row.metrics.later_per_earlier for row in rows) else []
     lines += [_TRACED] if True in alone else []
     lines += [_WITH_HOST] if False in alone else []
     return [line for words in lines for line in (words, "")]
 
 
 def _memory_cells(row: Row) -> list[str]:
-    found = row.figures
-    eager_peak = row.base.figures.peak_allocated if row.base else None
+    found = row.metrics
+    eager_peak = row.baseline.metrics.peak_allocated if row.baseline else None
     in_capture = found.capture_peak / eager_peak if found.capture_peak and eager_peak else None
     return [
         status_label(row),
@@ -194,7 +194,7 @@ def _memory_cells(row: Row) -> list[str]:
 
 
 def _phase_lines(rows: Sequence[Row]) -> list[str]:
-    """Host time by phase, from each baseline's own window of probed steps, rank 0."""
+    """Host time by phase, from each configuration's own window of probed steps, rank 0."""
     probed = {row.name: row.result["ranks"][0].get("probed") for row in _measured(rows)}
     probed = {name: found for name, found in probed.items() if found}
     if not probed:
@@ -277,7 +277,7 @@ def _trend_lines(trends: Sequence[Trend]) -> list[str]:
         return []
     body = [
         [
-            f"{trend.shape}, {trend.contender}, {trend.figure} ({trend.unit})",
+            f"{trend.shape}, {trend.configuration}, {trend.metric} ({trend.unit})",
             trend.dimension,
             ", ".join(f"{x:g}: {y:,.1f}" for x, y in trend.points),
             number(trend.line.offset, ",.2f"),
@@ -286,7 +286,7 @@ def _trend_lines(trends: Sequence[Trend]) -> list[str]:
         ]
         for trend in trends
     ]
-    columns = ["figure", "by", "measured", "at 0", "for each", "farthest from the line"]
+    columns = ["metric", "by", "measured", "at 0", "for each", "farthest from the line"]
     return ["## Scaling", "", *grid(columns, body), ""]
 
 
@@ -295,14 +295,14 @@ def _change_lines(changes: Sequence[Change]) -> list[str]:
         return []
     body = [
         [
-            f"{change.name}: {change.figure}",
+            f"{change.name}: {change.metric}",
             number(change.old, ",.2f"),
             number(change.new, ",.2f"),
             number(change.ratio, ".3f"),
         ]
         for change in changes
     ]
-    return ["## Compared", "", *grid(["figure", "old", "new", "old / new"], body), ""]
+    return ["## Compared", "", *grid(["metric", "old", "new", "old / new"], body), ""]
 
 
 def _run_lines(results: Sequence[Result]) -> list[str]:
@@ -324,8 +324,8 @@ def _run_lines(results: Sequence[Result]) -> list[str]:
     rounds = ["round"] if several else []
     columns = ["run", "grouped GEMM", *rounds, "made in", "began", "seconds", "status"]
     lines = ["## Runs", "", "Runs with the same letter were made in one invocation.", ""]
-    lines += [*grid(columns, body), "", "Contenders:", ""]
-    return [*lines, *(f"- `{one.name}`: {one.description}" for one in CONTENDERS.values())]
+    lines += [*grid(columns, body), "", "Configurations:", ""]
+    return [*lines, *(f"- `{one.name}`: {one.description}" for one in CONFIGURATIONS.values())]
 
 
 def _letter(index: int) -> str:

@@ -106,9 +106,9 @@ class Measurement:
         self.data["error"] = f"{type(error).__name__}: {error}"
         self.write()
 
-    def captured(self, figures: Mapping[str, Any]) -> None:
+    def captured(self, metrics: Mapping[str, Any]) -> None:
         """Record one capture and the number of steps before it."""
-        self.data["captures"].append({"after_step": self._step, **figures})
+        self.data["captures"].append({"after_step": self._step, **metrics})
 
     def write(self) -> None:
         """Write ``rank<N>.json``; a reader never sees a partial file."""

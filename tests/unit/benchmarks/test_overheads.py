@@ -27,7 +27,7 @@ PRESET = "qwen3-moe-tiny"
 LAYERS, STEPS = 3, 7
 
 
-def test_a_few_steps_on_the_tape_give_every_figure(
+def test_a_few_steps_on_the_tape_give_every_metric(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_cg.tools.bench import INCOMPLETE
-from megatron_cg.tools.bench.contenders import CONTENDERS, EAGER, GRAPHS
-from megatron_cg.tools.bench.figures import tables
+from megatron_cg.tools.bench.configurations import CONFIGURATIONS, EAGER, GRAPHS
+from megatron_cg.tools.bench.metrics import tables
 from megatron_cg.tools.bench.windows import given
 from megatron_cg.tools.cli.main import USAGE_ERROR, main
 
@@ -26,7 +26,7 @@ def bench(words: str, out: Path) -> int:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two contenders in two rounds leave in --out."""
+    """What two configurations in two rounds leave in --out."""
     out = tmp_path_factory.mktemp("made")
     assert bench(f"{TAPE} --warmup-steps 1 --probe-steps 1 --rounds 2", out) == 0
     return out
@@ -66,14 +66,14 @@ def test_rounds_are_made_in_turn_and_joined(made: Path) -> None:
     assert ["probed" in run["ranks"][0] for run in runs] == [True, True, False, False]
     assert len(list((made / "runs").glob("*.json"))) == 4
     ((eager, graphs),) = tables(runs)
-    assert [row.figures.step and row.figures.step.count for row in (eager, graphs)] == [4, 4]
-    pairs = zip(graphs.figures.medians, eager.figures.medians, strict=True)
+    assert [row.metrics.step and row.metrics.step.count for row in (eager, graphs)] == [4, 4]
+    pairs = zip(graphs.metrics.medians, eager.metrics.medians, strict=True)
     each = [mine / its for mine, its in pairs]
     found = graphs.step_ratio(eager)
     assert found and (found.least, found.most, found.rounds) == (min(each), max(each), 2)
     report = (made / "bench.md").read_text()
     assert f" {found.median:.3f} ({found.least:.3f} to {found.most:.3f}) |" in report
-    assert f"| {', '.join(f'{median:,.1f}' for median in graphs.figures.medians)} |" in report
+    assert f"| {', '.join(f'{median:,.1f}' for median in graphs.metrics.medians)} |" in report
 
 
 def test_results_are_reported_and_compared_again(
@@ -123,7 +123,7 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(
     assert bench(f"{words} --profile-steps 3 -- --seed 7", tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     commands = [line for line in lines if "torch.distributed.run" in line]
-    assert len(commands) == len(CONTENDERS) + 2 * (len(CONTENDERS) - 1)
+    assert len(commands) == len(CONFIGURATIONS) + 2 * (len(CONFIGURATIONS) - 1)
     for line in commands:
         words_of = shlex.split(line)
         env = dict(word.split("=", 1) for word in words_of if word.split("=")[0].isupper())
@@ -152,14 +152,14 @@ def test_native_frames_are_asked_for_by_a_flag_of_their_own(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (f"{TAPE} --only ddp-eager", "without the contender ddp-eager"),
+        (f"{TAPE} --only ddp-eager", "without the configuration ddp-eager"),
         (f"{TAPE} --profile-steps 2", "without a profile of a GPU"),
         (f"{TAPE} --layers 9", "without 9 layers"),
         (f"{TAPE} --microbatches 2", "without 2 microbatches"),
         (f"{TAPE} -- --seed 1", "without --seed 1"),
         ("--backend tape --shapes mamba-hybrid", "cannot be built on a CPU"),
         ("--shapes nope", "there is no preset 'nope'"),
-        ("--only nope", "there is no such contender"),
+        ("--only nope", "there is no such configuration"),
         ("--scale depth=1,2", "--scale depth=1,2: write layers"),
         ("--report --compare /nowhere.json", "/nowhere.json cannot be read"),
         ("--report", "holds no results"),

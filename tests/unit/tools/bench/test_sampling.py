@@ -1,4 +1,4 @@
-"""Who samples and how it is asked; what it says becomes figures."""
+"""Who samples and how it is asked; what it says becomes metrics."""
 
 from __future__ import annotations
 

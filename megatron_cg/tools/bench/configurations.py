@@ -1,4 +1,4 @@
-"""Defines the baselines and the flags that make each of them. Pure.
+"""Defines the configurations and the flags that make each of them. Pure.
 
 Relied on: megatron-core 0.19.2. ``--cuda-graph-impl full_iteration`` needs
 ``--no-check-for-nan-in-loss-and-grad`` (``validate_args``) and takes no ``--cuda-graph-modules``.
@@ -30,7 +30,7 @@ _FSDP_ONLY = {
 
 
 @dataclass(frozen=True)
-class Contender:
+class Configuration:
     """One way to train the same model."""
 
     name: str
@@ -41,7 +41,7 @@ class Contender:
     extra: tuple[str, ...] = ()
 
     def words(self, scopes: Sequence[str], warmup_steps: int) -> list[str]:
-        """Its own flags; all baselines share the others."""
+        """Its own flags; all configurations share the others."""
         if self.graphs == "none":
             return ["--cuda-graph-impl", "none"]
         words = ["--cuda-graph-warmup-steps", str(warmup_steps)]
@@ -53,26 +53,26 @@ class Contender:
         return [*words, *(GRAPH_FLAGS if self.fsdp else ()), *self.extra]
 
 
-CONTENDERS = {
-    contender.name: contender
-    for contender in (
-        Contender(EAGER, "Megatron-FSDP, eager", True, "none"),
-        Contender(GRAPHS, "Megatron-FSDP with partial graphs", True, "partial"),
-        Contender(
+CONFIGURATIONS = {
+    configuration.name: configuration
+    for configuration in (
+        Configuration(EAGER, "Megatron-FSDP, eager", True, "none"),
+        Configuration(GRAPHS, "Megatron-FSDP with partial graphs", True, "partial"),
+        Configuration(
             PLAIN,
             "the same without the fast path of FSDP's hooks",
             True,
             "partial",
             extra=("--cg-no-fsdp-fast-path",),
         ),
-        Contender(DDP_EAGER, "DDP with the distributed optimizer, eager", False, "none"),
-        Contender(
+        Configuration(DDP_EAGER, "DDP with the distributed optimizer, eager", False, "none"),
+        Configuration(
             DDP_GRAPHS,
             "DDP with Megatron's own partial graphs of the same scopes",
             False,
             "partial",
         ),
-        Contender(
+        Configuration(
             FULL, "Megatron-FSDP with a graph of the whole iteration", True, "full", dense_only=True
         ),
     )
@@ -80,7 +80,7 @@ CONTENDERS = {
 
 
 def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:
-    """The flags shared by all baselines of a table, whatever the model, as in a production run.
+    """The flags that all configurations of a table share, as in a production run.
 
     ``--deterministic-mode`` is not among them. The check for NaN is off by default: it makes DDP
     wait for the GPU at each bucket, but does not check Megatron-FSDP's sharded gradients.

@@ -1,4 +1,4 @@
-"""From the records of two runs to the figures of each rank. Pure.
+"""From the records of two runs to the metrics of each rank. Pure.
 
 Note [What a share is a share of]
     A rank's cost is the mean over the counted steps, so that a rare long wait is in it; the step
@@ -18,7 +18,7 @@ from megatron_cg.errors import MegatronCGError
 from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
 
 
-class FiguresError(MegatronCGError):
+class MetricsError(MegatronCGError):
     """The runs show nothing of what replays cost."""
 
 
@@ -33,7 +33,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class RankFigures:
+class RankMetrics:
     """One rank's steps with graphs; times are host time, shares as in the module's note."""
 
     rank: int
@@ -67,27 +67,27 @@ class RankFigures:
     """Votes at capture: ``kind``, ``waiting_ms``, ``exchanging_ms``."""
 
 
-def figures(record: Mapping[str, Any], settle: int) -> RankFigures:
-    """One rank's figures from its record of the run with graphs.
+def metrics(record: Mapping[str, Any], settle: int) -> RankMetrics:
+    """One rank's metrics from its record of the run with graphs.
 
     Args:
         record: as the recorder wrote it, under a probe.
         settle: steps after capture that are left out.
 
-    Raises FiguresError when no step is left to count, or not every one of them replayed.
+    Raises MetricsError when no step is left to count, or not every one of them replayed.
     """
     first = first_counted(record, settle)
     probed = record[KEY]["steps"]
     times = [step["milliseconds"] for step in record["steps"]]
     if len(probed) != len(times):
-        raise FiguresError(
+        raise MetricsError(
             f"rank {record['rank']} trained {len(times)} steps and voted after {len(probed)}: the "
             "votes cannot be told apart by step."
         )
     rows, times = probed[first:], times[first:]
     counters = [row["counters"] for row in rows]
     if not all(counted is not None and counted["replayed"] > 0 for counted in counters):
-        raise FiguresError(
+        raise MetricsError(
             f"rank {record['rank']} has steps without a replay after step {first}: nothing is "
             "known of what a replay costs. The run's log says why (megatron_cg: no replay of ...)."
         )
@@ -97,7 +97,7 @@ def figures(record: Mapping[str, Any], settle: int) -> RankFigures:
     step, vote = spread(times), spread([row["vote_ms"] * 1e3 for row in rows])
     guard_mean = statistics.fmean(guard) + statistics.fmean(around)
     guard_share, vote_share = (mean / (step.median * 1e3) for mean in (guard_mean, vote.mean))
-    return RankFigures(
+    return RankMetrics(
         rank=record["rank"],
         steps=len(times),
         step_ms=step,
@@ -120,15 +120,15 @@ def figures(record: Mapping[str, Any], settle: int) -> RankFigures:
 
 
 def first_counted(record: Mapping[str, Any], settle: int) -> int:
-    """How many steps come before the first that counts. Raises FiguresError where none is left."""
+    """How many steps come before the first that counts. Raises MetricsError where none is left."""
     captured, steps = record.get(CAPTURED_AFTER), len(record["steps"])
     if captured is None:
-        raise FiguresError(
+        raise MetricsError(
             f"rank {record['rank']} captured no graphs: there is no replay to count."
         )
     first = int(captured) + settle
     if first >= steps:
-        raise FiguresError(
+        raise MetricsError(
             f"of {steps} steps none is left after {captured} of warmup and {settle} that settle: "
             "give more --steps or fewer --settle."
         )

@@ -1,4 +1,4 @@
-"""Records of a run become figures; what shows nothing is refused."""
+"""Records of a run become metrics; what shows nothing is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import FiguresError, Spread, figures, first_counted, spread, step_times
+from benchmarks.metrics import MetricsError, Spread, first_counted, metrics, spread, step_times
 from benchmarks.probe import KEY
 from benchmarks.report import Measurement, as_markdown
 
@@ -36,7 +36,7 @@ def record(steps: int = 8, captured: int | None = 2, **counters: int) -> dict[st
 
 
 def test_steps_before_capture_and_the_first_after_it_are_not_counted() -> None:
-    found = figures(record(), settle=1)
+    found = metrics(record(), settle=1)
     assert (found.rank, found.steps) == (1, 5)
     assert found.step_ms == Spread(mean=15.0, median=15.0, p95=17.0)
     assert first_counted(record(), 1) == 3
@@ -44,7 +44,7 @@ def test_steps_before_capture_and_the_first_after_it_are_not_counted() -> None:
 
 
 def test_costs_are_by_step_by_replay_and_as_a_share() -> None:
-    found = figures(record(), settle=1)
+    found = metrics(record(), settle=1)
     assert found.replays == 3
     assert (found.guard_us.mean, found.around_us.mean, found.guard_us_per_replay) == (30, 6, 12)
     assert found.vote_us.mean == pytest.approx(100)
@@ -60,7 +60,7 @@ def test_a_rare_long_vote_counts_and_a_rare_long_step_does_not() -> None:
     slow = record(30)
     slow["steps"][20]["milliseconds"] = 1e6
     slow[KEY]["steps"][21]["vote_ms"] = 100.0
-    found = figures(slow, settle=1)
+    found = metrics(slow, settle=1)
     assert found.step_ms.median < 40 and found.vote_us.median == pytest.approx(100)
     assert found.vote_us.mean > 3000 and found.vote_share > 0.08
 
@@ -74,15 +74,15 @@ def test_a_rare_long_vote_counts_and_a_rare_long_step_does_not() -> None:
     ],
 )
 def test_what_shows_nothing_is_refused(made: dict[str, Any], settle: int, words: str) -> None:
-    with pytest.raises(FiguresError, match=words):
-        figures(made, settle)
+    with pytest.raises(MetricsError, match=words):
+        metrics(made, settle)
 
 
 def test_steps_and_votes_that_do_not_pair_are_refused() -> None:
     odd = record()
     odd[KEY]["steps"].pop()
-    with pytest.raises(FiguresError, match="trained 8 steps and voted after 7"):
-        figures(odd, 0)
+    with pytest.raises(MetricsError, match="trained 8 steps and voted after 7"):
+        metrics(odd, 0)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_report_names_machine_versions_and_the_rank_that_costs_most(
     costly = record()
     for row in costly[KEY]["steps"]:
         row["vote_ms"] = vote_ms
-    ranks = (figures(record() | {"rank": 0}, 1), figures(costly, 1))
+    ranks = (metrics(record() | {"rank": 0}, 1), metrics(costly, 1))
     machine = {"gpus": ["H200", "H200"], "driver": "580.1", "processor": "a CPU"}
     measurement = Measurement({}, machine, {"torch": "2.11"}, Spread(30.0, 30.0, 30.0), ranks)
     text = as_markdown("Title", measurement)
