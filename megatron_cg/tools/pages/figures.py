@@ -58,7 +58,6 @@ class Plot:
     name: str
     draw: Draw
 
-    @property
     def svgs(self) -> tuple[Svg, ...]:
         """The plot for wide and for narrow pages; the page's style shows one of them."""
         widths = {"wide": WIDE, "narrow": NARROW}

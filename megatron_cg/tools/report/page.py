@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.align.compare import FAILED
+from megatron_cg.tools.pages import bars
 from megatron_cg.tools.pages.figures import Plot, write_png
 from megatron_cg.tools.pages.templates import render
 from megatron_cg.tools.report import report_plots as draw
@@ -73,15 +74,21 @@ def plots(story: Story) -> dict[str, Plot]:
     if story.rank["steps"]:
         drawn["step-times"] = draw.of_step_times(story)
     if phases := _phases(story):
-        drawn["step-phases"] = draw.of_phases(phases)
+        drawn["step-phases"] = bars.stacked(phases, "milliseconds")
     for name, capture in _captures(story).items():
-        drawn[name] = draw.of_capture_seconds(capture["seconds"])
+        seconds = {phase: {"host": value} for phase, value in capture["seconds"].items()}
+        drawn[name] = bars.side_by_side(seconds, "seconds", "%.2f s")
     if coverage := read_coverage(story):
         drawn["coverage"] = draw.of_coverage(coverage)
     if any(memory_over_steps(run[min(run)], "allocated_bytes").x for _, run in story.runs):
         drawn["memory-steps"] = draw.of_memory_over_steps(story)
         if points := _memory_points(story):
-            drawn["memory-capture"] = draw.of_memory_at_capture(points)
+            keys = {"allocated": "allocated_bytes", "reserved": "reserved_bytes"}
+            mib = {
+                point: {name: found[key] / words.MIB for name, key in keys.items() if key in found}
+                for point, found in points.items()
+            }
+            drawn["memory-capture"] = bars.side_by_side(mib, "MiB")
     if words.counts(story.run) and story.rank.get("intervals"):
         drawn["counters"] = draw.of_counters(story)
     return {name: Plot(name, function) for name, function in drawn.items()}

@@ -110,7 +110,7 @@ def test_the_same_record_makes_the_same_figure() -> None:
     def draw() -> object:
         found = read_coverage(Story("one", {0: make_record(steps=6)}))
         assert found is not None
-        return Plot("map", of_coverage(found)).svgs
+        return Plot("map", of_coverage(found)).svgs()
 
     assert draw() == draw()
 
