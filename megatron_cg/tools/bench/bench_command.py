@@ -30,6 +30,7 @@ from megatron_cg.tools.bench.comparing import compare
 from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
 from megatron_cg.tools.bench.execute import Options, Start, execute
 from megatron_cg.tools.bench.markdown import as_markdown
+from megatron_cg.tools.bench.page import write_page
 from megatron_cg.tools.bench.scaling import trends
 from megatron_cg.tools.bench.shapes import SHAPES
 from megatron_cg.tools.bench.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
@@ -205,6 +206,7 @@ def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> Non
     else:
         print(text)
     print(f"written: {out / 'bench.json'} and {out / REPORT}")
+    print(f"written: {write_page(everything, lines, out)}")
     try:
         files = plot_all(everything, lines, out)
     except PlotError as error:

@@ -22,7 +22,7 @@ def stacked(bars: Bars, unit: str) -> Draw:
     """One bar for each row, which consists of its values."""
 
     def draw(figure: Figure, look: Look) -> None:
-        figure.set_size_inches(look.width, 1.3 + 0.5 * len(bars) + (0.5 if look.narrow else 0))
+        figure.set_size_inches(look.width, 0.9 + 0.5 * len(bars))
         axes = figure.subplots()
         left = [0.0] * len(bars)
         for name, (colour, hatch) in _filled(bars, look.palette).items():
@@ -32,7 +32,7 @@ def stacked(bars: Bars, unit: str) -> Draw:
                 edgecolor=look.palette.page, linewidth=1.0, height=0.6,
             )  # fmt: skip
             left = [one + two for one, two in zip(left, widths, strict=True)]
-        _finish(axes, bars, unit, look)
+        _finish(figure, axes, bars, unit, look)
 
     return draw
 
@@ -43,7 +43,7 @@ def side_by_side(bars: Bars, unit: str, form: str = "%.0f") -> Draw:
     def draw(figure: Figure, look: Look) -> None:
         filled = _filled(bars, look.palette)
         height = 0.8 / max(1, len(filled))
-        figure.set_size_inches(look.width, 0.9 + 0.1 * len(bars) * (1 + 2 * len(filled)))
+        figure.set_size_inches(look.width, 0.7 + 0.1 * len(bars) * (1 + 2 * len(filled)))
         axes = figure.subplots()
         for number, (name, (colour, hatch)) in enumerate(filled.items()):
             offset = (number - (len(filled) - 1) / 2) * height
@@ -55,7 +55,7 @@ def side_by_side(bars: Bars, unit: str, form: str = "%.0f") -> Draw:
             )  # fmt: skip
             axes.bar_label(drawn, fmt=form, padding=3, color=look.palette.ink)
         axes.margins(x=0.16)
-        _finish(axes, bars, unit, look)
+        _finish(figure, axes, bars, unit, look)
 
     return draw
 
@@ -75,12 +75,19 @@ def legend(axes: Axes, look: Look, columns: int = 2) -> None:
         )  # fmt: skip
 
 
-def _finish(axes: Axes, bars: Bars, unit: str, look: Look) -> None:
+def _finish(figure: Figure, axes: Axes, bars: Bars, unit: str, look: Look) -> None:
     axes.set_yticks(range(len(bars)), list(map(shortened, bars)))
     axes.invert_yaxis()
     axes.set_xlabel(unit)
-    if len(axes.containers) > 1:
-        legend(axes, look, columns=2 if look.narrow else 4)
+    names = axes.get_legend_handles_labels()[1]
+    if len(names) > 1:
+        # Of the whole figure, which is wider than the axes.
+        columns = 2 if look.narrow else 4
+        figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(names) // columns))
+        figure.legend(
+            loc="outside upper left", ncols=columns, frameon=False, handlelength=2.4,
+            labelcolor=look.palette.ink,
+        )  # fmt: skip
 
 
 def _filled(bars: Bars, palette: Palette) -> dict[str, tuple[str, str]]:

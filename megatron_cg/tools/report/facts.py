@@ -1,8 +1,7 @@
-"""Versions, machine, environment and command lines of the runs, side by side. Pure."""
+"""Versions, machine and environment of the runs, side by side. Pure."""
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -54,14 +53,3 @@ def _graphed(record: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     return _NONE if value is None else str(value) or "empty"
-
-
-def command_lines(story: Story) -> list[tuple[str, str, str]]:
-    """Each run's name, command line and, with two runs, the words that only this one has."""
-    lines = {name: run[min(run)].get("command") or () for name, run in story.runs}
-    found = []
-    for name, line in lines.items():
-        others = {word for other, words in lines.items() if other != name for word in words}
-        own = [word for word in line if word not in others] if len(lines) > 1 else []
-        found.append((name, shlex.join(line) or "not recorded", shlex.join(own)))
-    return found

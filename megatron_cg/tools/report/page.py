@@ -8,12 +8,13 @@ from typing import Any
 
 from megatron_cg.tools.align.compare import FAILED
 from megatron_cg.tools.pages import bars
+from megatron_cg.tools.pages.columns import own_words, parted
 from megatron_cg.tools.pages.figures import Plot, write_png
 from megatron_cg.tools.pages.templates import render
 from megatron_cg.tools.report import report_plots as draw
 from megatron_cg.tools.report import words
 from megatron_cg.tools.report.coverage import read_coverage
-from megatron_cg.tools.report.facts import command_lines, facts
+from megatron_cg.tools.report.facts import facts
 from megatron_cg.tools.report.series import (
     Quantity,
     counted_steps,
@@ -34,8 +35,7 @@ _POINTS = ("before", "warmed up", "highest", "captured", "after")
 
 def page(story: Story) -> str:
     """The whole page as one HTML document that loads nothing."""
-    found, rows = quantities(story), facts(story)
-    differ = [row for row in rows if len(set(row[1:])) > 1]
+    found = quantities(story)
     return render(
         "report/report.html",
         story=story,
@@ -50,8 +50,8 @@ def page(story: Story) -> str:
         coverage=read_coverage(story),
         memory_points=_memory_points(story),
         patches=_patches(story),
-        facts={"different": differ, "same": [row[:2] for row in rows if row not in differ]},
-        commands=command_lines(story),
+        facts=parted(facts(story)),
+        commands=own_words({name: run[min(run)].get("command") or () for name, run in story.runs}),
     )
 
 
