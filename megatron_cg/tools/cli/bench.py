@@ -3,8 +3,8 @@
 Trains each configuration in turn on the same GPUs, with the same settings: Megatron-FSDP eager and
 with graphs, DDP eager and with Megatron's own graphs, and for dense models a graph of the whole
 iteration. Writes bench.json, bench.md, bench.html and plots to --out, and keeps the results of
-earlier runs there. Exit code 0: all runs were made; 3: a run failed or was left out; 2: cannot be run as asked.
-Arguments after a bare -- are Megatron's own, for all configurations.
+earlier runs there. Exit code 0: all runs were made; 3: a run failed or was left out; 2: cannot be
+run as asked. Arguments after a bare -- are Megatron's own, for all configurations.
 """
 
 from __future__ import annotations
