@@ -19,7 +19,10 @@ def of_table(name: str, rows: Sequence[Row]) -> dict[str, Plot]:
     memory: dict[str, dict[str, float | None]] = {}
     for row in rows:
         found = row.metrics
-        times[row.name] = {"step": found.step and found.step.median, "GPU busy": found.busy}
+        times[row.name] = {
+            "step": found.step.median if found.step else None,
+            "GPU busy": found.busy,
+        }
         memory[row.name] = {
             "peak allocated": found.peak_allocated,
             "peak reserved": found.peak_reserved,

@@ -165,7 +165,8 @@ def collect_env(_backend: str) -> dict[str, Any]:
     """The machine and its software, as ``torch.utils.collect_env`` tells them."""
     from torch.utils.collect_env import get_env_info
 
-    return get_env_info()._asdict()
+    found: dict[str, Any] = get_env_info()._asdict()
+    return found
 
 
 def _no_arguments() -> argparse.Namespace:

@@ -111,7 +111,7 @@ def _work_per_layer(args: Any, decoder: Sequence[nn.Module]) -> float:
             here = args.num_experts // args.expert_model_parallel_size if of_expert else 1
             share = args.moe_router_topk / here if of_expert else 1.0
             used += parameter.numel() * share
-    return tokens * used / max(1, len(decoder))
+    return float(tokens * used / max(1, len(decoder)))
 
 
 def _worth(found: dict[str, Any], settings: Any) -> dict[str, Any]:

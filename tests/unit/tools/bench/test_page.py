@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench import page as page_module
 from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.metrics import tables
 from megatron_cg.tools.bench.page import page, write_page
@@ -90,7 +89,7 @@ def test_the_page_has_settings_of_both_sides_and_links(result: Make, tmp_path: P
 def test_without_matplotlib_the_page_has_no_plots(
     result: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_module.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert "<figure>" not in page([result(EAGER), result(GRAPHS)], [], [])
 
 

@@ -202,7 +202,7 @@ def test_a_key_of_matplotlib_that_is_gone_is_an_error(monkeypatch: pytest.Monkey
 
 def test_the_title_names_the_model_and_the_date(tape_pair: Path) -> None:
     record = make_record(steps=2) | {"began": "2026-11-23T10:00:00+00:00"}
-    model = {"num_layers": 24, "hidden_size": 2048, "num_experts": 128}
+    model: dict[str, Any] = {"num_layers": 24, "hidden_size": 2048, "num_experts": 128}
     record["setup"] = {"model": model}
     title = "MoE model with 128 experts, 24 layers, hidden size 2048, 2026-11-23"
     assert f"<title>{title}</title>" in page(Story("one", {0: record}))
