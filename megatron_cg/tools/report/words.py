@@ -198,7 +198,9 @@ def title(story: Story) -> str:
 
 def what(story: Story) -> str:
     """The runs of the page, for its head."""
-    runs = f": {story.name} against {story.reference_name}" if story.reference else ""
+    # The title of two folders names them both.
+    named = story.reference is None or story.reference_name in story.title
+    runs = "" if named else f": {story.name} against {story.reference_name}"
     where = str(story.rank.get("device", "cpu")) if story.on_gpu else "no GPU"
     return f"{story.title}{runs}, {count(len(story.run), 'rank')}, {where}"
 
