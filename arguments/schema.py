@@ -83,6 +83,13 @@ class GraphArguments:
         "a bucket of parameters where its own runs once a parameter; numbers are the same.",
         action="store_true",
     )
+    cg_fast_path: str | None = _flag(
+        None,
+        "Install only these parts of the fast path, to find out what each is worth. The names "
+        "are those of docs/fast_path.md, such as unshard,gradients,main-gradients. Default: all "
+        "parts. All ranks need the same choice.",
+        metavar="PART,PART",
+    )
     cg_record: str | None = _flag(
         None,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "
