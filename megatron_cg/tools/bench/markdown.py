@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_cg.tools.bench.ablation import ablation_lines
 from megatron_cg.tools.bench.bench_machine import described
 from megatron_cg.tools.bench.bench_schedule import round_of
 from megatron_cg.tools.bench.comparing import Change
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS
+from megatron_cg.tools.bench.configurations import ABLATIONS, KNOWN
 from megatron_cg.tools.bench.grids import NONE, grid, number
 from megatron_cg.tools.bench.host_calls_text import sampled_block, sampled_heading
 from megatron_cg.tools.bench.metrics import Row, tables
@@ -80,11 +81,13 @@ def as_markdown(
     lines = ["# megatron-cg bench", ""]
     for heading, rows in _headed(results):
         lines += [f"## {heading}", "", *_notes(rows)]
-        lines += [*_step_lines(rows), "", *_step_notes(rows), *against_lines(rows)]
+        usual = [row for row in rows if row.name not in ABLATIONS]
+        lines += [*_step_lines(rows), "", *_step_notes(rows), *against_lines(usual)]
         lines += [*grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
-        lines += _phase_lines(rows)
-        lines += _idle_lines(rows)
-        lines += _sample_lines(rows)
+        lines += ablation_lines(rows)
+        lines += _phase_lines(usual)
+        lines += _idle_lines(usual)
+        lines += _sample_lines(usual)
         lines += failure_lines(rows)
     lines += _trend_lines(trends)
     lines += _change_lines(changes)
@@ -325,7 +328,9 @@ def _run_lines(results: Sequence[Result]) -> list[str]:
     columns = ["run", "grouped GEMM", *rounds, "made in", "began", "seconds", "status"]
     lines = ["## Runs", "", "Runs with the same letter were made in one invocation.", ""]
     lines += [*grid(columns, body), "", "Configurations:", ""]
-    return [*lines, *(f"- `{one.name}`: {one.description}" for one in CONFIGURATIONS.values())]
+    names = {result["key"]["contender"] for result in results}
+    shown = (one for name, one in KNOWN.items() if name in names)
+    return [*lines, *(f"- `{one.name}`: {one.description}" for one in shown)]
 
 
 def _letter(index: int) -> str:

@@ -129,8 +129,8 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(
         env = dict(word.split("=", 1) for word in words_of if word.split("=")[0].isupper())
         assert given(env)[0].profiled == 3
         assert words_of[-2:] == ["--seed", "7"]
-    assert sum("NVTE_USE_CUTLASS_GROUPED_GEMM=1" in line for line in commands) == 5
-    assert lines[-1].startswith("# 16 runs, about")
+    assert sum("NVTE_USE_CUTLASS_GROUPED_GEMM=1" in line for line in commands) == 6
+    assert lines[-1].startswith("# 19 runs, about")
     assert not (tmp_path / "bench.json").exists()
 
 
@@ -160,6 +160,9 @@ def test_native_frames_are_asked_for_by_a_flag_of_their_own(
         ("--backend tape --shapes mamba-hybrid", "cannot be built on a CPU"),
         ("--shapes nope", "there is no preset 'nope'"),
         ("--only nope", "there is no such configuration"),
+        ("--ablate-fast-path unshrad", "unshrad (did you mean unshard?): the fast path has no"),
+        ("--ablate-fast-path --only fsdp-eager", "leave out --only and --scale"),
+        ("--ablate-fast-path --scale layers=1,2", "leave out --only and --scale"),
         ("--scale depth=1,2", "--scale depth=1,2: write layers"),
         ("--report --compare /nowhere.json", "/nowhere.json cannot be read"),
         ("--report", "holds no results"),
