@@ -49,6 +49,7 @@ from megatron_cg.tools.bench.store import (
     read,
     write_all,
 )
+from megatron_cg.tools.bench.summary import print_summary
 from megatron_cg.tools.bench.windows import Windows
 
 TAPE_SHAPES = ("qwen3-moe-tiny",)
@@ -233,3 +234,4 @@ def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> Non
         print(f"megatron-cg bench: {error}", file=sys.stderr)
     else:
         print(f"drawn: {', '.join(map(str, files)) or 'nothing yet'}")
+    print_summary(list(made) or everything, Console())

@@ -96,10 +96,11 @@ def as_markdown(
 
 
 def _headed(results: Sequence[Result]) -> list[tuple[str, list[Row]]]:
-    return [(_heading(rows[0].result), rows) for rows in tables(results)]
+    return [(heading(rows[0].result), rows) for rows in tables(results)]
 
 
-def _heading(result: Result) -> str:
+def heading(result: Result) -> str:
+    """The shape and size of a table."""
     key = result["key"]
     size = f"{key['layers']} layers, {key['microbatches']} microbatches, {key['nproc']} processes"
     gemm = f", grouped GEMM {key['grouped_gemm']}"

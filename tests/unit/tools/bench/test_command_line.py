@@ -89,6 +89,14 @@ def test_results_are_reported_and_compared_again(
     assert f"{tmp_path / 'bench.json'} and {tmp_path / 'bench.md'}\n" in files
     # Where there is no matplotlib nothing is drawn.
     assert all(f"drawn: {picture}\n" in files for picture in tmp_path.glob("*.png"))
+    # The last lines are short.
+    title, heads, *rows, notice = files[files.index("llama-tiny: ") :].splitlines()
+    assert title.startswith("llama-tiny: 3 layers") and heads.split()[:2] == [
+        "configuration",
+        "step,",
+    ]
+    assert [row.split()[0] for row in rows] == [EAGER, GRAPHS]
+    assert rows[0].endswith("the baseline") and "nothing about a GPU" in notice
 
 
 def test_a_dry_run_prints_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
