@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from megatron_cg.tools.bench.comparing import compare
 from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
 from megatron_cg.tools.bench.execute import Options, Start, execute
 from megatron_cg.tools.bench.markdown import as_markdown
+from megatron_cg.tools.bench.sampling import PROGRAM
 from megatron_cg.tools.bench.scaling import trends
 from megatron_cg.tools.bench.shapes import SHAPES
 from megatron_cg.tools.bench.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
@@ -177,6 +179,10 @@ def _print_plan(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRu
 
 
 def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> list[Result]:
+    if (args.sample or args.sample_native) and shutil.which(PROGRAM) is None:
+        raise ScheduleError(
+            f"--sample needs {PROGRAM}, which is not installed: pip install 'megatron-cg[bench]'."
+        )
     work = _work(args)
     facts: dict[str, Any] = {"machine": machine(), "backend": backend}
     facts["notice"] = TAPE_NOTICE if backend == TAPE else ""

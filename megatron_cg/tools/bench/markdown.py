@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_cg.tools.bench.ablation import ablation_lines
 from megatron_cg.tools.bench.bench_machine import described
@@ -11,7 +10,6 @@ from megatron_cg.tools.bench.bench_schedule import round_of
 from megatron_cg.tools.bench.comparing import Change
 from megatron_cg.tools.bench.configurations import ABLATIONS, KNOWN
 from megatron_cg.tools.bench.grids import NONE, grid, number
-from megatron_cg.tools.bench.host_calls_text import sampled_block, sampled_heading
 from megatron_cg.tools.bench.metrics import Row, tables
 from megatron_cg.tools.bench.rounds_text import (
     ELSEWHERE,
@@ -87,7 +85,7 @@ def as_markdown(
         lines += ablation_lines(rows)
         lines += _phase_lines(usual)
         lines += _idle_lines(usual)
-        lines += _sample_lines(usual)
+
         lines += failure_lines(rows)
     lines += _trend_lines(trends)
     lines += _change_lines(changes)
@@ -247,29 +245,6 @@ def _idle_lines(rows: Sequence[Row]) -> list[str]:
         ]
         lines += [*grid(["phase / innermost [thread]", "ms a step"], body), ""]
     return lines
-
-
-def _sample_lines(rows: Sequence[Row]) -> list[str]:
-    lines: list[str] = []
-    for row in _measured(rows):
-        found = row.result.get("host_calls")
-        if found:
-            lines += [f"{row.name}, {sampled_heading(found)}:", ""]
-            lines += ["```text", *sampled_block(found), "```", ""]
-        # Only results of an earlier version have this.
-        samples = row.result.get("samples")
-        if samples:
-            body = [
-                [f"{s['function'][:90]} [{s['thread']}]".replace("|", "\\|"), *_shares(s)]
-                for s in samples[:20]
-            ]
-            lines += [f"{row.name}, sampled:", ""]
-            lines += [*grid(["function [thread]", "on the stack", "innermost"], body), ""]
-    return lines
-
-
-def _shares(sample: dict[str, Any]) -> list[str]:
-    return [format(sample["share"], ".1%"), format(sample["own"], ".1%")]
 
 
 def _measured(rows: Sequence[Row]) -> list[Row]:

@@ -92,12 +92,16 @@ def _add_windows(parser: argparse.ArgumentParser) -> None:
         help="steps that are traced by the device alone, and as many with host events "
         "(default 2; scaling: 0)",
     )
-    add("--sample", action="store_true", help="a sampling profile of the host too, as a call tree")
+    add(
+        "--sample",
+        action="store_true",
+        help="a sampling profile of the host too, by py-spy, as a file for speedscope",
+    )
     add(
         "--sample-native",
         action="store_true",
-        help="the same with native frames, by py-spy: reading symbols may take minutes while the "
-        "run stands still, so give --timeout room",
+        help="the same with native frames. py-spy reads symbols for minutes while the run stands "
+        "still, so give a longer --timeout",
     )
     add("--sample-steps", type=positive, default=20, help="steps of it (default 20)")
 

@@ -157,6 +157,14 @@ def test_native_frames_are_asked_for_by_a_flag_of_their_own(
     assert (windows.sampled, windows.native) == (sampled, native)
 
 
+def test_a_profile_needs_py_spy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert bench(f"{TAPE} --sample", tmp_path) == USAGE_ERROR
+    assert "pip install 'megatron-cg[bench]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
