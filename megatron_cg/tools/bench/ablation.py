@@ -18,7 +18,7 @@ from megatron_cg.tools.bench.metrics import Row
 from megatron_cg.tools.bench.rounds import Ratio
 
 _LABELS = {PLAIN: "all parts", EAGER_FAST_PATH: "the graphs, but no part"}
-_OTHER_PHASES = ("forward", "backward", "replay", "replay: launch", "guard", "votes", "log")
+_OTHER_PHASES = ("forward", "backward", "replay", "guard", "votes", "log")
 _COLUMNS = ("left out", "ms a step", "% of a step", "least to most, %", "host ms a step")
 _HOW = (
     f"How much longer a step is when a part of the fast path is left out, compared with `{GRAPHS}` "
@@ -87,7 +87,8 @@ def bookkeeping(row: Row) -> float | None:
     return sum(
         float(phase["own_ms"])
         for phase in probed["phases"]
-        if phase["phase"] not in _OTHER_PHASES and not phase["phase"].endswith(": wait")
+        if phase["phase"].partition(":")[0] not in _OTHER_PHASES
+        and not phase["phase"].endswith(": wait")
     )
 
 

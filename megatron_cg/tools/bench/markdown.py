@@ -11,6 +11,7 @@ from megatron_cg.tools.bench.comparing import Change
 from megatron_cg.tools.bench.configurations import ABLATIONS, KNOWN
 from megatron_cg.tools.bench.grids import NONE, grid, number
 from megatron_cg.tools.bench.metrics import Row, tables
+from megatron_cg.tools.bench.overheads import overhead_lines
 from megatron_cg.tools.bench.rounds_text import (
     ELSEWHERE,
     against_lines,
@@ -84,6 +85,7 @@ def as_markdown(
         lines += [*grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
         lines += ablation_lines(rows)
         lines += _phase_lines(usual)
+        lines += overhead_lines(usual)
         lines += _idle_lines(usual)
 
         lines += failure_lines(rows)

@@ -140,7 +140,8 @@ def test_bookkeeping_is_neither_the_passes_nor_waiting(result: Make) -> None:
     phases = [
         {"phase": name, "thread": "main", "calls": 1.0, "ms": 9.0, "own_ms": own}
         for name, own in (
-            *(("forward", 100.0), ("replay", 50.0), ("unshard", 1.0), ("unshard: wait", 20.0)),
+            *(("forward", 100.0), ("replay: launch", 50.0), ("unshard", 1.0)),
+            *(("unshard: wait", 20.0), ("votes: post", 10.0)),
             *(("zero gradients", 2.0), ("optimizer step: update", 4.0)),
         )
     ]

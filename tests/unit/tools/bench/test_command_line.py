@@ -53,8 +53,10 @@ def test_the_tape_runs_from_end_to_end(made: Path) -> None:
     assert len({run["ranks"][0]["timed"]["loss"] for run in runs}) == 1
     phases = {row["phase"] for row in graphs["ranks"][0]["probed"]["phases"]}
     assert {"unshard", "reshard", "gradient hand-off", "gradient reduce", "replay"} <= phases
-    assert {"guard", "votes"} <= phases
+    assert {"guard", "guard: around a replay", "votes", "votes: post", "votes: wait"} <= phases
+    assert {"exchange of parameters", "main gradients", "main weights"} <= phases
     report = (made / "bench.md").read_text()
+    assert "fsdp-graphs, guards and votes: " in report
     assert "CPU tape" in report and "Scopes: attn." in report
 
 
