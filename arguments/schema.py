@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.upstream.symbols import installed_version
 
 WHOLE_LAYER = "layer"
@@ -85,9 +86,9 @@ class GraphArguments:
     )
     cg_fast_path: str | None = _flag(
         None,
-        "Install only these parts of the fast path, to find out what each is worth. The names "
-        "are those of docs/fast_path.md, such as unshard,gradients,main-gradients. Default: all "
-        "parts. All ranks need the same choice.",
+        f"Install only these parts of the fast path: {', '.join(PARTS)}. docs/fast_path.md "
+        "describes them. Without this flag all parts are installed. All ranks need the same "
+        "choice.",
         metavar="PART,PART",
     )
     cg_record: str | None = _flag(
