@@ -82,6 +82,35 @@ def test_a_part_without_one_that_it_needs_is_left_out(dense_model: Any) -> None:
     path.close()
 
 
+@pytest.mark.parametrize(
+    ("parts", "strategy", "defers"),
+    [
+        (PARTS, "optim_grads_params", True),
+        (without("deferred-prefetch"), "optim_grads_params", False),
+        # No weight is detached from autograd, so no launch would issue what is held.
+        (PARTS, "optim_grads", False),
+    ],
+    ids=["all", "not chosen", "not applicable"],
+)
+def test_gathers_are_deferred_only_where_a_launch_issues_them(
+    parts: tuple[str, ...], strategy: str, defers: bool, one_rank: None
+) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    options = {"data_parallel_sharding_strategy": strategy}
+    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=2, fsdp_options=options), graphs=True))
+    trainer.step()
+    session = trainer.capture(TapeBackend(), fast_path=parts)
+    assert session.fast_path is not None
+    assert bool(session.fast_path.deferred._graphed) is defers
+    session.close()
+    parallel_state.destroy_model_parallel()
+
+
 @pytest.mark.parametrize("other", [False, ("unshard", "swap")], ids=["none", "fewer"])
 def test_ranks_that_choose_otherwise_capture_nothing(other: Any, tmp_path: Path) -> None:
     run_processes(partial(capture_unlike, other, tmp_path))
