@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.metrics import MetricsError
 from megatron_cg.replay.guard import Guard, Mismatch
+from megatron_cg.tools.bench.spreads import MetricsError
 from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 5

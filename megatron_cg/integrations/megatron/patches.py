@@ -179,6 +179,7 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
 def _replace_helper(settings: Any) -> Callable[[], None]:
     from megatron_cg.arguments.layers import LayerSelection
+    from megatron_cg.arguments.rules_fast_path import parts_of
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
@@ -191,7 +192,7 @@ def _replace_helper(settings: Any) -> Callable[[], None]:
         "selection": LayerSelection.parse(settings.cg_layers),
         "on_failure": settings.cg_on_failure,
         "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
-        "fast_path": not settings.cg_no_fsdp_fast_path,
+        "fast_path": parts_of(settings),
     }
     helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
     with ExitStack() as undo:

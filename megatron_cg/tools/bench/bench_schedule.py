@@ -6,10 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.bench.commands import CUTLASS, DEFAULT, Settings
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS, EAGER, GRAPHS
+from megatron_cg.tools.bench.configurations import (
+    CONFIGURATIONS,
+    EAGER,
+    EAGER_FAST_PATH,
+    GRAPHS,
+    KNOWN,
+    PLAIN,
+    ablation,
+)
 from megatron_cg.tools.bench.shapes import is_moe, layer_count
 
 DIMENSIONS = ("layers", "microbatches", "nproc")
@@ -112,22 +122,36 @@ def table_key(key: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def configurations_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool) -> list[str]:
-    """The configurations of one shape, in the order of ``CONFIGURATIONS``.
+    """The configurations of one shape, in the order of ``KNOWN``.
 
     Raises ScheduleError for an unknown name.
     """
-    unknown = [name for name in only or () if name not in CONFIGURATIONS]
+    unknown = [name for name in only or () if name not in KNOWN]
     if unknown:
         raise ScheduleError(
             f"--only {','.join(unknown)}: there is no such configuration; there are "
             f"{', '.join(CONFIGURATIONS)}."
         )
     wanted = only or ([EAGER, GRAPHS] if scaling else list(CONFIGURATIONS))
-    return [
-        name
-        for name, one in CONFIGURATIONS.items()
-        if name in wanted and not (one.dense_only and is_moe(preset))
-    ]
+    return [name for name, one in KNOWN.items() if name in wanted and one.suits(moe=is_moe(preset))]
+
+
+def ablated(choice: str) -> list[str]:
+    """The configurations that show what parts of the fast path are worth.
+
+    Args:
+        choice: names of parts, separated by commas; empty for all parts.
+
+    Raises ScheduleError for an unknown part.
+    """
+    parts = choice.split(",") if choice else PARTS
+    for name in parts:
+        if name not in PARTS:
+            raise ScheduleError(
+                f"--ablate-fast-path {name}{did_you_mean(name, PARTS)}: the fast path has no part "
+                f"of that name; it has {', '.join(PARTS)}."
+            )
+    return [EAGER, EAGER_FAST_PATH, GRAPHS, PLAIN, *map(ablation, parts)]
 
 
 def grouped_gemms(preset: Preset, choice: str) -> list[str]:

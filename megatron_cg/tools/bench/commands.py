@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT, environment
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS, shared_words
+from megatron_cg.tools.bench.configurations import KNOWN, shared_words
 from megatron_cg.tools.bench.shapes import default_scopes, layer_count, parallel_words, with_layers
 from megatron_cg.tools.bench.windows import VARIABLE, Windows
 
@@ -64,7 +64,7 @@ class Settings:
 
 def script_words(settings: Settings, configuration: str, data: Sequence[str]) -> list[str]:
     """The script's own arguments, all of them Megatron's or this package's."""
-    one = CONFIGURATIONS[configuration]
+    one = KNOWN[configuration]
     words = [*settings.model.arguments()]
     words += shared_words(
         fsdp=one.fsdp, check_for_nan=settings.check_for_nan, rope_fusion=settings.rope_fusion

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_cg.arguments.fast_path_parts import PARTS, with_dependents
 from megatron_cg.tools.align.command import BASE_FLAGS, GRAPH_FLAGS
 
-EAGER, DDP_EAGER = "fsdp-eager", "ddp-eager"
+EAGER, EAGER_FAST_PATH, DDP_EAGER = "fsdp-eager", "fsdp-eager-fast-path", "ddp-eager"
 GRAPHS, PLAIN, DDP_GRAPHS = "fsdp-graphs", "fsdp-graphs-plain", "ddp-graphs"
 FULL = "fsdp-full-iteration"
 
@@ -37,33 +38,50 @@ class Configuration:
     description: str
     fsdp: bool
     graphs: Literal["none", "partial", "full"]
-    dense_only: bool = False
-    extra: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    """The parts of the fast path."""
+    models: Literal["all", "dense", "MoE"] = "all"
+    """The models that it makes sense for."""
+
+    @property
+    def double_buffers(self) -> bool:
+        """Whether unsharded parameters have fixed addresses, for graphs or for the fast path."""
+        return self.fsdp and (self.graphs != "none" or bool(self.parts))
 
     def words(self, scopes: Sequence[str], warmup_steps: int) -> list[str]:
         """Its own flags; all configurations share the others."""
+        words = list(GRAPH_FLAGS if self.double_buffers else ())
         if self.graphs == "none":
-            return ["--cuda-graph-impl", "none"]
-        words = ["--cuda-graph-warmup-steps", str(warmup_steps)]
+            return ["--cuda-graph-impl", "none", *words]
+        words += ["--cuda-graph-warmup-steps", str(warmup_steps)]
         if self.graphs == "full":
-            words += ["--cuda-graph-impl", "full_iteration"]
-        else:
-            words += ["--cuda-graph-impl", "transformer_engine"]
-            words += ["--cuda-graph-modules", *scopes] if scopes else []
-        return [*words, *(GRAPH_FLAGS if self.fsdp else ()), *self.extra]
+            return [*words, "--cuda-graph-impl", "full_iteration"]
+        words += ["--cuda-graph-impl", "transformer_engine"]
+        words += ["--cuda-graph-modules", *scopes] if scopes else []
+        return [*words, *(self._fast_path_words() if self.fsdp else ())]
+
+    def _fast_path_words(self) -> list[str]:
+        if self.parts == PARTS:
+            return []
+        if not self.parts:
+            return ["--cg-no-fsdp-fast-path"]
+        return ["--cg-fast-path", ",".join(self.parts)]
+
+    def suits(self, *, moe: bool) -> bool:
+        """Whether it makes sense for a model with experts, or without."""
+        return self.models in ("all", "MoE" if moe else "dense")
 
 
 CONFIGURATIONS = {
     configuration.name: configuration
     for configuration in (
         Configuration(EAGER, "Megatron-FSDP, eager", True, "none"),
-        Configuration(GRAPHS, "Megatron-FSDP with partial graphs", True, "partial"),
         Configuration(
-            PLAIN,
-            "the same without the fast path of FSDP's hooks",
-            True,
-            "partial",
-            extra=("--cg-no-fsdp-fast-path",),
+            EAGER_FAST_PATH, "Megatron-FSDP, eager, with the fast path alone", True, "none", PARTS
+        ),
+        Configuration(GRAPHS, "Megatron-FSDP with partial graphs", True, "partial", PARTS),
+        Configuration(
+            PLAIN, "Megatron-FSDP with partial graphs, without the fast path", True, "partial"
         ),
         Configuration(DDP_EAGER, "DDP with the distributed optimizer, eager", False, "none"),
         Configuration(
@@ -73,10 +91,36 @@ CONFIGURATIONS = {
             "partial",
         ),
         Configuration(
-            FULL, "Megatron-FSDP with a graph of the whole iteration", True, "full", dense_only=True
+            FULL, "Megatron-FSDP with a graph of the whole iteration", True, "full", models="dense"
         ),
     )
 }
+"""The configurations that a table has unless others are asked for."""
+
+_OF_EXPERTS = ("detached-weights", "gemm-heuristics")
+"""Parts for grouped GEMMs; a dense model has none."""
+
+
+def ablation(part: str) -> str:
+    """The name of the configuration without that part of the fast path."""
+    return f"{GRAPHS}-without-{part}"
+
+
+def _without(part: str) -> Configuration:
+    gone = with_dependents(part)
+    return Configuration(
+        ablation(part),
+        f"{GRAPHS} without {', '.join(name for name in PARTS if name in gone)}",
+        True,
+        "partial",
+        tuple(name for name in PARTS if name not in gone),
+        "MoE" if part in _OF_EXPERTS else "all",
+    )
+
+
+ABLATIONS = {ablation(part): _without(part) for part in PARTS}
+"""Partial graphs with all parts of the fast path but one, and those that need that one."""
+KNOWN = CONFIGURATIONS | ABLATIONS
 
 
 def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import sys
 import time
@@ -18,8 +17,8 @@ from megatron_cg.tools.align.processes import Run, named_error
 from megatron_cg.tools.bench.bench_schedule import PlannedRun
 from megatron_cg.tools.bench.budget import Budget
 from megatron_cg.tools.bench.busy import busy_metrics
-from megatron_cg.tools.bench.host_calls import host_calls
 from megatron_cg.tools.bench.idle import analyse
+from megatron_cg.tools.bench.sampling import SUFFIX
 from megatron_cg.tools.bench.spreads import MetricsError
 from megatron_cg.tools.bench.store import FAILED, LEFT_OUT, OK, Result
 from megatron_cg.tools.bench.timeline import Timeline, read_timeline
@@ -46,7 +45,7 @@ class Options:
     """Seconds after which no further run is started."""
     keep_traces: bool = False
     samples: Path | None = None
-    """Directory for folded stacks."""
+    """Directory for sampling profiles."""
 
 
 Start = Callable[[PlannedRun, Path], Run]
@@ -105,7 +104,6 @@ def _result(run: PlannedRun, options: Options, facts: Mapping[str, Any]) -> Resu
         "ranks": [],
         "device_trace": None,
         "trace": None,
-        "host_calls": None,
         "notes": [],
     }
 
@@ -185,7 +183,7 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 def _add_profile(result: Result, folder: Path, options: Options) -> None:
-    """Add the analysis of rank 0's traces and samples; a trace that cannot be read is noted."""
+    """Add the analysis of rank 0's traces; note its sampling profile and unreadable traces."""
     first = result["ranks"][0] if result["ranks"] else {}
     kinds: list[tuple[str, str, Read]] = [
         (TRACED, "device_trace", busy_metrics),
@@ -200,15 +198,22 @@ def _add_profile(result: Result, folder: Path, options: Options) -> None:
                 result["notes"].append(str(error))
             _put_away(trace, keep=options.keep_traces)
     if sampled := first.get("sampled"):
-        stacks = folder / sampled["file"]
+        profile = folder / sampled["file"]
         if sampled["note"]:
             result["notes"].append(f"samples: {sampled['note']}")
-        if stacks.exists():
-            lines = stacks.read_text(encoding="utf-8", errors="replace").splitlines()
-            result["host_calls"] = host_calls(lines, sampled)
-            if options.samples is not None:
-                options.samples.mkdir(parents=True, exist_ok=True)
-                shutil.copy(stacks, options.samples / f"{os.path.basename(folder.parent)}.folded")
+        if profile.exists() and options.samples is not None:
+            options.samples.mkdir(parents=True, exist_ok=True)
+            kept = options.samples / f"{folder.parent.name}{SUFFIX}"
+            shutil.copy(profile, kept)
+            result["notes"].append(_sampled(sampled, kept))
+
+
+def _sampled(facts: Mapping[str, Any], file: Path) -> str:
+    lost = f", {facts['lost']:,} samples lost" if facts["lost"] else ""
+    return (
+        f"a sampling profile of {facts['steps']} steps of {facts['step_ms']:,.1f} ms{lost} is in "
+        f"{file.parent.name}/{file.name}: open it in https://www.speedscope.app"
+    )
 
 
 def _put_away(trace: Path, *, keep: bool) -> None:

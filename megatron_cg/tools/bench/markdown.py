@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from megatron_cg.tools.bench.ablation import ablation_lines
 from megatron_cg.tools.bench.bench_machine import described
 from megatron_cg.tools.bench.bench_schedule import round_of
 from megatron_cg.tools.bench.comparing import Change
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS
+from megatron_cg.tools.bench.configurations import ABLATIONS, KNOWN
 from megatron_cg.tools.bench.grids import NONE, grid, number
-from megatron_cg.tools.bench.host_calls_text import sampled_block, sampled_heading
 from megatron_cg.tools.bench.metrics import Row, tables
+from megatron_cg.tools.bench.overheads import overhead_lines
 from megatron_cg.tools.bench.rounds_text import (
     ELSEWHERE,
     against_lines,
@@ -80,11 +80,14 @@ def as_markdown(
     lines = ["# megatron-cg bench", ""]
     for heading, rows in _headed(results):
         lines += [f"## {heading}", "", *_notes(rows)]
-        lines += [*_step_lines(rows), "", *_step_notes(rows), *against_lines(rows)]
+        usual = [row for row in rows if row.name not in ABLATIONS]
+        lines += [*_step_lines(rows), "", *_step_notes(rows), *against_lines(usual)]
         lines += [*grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
-        lines += _phase_lines(rows)
-        lines += _idle_lines(rows)
-        lines += _sample_lines(rows)
+        lines += ablation_lines(rows)
+        lines += _phase_lines(usual)
+        lines += overhead_lines(usual)
+        lines += _idle_lines(usual)
+
         lines += failure_lines(rows)
     lines += _trend_lines(trends)
     lines += _change_lines(changes)
@@ -93,10 +96,11 @@ def as_markdown(
 
 
 def _headed(results: Sequence[Result]) -> list[tuple[str, list[Row]]]:
-    return [(_heading(rows[0].result), rows) for rows in tables(results)]
+    return [(heading(rows[0].result), rows) for rows in tables(results)]
 
 
-def _heading(result: Result) -> str:
+def heading(result: Result) -> str:
+    """The shape and size of a table."""
     key = result["key"]
     size = f"{key['layers']} layers, {key['microbatches']} microbatches, {key['nproc']} processes"
     gemm = f", grouped GEMM {key['grouped_gemm']}"
@@ -245,29 +249,6 @@ def _idle_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _sample_lines(rows: Sequence[Row]) -> list[str]:
-    lines: list[str] = []
-    for row in _measured(rows):
-        found = row.result.get("host_calls")
-        if found:
-            lines += [f"{row.name}, {sampled_heading(found)}:", ""]
-            lines += ["```text", *sampled_block(found), "```", ""]
-        # Only results of an earlier version have this.
-        samples = row.result.get("samples")
-        if samples:
-            body = [
-                [f"{s['function'][:90]} [{s['thread']}]".replace("|", "\\|"), *_shares(s)]
-                for s in samples[:20]
-            ]
-            lines += [f"{row.name}, sampled:", ""]
-            lines += [*grid(["function [thread]", "on the stack", "innermost"], body), ""]
-    return lines
-
-
-def _shares(sample: dict[str, Any]) -> list[str]:
-    return [format(sample["share"], ".1%"), format(sample["own"], ".1%")]
-
-
 def _measured(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.result["ranks"]]
 
@@ -325,7 +306,9 @@ def _run_lines(results: Sequence[Result]) -> list[str]:
     columns = ["run", "grouped GEMM", *rounds, "made in", "began", "seconds", "status"]
     lines = ["## Runs", "", "Runs with the same letter were made in one invocation.", ""]
     lines += [*grid(columns, body), "", "Configurations:", ""]
-    return [*lines, *(f"- `{one.name}`: {one.description}" for one in CONFIGURATIONS.values())]
+    names = {result["key"]["contender"] for result in results}
+    shown = (one for name, one in KNOWN.items() if name in names)
+    return [*lines, *(f"- `{one.name}`: {one.description}" for one in shown)]
 
 
 def _letter(index: int) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_cg.tools.bench.bench_schedule import table_key
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS, EAGER
+from megatron_cg.tools.bench.configurations import EAGER, KNOWN
 from megatron_cg.tools.bench.rounds import (
     Ratio,
     by_configuration,
@@ -204,7 +204,7 @@ class Row:
 
 
 def tables(results: Sequence[Result]) -> list[list[Row]]:
-    """The results as tables, each in the order of ``CONFIGURATIONS``."""
+    """The results as tables, each in the order of ``KNOWN``."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(table_key(result["key"]), []).append(result)
@@ -212,7 +212,7 @@ def tables(results: Sequence[Result]) -> list[list[Row]]:
 
 
 def _table(group: Sequence[Result]) -> list[Row]:
-    order = list(CONFIGURATIONS)
+    order = list(KNOWN)
     configurations = by_configuration(group)
     configurations.sort(key=lambda rounds: order.index(rounds[0]["key"]["contender"]))
     eager = None

@@ -12,14 +12,18 @@ from megatron_cg.files import write_text
 from megatron_cg.tools.bench.bench_machine import described
 from megatron_cg.tools.bench.commands import CUTLASS
 from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
+from megatron_cg.tools.bench.markdown import heading
 from megatron_cg.tools.bench.metrics import Row, tables
+from megatron_cg.tools.bench.rounds import Ratio
 from megatron_cg.tools.bench.scaling import Trend
 from megatron_cg.tools.bench.store import FILE, Result
-from megatron_cg.tools.bench.summary import HEAD, headline, verdict
+from megatron_cg.tools.bench.summary import COLUMNS, summary_cells, verdict
 from megatron_cg.tools.pages.columns import own_words, parted
 from megatron_cg.tools.pages.templates import render
 
 PAGE = "bench.html"
+_DRIFT = 0.1
+"""A machine may drift by this within minutes."""
 
 
 def write_page(results: Sequence[Result], trends: Sequence[Trend], directory: Path) -> Path:
@@ -43,7 +47,7 @@ def page(results: Sequence[Result], trends: Sequence[Trend], files: Sequence[str
         machine="; ".join(dict.fromkeys(described(result["machine"]) for result in results)),
         verdict=_verdict(found),
         tiles=_tiles(found),
-        head=HEAD,
+        head=COLUMNS,
         tables=[_table(f"table-{at}", rows, drawn) for at, rows in enumerate(found, 1)],
         trends=_trend_plots(trends) if drawn else [],
         notices=list(dict.fromkeys(notice for r in results if (notice := r.get("notice")))),
@@ -56,39 +60,34 @@ def _title(results: Sequence[Result]) -> str:
     return f"Benchmark of {models}, {max(str(result['began'])[:10] for result in results)}"
 
 
-def _name(row: Row) -> str:
-    key = row.result["key"]
-    grown = f", scaling by {key['dimension']}" if key["dimension"] else ""
-    return (
-        f"{key['shape']}: {key['layers']} layers, {key['microbatches']} microbatches, "
-        f"{key['nproc']} processes, grouped GEMM {key['grouped_gemm']}{grown}"
-    )
-
-
-def _compared(found: Sequence[Sequence[Row]]) -> Iterator[tuple[Row, Row]]:
-    """What the page is about: graphs and eager, or else every row and the first of its table."""
-    for rows in found:
-        first, *others = rows
-        for row in others:
-            shown = row.name == GRAPHS or first.name != EAGER
-            if shown and not row.result["key"]["dimension"] and row.step_ratio(first):
-                yield row, first
+def _compared(found: Sequence[Sequence[Row]]) -> Iterator[tuple[Row, Ratio]]:
+    """What the page is about: graphs, with their ratio to the baseline of their table."""
+    for row in (row for rows in found for row in rows):
+        ratio = row.step_ratio(row.baseline) if row.name == GRAPHS else None
+        if ratio is not None and not row.result["key"]["dimension"]:
+            yield row, ratio
 
 
 def _verdict(found: Sequence[Sequence[Row]]) -> dict[str, str]:
-    """What is faster, table by table."""
-    words = [
-        (f"{_short(row)}: {row.name} against {first.name}", verdict(row, first))
-        for row, first in _compared(found)
-    ]
-    if not words:
-        text = f"A ratio needs {EAGER} and another configuration at the same size."
-        return {"kind": "note", "head": "No ratio was measured", "text": text}
-    kinds = {{"faster": "good", "slower": "bad"}.get(text.split()[0], "note") for _, text in words}
-    kind = kinds.pop() if len(kinds) == 1 else "note"
-    (name, head), *others = words
-    more = "; ".join(f"{name}: {text}" for name, text in others)
-    return {"kind": kind, "head": f"{name}: {head}", "text": more and f"{more}."}
+    """Whether graphs are faster, table by table."""
+    compared = list(_compared(found))
+    if not compared:
+        text = f"A ratio needs {EAGER} and {GRAPHS} at the same size."
+        return {"kind": "note", "head": "No ratio of graphs to eager was measured", "text": text}
+    kinds = {_kind(ratio) for _, ratio in compared}
+    return {
+        "kind": kinds.pop() if len(kinds) == 1 else "note",
+        "head": f"{GRAPHS} against {EAGER}",
+        "text": "; ".join(f"{_short(row)}: {verdict(row)}" for row, _ in compared) + ".",
+    }
+
+
+def _kind(ratio: Ratio) -> str:
+    """Colour of a ratio: ``good`` and ``bad`` only beyond what a machine drifts in one round."""
+    margin = 0.0 if ratio.rounds > 1 else _DRIFT
+    if ratio.most < 1 - margin:
+        return "good"
+    return "bad" if ratio.least > 1 + margin else "note"
 
 
 def _short(row: Row) -> str:
@@ -98,12 +97,11 @@ def _short(row: Row) -> str:
 
 def _tiles(found: Sequence[Sequence[Row]]) -> list[dict[str, str]]:
     tiles = []
-    for row, first in _compared(found):
-        ratio, step = row.step_ratio(first), row.metrics.step
-        assert ratio is not None and step is not None
-        spread = f", {ratio.least:.2f} to {ratio.most:.2f}" if ratio.least < ratio.most else ""
-        label = f"{_short(row)}: step of {row.name} / {first.name}"
-        note = f"{step.median:,.1f} ms{spread}"
+    for row, ratio in _compared(found):
+        note = "of eager, one round"
+        if ratio.rounds > 1:
+            note = f"of eager, {ratio.least:.2f} to {ratio.most:.2f} in {ratio.rounds} rounds"
+        label = f"step with graphs, {_short(row)}"
         tiles.append({"label": label, "value": f"{ratio.median:.2f}", "note": note})
     return tiles
 
@@ -122,8 +120,8 @@ def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
     notes = [(row.name, note) for row in rows for r in row.rounds for note in r["notes"]]
     return {
         "name": name,
-        "title": _name(rows[0]),
-        "rows": headline(rows),
+        "title": heading(rows[0].result),
+        "rows": [summary_cells(row) for row in rows],
         "plots": plots,
         "names": [row.name for row in rows],
         "facts": parted([[fact, *(c.get(fact, "none") for c in columns)] for fact in names]),

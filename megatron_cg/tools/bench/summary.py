@@ -1,66 +1,93 @@
-"""The headline of a table of results: step, ratio, memory, and the verdict in words. Pure."""
+"""The short table at the end of ``megatron-cg bench``, with a verdict in words for each row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_cg.tools.bench.grids import number
-from megatron_cg.tools.bench.metrics import Row
-from megatron_cg.tools.bench.rounds import Ratio
-from megatron_cg.tools.bench.rounds_text import ratio_cell, status_label
+from rich.console import Console
+from rich.table import Table
 
-HEAD = (
-    "configuration",
-    "step ms, median",
-    "of the baseline's",
-    "peak allocated MiB",
-    "of the baseline's",
-    "verdict",
-)
-_DRIFT = 0.1
-"""A machine may drift by this within minutes, so one round tells no smaller difference."""
+from megatron_cg.tools.bench.configurations import EAGER
+from megatron_cg.tools.bench.grids import NONE, number
+from megatron_cg.tools.bench.markdown import heading
+from megatron_cg.tools.bench.metrics import Row, tables
+from megatron_cg.tools.bench.rounds_text import ratio_cell
+from megatron_cg.tools.bench.store import OK, Result
+
+COLUMNS = ("configuration", "step, ms", f"/ {EAGER}", "peak allocated, MiB", "verdict")
+STEADY = (0.95, 1.05)
+"""The range of the later to the earlier half of the timed steps in which steps are steady."""
 
 
-def headline(rows: Sequence[Row]) -> list[list[str]]:
-    """A row in the columns of ``HEAD`` for each of a table; the first is the baseline."""
-    return [_headline(row, rows[0]) for row in rows]
+def verdict(row: Row) -> str:
+    """Whether this configuration is faster than the baseline of its table, in a few words."""
+    bad = next((result for result in row.rounds if result["status"] != OK), None)
+    if row.metrics.step is None:
+        return str(bad["status"]) if bad else "not measured"
+    found = row.step_ratio(row.baseline)
+    if row.name == EAGER:
+        words = "the baseline"
+    elif found is None:
+        words = f"no {EAGER} to compare with"
+    elif found.rounds > 1 and found.least <= 1 <= found.most:
+        words = f"no clear difference in {found.rounds} rounds"
+    else:
+        percent = abs(1 - found.median)
+        less = found.median < 1
+        words = f"{percent:.1%} {'less' if less else 'more'} time a step"
+        if found.rounds < 2:
+            words += ", of one round" if found.rounds else ", of another invocation"
+    steadiness = row.metrics.later_per_earlier
+    if steadiness is not None and not STEADY[0] <= steadiness <= STEADY[1]:
+        words += "; steps are not steady"
+    return f"{words}; a run {bad['status']}" if bad else words
 
 
-def _headline(row: Row, baseline: Row) -> list[str]:
-    step, peak = row.metrics.step, row.metrics.peak_allocated
-    theirs = baseline.metrics.peak_allocated
+def summary_cells(row: Row) -> list[str]:
+    """The row of one configuration."""
+    metrics, base = row.metrics, row.baseline
+    memory = number(metrics.peak_allocated, ",.0f")
+    ratio = row.ratio(lambda found: found.peak_allocated)
+    if ratio is not None and row is not base:
+        memory += f" ({ratio:.3f})"
     return [
-        status_label(row),
-        number(step.median if step else None),
-        ratio_cell(row.step_ratio(baseline)),
-        number(peak, ",.0f"),
-        number(peak / theirs if peak and theirs else None, ".3f"),
-        verdict(row, baseline),
+        row.name,
+        number(metrics.step.median if metrics.step else None),
+        NONE if row is base else ratio_cell(row.step_ratio(base)),
+        memory,
+        verdict(row),
     ]
 
 
-def verdict(row: Row, baseline: Row) -> str:
-    """What the step times say about ``row`` against ``baseline``, another row of its table."""
-    if row.metrics.step is None:
-        return "not measured"
-    if row is baseline:
-        return "the baseline"
-    found = row.step_ratio(baseline)
-    if found is None:
-        return "the baseline was not measured"
-    if not found.side_by_side:
-        return "not run side by side with the baseline"
-    one = found.rounds == 1
-    faster = faster_or_slower(found, _DRIFT if one else 0.0)
-    if not faster:
-        return f"no clear difference in {'one round' if one else f'{found.rounds} rounds'}"
-    factor = 1 / found.median if faster == "faster" else found.median
-    where = "in one round" if one else f"in each of {found.rounds} rounds"
-    return f"{faster} by a factor of {factor:.2f} {where}"
+def print_summary(results: Sequence[Result], console: Console) -> None:
+    """Print a table for each shape and size; without lines and colours if not to a terminal."""
+    for rows in tables(results):
+        cells = [summary_cells(row) for row in rows]
+        first = rows[0].result
+        title = heading(first)
+        if console.is_terminal:
+            table = Table(title=title, title_justify="left")
+            for column in COLUMNS:
+                numeric = column not in (COLUMNS[0], COLUMNS[-1])
+                table.add_column(column, justify="right" if numeric else "left")
+            for row in cells:
+                table.add_row(*row)
+            console.print(table)
+        else:
+            for line in ("", title, *_aligned([COLUMNS, *cells])):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if first.get("notice"):
+            notice = f"{first['notice']}. Its times say nothing about a GPU."
+            console.print(notice, markup=False, highlight=False, soft_wrap=True)
 
 
-def faster_or_slower(found: Ratio, margin: float) -> str:
-    """``faster`` or ``slower`` if every round says so, by more than ``margin``; else empty."""
-    if found.most < 1 - margin:
-        return "faster"
-    return "slower" if found.least > 1 + margin else ""
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines with columns of equal width; the first and the last column start at the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = []
+    for cells in lines:
+        padded = [cells[0].ljust(widths[0])]
+        inner = zip(cells[1:-1], widths[1:-1], strict=True)
+        padded += [cell.rjust(width) for cell, width in inner]
+        aligned.append("  ".join([*padded, cells[-1]]))
+    return aligned

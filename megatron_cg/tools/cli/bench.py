@@ -41,6 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCOPE",
         help="of partial graphs (default: all that fit)",
     )
+    add(
+        "--ablate-fast-path",
+        nargs="?",
+        const="",
+        metavar="PART,PART",
+        help="leave out each part of the fast path in turn, or each of these parts, and show what "
+        "a step loses without it; together with eager, the fast path alone, graphs with all parts "
+        "and graphs with none",
+    )
     add("--scale", metavar="WHAT=N,N", help="grow layers, microbatches or nproc: layers=4,8,16,32")
     add(
         "--rounds",
@@ -83,12 +92,16 @@ def _add_windows(parser: argparse.ArgumentParser) -> None:
         help="steps that are traced by the device alone, and as many with host events "
         "(default 2; scaling: 0)",
     )
-    add("--sample", action="store_true", help="a sampling profile of the host too, as a call tree")
+    add(
+        "--sample",
+        action="store_true",
+        help="a sampling profile of the host too, by py-spy, as a file for speedscope",
+    )
     add(
         "--sample-native",
         action="store_true",
-        help="the same with native frames, by py-spy: reading symbols may take minutes while the "
-        "run stands still, so give --timeout room",
+        help="the same with native frames. py-spy reads symbols for minutes while the run stands "
+        "still, so give a longer --timeout",
     )
     add("--sample-steps", type=positive, default=20, help="steps of it (default 20)")
 

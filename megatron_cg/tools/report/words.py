@@ -199,7 +199,7 @@ def title(story: Story) -> str:
 def what(story: Story) -> str:
     """The runs of the page, for its head."""
     # The title of two folders names them both.
-    named = story.reference is None or story.reference_name in story.title
+    named = story.reference is None or " against " in story.title
     runs = "" if named else f": {story.name} against {story.reference_name}"
     where = str(story.rank.get("device", "cpu")) if story.on_gpu else "no GPU"
     return f"{story.title}{runs}, {count(len(story.run), 'rank')}, {where}"

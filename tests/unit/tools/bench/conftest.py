@@ -118,7 +118,6 @@ def _result(
         "ranks": [rank, {**rank, "rank": 1}],
         "device_trace": alone,
         "trace": trace,
-        "host_calls": None,
         "notes": [],
     }
     return result | changes

@@ -53,8 +53,10 @@ def test_the_tape_runs_from_end_to_end(made: Path) -> None:
     assert len({run["ranks"][0]["timed"]["loss"] for run in runs}) == 1
     phases = {row["phase"] for row in graphs["ranks"][0]["probed"]["phases"]}
     assert {"unshard", "reshard", "gradient hand-off", "gradient reduce", "replay"} <= phases
-    assert {"guard", "votes"} <= phases
+    assert {"guard", "guard: around a replay", "votes", "votes: post", "votes: wait"} <= phases
+    assert {"exchange of parameters", "main gradients", "main weights"} <= phases
     report = (made / "bench.md").read_text()
+    assert "fsdp-graphs, guards and votes: " in report
     assert "CPU tape" in report and "Scopes: attn." in report
 
 
@@ -89,6 +91,14 @@ def test_results_are_reported_and_compared_again(
     assert f"{tmp_path / 'bench.json'} and {tmp_path / 'bench.md'}\n" in files
     # Where there is no matplotlib nothing is drawn.
     assert all(f"drawn: {picture}\n" in files for picture in tmp_path.glob("*.png"))
+    # The last lines are short.
+    title, heads, *rows, notice = files[files.index("llama-tiny: ") :].splitlines()
+    assert title.startswith("llama-tiny: 3 layers") and heads.split()[:2] == [
+        "configuration",
+        "step,",
+    ]
+    assert [row.split()[0] for row in rows] == [EAGER, GRAPHS]
+    assert rows[0].endswith("the baseline") and "nothing about a GPU" in notice
 
 
 def test_a_dry_run_prints_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,8 +139,8 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(
         env = dict(word.split("=", 1) for word in words_of if word.split("=")[0].isupper())
         assert given(env)[0].profiled == 3
         assert words_of[-2:] == ["--seed", "7"]
-    assert sum("NVTE_USE_CUTLASS_GROUPED_GEMM=1" in line for line in commands) == 5
-    assert lines[-1].startswith("# 16 runs, about")
+    assert sum("NVTE_USE_CUTLASS_GROUPED_GEMM=1" in line for line in commands) == 6
+    assert lines[-1].startswith("# 19 runs, about")
     assert not (tmp_path / "bench.json").exists()
 
 
@@ -149,6 +159,14 @@ def test_native_frames_are_asked_for_by_a_flag_of_their_own(
     assert (windows.sampled, windows.native) == (sampled, native)
 
 
+def test_a_profile_needs_py_spy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert bench(f"{TAPE} --sample", tmp_path) == USAGE_ERROR
+    assert "pip install 'megatron-cg[bench]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -160,6 +178,9 @@ def test_native_frames_are_asked_for_by_a_flag_of_their_own(
         ("--backend tape --shapes mamba-hybrid", "cannot be built on a CPU"),
         ("--shapes nope", "there is no preset 'nope'"),
         ("--only nope", "there is no such configuration"),
+        ("--ablate-fast-path unshrad", "unshrad (did you mean unshard?): the fast path has no"),
+        ("--ablate-fast-path --only fsdp-eager", "leave out --only and --scale"),
+        ("--ablate-fast-path --scale layers=1,2", "leave out --only and --scale"),
         ("--scale depth=1,2", "--scale depth=1,2: write layers"),
         ("--report --compare /nowhere.json", "/nowhere.json cannot be read"),
         ("--report", "holds no results"),

@@ -161,14 +161,14 @@ def test_a_trace_and_samples_become_metrics_and_the_trace_goes(
         "traced": {"steps": 1, "trace": "device_trace.json"},
         "profiled": {"steps": 2, "trace": "trace.json"},
         "sampled": {
-            **{"steps": 2, "step_ms": 10.0, "sampler": "thread", "interval_ms": 5.0, "lost": 0},
-            **{"file": "samples.folded", "note": "py-spy is not installed"},
+            **{"steps": 2, "step_ms": 10.0, "native": False, "lost": 7},
+            **{"file": "samples.speedscope.json", "note": "py-spy fell behind"},
         },
     }
     text = json.dumps({"traceEvents": [kernel]})
     also = f"open('metrics/trace.json', 'w').write({text!r});"
     also += f"open('metrics/device_trace.json', 'w').write({text.replace('2000', '3000')!r});"
-    also += "open('metrics/samples.folded', 'w').write('thread MainThread;f (b.py:1) 3\\n')"
+    also += "open('metrics/samples.speedscope.json', 'w').write('{}')"
     kept = options(keep_traces=True, samples=tmp_path / "kept")
     (result,) = execute(
         RUNS[:1], starting({EAGER: writing(rank, also)}), kept, {}, finished=lambda _r: None
@@ -176,13 +176,16 @@ def test_a_trace_and_samples_become_metrics_and_the_trace_goes(
     assert result["trace"]["busy_ms"] == pytest.approx(1.0)
     assert result["device_trace"]["busy_ms"] == pytest.approx(3.0)
     assert "idle_by_launch" in result["trace"] and "idle_by_launch" not in result["device_trace"]
-    (thread,) = result["host_calls"]["threads"]
-    assert thread["tree"][0]["function"] == "f (b.py)" and thread["ms"] == 7.5
-    assert result["notes"] == ["samples: py-spy is not installed"]
+    profile = f"{RUNS[0].name}.one.speedscope.json"
+    assert result["notes"] == [
+        "samples: py-spy fell behind",
+        "a sampling profile of 2 steps of 10.0 ms, 7 samples lost is in "
+        f"kept/{profile}: open it in https://www.speedscope.app",
+    ]
     folder = tmp_path / f"{RUNS[0].name}.one" / "metrics"
     for name in ("trace.json", "device_trace.json"):
         assert not (folder / name).exists() and (folder / f"{name}.gz").exists()
-    assert (tmp_path / "kept" / f"{RUNS[0].name}.one.folded").read_text().endswith(" 3\n")
+    assert (tmp_path / "kept" / profile).read_text() == "{}"
 
 
 def test_a_trace_that_shows_nothing_is_noted(options: Callable[..., Options]) -> None:

@@ -12,7 +12,14 @@ from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.bench_schedule import configurations_for
 from megatron_cg.tools.bench.commands import Settings, script_words
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS, FULL, GRAPHS, PLAIN
+from megatron_cg.tools.bench.configurations import (
+    ABLATIONS,
+    EAGER_FAST_PATH,
+    FULL,
+    GRAPHS,
+    KNOWN,
+    PLAIN,
+)
 from megatron_cg.tools.bench.shapes import SHAPES, is_moe
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -23,6 +30,7 @@ PAIRS = [
     for shape in SHAPES
     for configuration in configurations_for(load_preset(shape), None, scaling=False)
 ]
+PAIRS += [("qwen3-moe", name) for name in ABLATIONS]
 
 
 def parsed(settings: Settings, configuration: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -53,11 +61,12 @@ def test_every_configuration_of_every_shape_is_accepted(
 ) -> None:
     settings = Settings(load_preset(shape), nproc=2)
     args, config = accepted(settings, configuration, monkeypatch)
-    one = CONFIGURATIONS[configuration]
+    one = KNOWN[configuration]
     assert args.train_iters == settings.windows.steps
     assert args.use_megatron_fsdp is one.fsdp and args.use_distributed_optimizer
     assert (args.ckpt_format == "fsdp_dtensor") is one.fsdp
-    assert args.fsdp_double_buffer is (one.fsdp and one.graphs != "none")
+    own = configuration == EAGER_FAST_PATH
+    assert args.fsdp_double_buffer is (own or (one.fsdp and one.graphs != "none"))
     assert args.manual_gc and not args.deterministic_mode and args.log_interval > args.train_iters
     assert not args.check_for_nan_in_loss_and_grad
     assert args.global_batch_size == 4 and args.micro_batch_size == 1

@@ -13,8 +13,8 @@ from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.metrics import tables
 from megatron_cg.tools.bench.page import page, write_page
 from megatron_cg.tools.bench.scaling import trends
-from megatron_cg.tools.bench.store import LEFT_OUT, read
-from megatron_cg.tools.bench.summary import headline
+from megatron_cg.tools.bench.store import read
+from megatron_cg.tools.bench.summary import COLUMNS, summary_cells
 from tests.unit.tools.report.test_browser import FIGURES, LOW_CONTRAST, TOO_WIDE, tab
 from tests.unit.tools.report.test_page import Document
 
@@ -23,49 +23,29 @@ RESULTS = sorted(Path(__file__).parents[4].glob("benchmarks/results/*/bench.json
 __all__ = ["tab"]
 
 
-def verdicts(*results: dict[str, Any]) -> list[str]:
-    (rows,) = tables(results)
-    return [row[-1] for row in headline(rows)]
+def head(*results: dict[str, Any]) -> str:
+    (found,) = re.findall(r'<div class="verdict.*?</div>', page(list(results), [], []), re.S)
+    return " ".join(found.split())
 
 
-def test_the_headline_has_step_ratio_memory_and_verdict(result: Make) -> None:
-    (rows,) = tables([result(EAGER, (200.0,) * 3), result(GRAPHS, (100.0,) * 3)])
-    assert headline(rows) == [
-        [EAGER, "200.0", "1.000", "1,000", "1.000", "the baseline"],
-        [GRAPHS, "100.0", "0.500", "1,000", "1.000", "faster by a factor of 2.00 in one round"],
-    ]
-
-
-def test_one_round_tells_no_difference_that_a_drift_can_make(result: Make) -> None:
+def test_the_page_says_whether_graphs_are_faster(result: Make) -> None:
     eager = result(EAGER, (100.0,))
-    near, far = result(GRAPHS, (91.0,)), result(DDP_GRAPHS, (112.0,))
-    assert verdicts(eager, near, far)[1:] == [
-        "no clear difference in one round",
-        "slower by a factor of 1.12 in one round",
-    ]
+    assert 'class="verdict good"' in head(eager, result(GRAPHS, (50.0,)))
+    assert "llama: 50.0% less time a step, of one round" in head(eager, result(GRAPHS, (50.0,)))
+    assert 'class="verdict bad"' in head(eager, result(GRAPHS, (112.0,)))
+    # One round tells no difference that the machine's drift can make.
+    assert 'class="verdict note"' in head(eager, result(GRAPHS, (91.0,)))
+    rounds = [result(EAGER, (100.0,), round=2), result(GRAPHS, (92.0,), round=2)]
+    assert 'class="verdict good"' in head(eager, result(GRAPHS, (91.0,)), *rounds)
+    assert "No ratio of graphs" in head(result(GRAPHS), result(DDP_GRAPHS))
 
 
-def test_rounds_must_agree(result: Make) -> None:
-    eager = [result(EAGER, (100.0,), round=number) for number in (1, 2)]
-    all_faster = [result(GRAPHS, (90.0 + number,), round=number) for number in (1, 2)]
-    mixed = [result(DDP_GRAPHS, (97.0 + 2 * number,), round=number) for number in (1, 2)]
-    assert verdicts(*eager, *all_faster, *mixed)[1:] == [
-        "faster by a factor of 1.09 in each of 2 rounds",
-        "no clear difference in 2 rounds",
-    ]
-
-
-def test_without_a_ratio_the_verdict_says_why(result: Make) -> None:
-    alone = result(GRAPHS, invocation="two")
-    assert verdicts(result(EAGER), alone)[1] == "not run side by side with the baseline"
-    left = result(EAGER, status=LEFT_OUT, error="no time is left", ranks=[])
-    assert verdicts(left, result(GRAPHS)) == ["not measured", "the baseline was not measured"]
-    assert "No ratio was measured" in page([left, result(GRAPHS)], [], [])
-    # Where eager was not run, the first configuration is the baseline.
-    assert verdicts(result(GRAPHS, (100.0,)), result(DDP_GRAPHS, (200.0,))) == [
-        "the baseline",
-        "slower by a factor of 2.00 in one round",
-    ]
+def test_the_table_is_that_of_the_terminal(result: Make) -> None:
+    results = [result(EAGER), result(GRAPHS), result(DDP_GRAPHS)]
+    (rows,) = tables(results)
+    (table,) = re.findall(r"<table>.*?</table>", page(results, [], []), re.S)[:1]
+    cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", table)
+    assert cells == [*COLUMNS, *(cell for row in rows for cell in summary_cells(row))]
 
 
 def test_the_page_has_settings_of_both_sides_and_links(result: Make, tmp_path: Path) -> None:
@@ -77,7 +57,7 @@ def test_the_page_has_settings_of_both_sides_and_links(result: Make, tmp_path: P
     document = Document(text)
     assert document.open == [] and "script" not in {name for name, _ in document.attributes}
     assert "<title>Benchmark of llama, 2026-01-01</title>" in text
-    assert "llama: fsdp-graphs against fsdp-eager: faster by a factor of 2.00 in one round" in text
+    assert "fsdp-graphs against fsdp-eager" in text and "50.0% less time a step" in text
     different = text.partition("Different in the two runs")[2].partition("</table>")[0]
     assert "&lt;8192&gt;" in different and "262144" in different and "torch" not in different
     assert "<p>Only there: <code>--a</code></p>" in text
