@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.upstream.symbols import installed_version
 
 WHOLE_LAYER = "layer"
@@ -89,6 +90,13 @@ class GraphArguments:
         "expert's number of tokens on the host, or torch's, which reads it on the device. With "
         "torch, --cuda-graph-modules moe captures whole MoE layers without drop and pad.",
         choices=("te", "torch"),
+    )
+    cg_fast_path: str | None = _flag(
+        None,
+        f"Install only these parts of the fast path: {', '.join(PARTS)}. docs/fast_path.md "
+        "describes them. Without this flag all parts are installed. All ranks need the same "
+        "choice.",
+        metavar="PART,PART",
     )
     cg_record: str | None = _flag(
         None,

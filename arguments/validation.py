@@ -7,6 +7,7 @@ import dataclasses
 from megatron_cg.arguments import (
     rules_environment,
     rules_experts,
+    rules_fast_path,
     rules_fsdp,
     rules_layers,
     rules_numerics,
@@ -21,6 +22,7 @@ ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm")
 """Fields of GraphArguments that are useful without graphs."""
 RULES: tuple[Rule, ...] = (
     *rules_fsdp.RULES,
+    *rules_fast_path.RULES,
     *rules_scopes.RULES,
     *rules_layers.RULES,
     *rules_experts.RULES,

@@ -9,7 +9,7 @@ does the capture; this class wraps it in the transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
@@ -73,7 +73,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
     policy: ReplayPolicy = ReplayPolicy()
-    fast_path: bool = True
+    fast_path: bool | Collection[str] = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
     live: list[FsdpCudaGraphHelper] | None = None
     """Helpers of models under FSDP add themselves here, to be notified of training steps."""

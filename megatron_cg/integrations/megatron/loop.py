@@ -7,13 +7,14 @@ Relied on: megatron-core 0.19.2, ``cuda_graphs.HAVE_TE_GRAPHS``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.rules_fast_path import parts_of
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.integrations.call_arguments import (
@@ -54,7 +55,8 @@ class GraphedLayers:
         on_failure: as ``--cg-on-failure``.
         on_mismatch: as ``--cg-on-mismatch``.
         verify_interval: as ``--cg-verify-interval``.
-        fast_path: False is as ``--cg-no-fsdp-fast-path``.
+        fast_path: False is as ``--cg-no-fsdp-fast-path``; names of parts, such as
+            ``("unshard", "gradients")``, are as ``--cg-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
@@ -74,7 +76,7 @@ class GraphedLayers:
         on_failure: OnFailure = "error",
         on_mismatch: OnMismatch = "eager",
         verify_interval: int = 0,
-        fast_path: bool = True,
+        fast_path: bool | Collection[str] = True,
     ) -> None:
         refuse(
             [
@@ -89,6 +91,7 @@ class GraphedLayers:
             cg_on_mismatch=on_mismatch,
             cg_verify_interval=verify_interval,
             cg_no_fsdp_fast_path=not fast_path,
+            cg_fast_path=None if isinstance(fast_path, bool) else ",".join(sorted(fast_path)),
         )
         captures = backend_of(backend)
         check_model(model, optimizer, given, captures.name)
@@ -158,7 +161,7 @@ def _make_helper(
         "selection": LayerSelection.parse(given.cg_layers),
         "on_failure": given.cg_on_failure,
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
-        "fast_path": not given.cg_no_fsdp_fast_path,
+        "fast_path": parts_of(given),
         "make_backend": staticmethod(lambda: backend),
     }
     if backend.name != "transformer_engine":

@@ -146,7 +146,7 @@ def _extend_validation() -> Callable[[], None]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             flags.validate(args)
             result = old(args, *rest, **kwargs)
-            _start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
+            start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
             return result
 
         return validate_args
@@ -171,8 +171,8 @@ def _refuse_yaml_with_graphs() -> Callable[[], None]:
     return _replace(_YAML_RULES, extended)
 
 
-def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
-    """After validation: install the recorder and our helper, if the run asks for them."""
+def start(settings: Any, args: Any, wants_graphs: bool) -> None:
+    """After :func:`enable` and validation: install the recorder and our helper, if asked for."""
     if _active is None:
         return
     if settings.cg_grouped_gemm == "torch":
@@ -197,6 +197,7 @@ def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
 def _replace_helper(settings: Any) -> Callable[[], None]:
     from megatron_cg.arguments.layers import LayerSelection
+    from megatron_cg.arguments.rules_fast_path import parts_of
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
@@ -209,7 +210,7 @@ def _replace_helper(settings: Any) -> Callable[[], None]:
         "selection": LayerSelection.parse(settings.cg_layers),
         "on_failure": settings.cg_on_failure,
         "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
-        "fast_path": not settings.cg_no_fsdp_fast_path,
+        "fast_path": parts_of(settings),
     }
     helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
     with ExitStack() as undo:
