@@ -35,7 +35,6 @@ TRANSFORMER: Mapping[str, str] = {
     "moe_hybridep_pad_uneven_dispatch_inputs": "moe_hybridep_pad_uneven_dispatch_inputs",
     "moe_ncclep_static_shape": "moe_ncclep_static_shape",
     "expert_tensor_parallel_size": "expert_tensor_parallel_size",
-    "tensor_model_parallel_size": "tensor_model_parallel_size",
     "add_bias_linear": "add_bias_linear",
     "use_transformer_engine_op_fuser": "use_transformer_engine_op_fuser",
     "qk_clip": "qk_clip",

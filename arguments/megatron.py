@@ -34,6 +34,7 @@ _DERIVED = {
     "recompute_granularity",
     "recompute_modules",
     "cpu_offloading",
+    "expert_tensor_parallel_size",
 }
 _UNCHANGED = tuple(
     field.name for field in dataclasses.fields(RunArguments) if field.name not in _DERIVED
@@ -120,6 +121,8 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         moe_router_load_balancing_type=tuple(
             _scope_names(_get(namespace, "moe_router_load_balancing_type"))
         ),
+        expert_tensor_parallel_size=_get(namespace, "expert_tensor_parallel_size")
+        or _get(namespace, "tensor_model_parallel_size"),
         cpu_offloading=_get(namespace, "cpu_offloading_num_layers") > 0,
     )
 

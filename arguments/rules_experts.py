@@ -35,10 +35,6 @@ class _InGraph(_WithGemm):
             yield from super().__call__(run, graph, environment)
 
 
-def _shares_experts(run: RunArguments) -> bool:
-    return (run.expert_tensor_parallel_size or run.tensor_model_parallel_size) > 1
-
-
 def _counts_vary(run: RunArguments) -> bool:
     return (
         run.moe_expert_capacity_factor is not None
@@ -94,7 +90,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _InGraph(
         "experts-tensor-parallel",
-        _shares_experts,
+        lambda run: run.expert_tensor_parallel_size > 1,
         "dropless experts in a graph that are split over several tensor-parallel ranks",
         "the ranks of an expert then exchange rows by numbers that Megatron reads on the CPU",
         f"add --expert-tensor-parallel-size 1, or {_ROUTER}",

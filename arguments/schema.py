@@ -156,10 +156,7 @@ class RunArguments:
     moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
     moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
 
-    expert_tensor_parallel_size: int | None = _setting(
-        None, "ranks that share an expert; None is as many as share other layers"
-    )
-    tensor_model_parallel_size: int = _setting(1, "ranks that share a layer")
+    expert_tensor_parallel_size: int = _setting(1, "tensor-parallel ranks of an expert")
     add_bias_linear: bool = _setting(True, "linear layers have a bias")
     use_transformer_engine_op_fuser: bool = _setting(False, "TE fuses the experts' operations")
 

@@ -37,23 +37,30 @@ RELIES_ON = (
 
 
 _depth = 0
-"""How many calls of :func:`run_region` are running."""
+"""How many calls of :func:`run_region` run eager passes."""
 
 
-def run_region(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_region(
+    layer: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    as_captured: bool = False,
+) -> Any:
     """Return what the graph of ``layer`` would return for these arguments, with autograd as usual.
 
-    FSDP's hooks on modules inside the region run as in an eager pass.
+    FSDP's hooks on modules inside the region run as in an eager pass. With ``as_captured``, experts
+    run the operations that a graph would hold; see :func:`is_capturing`.
     """
     global _depth
     target: Any = layer
     inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
     _flag("_set_capture_start")()
-    _depth += 1
+    _depth += not as_captured
     try:
         return target._te_cuda_graph_capture(*args, **inputs)
     finally:
-        _depth -= 1
+        _depth -= not as_captured
         _flag("_set_capture_end")()
 
 
@@ -76,7 +83,7 @@ def is_running_part() -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a capture runs, warmup included; False while :func:`run_region` runs."""
+    """Whether a capture runs, warmup included; False while :func:`run_region` runs eagerly."""
     return is_running_part() and _depth == 0
 
 

@@ -93,11 +93,18 @@ def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
         warmup_steps=args.warmup_steps,
         bf16=args.dtype == "bf16",
-        graph_extra=("--cg-layers", *args.cg_layers) if args.cg_layers else (),
+        graph_extra=_graph_flags(args),
         extra=tuple(extra),
     )
     check_gpus(plan, options)
     return partial(align_on_gpus, plan, options=options)
+
+
+def _graph_flags(args: Any) -> tuple[str, ...]:
+    """Flags of this package for the run with graphs."""
+    layers = ("--cg-layers", *args.cg_layers) if args.cg_layers else ()
+    gemm = () if args.cg_grouped_gemm == "te" else ("--cg-grouped-gemm", args.cg_grouped_gemm)
+    return (*layers, *gemm)
 
 
 def _on_tape(args: Any, preset: Preset, options: Options, extra: Sequence[str]) -> Align:
@@ -115,6 +122,7 @@ def _on_tape(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
     check_tape(preset, options, nproc=nproc, **steps)
     print(describe(tape_shape(preset)), flush=True)
     given = {"scopes": scopes, "nproc": nproc, "bf16": args.dtype == "bf16", **steps}
+    given["grouped_gemm"] = args.cg_grouped_gemm
     return partial(align_on_tape, preset, options=options, **given)
 
 

@@ -67,8 +67,12 @@ def align_on_tape(
     scopes: tuple[str, ...] | None,
     nproc: int,
     bf16: bool = True,
+    grouped_gemm: str = "te",
 ) -> Outcome:
     """Train eagerly, train with tapes after ``warmup_steps``, compare.
+
+    ``grouped_gemm="torch"`` is for the run with tapes; experts of both runs are Megatron's grouped
+    ones then.
 
     Raises LaunchError for options that only the GPU path has, and for a preset without a small
     shape.
@@ -81,6 +85,7 @@ def align_on_tape(
         "warmup_steps": warmup_steps,
         "processes": nproc,
         "bf16": bf16,
+        "grouped_gemm": grouped_gemm,
         "tokens": str(data.prefix),
     }
     env = command.environment(os.environ, root=_ROOT, cudnn=None)

@@ -29,6 +29,10 @@ def main(text: str, directory: str) -> None:
 
     plan: dict[str, Any] = json.loads(text)
     shape = plan["shape"]
+    # Megatron refuses dropless experts in a graph, also in the config of a run without graphs.
+    torch_gemm = plan.get("grouped_gemm", "te") == "torch"
+    device_counts = torch_gemm and plan["graphs"]
+    scopes = shape["scopes"] if device_counts or not torch_gemm else ["attn"]
     model = CpuModelConfig(
         layers=shape["layers"],
         hidden_size=shape["hidden"],
@@ -38,8 +42,9 @@ def main(text: str, directory: str) -> None:
         sequence_length=shape["seq"],
         experts=shape["experts"],
         topk=shape["topk"],
+        grouped=torch_gemm,
         bf16=plan.get("bf16", True),
-        graph_modules=tuple(shape["scopes"]),
+        graph_modules=tuple(scopes),
     )
     training = TrainingPlan(
         model=model,
@@ -47,6 +52,7 @@ def main(text: str, directory: str) -> None:
         warmup_steps=plan["warmup_steps"],
         graphs=plan["graphs"],
         tokens=Path(plan["tokens"]),
+        device_counts=device_counts,
     )
     undo = set_attribute(launch, "START", "fork")
     try:

@@ -47,7 +47,12 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_cg.tools.plan.request import read_request
 
     request = read_request(
-        args.target, extra, scopes=args.scopes, cg_layers=args.cg_layers, nproc=args.nproc
+        args.target,
+        extra,
+        scopes=args.scopes,
+        cg_layers=args.cg_layers,
+        cg_grouped_gemm=args.cg_grouped_gemm,
+        nproc=args.nproc,
     )
     (plan,) = make_plans([request])
     if args.json:

@@ -8,7 +8,7 @@ from megatron_cg.arguments.schema import SCOPES
 
 
 def add_scopes(parser: argparse.ArgumentParser) -> None:
-    """Add ``--scopes`` and ``--cg-layers``."""
+    """Add ``--scopes``, ``--cg-layers`` and ``--cg-grouped-gemm``."""
     parser.add_argument(
         "--scopes",
         nargs="*",
@@ -18,4 +18,10 @@ def add_scopes(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cg-layers", nargs="*", default=[], metavar="SCOPE:RANGES", help="as in a training run"
+    )
+    parser.add_argument(
+        "--cg-grouped-gemm",
+        choices=("te", "torch"),
+        default="te",
+        help="as in a training run; align gives it to the run with graphs alone",
     )

@@ -42,6 +42,7 @@ class TrainingPlan:
 
     A step is ``microbatches`` passes of ``micro_batch_size`` sequences in each process. ``tokens``
     is the prefix of a dataset in Megatron's indexed format; None uses text that comes with Python.
+    ``device_counts`` is as ``--cg-grouped-gemm torch``, for grouped experts.
     """
 
     model: CpuModelConfig = field(default_factory=CpuModelConfig)
@@ -52,3 +53,4 @@ class TrainingPlan:
     micro_batch_size: int = 2
     learning_rate: float = 1e-3
     tokens: Path | None = None
+    device_counts: bool = False

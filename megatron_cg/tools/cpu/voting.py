@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.moe.install import use_device_counts
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.record import Recorder, recording
 from megatron_cg.telemetry.record_setup import of_tape
+from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.cpu.train import Trainer
 from megatron_cg.tools.cpu.training_plan import TrainingPlan
 
@@ -82,7 +84,11 @@ def train(plan: TrainingPlan, directory: Path) -> None:
     """
     recorder = Recorder(directory)
     recorder.describe(of_tape(plan))
+    device_counts = ExitStack()
     try:
+        if plan.device_counts:
+            device_counts.enter_context(in_place_of_te())
+            device_counts.callback(use_device_counts())
         trainer = VotingTrainer(plan)
         with recording(recorder), closing(trainer):
             for number in range(plan.steps):
@@ -101,4 +107,5 @@ def train(plan: TrainingPlan, directory: Path) -> None:
         recorder.write()
         raise
     finally:
+        device_counts.close()
         parallel_state.destroy_model_parallel()

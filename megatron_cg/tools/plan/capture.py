@@ -133,7 +133,7 @@ class _Capture:
         sample, layer = self._samples[number], self.layers[number]
         before, kernels = self._pool.mark(), self._trace.launches
         with tracing(self._trace, _reads(sample, "forward")):
-            result = run_region(sample.layer, sample.args, sample.kwargs)
+            result = run_region(sample.layer, sample.args, sample.kwargs, as_captured=True)
         outputs = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         del result
         held = self._pool.allocated - before

@@ -18,6 +18,7 @@ from megatron_cg.tools.plan.capture import (
     LayerCapture,
     simulate,
 )
+from megatron_cg.tools.plan.experts import experts_of
 from megatron_cg.tools.plan.fakes.te_modules import DotProductAttention
 from megatron_cg.tools.plan.fsdp_buffers import describe_buffers
 from megatron_cg.tools.plan.layers import describe_layers
@@ -52,7 +53,7 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
         os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     )
     selection = LayerSelection.parse(settings.graph.cg_layers)
-    with built_model(args) as (model, fsdp):
+    with experts_of(settings.graph), built_model(args) as (model, fsdp):
         helper = PlannedHelper(model, args, selection)
         decoder = helper.decoder_layers()
         rows = describe_layers(settings.run, settings.graph.cg_layers, decoder)
@@ -158,6 +159,8 @@ def _add_graphs(
     counted: set[int] = set()
     totals = dict.fromkeys(("static_inputs", "saved_activations", "outputs"), 0)
     saved_kernels = 0
+    # One call copies a graph's weight gradients into their buckets.
+    fused = not args.cg_no_fsdp_fast_path and args.cg_fast_path is None
     microbatches = found["model"]["microbatches"]
     for sample, layer in zip(samples, captured.layers, strict=True):
         row = rows.setdefault(
@@ -165,7 +168,7 @@ def _add_graphs(
         )
         inputs = [_input(name, t, has_copy(name), counted) for name, t in sample.inputs()]
         static = sum(entry["bytes_here"] for entry in inputs)
-        kernels = _kernels(layer, inputs)
+        kernels = _kernels(layer, inputs, fused=fused)
         row.update(
             graphs=1,
             static_inputs=inputs,
@@ -227,15 +230,19 @@ def _input(name: str, tensor: torch.Tensor, has_copy: bool, counted: set[int]) -
     }
 
 
-def _kernels(layer: LayerCapture, inputs: Sequence[dict[str, Any]]) -> dict[str, int]:
+def _kernels(
+    layer: LayerCapture, inputs: Sequence[dict[str, Any]], *, fused: bool
+) -> dict[str, int]:
     """Kernels of one eager pass through the captured region, and of a replay.
 
     A replay launches its two graphs, copies its inputs and the gradients of its outputs into static
-    buffers, makes the mask that it copies, and clones the gradient of each weight.
+    buffers, makes the mask that it copies, and copies the weights' gradients (one by one,
+    or ``fused``).
     """
     copies = sum(bool(entry["copied"]) for entry in inputs)
     masks = sum(entry["name"] == "attention_mask" for entry in inputs)
-    replay = _GRAPH_LAUNCHES + copies + masks + layer.differentiable_outputs + layer.weights
+    replay = _GRAPH_LAUNCHES + copies + masks + layer.differentiable_outputs
+    replay += min(layer.weights, 1) if fused else layer.weights
     eager = layer.forward_kernels + layer.backward_kernels
     return {
         "forward": layer.forward_kernels,

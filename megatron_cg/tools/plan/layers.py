@@ -23,7 +23,7 @@ _PARTS = {
 """Parts of a layer by the path of their module: their name, and their scope."""
 
 _DISPATCH = ("token dispatch", "moe_preprocess")
-_FIXED = "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity"
+_FIXED = "--cg-grouped-gemm torch, or if each expert drops and pads to a capacity"
 
 
 def describe_layers(

@@ -59,6 +59,7 @@ def read_request(
     *,
     scopes: Sequence[str] | None = None,
     cg_layers: Sequence[str] = (),
+    cg_grouped_gemm: str = "te",
     nproc: int | None = None,
 ) -> Request:
     """The request of a command line of ``megatron-cg plan``.
@@ -69,6 +70,7 @@ def read_request(
             the words before the script only GPUs and variables are read.
         scopes: replaces ``--cuda-graph-modules``; empty means whole layers.
         cg_layers: values of ``--cg-layers``.
+        cg_grouped_gemm: the value of ``--cg-grouped-gemm``.
         nproc: GPUs; overrides all other sources.
 
     Raises RequestError for anything else, with a list of what exists.
@@ -94,6 +96,8 @@ def read_request(
         words = (*_without_modules(words), *_modules(scopes))
     if cg_layers:
         words = (*words, "--cg-layers", *cg_layers)
+    if cg_grouped_gemm != "te":
+        words = (*words, "--cg-grouped-gemm", cg_grouped_gemm)
     return replace(request, words=words, nproc=nproc or request.nproc)
 
 

@@ -25,6 +25,7 @@ from megatron_cg.arguments.megatron import add_arguments, read
 from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.errors import Violation
 from megatron_cg.nearest import did_you_mean
+from megatron_cg.tools.plan.experts import experts_of
 from megatron_cg.tools.plan.fakes.packages import TE_VERSION
 
 _TE = "transformer-engine"
@@ -83,7 +84,8 @@ def read_settings(
     elif run.wants_graphs and started_without:
         broken = (_no_launcher(started_without), *broken)
     notes += [*more, *notices(run, graph, where)]
-    megatron = _megatrons_opinion(args)
+    with experts_of(graph):
+        megatron = _megatrons_opinion(args)
     return Settings(args, run, graph, broken, megatron, notes)
 
 

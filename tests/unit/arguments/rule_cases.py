@@ -374,7 +374,7 @@ EXPERTS = (
     _torch(
         "experts-tensor-parallel",
         _DROPLESS,
-        {"tensor_model_parallel_size": 2},
+        {"expert_tensor_parallel_size": 2},
         *("several tensor-parallel ranks", "reads on the CPU", "--expert-tensor-parallel-size 1"),
     ),
     _torch(

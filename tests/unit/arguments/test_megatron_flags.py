@@ -113,6 +113,12 @@ def test_the_good_arguments_are_the_good_run() -> None:
         ("--recompute-modules mlp moe", "recompute_modules", ("mlp", "moe")),
         ("--cpu-offloading-num-layers 2", "cpu_offloading", True),
         ("--fp8-format hybrid", "fp8", "hybrid"),
+        ("--tensor-model-parallel-size 2", "expert_tensor_parallel_size", 2),
+        (
+            "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+            "expert_tensor_parallel_size",
+            1,
+        ),
     ],
 )
 def test_derived_settings(argv: str, field: str, expected: object) -> None:
@@ -233,6 +239,13 @@ def test_our_flags_without_graphs_are_refused() -> None:
 
 def test_recording_an_eager_run_is_allowed() -> None:
     validate(parse("--use-megatron-fsdp", "--cg-record", "folder"), Environment())
+
+
+def test_an_eager_run_may_compute_experts_by_torchs_grouped_gemm() -> None:
+    words = "--num-experts 8 --moe-grouped-gemm --disable-bias-linear --bf16".split()
+    validate(parse("--cg-grouped-gemm", "torch", *words), Environment())
+    with pytest.raises(ConfigurationError, match="without --bf16"):
+        validate(parse("--cg-grouped-gemm", "torch", *words[:-1]), Environment())
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])

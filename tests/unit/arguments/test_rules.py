@@ -104,12 +104,11 @@ TORCH = GraphArguments(cg_grouped_gemm="torch")
         {},
         {"cuda_graph_modules": ()},
         {"cuda_graph_modules": ("attn", "moe_router")},
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-        {"cuda_graph_modules": ("attn", "moe_router"), "tensor_model_parallel_size": 2},
+        {"cuda_graph_modules": ("attn", "moe_router"), "expert_tensor_parallel_size": 2},
         {
             "moe_expert_capacity_factor": 1.0,
             "moe_pad_expert_input_to_capacity": True,
-            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 2,
         },
     ],
     ids=str,
@@ -121,7 +120,7 @@ def test_torchs_grouped_gemm_lets_graphs_hold_experts(change: dict[str, Any]) ->
 def test_torchs_grouped_gemm_is_checked_without_graphs_too() -> None:
     eager = dataclasses.replace(DROPLESS, cuda_graph_impl="none")
     assert violations(eager, TORCH, GOOD_ENVIRONMENT) == ()
-    biased = dataclasses.replace(eager, add_bias_linear=True, tensor_model_parallel_size=2)
+    biased = dataclasses.replace(eager, add_bias_linear=True, expert_tensor_parallel_size=2)
     (found,) = violations(biased, TORCH, GOOD_ENVIRONMENT)
     assert found.rule == "grouped-gemm-bias"
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.tools.cpu.grouped_linear import _GroupedLinear
 from megatron_cg.tools.plan.fakes import functions, mamba
 from megatron_cg.tools.plan.fakes import te_modules as modules
 from megatron_cg.tools.plan.trace import compiled
@@ -93,6 +94,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         f"{_TE}.pytorch.ops": {"__getattr__": _absent_operation},
         f"{_TE}.pytorch.module": {},
         f"{_TE}.pytorch.module.base": base,
+        f"{_TE}.pytorch.module.grouped_linear": {"_GroupedLinear": _GroupedLinear},
         f"{_TE}.pytorch.distributed": {
             "CudaRNGStatesTracker": modules.CudaRNGStatesTracker,
             "activation_recompute_forward": _no_context,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.tools.plan.fakes import functions
 from megatron_cg.tools.plan.trace import launched
 
@@ -185,6 +186,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         if self.use_bias:
             raise refused("biases of experts in a graph")
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        if isinstance(m_splits, Tensor):  # counts on the device
+            rows, _ = functions.applied(GroupedGemm, inp, m_splits, (), None, None, *weights)
+            return cast(Tensor, rows)
         out: Tensor = functions.applied(
             functions.GroupedLinear, inp, self.fuse_wgrad_accumulation, *weights
         )

@@ -36,6 +36,11 @@ def on_preset(flags: str, **more: Any) -> Request:
     return read_request("llama-tiny", flags.split(), **more)
 
 
+def dropless(*flags: str) -> Request:
+    """Graphs with whole MoE layers whose experts drop nothing."""
+    return read_request("qwen3-moe-tiny", flags, scopes=["attn", "moe"], cg_grouped_gemm="torch")
+
+
 def with_a_tokenizer(name: str) -> Request:
     """The preset without ``--vocab-size``, which its tokenizer then knows alone."""
     words = list(read_request(name, HUGGING_FACE.split()).words)
@@ -88,6 +93,8 @@ REQUESTS = {
     ),
     "no graphs": on_preset("--cuda-graph-impl none"),
     "selected": read_request("qwen3-moe-tiny", [], cg_layers=SELECTED),
+    "dropless, one rank": dropless(),
+    "dropless, two ranks": dropless("--expert-model-parallel-size", "2"),
     "whole layers": on_preset("", scopes=[]),
     "twice as long": on_preset("--seq-length 1024 --max-position-embeddings 1024"),
     "more microbatches": on_preset("--global-batch-size 16"),
@@ -205,7 +212,7 @@ def test_experts_say_what_lets_a_graph_hold_them(plans: dict[str, Plan]) -> None
     }
     assert reason == (
         "tokens per expert differ from step to step; moe can capture them with "
-        "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity"
+        "--cg-grouped-gemm torch, or if each expert drops and pads to a capacity"
     )
 
 
@@ -375,6 +382,26 @@ def test_whole_layers_capture_everything(plans: dict[str, Plan]) -> None:
 def test_experts_of_fixed_capacity_are_captured(plans: dict[str, Plan]) -> None:
     for row in plans["experts"]["layers"]:
         assert "experts" in row["captured"] and not row["eager"]
+
+
+def test_dropless_experts_are_captured_with_room_for_any_routing(plans: dict[str, Plan]) -> None:
+    one, two = (plans[f"dropless, {name}"] for name in ("one rank", "two ranks"))
+    for plan in (one, two):
+        assert not plan["violations"] and plan["megatron"] is None
+        for row in plan["layers"]:
+            assert {"experts", "token dispatch"} <= set(row["captured"]) and not row["eager"]
+        assert plan["kernels"]["saved_per_step"] > 0
+    flags = read_request("qwen3-moe-tiny", []).words
+    tokens, topk, hidden, width = (
+        int(flags[flags.index(flag) + 1])
+        for flag in ("--seq-length", "--moe-router-topk", "--hidden-size", "--moe-ffn-hidden-size")
+    )
+    tokens *= int(flags[flags.index("--micro-batch-size") + 1])
+    # Twice the rows: at least the inputs of both GEMMs, in bfloat16, are saved for each more.
+    more = tokens * topk * (hidden + width) * 2
+    for small, large in zip(one["layers"], two["layers"], strict=True):
+        saved = [row["memory"]["saved_activations"] for row in (small, large)]
+        assert saved[1] - saved[0] > more
 
 
 def test_microbatches_share_their_graphs(plans: dict[str, Plan]) -> None:
