@@ -54,7 +54,7 @@ class _Probe:
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
         self._votes: list[dict[str, Any]] = []
-        self._watch: MismatchPolicy | None = None
+        self._policy: MismatchPolicy | None = None
         self._before: dict[str, int] = {}
         self._around_ns = 0
 
@@ -77,9 +77,9 @@ class _Probe:
 
     def of_a_step_with_graphs(self, old: Callable[..., None]) -> Callable[..., None]:
         @wraps(old)
-        def begin_step(watch: MismatchPolicy) -> None:
-            old(watch)
-            self._watch, self._before, self._around_ns = watch, watch.counters.as_dict(), 0
+        def begin_step(policy: MismatchPolicy) -> None:
+            old(policy)
+            self._policy, self._before, self._around_ns = policy, policy.counters.as_dict(), 0
 
         return begin_step
 
@@ -119,9 +119,9 @@ class _Probe:
         return finish
 
     def _counted(self) -> dict[str, int] | None:
-        watch, self._watch = self._watch, None
-        if watch is None:
+        policy, self._policy = self._policy, None
+        if policy is None:
             return None
-        now = watch.counters.as_dict()
+        now = policy.counters.as_dict()
         counted = {name: now[name] - before for name, before in self._before.items()}
         return counted | {"around_ns": self._around_ns}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Hybrid of Mamba, attention and MLP layers, tiny. Needs the package mamba-ssm and its Triton
-# kernels, so it has no likeness on the CPU tape.
+# kernels, so the CPU tape cannot run it.
 # Layerwise CUDA graphs of mamba under Megatron-FSDP, on the GPUs of this node.
 # Made by examples/recipes/make.py from arguments/presets/mamba-hybrid-tiny.yaml.
 #

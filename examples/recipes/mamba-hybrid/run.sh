@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Hybrid of Mamba, attention and MLP layers at a real width: hidden 2048, four Mamba-2 layers of
 # 64 heads with a state of 128, three MLP layers and one of attention, sequences of 4096. Needs
-# the package mamba-ssm and its Triton kernels, so it has no likeness on the CPU tape.
+# the package mamba-ssm and its Triton kernels, so the CPU tape cannot run it.
 # Layerwise CUDA graphs of mamba and attn under Megatron-FSDP, on the GPUs of this node.
 # Made by examples/recipes/make.py from arguments/presets/mamba-hybrid.yaml.
 #

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Mixtral shape, tiny: every layer a mixture of 8 experts with top-2 softmax routing and an
-# auxiliary loss.
+# Mixtral shape, tiny: MoE layers of 8 experts with top-2 softmax routing and an auxiliary loss.
 # Layerwise CUDA graphs of attn and moe_router under Megatron-FSDP, on the GPUs of this node.
 # Made by examples/recipes/make.py from arguments/presets/mixtral-tiny.yaml.
 #

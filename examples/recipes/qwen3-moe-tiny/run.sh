@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3 mixture-of-experts shape, tiny: norms on queries and keys, 16 small experts, top-4.
+# Qwen3 MoE shape, tiny: norms on queries and keys, 16 small experts, top-4.
 # Layerwise CUDA graphs of attn and moe_router under Megatron-FSDP, on the GPUs of this node.
 # Made by examples/recipes/make.py from arguments/presets/qwen3-moe-tiny.yaml.
 #

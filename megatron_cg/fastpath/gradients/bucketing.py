@@ -165,7 +165,7 @@ class GradientBucketing:
         buckets = {id(found): found for found in (self._of_parameter[id(w)] for w in weights)}
         return Together(list(weights), next(iter(buckets.values())) if len(buckets) == 1 else None)
 
-    def show(self, together: Together) -> None:
+    def attach(self, together: Together) -> None:
         """Undo :meth:`detach`: only the weights' own hooks take their gradients again."""
         for weight in together.weights:
             self._detached.pop(id(weight), None)
@@ -176,7 +176,7 @@ class GradientBucketing:
         gradients: list[torch.Tensor | None],
         used: Sequence[bool],
         *,
-        lent: bool = False,
+        borrowed: bool = False,
     ) -> None:
         """Take gradients of detached weights, on the stream on which they are computed.
 
@@ -184,7 +184,7 @@ class GradientBucketing:
             together: what ``detach`` returned for the weights.
             gradients: one per weight, in the same order and dtype.
             used: for each weight, whether this backward pass also reaches its own hook.
-            lent: whether gradients are in a graph's own memory, where none may wait.
+            borrowed: whether gradients are in a graph's own memory, where none may wait.
         """
         expected = self._fsdp._params_require_handle_grad
         bucket = together.bucket
@@ -203,7 +203,7 @@ class GradientBucketing:
             if gradient is not None and weight.grad is not None:
                 weight.grad = weight.grad + gradient
             elif gradient is not None:
-                weight.grad = gradient.clone() if lent else gradient
+                weight.grad = gradient.clone() if borrowed else gradient
             if also and self._parts.pop(id(weight), None) is None:
                 # Autograd adds the other part, and the weight's own hook gets the sum.
                 self._parts[id(weight)] = weight

@@ -49,7 +49,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.optimizer.launches import Launch, are_plain, launched_by
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
@@ -171,18 +171,18 @@ def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
         optimizers: the optimizers of Megatron-FSDP's parameters, Megatron's or torch's.
 
     Raises:
-        StepsAsideError: none of them clips in the way that this replaces.
+        NotApplicableError: none of them clips in the way that this replaces.
         UpstreamChangedError: a symbol that this relies on is gone; nothing is changed then.
     """
     if _MODULE not in sys.modules:
-        raise StepsAsideError("no optimizer is Megatron's")
+        raise NotApplicableError("no optimizer is Megatron's")
     for symbol in RELIES_ON:
         symbol.find()
     given = {id(optimizer): optimizer for optimizer in optimizers}.values()
     whys = [_why_not(optimizer) for optimizer in given]
     mine = [optimizer for optimizer, why in zip(given, whys, strict=True) if why is None]
     if not mine:
-        raise StepsAsideError(next(filter(None, whys), "there is no optimizer"))
+        raise NotApplicableError(next(filter(None, whys), "there is no optimizer"))
     with ExitStack() as undo:
         for optimizer in mine:
             undo.callback(put_over(optimizer, _CLIP, LocalClip(optimizer)))

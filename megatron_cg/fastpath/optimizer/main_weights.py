@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.unshard import is_float8
 from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.memory.scratch import ScratchMemory
@@ -92,13 +92,13 @@ def install_main_gradients(fsdp: Any, scratch: ScratchMemory | None) -> Callable
     store = fsdp.param_and_grad_buffer
     table = _GradientTable(store, scratch)
 
-    def come_home() -> None:
-        if table.lent and fsdp.training and torch.is_grad_enabled():
-            table.come_home()
+    def relocate() -> None:
+        if table.borrowed and fsdp.training and torch.is_grad_enabled():
+            table.relocate()
 
     with ExitStack() as undo:
         undo.callback(put_over(store, _ATTACH, table))
-        undo.callback(run_before(fsdp, "forward", come_home))
+        undo.callback(run_before(fsdp, "forward", relocate))
         return undo.pop_all().close
 
 
@@ -126,7 +126,7 @@ class _GradientTable:
         self._store, self._original, self._scratch = store, store.update_main_grads, scratch
         self._groups: list[_GroupGradients] = []
         self._kinds: list[_OneKind] = []
-        self.lent = False
+        self.borrowed = False
         """Whether copies may be in memory that the next replay writes to."""
 
     def __call__(self) -> None:
@@ -139,7 +139,7 @@ class _GradientTable:
         attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
         for one_kind in self._kinds:
             one_kind.attach(attribute, self._scratch)
-        self.lent = self._scratch is not None and self._scratch.lends()
+        self.borrowed = self._scratch is not None and self._scratch.borrows()
 
     def use(self, groups: list[_GroupGradients]) -> None:
         """Attach these from now on, grouped by kind."""
@@ -149,14 +149,14 @@ class _GradientTable:
             kinds.setdefault(group.kind, []).append(group)
         self._kinds = [_OneKind(kind, of_it) for kind, of_it in kinds.items()]
 
-    def come_home(self) -> None:
+    def relocate(self) -> None:
         """Relocate copies that are still referenced to ordinary memory."""
-        self.lent = False
+        self.borrowed = False
         for one_kind in self._kinds:
-            one_kind.come_home()
+            one_kind.relocate()
         held = self._scratch.still_held() if self._scratch is not None else 0
         if held and self._scratch is not None:
-            self._scratch.lend_no_more()
+            self._scratch.stop_borrowing()
             logger.warning(
                 "megatron_cg: as a forward pass begins, at least %d tensors are still held that "
                 "share memory with the optimizer's gradients. It is the graphs' now, and their "
@@ -273,8 +273,8 @@ class _OneKind:
         torch._foreach_copy_(copies, self._pieces)
         return copies
 
-    def come_home(self) -> None:
-        """See :meth:`_GradientTable.come_home`."""
+    def relocate(self) -> None:
+        """See :meth:`_GradientTable.relocate`."""
         for gradient in self._gradients if self._kind is not None else ():
             copy = gradient._local_tensor
             if copy is not None:
@@ -284,15 +284,17 @@ class _OneKind:
 def install_main_weights(fsdp: Any) -> Callable[[], None]:
     """Copy main weights into model weights with one fused call per bucket; returns the undo.
 
-    Raises StepsAsideError if weights are quantised, which Megatron-FSDP does itself, or if no
+    Raises NotApplicableError if weights are quantised, which Megatron-FSDP does itself, or if no
     buffer holds model weights.
     """
     store = fsdp.param_and_grad_buffer
     if any(is_float8(fsdp)(p) for group in store.parameter_groups for p in group.params):
-        raise StepsAsideError("primary weights are FP8, and quantised after each step")
+        raise NotApplicableError("primary weights are FP8, and quantised after each step")
     for group in store.parameter_groups:
         if group.main_weight_buffer is not None and group.model_weight_buffer is None:
-            raise StepsAsideError("parameters are not sharded, and no buffer holds model weights")
+            raise NotApplicableError(
+                "parameters are not sharded, and no buffer holds model weights"
+            )
     return put_over(store, _INSTALL, _WeightTable(store))
 
 

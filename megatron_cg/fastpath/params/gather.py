@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over, run_before
@@ -106,10 +106,10 @@ def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]
         fsdp: the ``MegatronFSDP``.
         deferred: holds the gather for the next unit until the graph of this unit is launched.
 
-    Raises StepsAsideError if weights are not sharded.
+    Raises NotApplicableError if weights are not sharded.
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
-        raise StepsAsideError("the sharding strategy is no_shard, in which nothing is gathered")
+        raise NotApplicableError("the sharding strategy is no_shard, in which nothing is gathered")
     pipeline = fsdp.all_gather_pipeline
     gathers = Gathers(pipeline, deferred, lambda: bool(fsdp.training))
     with ExitStack() as undo:

@@ -37,12 +37,12 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fsdp.fsdp_symbols import in_both
 from megatron_cg.upstream.patch import put_over, set_attribute
 
 _RELEASE, _RECYCLE = "release_bucket", "recycle_unused_buckets"
-_KEPT = "_megatron_cg_kept"
+_NAME = "_megatron_cg_last_unit"
 REPLACES = (
     *in_both(
         f"param_and_grad_buffer:AllGatherPipeline.{_RELEASE}",
@@ -88,38 +88,40 @@ def install_last_unit(fsdp: Any) -> Callable[[], None]:
     The undo may run between any two steps, on all ranks between the same two.
 
     Raises:
-        StepsAsideError: weights are not freed, keeping them would take more memory, there is one
+        NotApplicableError: weights are not freed, keeping them would take more memory, there is one
             unit only, or backward passes gather other weights.
     """
     strategy = fsdp.data_parallel_sharding_strategy
     if strategy != "optim_grads_params":
-        raise StepsAsideError(f"the sharding strategy is {strategy}, which frees no weights")
+        raise NotApplicableError(f"the sharding strategy is {strategy}, which frees no weights")
     store = fsdp.param_and_grad_buffer
     if not store.double_buf_units:
-        raise StepsAsideError("without double buffers the last unit would take memory of its own")
+        raise NotApplicableError(
+            "without double buffers the last unit would take memory of its own"
+        )
     if len({group.fsdp_unit_id for group in store.parameter_groups} - {None}) < 2:
-        raise StepsAsideError("there is one unit only, and none whose gather shows a new pass")
+        raise NotApplicableError("there is one unit only, and none whose gather shows a new pass")
     if any(group.transpose_weight_buffer is not None for group in store.parameter_groups):
-        raise StepsAsideError("transposed weights are gathered for backward passes")
-    kept = _Kept(fsdp)
+        raise NotApplicableError("transposed weights are gathered for backward passes")
+    last_unit = _LastUnit(fsdp)
     pipeline = fsdp.all_gather_pipeline
     with ExitStack() as undo:
-        undo.callback(set_attribute(pipeline, _KEPT, kept))
-        undo.callback(put_over(pipeline, _RELEASE, kept.release_bucket))
-        undo.callback(put_over(pipeline, _RECYCLE, kept.recycle_unused_buckets))
-        undo.callback(kept.free)
-        kept.undo = undo.pop_all().close
-    return kept.undo
+        undo.callback(set_attribute(pipeline, _NAME, last_unit))
+        undo.callback(put_over(pipeline, _RELEASE, last_unit.release_bucket))
+        undo.callback(put_over(pipeline, _RECYCLE, last_unit.recycle_unused_buckets))
+        undo.callback(last_unit.free)
+        last_unit.undo = undo.pop_all().close
+    return last_unit.undo
 
 
 def reshard_last_unit(fsdp: Any) -> None:
     """Undo :func:`install_last_unit` before a capture, on all ranks, whoever holds its undo."""
-    kept = vars(fsdp.all_gather_pipeline).get(_KEPT)
-    if isinstance(kept, _Kept):
-        kept.undo()
+    last_unit = vars(fsdp.all_gather_pipeline).get(_NAME)
+    if isinstance(last_unit, _LastUnit):
+        last_unit.undo()
 
 
-class _Kept:
+class _LastUnit:
     """Replaces the methods with which an ``AllGatherPipeline`` frees buckets."""
 
     def __init__(self, fsdp: Any) -> None:

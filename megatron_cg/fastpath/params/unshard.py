@@ -17,11 +17,11 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.cached_lists import (
     STATE,
-    KnownModules,
-    KnownParameters,
+    CachedModules,
+    CachedParameters,
     ParameterLists,
 )
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
@@ -83,11 +83,11 @@ def install_unshard(
         deferred: may hold gathers; they are issued at the latest when a unit is released.
 
     Raises:
-        StepsAsideError: weights are not sharded, so nothing is unsharded.
+        NotApplicableError: weights are not sharded, so nothing is unsharded.
         UpstreamChangedError: a symbol is gone; nothing is changed then.
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
-        raise StepsAsideError("the sharding strategy is no_shard, in which nothing is unsharded")
+        raise NotApplicableError("the sharding strategy is no_shard, in which nothing is unsharded")
     functions = list(hook_functions(fsdp))
     listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
     root = find_cell([fsdp.pre_backward], _ROOT)
@@ -97,8 +97,8 @@ def install_unshard(
     )
     gather = "all_gather_and_wait_parameters_ready"
     with ExitStack() as undo:
-        undo.callback(set_cell(root, KnownModules(root.cell_contents)))
-        undo.callback(_show_known_modules(fsdp))
+        undo.callback(set_cell(root, CachedModules(root.cell_contents)))
+        undo.callback(_show_cached_modules(fsdp))
         undo.callback(put_over_cell(listed, lists))
         undo.callback(
             put_over_cell(
@@ -113,7 +113,7 @@ def install_unshard(
         return undo.pop_all().close
 
 
-def _show_known_modules(fsdp: Any) -> Callable[[], None]:
+def _show_cached_modules(fsdp: Any) -> Callable[[], None]:
     """Pass each handler before a module's backward pass one object for all of its modules.
 
     The change is made in the hook's closure variable, so the recorded hooks stay the same.
@@ -129,11 +129,11 @@ def _show_known_modules(fsdp: Any) -> Callable[[], None]:
 
 
 def _shown(unit: nn.Module, handler: Callable[..., None]) -> Callable[..., None]:
-    known = KnownModules(unit)
+    cached = CachedModules(unit)
 
     @wraps(handler)
     def before_backward(module: Any, *unused: Any) -> None:
-        handler(known if module is unit else module, *unused)
+        handler(cached if module is unit else module, *unused)
 
     return before_backward
 
@@ -142,7 +142,7 @@ def _of_units(
     listed: Callable[[nn.Module, str], list[nn.Parameter]],
 ) -> Callable[[Any, str], list[nn.Parameter]]:
     def list_of_unit(module: Any, direction: str) -> list[nn.Parameter]:
-        return listed(module.unit if isinstance(module, KnownModules) else module, direction)
+        return listed(module.unit if isinstance(module, CachedModules) else module, direction)
 
     return list_of_unit
 
@@ -165,7 +165,7 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
     def all_gather_and_wait_parameters_ready(
         params: Sequence[nn.Parameter], *args: Any, **kwargs: Any
     ) -> None:
-        if not isinstance(params, KnownParameters):
+        if not isinstance(params, CachedParameters):
             original(params, *args, **kwargs)
             return
         original(params.shown, *args, **kwargs)

@@ -23,7 +23,7 @@ from megatron_cg.fastpath.optimizer.main_weights import (
     _Row,
     install_main_gradients,
 )
-from megatron_cg.fastpath.params.cached_lists import KnownParameters
+from megatron_cg.fastpath.params.cached_lists import CachedParameters
 from megatron_cg.fastpath.params.unshard import _fetched
 from megatron_cg.memory.scratch import _Chunk
 from megatron_cg.tools.cpu.launch import run_processes
@@ -121,7 +121,7 @@ def test_a_cell_is_set_for_all_that_share_it_and_set_back() -> None:
 def test_one_parameter_of_a_bucket_is_shown_and_every_float8_one() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(6)]
     buckets = dict(zip(parameters, (0, 0, 1, 1, 0, 2), strict=True))
-    known = KnownParameters(parameters, buckets.__getitem__, lambda p: p is parameters[3])
+    known = CachedParameters(parameters, buckets.__getitem__, lambda p: p is parameters[3])
     first, _, third, fourth, _, sixth = parameters
     assert [id(p) for p in known.parameters()] == [id(p) for p in (first, third, fourth, sixth)]
     assert [id(p) for p in known.others] == [id(parameters[1]), id(parameters[4])]
@@ -148,19 +148,19 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     training: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = torch.arange(6.0).bfloat16()
-    lent = [torch.empty(2, 2), torch.empty(2)]
+    borrowed = [torch.empty(2, 2), torch.empty(2)]
     ended: list[bool] = []
     scratch = SimpleNamespace(
-        empty=lambda *_: list(lent),
-        lends=lambda: True,
+        empty=lambda *_: list(borrowed),
+        borrows=lambda: True,
         still_held=lambda: 2,
-        lend_no_more=lambda: ended.append(True),
+        stop_borrowing=lambda: ended.append(True),
     )
     store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
     held: list[torch.Tensor] = []
 
     def forward() -> None:
-        for tensor in lent:
+        for tensor in borrowed:
             tensor.fill_(torch.nan)
         held.extend(gradient._local_tensor for gradient in gradients)
 
@@ -172,10 +172,12 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     table.use([group])
     table()
     assert [row.parameter.grad for row in rows] == [*gradients, None]
-    assert gradients[0]._local_tensor.data_ptr() == lent[0].data_ptr()
+    assert gradients[0]._local_tensor.data_ptr() == borrowed[0].data_ptr()
     # Gradients that are scaled after their reduction are copied once more, into the same scratch.
     data.mul_(2)
-    scratch.empty = lambda *_: [] if any(g._local_tensor is not None for g in gradients) else lent
+    scratch.empty = lambda *_: (
+        [] if any(g._local_tensor is not None for g in gradients) else borrowed
+    )
     table()
     data.div_(2)
     table()
@@ -201,7 +203,7 @@ def test_buckets_of_one_kind_are_cast_together_and_others_read_in_place(decouple
         asked.append([tensor.shape for tensor in like])
         return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
 
-    scratch = SimpleNamespace(empty=empty, lends=lambda: True)
+    scratch = SimpleNamespace(empty=empty, borrows=lambda: True)
     store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=decoupled)
     install_main_gradients(SimpleNamespace(param_and_grad_buffer=store, forward=None), scratch)
     table: Any = store.update_main_grads.__wrapped__
@@ -231,7 +233,7 @@ class OneChunk:
     def __init__(self) -> None:
         self.pieces = 0
 
-    def lends(self) -> bool:
+    def borrows(self) -> bool:
         return True
 
     def empty(self, _caller: Any, like: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
