@@ -1,12 +1,4 @@
-"""Finds a model's Megatron-FSDP wrapper, and sets its raw parameters during a capture.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
-``_replace_param_with_raw_if_needed``, ``is_param_fsdp_distributed``, ``synchronize_param_gather``,
-``start_param_sync``, ``all_gather_pipeline`` and the attribute ``_training_state`` of every module
-below it; class ``AllGatherPipeline``: ``all_gather_params``, ``bucket_status``,
-``param_gather_event_map`` and ``wait_bucket_ready``; class ``ParamAndGradBuffer``:
-``double_buf_units``, ``param_to_param_group`` and ``parameter_groups``.
-"""
+"""Finds a model's Megatron-FSDP wrapper, and sets its raw parameters during a capture."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The role of each hook of Megatron-FSDP, for both packages that ship it.
-
-Relied on: megatron-core 0.19.2 (``megatron.core.distributed.fsdp.src.megatron_fsdp``) and
-megatron-fsdp 0.6.1 (``megatron_fsdp``), ``MegatronFSDP._register_fsdp_hooks``: the functions
-defined inside it, by their qualified names, and the closure variable
-``custom_backward_handler`` of the forward hook that ``create_custom_backward_hook`` makes.
-"""
+"""The role of each hook of Megatron-FSDP, for both packages that ship it."""
 
 from __future__ import annotations
 

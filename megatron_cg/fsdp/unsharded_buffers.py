@@ -1,9 +1,4 @@
-"""The memory of Megatron-FSDP that a unit's graphs read.
-
-Relied on: megatron-fsdp 0.6.1 and megatron-core 0.19.2, class ``MegatronFSDP``:
-``param_and_grad_buffer`` with ``param_to_param_group``, ``parameter_groups`` (``fsdp_unit_id``)
-and ``ddp_config``; ``data_parallel_sharding_strategy``.
-"""
+"""The memory of Megatron-FSDP that a unit's graphs read."""
 
 from __future__ import annotations
 

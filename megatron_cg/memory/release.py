@@ -1,9 +1,5 @@
 """Memory that is held for graphs without need, and how to free it.
 
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP.zero_grad_buffer`` and
-``param_and_grad_buffer`` with ``ddp_config``, ``optimizer_named_parameters``, ``dist_main_grad``
-and ``parameter_groups``; the field ``megatron_fsdp_cuda_graph_mode`` of ``ddp_config``.
-
 Note [Gradients that outlive their step]
     ``ParamAndGradBuffer.update_main_grads`` casts each gradient shard to the main weights' dtype
     for the optimizer. With bf16 gradients and fp32 weights, the defaults of 0.19.2, these copies

@@ -28,10 +28,6 @@ Note [Side by side]
     A chunk is freed when its last piece is freed. A caller that asks again while somebody still
     holds one of its pieces gets ordinary memory that time: the pool has no second place for the
     chunk. Ordinary memory is allocated piece by piece: large requests fit nowhere (docs/memory.md).
-
-Relied on: torch 2.11, ``torch.cuda.memory_snapshot()`` (see ``pools.py``),
-``torch.cuda.memory_reserved`` and ``torch._C``'s ``_cuda_beginAllocateCurrentThreadToPool``,
-``_cuda_endAllocateToPool`` and ``_cuda_releasePool``, as ``torch.cuda.use_mem_pool`` calls them.
 """
 
 from __future__ import annotations

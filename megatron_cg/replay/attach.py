@@ -7,9 +7,6 @@ Note [The replay replaces forward]
     to ``nn.Module.__call__``. FSDP's hooks run there, and between them ``_te_cuda_graph_replay``
     runs instead of the forward. Both overrides are attributes of the instance: the class and
     layers without graphs do not change.
-
-Relied on: megatron-core 0.19.2, ``GraphableMegatronModule._should_call_te_cudagraph``,
-``_te_cuda_graph_replay``, ``cuda_graphs`` and ``cuda_graph_manual_hooks``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Digests of a model's parameter shards, so that two runs can be compared without their weights.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
-``parameter_groups`` (each with ``params``, ``model_weight_buffer``, ``transpose_weight_buffer``
-and ``main_weight_buffer``), ``param_to_name``, and ``DataParallelBuffer``: ``get_item`` and
-``is_data_distributed``.
-"""
+"""Digests of a model's parameter shards, so that two runs can be compared without their weights."""
 
 from __future__ import annotations
 

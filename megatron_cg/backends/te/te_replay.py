@@ -1,10 +1,10 @@
 """The autograd function inside the callables that TE's ``make_graphed_callables`` returns.
 
-Relied on: transformer-engine 2.20.2, ``transformer_engine.pytorch.graph``. The function that is
-returned for each sample calls ``graphed``. That applies the class ``Graphed`` to three arguments of
-its own, ``len_user_args`` arguments of the caller, and the weights. ``Graphed.backward`` returns
-copies of the gradients that ``returned_param_grad_clone_slots`` names, and the other gradients in
-the graph's memory. All these names are closure variables, and each sample has its own.
+In TE's ``graph.py`` the function that is returned for each sample calls ``graphed``. That applies
+the class ``Graphed`` to three arguments of its own, ``len_user_args`` arguments of the caller, and
+the weights. ``Graphed.backward`` returns copies of the gradients that
+``returned_param_grad_clone_slots`` names, and the other gradients in the graph's memory. All these
+names are closure variables, and each sample has its own.
 """
 
 from __future__ import annotations

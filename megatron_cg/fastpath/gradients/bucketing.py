@@ -49,15 +49,6 @@ Note [One stream a copy]
     at once, on its own stream. If it is the last one of the bucket, the copy of the waiting
     gradients is ordered after their stream. The reduction is ordered only after the stream of the
     last copy, so each copy is ordered after the previous one.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
-``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
-pass), ``_root_pre_backward_hook_issued`` (true in a backward pass) and
-``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params``;
-``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket``, ``param_idx`` and
-``is_data_distributed`` (false if the data-parallel group has one rank, as that of experts may);
-``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``, ``params`` and
-``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
 """
 
 from __future__ import annotations

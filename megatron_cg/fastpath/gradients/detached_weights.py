@@ -28,11 +28,8 @@ Note [Nodes that are kept]
     the nodes are kept. If a weight still gets another node, its own hook runs after its gradient
     was taken, and the pass ends with an error (``GradientBucketing``).
 
-Relied on: transformer-engine 2.20.2, ``_GroupedLinear``, which ``GroupedLinear.forward`` looks up
-in its module for each call: ``forward`` takes weights and biases last, and ``backward`` returns
-their gradients last; to learn which gradients are needed, it asks the tensors and not the context.
-torch 2.11: ``torch._C._will_engine_execute_node``, ``torch.autograd.graph.get_gradient_edge``, and
-that ``save_for_backward`` accepts tensors that are not inputs.
+TE's ``GroupedLinear.forward`` looks up ``_GroupedLinear`` in its module for each call. Its
+``backward`` asks the tensors, and not the context, which gradients are needed.
 """
 
 from __future__ import annotations

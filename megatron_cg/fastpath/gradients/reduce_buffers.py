@@ -11,9 +11,8 @@ Note [A buffer that is still read]
     issued two units ago and has usually finished. A stream waits for each reduction once.
     (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.)
 
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``GradReducePipeline.grad_reduce_queue``
-(event, function, bucket), ``wait_for_previous_grad_reduce``, which takes reductions from the front
-of the queue and frees their buffers, and ``_enforce_double_buffer_limit``, which calls it.
+The queue has (event, function, bucket) of each reduction. ``wait_for_previous_grad_reduce`` takes
+reductions from its front and frees their buffers. ``_enforce_double_buffer_limit`` calls it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Views of a bucket's pieces, one per parameter, cached if the bucket stays in place.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``DataParallelBuffer``:
-``temporary_bucket_allocator``, ``is_data_distributed``, ``param_idx`` and ``get_item_from_bucket``;
-``FixedPoolAllocator``.
-"""
+"""Views of a bucket's pieces, one per parameter, cached if the bucket stays in place."""
 
 from __future__ import annotations
 

@@ -11,12 +11,6 @@ Note [Once by TE, then shorter]
     are compared with those from this module. Only if they are the same do later steps take the
     shorter way. If another release of TE does anything differently, TE's own step stays in place.
     Nothing is cached between steps, so the next step sees a loaded checkpoint or a replaced moment.
-
-Relied on: transformer-engine 2.20.2, ``FusedAdam`` (``capturable``, ``master_weights``,
-``use_decoupled_grad``, ``multi_tensor_adam``, ``adam_w_mode``, ``_dummy_overflow_buf``) and, in its
-module, ``multi_tensor_applier`` with its ``chunk_size``, and
-``_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL``; megatron-core 0.19.2,
-``ChainedOptimizer.chained_optimizers`` and ``MegatronOptimizer.optimizer``.
 """
 
 from __future__ import annotations

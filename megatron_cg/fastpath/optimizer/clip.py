@@ -27,11 +27,6 @@ Note [Chained optimizers]
     ``ChainedOptimizer.step`` clips without ``clip_grad_norm``, whatever the number of optimizers,
     and is left unchanged. Megatron chains optimizers under Megatron-FSDP if a rank has several
     model chunks.
-
-Relied on: megatron-core 0.19.2: ``MegatronOptimizer.clip_grad_norm`` and what it calls, with the
-arithmetic of ``get_grad_norm_fp32`` and ``clip_grad_by_total_norm_fp32``; the multi-tensor kernels
-that their module takes from transformer-engine 2.20.2, and their applier (see
-:mod:`megatron_cg.fastpath.optimizer.launches`).
 """
 
 from __future__ import annotations

@@ -19,12 +19,6 @@ Note [Copies in borrowed memory]
     Each parameter has a piece of its own; there is no piece per bucket. Small pieces fit between
     other tensors, and large ones need memory of their own (3.6 GiB more reserved, measured on the
     preset ``qwen3-moe``). Pieces that end up side by side are cut from one allocation.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
-``update_main_grads``, ``copy_main_weights_to_model_weights``, ``optimizer_named_parameters`` (each
-with ``orig_param``), ``dist_main_grad``, ``use_decoupled_grad``, ``bucketing_policy``,
-``parameter_groups`` and ``param_to_param_group``; ``DataParallelBuffer``: ``data``, ``get_item``,
-``param_idx``, ``dtype`` and ``is_data_distributed``.
 """
 
 from __future__ import annotations

@@ -17,14 +17,9 @@ Note [Still zero]
     set. Tensors themselves count other writes. They do not count a collective, but only a backward
     pass reduces into these buffers.
 
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
-``zero_grad``, ``ddp_config`` with its field ``megatron_fsdp_cuda_graph_mode``, ``dist_main_grad``,
-which has gradients of parameters in ``optimizer_named_parameters`` and no others, and
-``parameter_groups``, each with ``main_grad_buffer`` and ``hfsdp_helper_gbuf``;
-``DataParallelBuffer.data``; ``MegatronFSDP.zero_grad_buffer`` (its adapter holds a bound copy),
-``raw_param`` (parameters before they are exchanged for DTensors; ``zero_grad_buffer`` clears their
-mark ``grad_added_to_main_grad``), ``_params_require_handle_grad`` (a new set in each backward pass)
-and ``_root_pre_backward_hook_issued`` (true in a backward pass). torch 2.11: ``Tensor._version``.
+Megatron-FSDP's ``dist_main_grad`` has gradients of ``optimizer_named_parameters`` and no others.
+``zero_grad_buffer`` clears the mark ``grad_added_to_main_grad`` of parameters before they are
+exchanged for DTensors (``raw_param``). Megatron's adapter holds a bound copy of it.
 """
 
 from __future__ import annotations

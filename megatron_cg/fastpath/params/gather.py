@@ -24,9 +24,7 @@ Note [As a pass begins]
     freed, because they would occupy one of two buffers. If a pass fails before it uses them, they
     are kept for the next pass unless they have changed: one rank alone may run that pass.
 
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline`` with the methods and
-attributes named below, and ``BucketStatus``. Megatron-FSDP itself handles a bucket that it keeps
-past a reset (``PRESERVED``).
+Megatron-FSDP itself handles a bucket that it keeps past a reset (``PRESERVED``).
 """
 
 from __future__ import annotations

@@ -22,11 +22,6 @@ Note [On all ranks, or on none]
     if a rank falls back to eager by itself, this part stays installed until all ranks have agreed
     to continue without graphs (``Agreement.together``), or capture again, where hooks run in
     another order.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline.release_bucket``,
-``recycle_unused_buckets``, ``bucket_can_be_released``; ``ParamAndGradBuffer.double_buf_units``,
-``parameter_groups``; ``ParameterGroup.fsdp_unit_id``, ``transpose_weight_buffer``;
-``MegatronFSDP._root_pre_backward_hook_issued`` (true in a backward pass).
 """
 
 from __future__ import annotations

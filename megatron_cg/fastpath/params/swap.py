@@ -4,10 +4,6 @@ Megatron-FSDP's modules hold DTensors between steps, and raw parameters in a ste
 exchange Megatron-FSDP walks over the names of all parameters twice, reads attributes, and resolves
 every name from the root. The result is the same each time. So each exchange runs once, its result
 is recorded in a table, and all later exchanges use the table.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
-``_replace_param_with_raw_if_needed``, ``_replace_param_with_distributed_if_needed`` and
-``is_param_fsdp_distributed``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Unsharding and resharding with a few calls per bucket, instead of a few per parameter.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``MegatronFSDP``
-``.all_gather_and_wait_parameters_ready``, the local functions of ``_register_fsdp_hooks`` and the
-variables of its hooks named below; ``DataParallelBuffer.fetch_bucket`` and
-``get_item_from_bucket``; ``param_and_grad_buffer.is_float8tensor``.
-"""
+"""Unsharding and resharding with a few calls per bucket, instead of a few per parameter."""
 
 from __future__ import annotations
 

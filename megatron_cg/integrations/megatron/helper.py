@@ -1,10 +1,6 @@
 """Megatron's capture helper for models under Megatron-FSDP.
 
-Relied on: megatron-core 0.19.2, ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper``
-with ``_discover_layers``, ``_get_sample_arguments``, ``create_cudagraphs`` (which sets
-``layer.cuda_graphs``), ``delete_cuda_graphs`` and ``graphs_created``; the module globals
-``make_graphed_callables``, ``_layer_is_graphable``, ``_set_capture_end``. Megatron's own method
-does the capture; this class wraps it in the transaction.
+Megatron's own method does the capture; this class wraps it in the transaction.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What ``enable()`` patches in Megatron, and how ``disable()`` undoes it.
 
-Relied on: megatron-core 0.19.2. ``megatron.training.arguments.add_megatron_arguments`` and
-``validate_args`` (called by ``parse_and_validate_args`` as globals of that module),
-``megatron.training.training.TECudaGraphHelper`` (looked up when ``train`` runs) and
-``megatron.core.datasets.utils.compile_helpers`` (imported when ``initialize_megatron`` runs).
+What is replaced is looked up late: ``parse_and_validate_args`` calls ``add_megatron_arguments`` and
+``validate_args`` as globals of their module, ``train`` looks up ``TECudaGraphHelper`` when it runs,
+and ``initialize_megatron`` imports ``compile_helpers`` when it runs.
 """
 
 from __future__ import annotations
