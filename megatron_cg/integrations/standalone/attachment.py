@@ -11,7 +11,6 @@ from torch import nn
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.replay.attach import ManualHook
 from megatron_cg.replay.eager_passes import EagerPasses
-from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
@@ -21,18 +20,13 @@ class Attachment:
     """One module's forward, eager or replayed.
 
     Args:
-        index: the unit's index in the order of forward passes.
         name: the unit's name.
         module: the unit.
         form: the form of its calls.
-        in_flight: the replays in flight, of all units.
     """
 
-    def __init__(
-        self, index: int, name: str, module: nn.Module, form: CallForm, in_flight: InFlight
-    ) -> None:
-        self._index, self._name, self._module = index, name, module
-        self._form, self._in_flight = form, in_flight
+    def __init__(self, name: str, module: nn.Module, form: CallForm) -> None:
+        self._name, self._module, self._form = name, module, form
         self._eager: Callable[..., Any] = module.forward
 
     def unit(self) -> Unit:
@@ -79,7 +73,7 @@ class Attachment:
                 passes.for_no_replay("its graphs were taken away")
                 return self._eager(*args, **kwargs)
             inputs, by_name, mismatch = self._form.split(args, kwargs)
-            mismatch = mismatch or self._in_flight.broken(self._index)
+            mismatch = mismatch or target.cuda_graphs[0].out_of_order()
             if mismatch is not None:
                 passes.for_mismatch(mismatch)
                 return self._eager(*args, **kwargs)
@@ -87,22 +81,9 @@ class Attachment:
             try:
                 for hook, arguments in before_replay:
                     hook(*arguments)
-                return self._replay(target.cuda_graphs[0], inputs, by_name, mismatches)
+                return target.cuda_graphs[0](*inputs, **by_name)
             except Exception:
                 mismatches.issue_held()
                 raise
 
         return put_over(target, "forward", forward)
-
-    def _replay(
-        self,
-        graph: Any,
-        inputs: Sequence[Any],
-        by_name: Mapping[str, Any],
-        mismatches: MismatchPolicy,
-    ) -> Any:
-        replayed = mismatches.counters.replayed
-        outputs = graph(*inputs, **by_name)
-        if mismatches.counters.replayed > replayed:  # and not run eagerly after a mismatch
-            self._in_flight.begin(self._index, self._name, outputs)
-        return outputs
