@@ -186,7 +186,7 @@ def _left_alone(node: ast.AST) -> bool:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return node.func.id in ("Symbol", "in_both")
+        return node.func.id in ("Symbol", "fsdp_class", "fsdp_function")
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
         return node.test.id == "TYPE_CHECKING"
     return isinstance(node, ast.Import | ast.ImportFrom | ast.JoinedStr)

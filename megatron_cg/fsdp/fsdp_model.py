@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import changed
@@ -22,22 +22,11 @@ _NEEDED = (
     "all_gather_pipeline",
 )
 RELIES_ON = (
-    *in_both(
-        "megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=(*_NEEDED, "_training_state")
-    ),
-    *in_both(
-        "param_and_grad_buffer:AllGatherPipeline",
-        "what gathers weights",
-        attributes=(
-            *("all_gather_params", "bucket_status", "buffer"),
-            *("param_gather_event_map", "wait_bucket_ready"),
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "which units share two buffers",
-        attributes=("double_buf_units", "param_to_param_group", "parameter_groups"),
-    ),
+    *fsdp_class("MegatronFSDP", *_NEEDED, "_training_state"),
+    *fsdp_class("AllGatherPipeline", "all_gather_params", "bucket_status", "buffer"),
+    *fsdp_class("AllGatherPipeline", "param_gather_event_map", "wait_bucket_ready"),
+    *fsdp_class("ParamAndGradBuffer", "double_buf_units", "param_to_param_group"),
+    *fsdp_class("ParamAndGradBuffer", "parameter_groups"),
 )
 
 

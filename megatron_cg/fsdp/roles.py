@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_cg.errors import UnknownFsdpHookError
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_function
 from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, innermost
 from megatron_cg.upstream.symbols import installed_version
 
@@ -40,7 +40,7 @@ class FsdpRole(Enum):
 RELIES_ON = tuple(
     symbol
     for name in (*(role.value for role in FsdpRole), "_root_pre_backward")
-    for symbol in in_both(f"megatron_fsdp:{_SCOPE}{name}", "a hook of Megatron-FSDP")
+    for symbol in fsdp_function(_SCOPE + name, "a hook of Megatron-FSDP")
 )
 
 _KIND_OF_ROLE = {

@@ -7,25 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.replay.guard.addresses import Watched
 
 RELIES_ON = (
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=("data_parallel_sharding_strategy",),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=("param_to_param_group", "parameter_groups", "ddp_config"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParameterGroup",
-        "parameters in one bucket",
-        attributes=("fsdp_unit_id",),
-    ),
+    *fsdp_class("MegatronFSDP", "data_parallel_sharding_strategy"),
+    *fsdp_class("ParamAndGradBuffer", "param_to_param_group", "parameter_groups", "ddp_config"),
+    *fsdp_class("ParameterGroup", "fsdp_unit_id"),
 )
 
 _REPLACED = (

@@ -26,28 +26,16 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.upstream.patch import set_attribute
 
 logger = logging.getLogger(__name__)
 
 _KEEPS = "megatron_fsdp_cuda_graph_mode"
 RELIES_ON = (
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=("zero_grad_buffer", "param_and_grad_buffer"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=(
-            "ddp_config",
-            "optimizer_named_parameters",
-            "dist_main_grad",
-            "parameter_groups",
-        ),
-    ),
+    *fsdp_class("MegatronFSDP", "zero_grad_buffer", "param_and_grad_buffer"),
+    *fsdp_class("ParamAndGradBuffer", "ddp_config", "optimizer_named_parameters"),
+    *fsdp_class("ParamAndGradBuffer", "dist_main_grad", "parameter_groups"),
 )
 
 

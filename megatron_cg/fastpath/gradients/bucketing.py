@@ -66,7 +66,7 @@ from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
 from megatron_cg.fastpath.gradients.streams import current_stream, wait_for
 from megatron_cg.fastpath.gradients.views import BucketViews, in_one_piece
 from megatron_cg.fastpath.hook_closures import find_cell, hook_functions, hooks_of_gradient
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.closures import put_over_cell
 from megatron_cg.upstream.patch import run_before
 
@@ -78,44 +78,20 @@ _TWICE = (
     "recompute, and the FSDP fast path cannot do with them what Megatron-FSDP does. "
     "Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
 )
-REPLACES = in_both(
-    f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
+REPLACES = fsdp_function(
+    f"MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
     "what takes gradients",
-    fingerprints=("31aa215fff7f8197",),
+    fingerprint="31aa215fff7f8197",
 )
 RELIES_ON = (
     *REPLACES,
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=(
-            "_params_require_handle_grad",
-            "_root_pre_backward_hook_issued",
-            "report_nan_in_param_grad",
-            "mp_policy",
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:GradReducePipeline",
-        "what reduces gradients",
-        attributes=("bucket_grad_ready_params",),
-    ),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer",
-        "one kind of gradients",
-        attributes=("fetch_bucket", "get_item_from_bucket", "param_idx", "is_data_distributed"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParameterGroup",
-        "parameters in one bucket",
-        attributes=(
-            "hfsdp_helper_gbuf",
-            "main_grad_buffer",
-            "requires_grad",
-            "params",
-            "fsdp_unit_id",
-        ),
-    ),
+    *fsdp_class("MegatronFSDP", "_params_require_handle_grad", "_root_pre_backward_hook_issued"),
+    *fsdp_class("MegatronFSDP", "report_nan_in_param_grad", "mp_policy"),
+    *fsdp_class("GradReducePipeline", "bucket_grad_ready_params"),
+    *fsdp_class("DataParallelBuffer", "fetch_bucket", "get_item_from_bucket", "param_idx"),
+    *fsdp_class("DataParallelBuffer", "is_data_distributed"),
+    *fsdp_class("ParameterGroup", "hfsdp_helper_gbuf", "main_grad_buffer", "requires_grad"),
+    *fsdp_class("ParameterGroup", "params", "fsdp_unit_id"),
 )
 
 

@@ -20,14 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.upstream.patch import put_over
 
 _FREES = "wait_for_previous_grad_reduce"
-RELIES_ON = in_both(
-    "param_and_grad_buffer:GradReducePipeline",
-    "what reduces gradients",
-    attributes=("grad_reduce_queue", "_enforce_double_buffer_limit", _FREES),
+RELIES_ON = fsdp_class(
+    "GradReducePipeline", "grad_reduce_queue", "_enforce_double_buffer_limit", _FREES
 )
 
 

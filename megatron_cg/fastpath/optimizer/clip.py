@@ -63,48 +63,36 @@ def _megatron(
     expected: str,
     *parameters: str,
     attributes: Sequence[str] = (),
-    fingerprints: tuple[str, ...] = (),
+    fingerprint: str = "",
 ) -> Symbol:
-    return Symbol("megatron-core", path, expected, parameters, tuple(attributes), fingerprints)
+    fingerprints = (fingerprint,) if fingerprint else ()
+    return Symbol("megatron-core", path, expected, parameters, attributes, fingerprints)
 
 
-_CALLED = (
-    "get_grads_for_grad_norm",
-    "_filter_grads_for_norm",
-    "_compute_grad_norms_by_group",
-    "has_grad_norm_group",
-)
+_CALLED = {
+    "get_grads_for_grad_norm": "85f50b4bbe342e75",
+    "_filter_grads_for_norm": "cea6e5b8e038f583",
+    "_compute_grad_norms_by_group": "9313eb31f4623e55",
+    "has_grad_norm_group": "ec8c4b5ded202ff1",
+}
+"""What clipping calls, with the fingerprint of each."""
 _OPTIMIZER = _megatron(
     f"{_MODULE}:MegatronOptimizer",
     "the optimizer",
     attributes=(
-        *_CALLED,
-        _APART,
-        "config",
-        "get_parameters",
-        "get_grad_stats_parallel_group",
-        "grad_norms_by_group",
+        *(_APART, "config", "grad_norms_by_group"),
+        *("get_parameters", "get_grad_stats_parallel_group"),
     ),
 )
 _FUNCTION = _megatron(
     f"{_OPTIMIZER.path}.{_CLIP}",
     "what clips gradients",
-    "self",
-    "clip_grad",
-    fingerprints=("5b555005885178d7",),
+    *("self", "clip_grad"),
+    fingerprint="5b555005885178d7",
 )
 _IN_IT = tuple(
-    _megatron(f"{_OPTIMIZER.path}.{name}", "a part of it", fingerprints=(fingerprint,))
-    for name, fingerprint in zip(
-        _CALLED,
-        (
-            "85f50b4bbe342e75",
-            "cea6e5b8e038f583",
-            "9313eb31f4623e55",
-            "ec8c4b5ded202ff1",
-        ),
-        strict=True,
-    )
+    _megatron(f"{_OPTIMIZER.path}.{name}", "a part of it", fingerprint=fingerprint)
+    for name, fingerprint in _CALLED.items()
 )
 _CONFIG = _megatron(
     "megatron.core.optimizer.optimizer_config:OptimizerConfig",
@@ -117,9 +105,7 @@ _NOT_SHARED = _megatron(f"{_MODULE}:param_is_not_shared", "which weights are sha
 _NOT_OF_TP = _megatron(
     f"{_MODULE}:tensor_parallel.param_is_not_tensor_parallel_duplicate",
     "which weights other ranks have, too",
-    "param",
-    "tp_group",
-    "expert_tp_group",
+    *("param", "tp_group", "expert_tp_group"),
 )
 _NOT_OF_GTP = _megatron(
     f"{_MODULE}:tensor_parallel.param_is_not_gtp_duplicate",
@@ -129,33 +115,22 @@ _NOT_OF_GTP = _megatron(
 _NORM = _megatron(
     f"{_KERNELS}:get_grad_norm_fp32",
     "the norm",
-    "grads_for_norm",
-    "grad_stats_parallel_group",
-    fingerprints=("b0a60a12290590e0",),
+    *("grads_for_norm", "grad_stats_parallel_group"),
+    fingerprint="b0a60a12290590e0",
 )
 _SCALE = _megatron(
     f"{_KERNELS}:clip_grad_by_total_norm_fp32",
     "the scaling",
-    "parameters",
-    "max_norm",
-    fingerprints=("5649d79e2c3dcbe6",),
+    *("parameters", "max_norm"),
+    fingerprint="5649d79e2c3dcbe6",
 )
 _APPLIER = _megatron(f"{_KERNELS}:multi_tensor_applier", "what runs its kernels")
 _NORM_KERNEL = _megatron(f"{_KERNELS}:l2_norm_impl", "the norm's kernel")
 _SCALE_KERNEL = _megatron(f"{_KERNELS}:multi_tensor_scale_tensor_impl", "the scaling's kernel")
 REPLACES = (_FUNCTION, *_IN_IT, _NORM, _SCALE)
 RELIES_ON = (
-    *REPLACES,
-    _OPTIMIZER,
-    _CONFIG,
-    _GROUPS,
-    _GROUP,
-    _NOT_SHARED,
-    _NOT_OF_TP,
-    _NOT_OF_GTP,
-    _APPLIER,
-    _NORM_KERNEL,
-    _SCALE_KERNEL,
+    *(*REPLACES, _OPTIMIZER, _CONFIG, _GROUPS, _GROUP, _NOT_SHARED, _NOT_OF_TP, _NOT_OF_GTP),
+    *(_APPLIER, _NORM_KERNEL, _SCALE_KERNEL),
 )
 
 

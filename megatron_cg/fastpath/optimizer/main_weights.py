@@ -33,45 +33,29 @@ import torch
 
 from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.unshard import is_float8
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.memory.scratch import ScratchMemory
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
 
 _ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
-REPLACES_ATTACHING = in_both(
-    f"param_and_grad_buffer:ParamAndGradBuffer.{_ATTACH}",
+REPLACES_ATTACHING = fsdp_function(
+    f"ParamAndGradBuffer.{_ATTACH}",
     "what gives the optimizer its gradients",
-    fingerprints=("bfef5848565df378",),
+    fingerprint="bfef5848565df378",
 )
-REPLACES_INSTALLING = in_both(
-    f"param_and_grad_buffer:ParamAndGradBuffer.{_INSTALL}",
-    "what copies main weights",
-    fingerprints=("64c2878b6e09f195",),
+REPLACES_INSTALLING = fsdp_function(
+    f"ParamAndGradBuffer.{_INSTALL}", "what copies main weights", fingerprint="64c2878b6e09f195"
 )
 RELIES_ON = (
     *REPLACES_ATTACHING,
     *REPLACES_INSTALLING,
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=(
-            _ATTACH,
-            _INSTALL,
-            "optimizer_named_parameters",
-            "dist_main_grad",
-            "use_decoupled_grad",
-            "bucketing_policy",
-            "parameter_groups",
-            "param_to_param_group",
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer",
-        "one kind of weights",
-        attributes=("data", "get_item", "param_idx", "dtype", "is_data_distributed"),
-    ),
+    *fsdp_class("ParamAndGradBuffer", "optimizer_named_parameters", "dist_main_grad"),
+    *fsdp_class("ParamAndGradBuffer", "use_decoupled_grad", "bucketing_policy"),
+    *fsdp_class("ParamAndGradBuffer", "parameter_groups", "param_to_param_group"),
+    *fsdp_class("DataParallelBuffer", "data", "get_item", "param_idx", "dtype"),
+    *fsdp_class("DataParallelBuffer", "is_data_distributed"),
 )
 
 

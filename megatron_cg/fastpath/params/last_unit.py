@@ -33,47 +33,31 @@ from typing import Any
 import torch
 
 from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over, set_attribute
 
 _RELEASE, _RECYCLE = "release_bucket", "recycle_unused_buckets"
 _NAME = "_megatron_cg_last_unit"
 REPLACES = (
-    *in_both(
-        f"param_and_grad_buffer:AllGatherPipeline.{_RELEASE}",
+    *fsdp_function(
+        f"AllGatherPipeline.{_RELEASE}",
         "what frees a bucket of weights",
-        parameters=("self", "bucket_id", "bwd", "lazy"),
-        fingerprints=("222977e833880906",),
+        *("self", "bucket_id", "bwd", "lazy"),
+        fingerprint="222977e833880906",
     ),
-    *in_both(
-        f"param_and_grad_buffer:AllGatherPipeline.{_RECYCLE}",
+    *fsdp_function(
+        f"AllGatherPipeline.{_RECYCLE}",
         "what frees buckets before a gather",
-        fingerprints=("415ebdf448a75f2d",),
+        fingerprint="415ebdf448a75f2d",
     ),
 )
 """Functions that are not called for the last unit."""
 RELIES_ON = (
     *REPLACES,
-    *in_both(
-        "param_and_grad_buffer:AllGatherPipeline",
-        "what gathers weights",
-        attributes=("bucket_can_be_released",),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=("double_buf_units", "parameter_groups"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParameterGroup",
-        "parameters in one bucket",
-        attributes=("fsdp_unit_id", "transpose_weight_buffer"),
-    ),
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=("_root_pre_backward_hook_issued",),
-    ),
+    *fsdp_class("AllGatherPipeline", "bucket_can_be_released"),
+    *fsdp_class("ParamAndGradBuffer", "double_buf_units", "parameter_groups"),
+    *fsdp_class("ParameterGroup", "fsdp_unit_id", "transpose_weight_buffer"),
+    *fsdp_class("MegatronFSDP", "_root_pre_backward_hook_issued"),
 )
 
 

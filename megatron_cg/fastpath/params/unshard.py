@@ -19,7 +19,7 @@ from megatron_cg.fastpath.params.cached_lists import (
     ParameterLists,
 )
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler
 from megatron_cg.hooks.hook_records import module_hooks
 from megatron_cg.upstream.closures import put_over_cell, set_cell
@@ -36,33 +36,28 @@ REPLACES = (
             ("_pre_backward_param_unshard", "f9cab4dfe76d1d76"),
             ("_root_pre_backward", "d22a2f9ba18eb095"),
         )
-        for symbol in in_both(
-            f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{name}",
+        for symbol in fsdp_function(
+            f"MegatronFSDP._register_fsdp_hooks.<locals>.{name}",
             "what walks over parameters or modules",
-            fingerprints=(fingerprint,),
+            fingerprint=fingerprint,
         )
     ),
-    *in_both(
-        "megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
+    *fsdp_function(
+        "MegatronFSDP.all_gather_and_wait_parameters_ready",
         "what waits for parameters and marks them",
-        fingerprints=("02036854c30821b7",),
+        fingerprint="02036854c30821b7",
     ),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer.fetch_bucket",
+    *fsdp_function(
+        "DataParallelBuffer.fetch_bucket",
         "what points parameters at their bucket",
-        fingerprints=("00cb9ee24111bcad",),
+        fingerprint="00cb9ee24111bcad",
     ),
 )
-"""The fast path chooses their modules and parameters, or how often they run."""
 RELIES_ON = (
     *REPLACES,
-    *in_both("megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=("pre_backward", STATE)),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer",
-        "one kind of weights",
-        attributes=("get_item_from_bucket",),
-    ),
-    *in_both("param_and_grad_buffer:is_float8tensor", "whether a parameter is FP8"),
+    *fsdp_class("MegatronFSDP", "pre_backward", STATE),
+    *fsdp_class("DataParallelBuffer", "get_item_from_bucket"),
+    *fsdp_function("is_float8tensor", "whether a parameter is FP8"),
 )
 
 
