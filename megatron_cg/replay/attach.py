@@ -22,7 +22,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.region import is_running_part
+from megatron_cg.replay.region import is_running_region
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -58,7 +58,7 @@ def attach_replay(
     passes: EagerPasses = target.cuda_graphs[0].eager_passes
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_running_part():  # the captured region is the layer's whole forward
+        if is_running_region():  # the captured region is the layer's whole forward
             return eager(*args, **kwargs)
         if not target.training:
             passes.for_no_replay("it is in evaluation mode")

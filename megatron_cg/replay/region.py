@@ -62,7 +62,7 @@ def region_in_backward() -> Iterator[None]:
         _flag("_set_capture_end")()
 
 
-def is_running_part() -> bool:
+def is_running_region() -> bool:
     """Whether :func:`run_region` or a capture is running."""
     return bool(_flag("is_graph_capturing")())
 

@@ -62,7 +62,7 @@ def _megatron(
     path: str,
     expected: str,
     *parameters: str,
-    attributes: Sequence[str] = (),
+    attributes: tuple[str, ...] = (),
     fingerprint: str = "",
 ) -> Symbol:
     fingerprints = (fingerprint,) if fingerprint else ()

@@ -252,6 +252,17 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self.controller.delete()
 
 
+def settings_of(given: GraphArguments) -> dict[str, Any]:
+    """The members of a helper class that follow from this package's own settings."""
+    return {
+        "given": given,
+        "selection": LayerSelection.parse(given.cg_layers),
+        "on_failure": given.cg_on_failure,
+        "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
+        "fast_path": not given.cg_no_fsdp_fast_path,
+    }
+
+
 def units_of(layers: Sequence[Any]) -> list[Unit]:
     """Megatron's layers as the units of a capture; each name is the index, from 0."""
     return [

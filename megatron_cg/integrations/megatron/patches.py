@@ -165,9 +165,9 @@ def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
         _active.callback(install_recorder(settings.cg_record))
     if settings.cg_report is not None:
-        from megatron_cg.telemetry.start_lines import start_report
+        from megatron_cg.telemetry.record import install_report
 
-        _active.callback(start_report(settings.cg_report, args))
+        _active.callback(install_report(settings.cg_report, args.log_interval))
     if wants_graphs:
         _active.callback(_replace_helper(settings))
     elif settings.cg_record is not None or settings.cg_report is not None:
@@ -177,21 +177,13 @@ def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
 
 def _replace_helper(settings: Any) -> Callable[[], None]:
-    from megatron_cg.arguments.layers import LayerSelection
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
-    from megatron_cg.replay.mismatch_policy import ReplayPolicy
     from megatron_cg.telemetry.step_log import follow_log
 
     live: list[FsdpCudaGraphHelper] = []
-    members = {
-        "given": settings,
-        "selection": LayerSelection.parse(settings.cg_layers),
-        "on_failure": settings.cg_on_failure,
-        "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
-        "fast_path": not settings.cg_no_fsdp_fast_path,
-    }
+    members = settings_of(settings)
     helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
     with ExitStack() as undo:
         undo.callback(settings_for_own_loops(members))

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from megatron_cg.consensus import boundary
 from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.exchange import Agreement, AgreementError, Decision, Kind, Level, Vote
+from megatron_cg.consensus.decision import AgreementError, Decision, Kind, Level, Vote
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.tools.cpu.launch import run_processes
 
 KEEP, RECAPTURE, GIVE_UP = Level
