@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.integrations.standalone.call import CallForm
-from megatron_cg.replay.attach import ManualHook
-from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.replay.attach import ManualHook, Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
@@ -63,27 +62,16 @@ class Attachment:
     ) -> Callable[[], None]:
         """See ``attach`` of :class:`megatron_cg.capture.transaction.Unit`."""
         target: Any = unit.layer
-        passes: EagerPasses = target.cuda_graphs[0].eager_passes
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not target.training:
-                passes.for_no_replay("it is in evaluation mode")
-                return self._eager(*args, **kwargs)
-            if not target.cuda_graphs:
-                passes.for_no_replay("its graphs were taken away")
-                return self._eager(*args, **kwargs)
+        def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+            graph = target.cuda_graphs[0]
             inputs, by_name, mismatch = self._form.split(args, kwargs)
-            mismatch = mismatch or target.cuda_graphs[0].out_of_order()
-            if mismatch is not None:
-                passes.for_mismatch(mismatch)
-                return self._eager(*args, **kwargs)
-            passes.replay_follows()
-            try:
+
+            def replay() -> Any:
                 for hook, arguments in before_replay:
                     hook(*arguments)
-                return target.cuda_graphs[0](*inputs, **by_name)
-            except Exception:
-                mismatches.issue_held()
-                raise
+                return graph(*inputs, **by_name)
 
-        return put_over(target, "forward", forward)
+            return mismatch or graph.out_of_order() or replay
+
+        return replay_instead(target, prepare, mismatches)
