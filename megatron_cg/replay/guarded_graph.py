@@ -81,8 +81,6 @@ class GuardedGraph:
 
     def __getattr__(self, name: str) -> Any:
         # For backward_dw: Megatron checks with hasattr whether the backend's callable has it.
-        if name == "_graph":  # the object has no state yet, as while it is being copied
-            raise AttributeError(name)
         return getattr(self._graph, name)
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:

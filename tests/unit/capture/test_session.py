@@ -200,6 +200,12 @@ def test_a_closed_session_has_released_its_graphs(trainer: Any) -> None:
             graph.backward_dw()
 
 
+def test_a_guarded_graph_has_the_methods_of_the_backends_graph(trainer: Any) -> None:
+    trainer.capture(TapeBackend())
+    graph = layers_of(trainer)[0].cuda_graphs[0]
+    assert graph.backward_dw == graph.graph.backward_dw and not hasattr(graph, "no_such_method")
+
+
 def test_another_capture_is_asked_for_only_once_the_last_one_has_replayed(trainer: Any) -> None:
     session = trainer.capture(TapeBackend(), policy=ReplayPolicy("recapture"))
     session.mismatches.captured_again = True
