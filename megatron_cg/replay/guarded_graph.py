@@ -50,7 +50,7 @@ class GuardedGraph:
         self._unit, self._index, self._microbatch = unit, index, microbatch
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
-        self._replays = 0
+        self._replayed = False
 
     @property
     def graph(self) -> Any:
@@ -71,9 +71,9 @@ class GuardedGraph:
             self._mismatches.issue_held()
             mismatch = self._verify(args, kwargs)
         if mismatch is not None:
-            self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=self._replays == 0)
+            self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=not self._replayed)
             return self._unit.run(self._unit.layer, args, kwargs)
-        self._replays += 1
+        self._replayed = True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
         outputs = self._graph(*args, **kwargs)
         self._guard_backward(outputs)
