@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.upstream.symbols import installed_version
 
 WHOLE_LAYER = "layer"
@@ -82,6 +83,13 @@ class GraphArguments:
         "Leave Megatron-FSDP's bookkeeping as it is. By default, while graphs replay, it runs once "
         "a bucket of parameters where its own runs once a parameter; numbers are the same.",
         action="store_true",
+    )
+    cg_fast_path: str | None = _flag(
+        None,
+        f"Install only these parts of the fast path: {', '.join(PARTS)}. docs/fast_path.md "
+        "describes them. Without this flag all parts are installed. All ranks need the same "
+        "choice.",
+        metavar="PART,PART",
     )
     cg_record: str | None = _flag(
         None,

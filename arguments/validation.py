@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron_cg.arguments import (
     rules_environment,
+    rules_fast_path,
     rules_fsdp,
     rules_layers,
     rules_numerics,
@@ -18,6 +19,7 @@ from megatron_cg.errors import Violation
 
 RULES: tuple[Rule, ...] = (
     *rules_fsdp.RULES,
+    *rules_fast_path.RULES,
     *rules_scopes.RULES,
     *rules_layers.RULES,
     *rules_recompute.RULES,

@@ -1,1 +1,1 @@
-"""What graphs cost and save, measured: ``python -m benchmarks.overheads --help``."""
+"""Measurements of one thing that no command makes, and the results of earlier runs."""

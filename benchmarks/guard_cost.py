@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.figures import FiguresError
 from megatron_cg.replay.guard import Guard, Mismatch
+from megatron_cg.tools.bench.spreads import MetricsError
 from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 5
@@ -70,7 +70,7 @@ class TimedGuard:
 
     def _timed(self, ask: Callable[[], Any]) -> float:
         if (found := ask()) is not None and not isinstance(found, tuple):
-            raise FiguresError(f"a clause is broken, so its time means nothing: {found}")
+            raise MetricsError(f"a clause is broken, so its time means nothing: {found}")
         return min(timeit.repeat(ask, number=self._calls, repeat=REPEATS)) / self._calls * 1e9
 
 

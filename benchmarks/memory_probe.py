@@ -116,8 +116,8 @@ class _Probe:
         def capture(backend: Any, layers: Sequence[Any], args: Any, **options: Any) -> Any:
             if not torch.cuda.is_available():
                 return old(backend, layers, args, **options)
-            graphs, figures = measured_capture(partial(old, backend), layers, args, **options)
-            note(GRAPH_MEMORY, figures)
+            graphs, metrics = measured_capture(partial(old, backend), layers, args, **options)
+            note(GRAPH_MEMORY, metrics)
             return graphs
 
         return capture

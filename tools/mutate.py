@@ -74,8 +74,8 @@ NEAR: dict[str, str] = {
     "fastpath/params/cached_lists.py": "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
     "fastpath/params/deferred_prefetch.py": "fastpath/test_mutants_of_params.py "
     "fastpath/test_deferred_prefetch.py fastpath/test_fast_path.py",
-    "fastpath/install_parts.py": "fastpath/test_parts.py fastpath/test_fast_path.py "
-    "fastpath/test_unknown_bodies.py fastpath/test_pass_edges.py",
+    "fastpath/install_parts.py": "fastpath/test_choice.py fastpath/test_parts.py "
+    "fastpath/test_fast_path.py fastpath/test_unknown_bodies.py fastpath/test_pass_edges.py",
     "fastpath/params/unshard.py": "fastpath/test_mutants_of_params.py "
     "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
     "fastpath/gradients/views.py": "fastpath/test_views.py fastpath/test_parts.py "

@@ -21,7 +21,7 @@ Note [Graphs that one rank deletes]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.arguments.fast_path_parts import chosen_parts
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.hook_order import OutOfStepError
@@ -80,8 +81,8 @@ class Session:
             for; see ``hook_order.py``. For a caller that continues after a failure.
         policy: what to do when a graph must not be replayed.
         static_inputs: which inputs of the units never change; units in the same order.
-        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs exist; see
-            ``megatron_cg/fastpath``.
+        fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs exist, or by
+            which parts; see ``megatron_cg/fastpath``. It must be equal on all ranks.
         optimizers: the optimizers of the model's parameters, for the fast path.
 
     Raises:
@@ -99,7 +100,7 @@ class Session:
         joins: bool = False,
         policy: ReplayPolicy | None = None,
         static_inputs: StaticInputs | None = None,
-        fast_path: bool = True,
+        fast_path: bool | Collection[str] = True,
         optimizers: Sequence[Any] = (),
     ) -> None:
         fsdp = find_megatron_fsdp(model)
@@ -113,7 +114,7 @@ class Session:
         self._backend = backend
         self._agreement, self._joins = agreement, joins
         self._static_inputs = static_inputs or StaticInputs(unit.layer for unit in self._units)
-        self._wants_fast_path, self._optimizers = fast_path, tuple(optimizers)
+        self._parts, self._optimizers = chosen_parts(fast_path), tuple(optimizers)
         self.fast_path: FastPath | None = None
         self._undo = ExitStack()
         self._hooks: tuple[UnitHooks, ...] = ()
@@ -125,8 +126,12 @@ class Session:
 
     @property
     def digest(self) -> int:
-        """A number for the set of graphs, equal on ranks that hold the same set."""
-        return digest(f"{unit.name}: {len(unit.graphed)} modules" for unit in self._units)
+        """A number for the graphs and the parts of the fast path; equal where both are equal.
+
+        Ranks with other parts would issue their collectives in another order.
+        """
+        graphs = (f"{unit.name}: {len(unit.graphed)} modules" for unit in self._units)
+        return digest([*graphs, *(f"fast path: {part}" for part in self._parts)])
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -218,7 +223,7 @@ class Session:
         return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
 
     def _install_fast_path(self) -> None:
-        if not self._wants_fast_path:
+        if not self._parts:
             return
         agreement = self._agreement
         self.fast_path = install_fast_path(
@@ -228,6 +233,7 @@ class Session:
             self._graphed(),
             self._replay_functions(),
             model=self._model,
+            parts=self._parts,
             together=agreement.undo_together if agreement is not None else None,
         )
         self._undo.callback(self.fast_path.close)

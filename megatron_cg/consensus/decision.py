@@ -59,7 +59,7 @@ class Vote:
     size: int = 0
     """The static size that this rank would choose, such as the tokens of a microbatch."""
     graphs: int = 0
-    """The :func:`digest` of the set of graphs that this rank holds."""
+    """The :func:`digest` of the set of graphs that this rank holds, and of their fast path."""
 
 
 @dataclass(frozen=True)

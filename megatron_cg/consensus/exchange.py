@@ -301,7 +301,8 @@ class Agreement:
             raise CaptureError(
                 f"ranks would not capture the same ({decision.reason()}), and their collectives "
                 "would not pair. All ranks give their graphs up; hooks and state are as before. "
-                "Give all ranks the same --cg-layers and the same sequence length"
+                "Give all ranks the same --cg-layers, the same --cg-fast-path and the same "
+                "sequence length"
             )
         if kind is Kind.CAPTURE_START:
             self._next = Kind.CAPTURE_END

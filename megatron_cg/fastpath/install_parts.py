@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.arguments.fast_path_parts import NEEDS, PARTS
 from megatron_cg.fastpath.gradients import bucketing as gradients
 from megatron_cg.fastpath.gradients.bucketing import GradientBucketing, install_gradients
 from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
@@ -34,7 +35,8 @@ from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
-_OF_GRAPHS = "detached weights of graphs"
+_OF_GRAPHS = "detached-weights-of-graphs"
+NOT_CHOSEN = "this run chose other parts (--cg-fast-path, or fast_path= in Python)"
 _warned: set[tuple[str, str]] = set()
 
 
@@ -56,8 +58,8 @@ class FastPath:
     not applicable is skipped, and ``left_out`` maps its name to the reason.
     """
 
-    def __init__(self, fsdp: Any) -> None:
-        self._fsdp = fsdp
+    def __init__(self, fsdp: Any, chosen: Collection[str] = PARTS) -> None:
+        self._fsdp, self._chosen = fsdp, frozenset(chosen)
         self.parts: list[str] = []
         self.left_out: dict[str, str] = {}
         self.bucketing: GradientBucketing | None = None
@@ -77,6 +79,9 @@ class FastPath:
         replaces: Sequence[Symbol] = (),
         undo_with: Callable[[Undo], object] | None = None,
     ) -> None:
+        if not self._is_chosen(name):
+            self.left_out[name] = NOT_CHOSEN
+            return
         unknown = unknown_bodies(replaces, self._fsdp)
         if unknown:
             self.left_out[name] = "; ".join(unknown)
@@ -89,19 +94,23 @@ class FastPath:
         else:
             self.parts.append(name)
 
+    def _is_chosen(self, name: str) -> bool:
+        """Whether the run chose this part and every part that it needs."""
+        return name in self._chosen and all(map(self._is_chosen, NEEDS[name]))
+
     def _add_around_units(
         self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
     ) -> None:
         """Add the parts around the passes of units: detached weights, unshards and gathers."""
         fsdp, deferred = self._fsdp, DeferredPrefetch(graphed)
-        self._add("detached weights", lambda: install_detached(self._detaches(fsdp, graphed)))
+        self._add("detached-weights", lambda: install_detached(self._detaches(fsdp, graphed)))
         if replays:
             self._add(
                 _OF_GRAPHS,
                 lambda: detach_in_graphs(self._detaches(fsdp, graphed), replays, deferred.launched),
             )
-        self._add("GEMM heuristics", lambda: install_heuristics(fsdp.module))
-        if _OF_GRAPHS in self.parts and not unknown_bodies(unshard.REPLACES, fsdp):
+        self._add("gemm-heuristics", lambda: install_heuristics(fsdp.module))
+        if _OF_GRAPHS in self.parts and self._is_chosen("deferred-prefetch"):
             self.deferred = deferred
         self._add(
             "unshard",
@@ -141,6 +150,7 @@ def install(
     replays: Sequence[ReplayFunction] = (),
     *,
     model: nn.Module | None = None,
+    parts: Collection[str] = PARTS,
     together: Callable[[Undo], object] | None = None,
 ) -> FastPath:
     """Install every part that is applicable to ``fsdp``, between two steps.
@@ -152,6 +162,7 @@ def install(
         graphed: modules inside graphs, whose Python code no longer runs.
         replays: how autograd sees each of their graphs.
         model: the module that contains ``fsdp``.
+        parts: the parts to install. A part is left out if another one that it needs is not here.
         together: takes the undo of changes that all ranks must undo together; see Note [On all
             ranks, or on none] in ``params/last_unit.py``. If it is omitted, this process is
             alone, and ``close`` undoes these changes too.
@@ -162,21 +173,21 @@ def install(
     Raises:
         UpstreamChangedError: a symbol that a part relies on is gone; nothing stays changed.
     """
-    path = FastPath(fsdp)
+    path = FastPath(fsdp, parts)
     try:
-        path._add("last unit", lambda: install_last_unit(fsdp), last_unit.REPLACES, together)
+        path._add("last-unit", lambda: install_last_unit(fsdp), last_unit.REPLACES, together)
         path._add("swap", lambda: install_swap(fsdp), swap.REPLACES)
         # Without "unshard" nothing reports the end of a unit's backward pass.
         replaces = (*gradients.REPLACES, *unshard.REPLACES)
         path._add("gradients", lambda: path._gradients(fsdp), replaces)
         path._add_around_units(graphed, replays)
         path._add(
-            "main gradients",
+            "main-gradients",
             lambda: install_main_gradients(fsdp, scratch),
             weights.REPLACES_ATTACHING,
         )
-        path._add("main weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)
-        path._add("zero gradients", lambda: install_zero(fsdp, model), zero.REPLACES)
+        path._add("main-weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)
+        path._add("zero-gradients", lambda: install_zero(fsdp, model), zero.REPLACES)
         if optimizers:
             path._add("clipping", lambda: install_clip(optimizers), clip.REPLACES)
             path._add("optimizer", lambda: install_adam(optimizers), adam.REPLACES)

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
+from megatron_cg.arguments.fast_path_parts import mistakes
 from megatron_cg.backends.base import Backend
 from megatron_cg.errors import ArgumentError, Violation
 
@@ -27,7 +28,7 @@ def check_policy(
         *one_of("on_mismatch", on_mismatch, get_args(OnMismatch)),
         *at_least("verify_interval", verify_interval, 0),
         *_backend(backend),
-        *_true_or_false("fast_path", fast_path),
+        *_fast_path(fast_path),
     ]
 
 
@@ -57,9 +58,16 @@ def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
         yield Violation("argument", f"{name}={value!r}", reason, f"{name}={least}")
 
 
-def _true_or_false(name: str, value: object) -> Iterator[Violation]:
-    if not isinstance(value, bool):
-        yield Violation("argument", f"{name}={value!r}", "it is True or False", f"{name}=True")
+def _fast_path(value: object) -> Iterator[Violation]:
+    if isinstance(value, bool):
+        return
+    names = value if isinstance(value, list | tuple | set | frozenset) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        reason = "it is True or False, or a sequence of part names"
+        yield Violation("argument", f"fast_path={value!r}", reason, "fast_path=True")
+        return
+    for found, reason, remedy in mistakes(sorted(names)):
+        yield Violation("argument", f"fast_path: {found}", reason, remedy)
 
 
 def several(value: Any) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,7 @@ class Recorder:
         self._written = False
         self.data: dict[str, Any] = {
             "format": FORMAT,
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
             "setup": {},
             "versions": {name: installed_version(name) for name in _PACKAGES}

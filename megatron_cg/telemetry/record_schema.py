@@ -179,6 +179,7 @@ _RECORD = _fields(
         "events": _list(_fields({"after_step": _whole, "level": _text, "text": _text})),
     },
     {
+        "began": _text,
         CAPTURED_AFTER: _whole,
         "agreement": _votes,
         **_peaks,

@@ -12,6 +12,7 @@ class _Cell:
     def __init__(self, cell: CellType) -> None:
         self._cell = cell
         self.name = "a closure variable of Megatron-FSDP's or Transformer Engine's functions"
+        self.package = ""
         self.key = (id(cell), "")
 
     def get(self) -> Any:

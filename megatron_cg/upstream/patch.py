@@ -45,6 +45,10 @@ class Place(Protocol):
         """What it is, for messages."""
 
     @property
+    def package(self) -> str:
+        """The top-level package that it belongs to; empty if that is not known."""
+
+    @property
     def key(self) -> tuple[int, str]:
         """Identifies the place, as long as it exists."""
 
@@ -67,6 +71,14 @@ class _Attribute:
         owner = self._owner
         named = isinstance(owner, type | ModuleType)
         return f"{owner.__name__ if named else type(owner).__name__}.{self._name}"
+
+    @property
+    def package(self) -> str:
+        owner = self._owner
+        if not isinstance(owner, ModuleType):
+            owner = owner if isinstance(owner, type) else type(owner)
+            return str(owner.__module__).partition(".")[0]
+        return owner.__name__.partition(".")[0]
 
     def get(self) -> Any:
         return vars(self._owner).get(self._name, ABSENT)
@@ -148,13 +160,20 @@ class Applied(NamedTuple):
     """What is there now: the module and name of a function, or the type of a value."""
     objects: int
     """How many objects have it."""
+    package: str
+    """The top-level package of the place, such as ``megatron``; empty if it is not known."""
 
 
 def applied() -> list[Applied]:
     """All changes of this process that are not undone, in the order in which they were made."""
     made = sorted((one for mine in _changes.values() for one in mine), key=lambda one: one.number)
-    found = Counter((one.place.name, one.label or _kind(one.value)) for one in made)
-    return [Applied(place, value, objects) for (place, value), objects in found.items()]
+    found = Counter(
+        (one.place.name, one.label or _kind(one.value), one.place.package) for one in made
+    )
+    return [
+        Applied(place, value, objects, package)
+        for (place, value, package), objects in found.items()
+    ]
 
 
 def set_attribute(

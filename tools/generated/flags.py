@@ -46,7 +46,9 @@ def default(value: object) -> str:
     """A default as a user would say it."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None or value == () else f"`{value}`"
+    if value is None:
+        return "not given"
+    return "none" if value == () else f"`{value}`"
 
 
 def settings() -> str:

@@ -5,7 +5,7 @@ Megatron's own method does the capture; this class wraps it in the transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.rules_fast_path import parts_of
 from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
@@ -69,7 +70,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     selection: LayerSelection = LayerSelection.parse(())
     on_failure: str = "error"
     policy: ReplayPolicy = ReplayPolicy()
-    fast_path: bool = True
+    fast_path: bool | Collection[str] = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
     live: list[FsdpCudaGraphHelper] | None = None
     """Helpers of models under FSDP add themselves here, to be notified of training steps."""
@@ -259,7 +260,7 @@ def settings_of(given: GraphArguments) -> dict[str, Any]:
         "selection": LayerSelection.parse(given.cg_layers),
         "on_failure": given.cg_on_failure,
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
-        "fast_path": not given.cg_no_fsdp_fast_path,
+        "fast_path": parts_of(given),
     }
 
 

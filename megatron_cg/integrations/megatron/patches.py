@@ -131,7 +131,7 @@ def _extend_validation() -> Callable[[], None]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             flags.validate(args)
             result = old(args, *rest, **kwargs)
-            _start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
+            start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
             return result
 
         return validate_args
@@ -156,8 +156,8 @@ def _refuse_yaml_with_graphs() -> Callable[[], None]:
     return _replace(_YAML_RULES, extended)
 
 
-def _start(settings: Any, args: Any, wants_graphs: bool) -> None:
-    """After validation: install the recorder and our helper, if the run asks for them."""
+def start(settings: Any, args: Any, wants_graphs: bool) -> None:
+    """After :func:`enable` and validation: install the recorder and our helper, if asked for."""
     if _active is None:
         return
     if settings.cg_record is not None:

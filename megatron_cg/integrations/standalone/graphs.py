@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
@@ -51,7 +51,7 @@ def graph_units(
     on_failure: OnFailure = "error",
     on_mismatch: OnMismatch = "eager",
     verify_interval: int = 0,
-    fast_path: bool = True,
+    fast_path: bool | Collection[str] = True,
 ) -> GraphedUnits:
     """Replay CUDA graphs of ``units`` of a model under ``fully_shard_model`` while it trains.
 
@@ -81,7 +81,8 @@ def graph_units(
         verify_interval: compare replays with eager passes, bit for bit, once in so many steps; 0
             means never.
         fast_path: whether Megatron-FSDP's bookkeeping is shortened while graphs replay; False is as
-            ``--cg-no-fsdp-fast-path``.
+            ``--cg-no-fsdp-fast-path``. Names of parts, such as ``("unshard", "gradients")``, are as
+            ``--cg-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
@@ -120,7 +121,7 @@ class GraphedUnits:
         backend: Backend,
         on_failure: OnFailure,
         policy: ReplayPolicy,
-        fast_path: bool = True,
+        fast_path: bool | Collection[str] = True,
     ) -> None:
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:

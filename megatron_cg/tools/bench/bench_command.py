@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -24,12 +25,20 @@ from megatron_cg.tools.align.token_data import TokenStream, existing, from_text,
 from megatron_cg.tools.bench import INCOMPLETE
 from megatron_cg.tools.bench.bench_machine import machine
 from megatron_cg.tools.bench.bench_plots import PlotError, plot_all
-from megatron_cg.tools.bench.bench_schedule import PlannedRun, Scale, schedule
+from megatron_cg.tools.bench.bench_schedule import (
+    PlannedRun,
+    Scale,
+    ScheduleError,
+    ablated,
+    schedule,
+)
 from megatron_cg.tools.bench.commands import DEFAULT, Settings
 from megatron_cg.tools.bench.comparing import compare
-from megatron_cg.tools.bench.contenders import EAGER, GRAPHS
+from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
 from megatron_cg.tools.bench.execute import Options, Start, execute
 from megatron_cg.tools.bench.markdown import as_markdown
+from megatron_cg.tools.bench.page import write_page
+from megatron_cg.tools.bench.sampling import PROGRAM
 from megatron_cg.tools.bench.scaling import trends
 from megatron_cg.tools.bench.shapes import SHAPES
 from megatron_cg.tools.bench.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
@@ -43,6 +52,7 @@ from megatron_cg.tools.bench.store import (
     read,
     write_all,
 )
+from megatron_cg.tools.bench.summary import print_summary
 from megatron_cg.tools.bench.windows import Windows
 
 TAPE_SHAPES = ("qwen3-moe-tiny",)
@@ -82,6 +92,7 @@ def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> lis
     scale = Scale.parse(args.scale) if args.scale else None
     on_cpu = backend == TAPE
     windows = _windows(args, scaling=scale is not None, on_cpu=on_cpu)
+    only = _only(args, on_cpu=on_cpu)
     base = []
     for name in args.shapes or (TAPE_SHAPES if on_cpu else SHAPES):
         preset = load_preset(name)
@@ -98,12 +109,25 @@ def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> lis
             tuple(extra),
         )
         base.append(_in_small(settings) if on_cpu else settings)
-    only = args.only.split(",") if args.only else ([EAGER, GRAPHS] if on_cpu else None)
     runs = schedule(base, args.grouped_gemm, only, scale, args.rounds)
     if on_cpu:
         for run in runs:
             check_for_tape(run)
     return runs
+
+
+def _only(args: argparse.Namespace, *, on_cpu: bool) -> list[str] | None:
+    """The names of the configurations to run; None for the usual ones."""
+    if args.ablate_fast_path is not None:
+        if args.only or args.scale:
+            raise ScheduleError(
+                "--ablate-fast-path chooses the configurations itself, at one size: leave out "
+                "--only and --scale."
+            )
+        return ablated(args.ablate_fast_path)
+    if args.only:
+        return list(args.only.split(","))
+    return [EAGER, GRAPHS] if on_cpu else None
 
 
 def _in_small(settings: Settings) -> Settings:
@@ -127,7 +151,9 @@ def _windows(args: argparse.Namespace, *, scaling: bool, on_cpu: bool) -> Window
         probed=chosen(args.probe_steps, 4),
         sampled=args.sample_steps if args.sample or args.sample_native else 0,
         native=args.sample_native,
-        profiled=chosen(args.profile_steps, 0 if on_cpu else 2),
+        profiled=chosen(
+            args.profile_steps, 0 if on_cpu or args.ablate_fast_path is not None else 2
+        ),
     )
 
 
@@ -154,6 +180,10 @@ def _print_plan(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRu
 
 
 def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> list[Result]:
+    if (args.sample or args.sample_native) and shutil.which(PROGRAM) is None:
+        raise ScheduleError(
+            f"--sample needs {PROGRAM}, which is not installed: pip install 'megatron-cg[bench]'."
+        )
     work = _work(args)
     facts: dict[str, Any] = {"machine": machine(), "backend": backend}
     facts["notice"] = TAPE_NOTICE if backend == TAPE else ""
@@ -205,9 +235,11 @@ def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> Non
     else:
         print(text)
     print(f"written: {out / 'bench.json'} and {out / REPORT}")
+    print(f"written: {write_page(everything, lines, out)}")
     try:
         files = plot_all(everything, lines, out)
     except PlotError as error:
         print(f"megatron-cg bench: {error}", file=sys.stderr)
     else:
         print(f"drawn: {', '.join(map(str, files)) or 'nothing yet'}")
+    print_summary(list(made) or everything, Console())

@@ -10,13 +10,13 @@ from typing import Any
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.files import whole_file
 from megatron_cg.tools.bench.bench_schedule import of_all_rounds, slug
-from megatron_cg.tools.bench.figures import Figures, Row, tables
+from megatron_cg.tools.bench.metrics import Metrics, Row, tables
 from megatron_cg.tools.bench.scaling import Trend
 from megatron_cg.tools.bench.store import Result
 
 _SHARED = ("forward", "backward", "gradient finish", "optimizer step", "zero gradients", "log")
 """Phases of the main thread; they do not overlap."""
-_MEMORY: tuple[tuple[str, Callable[[Figures], float | None], float], ...] = (
+_MEMORY: tuple[tuple[str, Callable[[Metrics], float | None], float], ...] = (
     ("peak reserved", lambda found: found.peak_reserved, 0.8),
     ("peak in capture", lambda found: found.capture_peak, 0.6),
     ("peak allocated", lambda found: found.peak_allocated, 0.35),
@@ -33,7 +33,7 @@ def plot_all(results: Sequence[Result], trends: Sequence[Trend], directory: Path
     pyplot = _pyplot()
     files = []
     for rows in tables(results):
-        measured = [row for row in rows if row.figures.step]
+        measured = [row for row in rows if row.metrics.step]
         if len(measured) > 1 and not rows[0].result["key"]["dimension"]:
             key = of_all_rounds(rows[0].result["key"]) | {"contender": "table"}
             files.append(_plot_table(pyplot, measured, directory / f"{slug(key)}.png"))
@@ -75,14 +75,14 @@ def host_stack(row: Row) -> dict[str, float]:
 def _plot_table(pyplot: Any, rows: Sequence[Row], path: Path) -> Path:
     figure, axes = pyplot.subplots(1, 3, figsize=(16, 0.6 * len(rows) + 2.6))
     names = [row.name for row in rows]
-    steps = [row.figures.step for row in rows if row.figures.step]
+    steps = [row.metrics.step for row in rows if row.metrics.step]
     places = range(len(rows))
     around = [
         [step.median - step.low for step in steps],
         [step.high - step.median for step in steps],
     ]
     axes[0].barh(places, [s.median for s in steps], xerr=around, color="tab:blue", label="step")
-    busy = [(place, row.figures.busy) for place, row in enumerate(rows) if row.figures.busy]
+    busy = [(place, row.metrics.busy) for place, row in enumerate(rows) if row.metrics.busy]
     if busy:
         axes[0].barh(
             [place for place, _ in busy],
@@ -109,8 +109,8 @@ def _plot_rounds(axis: Any, rows: Sequence[Row]) -> None:
     points = [
         (median, place)
         for place, row in enumerate(rows)
-        for median in row.figures.medians
-        if len(row.figures.medians) > 1
+        for median in row.metrics.medians
+        if len(row.metrics.medians) > 1
     ]
     if points:
         xs, ys = zip(*points, strict=True)
@@ -119,7 +119,7 @@ def _plot_rounds(axis: Any, rows: Sequence[Row]) -> None:
 
 def _plot_memory(axis: Any, rows: Sequence[Row]) -> None:
     for name, read, height in _MEMORY:
-        values = [read(row.figures) or 0.0 for row in rows]
+        values = [read(row.metrics) or 0.0 for row in rows]
         if any(values):
             axis.barh(range(len(rows)), values, height=height, label=name)
     axis.set_xlabel("MiB")
@@ -147,12 +147,12 @@ def _legend(axis: Any) -> None:
 
 
 def _plot_trends(pyplot: Any, trends: Sequence[Trend], path: Path) -> Path:
-    names = list(dict.fromkeys(trend.figure for trend in trends))
+    names = list(dict.fromkeys(trend.metric for trend in trends))
     figure, axes = pyplot.subplots(1, len(names), figsize=(5 * len(names), 4), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
-        for trend in (trend for trend in trends if trend.figure == name):
+        for trend in (trend for trend in trends if trend.metric == name):
             xs = [x for x, _ in trend.points]
-            drawn = axis.plot(xs, [y for _, y in trend.points], "o", label=trend.contender)
+            drawn = axis.plot(xs, [y for _, y in trend.points], "o", label=trend.configuration)
             line = [trend.line.at(x) for x in xs]
             axis.plot(xs, line, "--", color=drawn[0].get_color(), linewidth=1)
             axis.set_ylabel(f"{name}, {trend.unit}")

@@ -6,10 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.bench.commands import CUTLASS, DEFAULT, Settings
-from megatron_cg.tools.bench.contenders import CONTENDERS, EAGER, GRAPHS
+from megatron_cg.tools.bench.configurations import (
+    CONFIGURATIONS,
+    EAGER,
+    EAGER_FAST_PATH,
+    GRAPHS,
+    KNOWN,
+    PLAIN,
+    ablation,
+)
 from megatron_cg.tools.bench.shapes import is_moe, layer_count
 
 DIMENSIONS = ("layers", "microbatches", "nproc")
@@ -49,10 +59,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a baseline at one point."""
+    """One run: a configuration at one point."""
 
     settings: Settings
-    contender: str
+    configuration: str
     dimension: str | None = None
     """The dimension that a scaling run varies."""
     round: int = 1
@@ -64,7 +74,7 @@ class PlannedRun:
         settings = self.settings
         return {
             "shape": settings.preset.name,
-            "contender": self.contender,
+            "contender": self.configuration,
             "grouped_gemm": settings.grouped_gemm,
             "nproc": settings.nproc,
             "microbatches": settings.microbatches,
@@ -102,32 +112,46 @@ def round_of(key: Mapping[str, Any]) -> int:
 
 
 def of_all_rounds(key: Mapping[str, Any]) -> dict[str, Any]:
-    """The key without its round: the same for all runs of one baseline at one point."""
+    """The key without its round: the same for all runs of one configuration at one point."""
     return {name: value for name, value in key.items() if name != "round"}
 
 
 def table_key(key: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The key of a table: all of the key except baseline and round."""
+    """The key of a table: all of the key except configuration and round."""
     return tuple(value for name, value in of_all_rounds(key).items() if name != "contender")
 
 
-def contenders_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool) -> list[str]:
-    """The baselines of one shape, in the order of ``CONTENDERS``.
+def configurations_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool) -> list[str]:
+    """The configurations of one shape, in the order of ``KNOWN``.
 
     Raises ScheduleError for an unknown name.
     """
-    unknown = [name for name in only or () if name not in CONTENDERS]
+    unknown = [name for name in only or () if name not in KNOWN]
     if unknown:
         raise ScheduleError(
-            f"--only {','.join(unknown)}: there is no such contender; there are "
-            f"{', '.join(CONTENDERS)}."
+            f"--only {','.join(unknown)}: there is no such configuration; there are "
+            f"{', '.join(CONFIGURATIONS)}."
         )
-    wanted = only or ([EAGER, GRAPHS] if scaling else list(CONTENDERS))
-    return [
-        name
-        for name, one in CONTENDERS.items()
-        if name in wanted and not (one.dense_only and is_moe(preset))
-    ]
+    wanted = only or ([EAGER, GRAPHS] if scaling else list(CONFIGURATIONS))
+    return [name for name, one in KNOWN.items() if name in wanted and one.suits(moe=is_moe(preset))]
+
+
+def ablated(choice: str) -> list[str]:
+    """The configurations that show what parts of the fast path are worth.
+
+    Args:
+        choice: names of parts, separated by commas; empty for all parts.
+
+    Raises ScheduleError for an unknown part.
+    """
+    parts = choice.split(",") if choice else PARTS
+    for name in parts:
+        if name not in PARTS:
+            raise ScheduleError(
+                f"--ablate-fast-path {name}{did_you_mean(name, PARTS)}: the fast path has no part "
+                f"of that name; it has {', '.join(PARTS)}."
+            )
+    return [EAGER, EAGER_FAST_PATH, GRAPHS, PLAIN, *map(ablation, parts)]
 
 
 def grouped_gemms(preset: Preset, choice: str) -> list[str]:
@@ -147,20 +171,20 @@ def schedule(
     """The runs, ordered by table and round.
 
     Every other round is in reverse order. Then a steady drift over time affects the first and the
-    last baseline equally.
+    last configuration equally.
 
     Args:
         base: one for each shape.
         choice: ``default``, ``cutlass`` or ``both``.
-        only: the baselines; all if None, and two for a scaling run.
+        only: the configurations; all if None, and two for a scaling run.
         scale: makes each shape's runs at each value.
-        rounds: how often each baseline is run; all but the first run are only timed.
+        rounds: how often each configuration is run; all but the first run are only timed.
 
     Raises ScheduleError if no run is left.
     """
     runs = []
     for settings in base:
-        names = contenders_for(settings.preset, only, scaling=scale is not None)
+        names = configurations_for(settings.preset, only, scaling=scale is not None)
         for gemm in grouped_gemms(settings.preset, choice):
             one = replace(settings, grouped_gemm=gemm)
             points = [one] if scale is None else [_grown(one, scale, v) for v in scale.values]
@@ -168,7 +192,7 @@ def schedule(
             for point in points:
                 runs += _table(point, names, dimension, rounds)
     if not runs:
-        raise ScheduleError("no contender is left for these shapes: give others with --only.")
+        raise ScheduleError("no configuration is left for these shapes: give others with --only.")
     return runs
 
 

@@ -18,7 +18,7 @@ class Budget:
         self._clock = clock
         self._end = math.inf if seconds is None else clock() + seconds
         self._slower: dict[tuple[Any, ...], float] = {}
-        """Ratios of actual to estimated run time; by size, and by size and baseline."""
+        """Ratios of actual to estimated run time; by size, and by size and configuration."""
 
     def left(self) -> float:
         """Seconds left; infinite without a budget."""
@@ -34,10 +34,10 @@ class Budget:
     def expected(self, run: PlannedRun) -> float:
         """The expected seconds of ``run``."""
         size = table_key(run.key)
-        slower = self._slower.get((*size, run.contender), self._slower.get(size, 1.0))
+        slower = self._slower.get((*size, run.configuration), self._slower.get(size, 1.0))
         return run.seconds() * slower
 
     def took(self, run: PlannedRun, seconds: float) -> None:
         """Learn from a finished run."""
         size = table_key(run.key)
-        self._slower[size] = self._slower[*size, run.contender] = seconds / run.seconds()
+        self._slower[size] = self._slower[*size, run.configuration] = seconds / run.seconds()

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_cg.tools.bench.hostwork import shown
 from megatron_cg.tools.bench.intervals import Interval, gaps, length, union
-from megatron_cg.tools.bench.spreads import FiguresError
+from megatron_cg.tools.bench.spreads import MetricsError
 from megatron_cg.tools.bench.timeline import RUNTIME, Event, Timeline
 
 LISTED = 15
@@ -68,17 +68,17 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
     return found
 
 
-def busy_figures(timeline: Timeline, steps: int) -> dict[str, Any]:
+def busy_metrics(timeline: Timeline, steps: int) -> dict[str, Any]:
     """Metrics of the GPU from a trace of that many steps; times in milliseconds per step.
 
     NCCL is exposed while its kernels run and no other kernel, copy or memset does. Metrics of the
     host's calls are left out if the trace has none.
 
-    Raises FiguresError if the trace has no GPU work.
+    Raises MetricsError if the trace has no GPU work.
     """
     busy = _union(timeline.device)
     if not busy:
-        raise FiguresError("there is no kernel in the trace: was it made on a GPU?")
+        raise MetricsError("there is no kernel in the trace: was it made on a GPU?")
     without = per_step(_union(event for event in timeline.device if not event.is_nccl), steps)
     found = find_gaps(timeline)
     return {

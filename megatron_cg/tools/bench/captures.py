@@ -38,7 +38,7 @@ class CaptureMeter:
         note: receives the metrics of each capture.
     """
 
-    def __init__(self, note: Callable[[Mapping[str, Any]], None] = lambda _figures: None) -> None:
+    def __init__(self, note: Callable[[Mapping[str, Any]], None] = lambda _metrics: None) -> None:
         self.note = note
         self._capturing = False
         self._warmup_began: float | None = None

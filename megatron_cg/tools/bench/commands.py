@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT, environment
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.bench.contenders import CONTENDERS, shared_words
+from megatron_cg.tools.bench.configurations import KNOWN, shared_words
 from megatron_cg.tools.bench.shapes import default_scopes, layer_count, parallel_words, with_layers
 from megatron_cg.tools.bench.windows import VARIABLE, Windows
 
@@ -21,7 +21,7 @@ CUTLASS_VARIABLE = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings shared by the baselines of a table."""
+    """The settings shared by the configurations of a table."""
 
     preset: Preset
     nproc: int
@@ -62,9 +62,9 @@ class Settings:
         }
 
 
-def script_words(settings: Settings, contender: str, data: Sequence[str]) -> list[str]:
+def script_words(settings: Settings, configuration: str, data: Sequence[str]) -> list[str]:
     """The script's own arguments, all of them Megatron's or this package's."""
-    one = CONTENDERS[contender]
+    one = KNOWN[configuration]
     words = [*settings.model.arguments()]
     words += shared_words(
         fsdp=one.fsdp, check_for_nan=settings.check_for_nan, rope_fusion=settings.rope_fusion
@@ -75,11 +75,11 @@ def script_words(settings: Settings, contender: str, data: Sequence[str]) -> lis
     return [*words, *settings.extra]
 
 
-def command(settings: Settings, contender: str, data: Sequence[str]) -> list[str]:
+def command(settings: Settings, configuration: str, data: Sequence[str]) -> list[str]:
     """The whole command line."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += ["--nproc-per-node", str(settings.nproc), "-m", "megatron_cg", str(SCRIPT)]
-    return [*words, *script_words(settings, contender, data)]
+    return [*words, *script_words(settings, configuration, data)]
 
 
 def run_environment(
@@ -88,14 +88,14 @@ def run_environment(
     *,
     root: Path,
     cudnn: Path | None,
-    figures: Path,
+    metrics: Path,
 ) -> dict[str, str]:
-    """The environment of a run that writes its metrics to ``figures``."""
+    """The environment of a run that writes its metrics to ``metrics``."""
     env = as_inherited(environment(inherited, root=root, cudnn=cudnn), inherited)
     env.pop(CUTLASS_VARIABLE, None)
     if settings.grouped_gemm == CUTLASS:
         env[CUTLASS_VARIABLE] = "1"
-    return env | {VARIABLE: settings.windows.variable(str(figures))}
+    return env | {VARIABLE: settings.windows.variable(str(metrics))}
 
 
 def as_inherited(env: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_cg.tools.bench.bench_schedule import of_all_rounds, slug
-from megatron_cg.tools.bench.figures import Figures, joined, step_median
-from megatron_cg.tools.bench.rounds import by_contender
+from megatron_cg.tools.bench.metrics import Metrics, joined, step_median
+from megatron_cg.tools.bench.rounds import by_configuration
 from megatron_cg.tools.bench.store import Result, newest
 
-COMPARED: dict[str, Callable[[Figures], float | None]] = {
+COMPARED: dict[str, Callable[[Metrics], float | None]] = {
     "step ms": step_median,
     "step / busy": lambda found: found.step_per_busy,
     "GPU busy ms": lambda found: found.busy,
@@ -29,7 +29,7 @@ class Change:
     """One metric of one run, old and new."""
 
     name: str
-    figure: str
+    metric: str
     old: float
     new: float
 
@@ -40,27 +40,27 @@ class Change:
 
 
 def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
-    """Every metric that both have, for baselines at the same point, over all rounds."""
+    """Every metric that both have, for configurations at the same point, over all rounds."""
     before = _by_name(old)
     changes = []
     for name, now in _by_name(new).items():
         if name not in before:
             continue
-        for figure, read in COMPARED.items():
+        for metric, read in COMPARED.items():
             was, is_now = read(before[name]), read(now)
             if was is not None and is_now is not None:
-                told = figure + _difference(figure, before[name], now)
+                told = metric + _difference(metric, before[name], now)
                 changes.append(Change(name, told, was, is_now))
     return changes
 
 
-def _difference(figure: str, old: Figures, new: Figures) -> str:
-    """Why an old and a new metric are not comparable. See Note [Which trace] in figures.py."""
-    if figure not in _OF_TRACE or old.device_alone == new.device_alone:
+def _difference(metric: str, old: Metrics, new: Metrics) -> str:
+    """Why an old and a new metric are not comparable. See Note [Which trace] in metrics.py."""
+    if metric not in _OF_TRACE or old.device_alone == new.device_alone:
         return ""
     return f" ({'old' if new.device_alone else 'new'}: traced with host events)"
 
 
-def _by_name(results: Sequence[Result]) -> dict[str, Figures]:
-    groups = by_contender(newest(results))
+def _by_name(results: Sequence[Result]) -> dict[str, Metrics]:
+    groups = by_configuration(newest(results))
     return {slug(of_all_rounds(rounds[0]["key"])): joined(rounds) for rounds in groups}

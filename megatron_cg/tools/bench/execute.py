@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import sys
 import time
@@ -17,10 +16,10 @@ from typing import Any
 from megatron_cg.tools.align.processes import Run, named_error
 from megatron_cg.tools.bench.bench_schedule import PlannedRun
 from megatron_cg.tools.bench.budget import Budget
-from megatron_cg.tools.bench.busy import busy_figures
-from megatron_cg.tools.bench.host_calls import host_calls
+from megatron_cg.tools.bench.busy import busy_metrics
 from megatron_cg.tools.bench.idle import analyse
-from megatron_cg.tools.bench.spreads import FiguresError
+from megatron_cg.tools.bench.sampling import SUFFIX
+from megatron_cg.tools.bench.spreads import MetricsError
 from megatron_cg.tools.bench.store import FAILED, LEFT_OUT, OK, Result
 from megatron_cg.tools.bench.timeline import Timeline, read_timeline
 from megatron_cg.tools.bench.windows import TRACED
@@ -46,7 +45,7 @@ class Options:
     """Seconds after which no further run is started."""
     keep_traces: bool = False
     samples: Path | None = None
-    """Directory for folded stacks."""
+    """Directory for sampling profiles."""
 
 
 Start = Callable[[PlannedRun, Path], Run]
@@ -105,7 +104,6 @@ def _result(run: PlannedRun, options: Options, facts: Mapping[str, Any]) -> Resu
         "ranks": [],
         "device_trace": None,
         "trace": None,
-        "host_calls": None,
         "notes": [],
     }
 
@@ -117,27 +115,27 @@ def _made(run: PlannedRun, start: Start, options: Options, facts: Mapping[str, A
     began = time.monotonic()
     try:
         process.start(options.timeout)
-        code = _wait(process, folder / "figures", run.settings.nproc, began + options.timeout)
+        code = _wait(process, folder / "metrics", run.settings.nproc, began + options.timeout)
     finally:
         process.stop()
     result["seconds"] = time.monotonic() - began
     result["command"] = shown_words(process.words)
     result["environment"] = shown_environment(process.env)
-    result["ranks"] = _ranks(folder / "figures")
+    result["ranks"] = _ranks(folder / "metrics")
     whole = bool(result["ranks"]) and all(rank["finished"] for rank in result["ranks"])
     if code == 0 and whole:
         result["status"] = OK
     else:
         text = process.text()
         named = process.overdue or named_error(text)
-        named = named or (f"exit code {code}" if code else "no figures were written")
+        named = named or (f"exit code {code}" if code else "no metrics were written")
         result |= {"error": named, "tail": text.splitlines()[-_TAIL:]}
-    _add_profile(result, folder / "figures", options)
+    _add_profile(result, folder / "metrics", options)
     print(f"{run.name}: {result['status']} after {result['seconds']:.0f} s", file=sys.stderr)
     return result
 
 
-def _wait(process: Run, figures: Path, ranks: int, deadline: float) -> int:
+def _wait(process: Run, metrics: Path, ranks: int, deadline: float) -> int:
     """The run's exit code; 0 if it wrote all its metrics but does not exit.
 
     A process with graphs and collectives may hang during teardown; that does not affect its
@@ -146,7 +144,7 @@ def _wait(process: Run, figures: Path, ranks: int, deadline: float) -> int:
     done_since: float | None = None
     while process.process is not None and process.process.poll() is None:
         now = time.monotonic()
-        found = _ranks(figures)
+        found = _ranks(metrics)
         if done_since is None and len(found) == ranks and all(rank["finished"] for rank in found):
             done_since = now
         if done_since is not None and now - done_since > GRACE:
@@ -185,10 +183,10 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 def _add_profile(result: Result, folder: Path, options: Options) -> None:
-    """Add the analysis of rank 0's traces and samples; a trace that cannot be read is noted."""
+    """Add the analysis of rank 0's traces; note its sampling profile and unreadable traces."""
     first = result["ranks"][0] if result["ranks"] else {}
     kinds: list[tuple[str, str, Read]] = [
-        (TRACED, "device_trace", busy_figures),
+        (TRACED, "device_trace", busy_metrics),
         ("profiled", "trace", analyse),
     ]
     for kind, name, read in kinds:
@@ -196,19 +194,26 @@ def _add_profile(result: Result, folder: Path, options: Options) -> None:
             trace = folder / window["trace"]
             try:
                 result[name] = read(read_timeline(trace), window["steps"])
-            except FiguresError as error:
+            except MetricsError as error:
                 result["notes"].append(str(error))
             _put_away(trace, keep=options.keep_traces)
     if sampled := first.get("sampled"):
-        stacks = folder / sampled["file"]
+        profile = folder / sampled["file"]
         if sampled["note"]:
             result["notes"].append(f"samples: {sampled['note']}")
-        if stacks.exists():
-            lines = stacks.read_text(encoding="utf-8", errors="replace").splitlines()
-            result["host_calls"] = host_calls(lines, sampled)
-            if options.samples is not None:
-                options.samples.mkdir(parents=True, exist_ok=True)
-                shutil.copy(stacks, options.samples / f"{os.path.basename(folder.parent)}.folded")
+        if profile.exists() and options.samples is not None:
+            options.samples.mkdir(parents=True, exist_ok=True)
+            kept = options.samples / f"{folder.parent.name}{SUFFIX}"
+            shutil.copy(profile, kept)
+            result["notes"].append(_sampled(sampled, kept))
+
+
+def _sampled(facts: Mapping[str, Any], file: Path) -> str:
+    lost = f", {facts['lost']:,} samples lost" if facts["lost"] else ""
+    return (
+        f"a sampling profile of {facts['steps']} steps of {facts['step_ms']:,.1f} ms{lost} is in "
+        f"{file.parent.name}/{file.name}: open it in https://www.speedscope.app"
+    )
 
 
 def _put_away(trace: Path, *, keep: bool) -> None:

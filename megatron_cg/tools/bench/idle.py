@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_cg.tools.bench.busy import LISTED, Gap, busy_figures, find_gaps, longest
+from megatron_cg.tools.bench.busy import LISTED, Gap, busy_metrics, find_gaps, longest
 from megatron_cg.tools.bench.hostwork import OUTSIDE, Caller, HostWork
 from megatron_cg.tools.bench.intervals import Interval, common, length
 from megatron_cg.tools.bench.timeline import Thread, Timeline
@@ -29,15 +29,15 @@ def analyse(timeline: Timeline, steps: int) -> dict[str, Any]:
     """The analysis of a trace with host events over ``steps`` steps; times in ms per step.
 
     Its metrics of the GPU are those of a slowed host: see Note [Two traces] in
-    :mod:`megatron_cg.tools.bench.busy`. Raises FiguresError if the trace has no GPU work.
+    :mod:`megatron_cg.tools.bench.busy`. Raises MetricsError if the trace has no GPU work.
     """
-    figures = busy_figures(timeline, steps)
+    metrics = busy_metrics(timeline, steps)
     found = find_gaps(timeline)
     work = {thread: HostWork(events) for thread, events in timeline.host.items()}
     names = _thread_names(timeline)
     waits = [(gap.start, gap.end) for gap in found]
     return {
-        **figures,
+        **metrics,
         "idle_by_host_work": _meanwhile(waits, work, names, steps),
         **_ended(found, work, names, steps),
     }

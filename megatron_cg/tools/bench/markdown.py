@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from megatron_cg.tools.bench.ablation import ablation_lines
 from megatron_cg.tools.bench.bench_machine import described
 from megatron_cg.tools.bench.bench_schedule import round_of
 from megatron_cg.tools.bench.comparing import Change
-from megatron_cg.tools.bench.contenders import CONTENDERS
-from megatron_cg.tools.bench.figures import Row, tables
+from megatron_cg.tools.bench.configurations import ABLATIONS, KNOWN
 from megatron_cg.tools.bench.grids import NONE, grid, number
-from megatron_cg.tools.bench.host_calls_text import sampled_block, sampled_heading
+from megatron_cg.tools.bench.metrics import Row, tables
+from megatron_cg.tools.bench.overheads import overhead_lines
 from megatron_cg.tools.bench.rounds_text import (
     ELSEWHERE,
     against_lines,
@@ -26,7 +26,7 @@ from megatron_cg.tools.bench.scaling import Trend
 from megatron_cg.tools.bench.store import Result
 
 _STEP = (
-    "contender",
+    "configuration",
     "step ms, median",
     "IQR",
     "least to most",
@@ -58,7 +58,7 @@ _WITH_HOST = (
     "much longer than in the timed steps, and NCCL overlap less."
 )
 _MEMORY = (
-    "contender",
+    "configuration",
     "peak allocated MiB",
     "/ fsdp-eager",
     "peak reserved MiB",
@@ -80,11 +80,14 @@ def as_markdown(
     lines = ["# megatron-cg bench", ""]
     for heading, rows in _headed(results):
         lines += [f"## {heading}", "", *_notes(rows)]
-        lines += [*_step_lines(rows), "", *_step_notes(rows), *against_lines(rows)]
+        usual = [row for row in rows if row.name not in ABLATIONS]
+        lines += [*_step_lines(rows), "", *_step_notes(rows), *against_lines(usual)]
         lines += [*grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
-        lines += _phase_lines(rows)
-        lines += _idle_lines(rows)
-        lines += _sample_lines(rows)
+        lines += ablation_lines(rows)
+        lines += _phase_lines(usual)
+        lines += overhead_lines(usual)
+        lines += _idle_lines(usual)
+
         lines += failure_lines(rows)
     lines += _trend_lines(trends)
     lines += _change_lines(changes)
@@ -93,10 +96,11 @@ def as_markdown(
 
 
 def _headed(results: Sequence[Result]) -> list[tuple[str, list[Row]]]:
-    return [(_heading(rows[0].result), rows) for rows in tables(results)]
+    return [(heading(rows[0].result), rows) for rows in tables(results)]
 
 
-def _heading(result: Result) -> str:
+def heading(result: Result) -> str:
+    """The shape and size of a table."""
     key = result["key"]
     size = f"{key['layers']} layers, {key['microbatches']} microbatches, {key['nproc']} processes"
     gemm = f", grouped GEMM {key['grouped_gemm']}"
@@ -139,14 +143,14 @@ def _step_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _step_cells(row: Row) -> list[str]:
-    found, step = row.figures, row.figures.step
+    found, step = row.metrics, row.metrics.step
     return [
         status_label(row),
         number(step.median if step else None),
         number(step.between if step else None, ",.2f"),
         f"{step.least:,.1f} to {step.most:,.1f}" if step else NONE,
         number(found.later_per_earlier, ".2f"),
-        ratio_cell(row.step_ratio(row.base)),
+        ratio_cell(row.step_ratio(row.baseline)),
         _traced(row, found.busy),
         _traced(row, found.busy_without_nccl),
         _traced(row, found.exposed_nccl),
@@ -160,22 +164,22 @@ def _step_cells(row: Row) -> list[str]:
 
 
 def _traced(row: Row, value: float | None, form: str = ",.1f") -> str:
-    mark = "" if row.figures.device_alone or value is None else WITH_HOST
+    mark = "" if row.metrics.device_alone or value is None else WITH_HOST
     return number(value, form) + mark
 
 
 def _step_notes(rows: Sequence[Row]) -> list[str]:
     """Notes on which steps the metrics cover."""
-    alone = {row.figures.device_alone for row in rows if row.figures.busy is not None}
-    lines = [_HALVES] if any(row.figures.later_per_earlier for row in rows) else []
+    alone = {row.metrics.device_alone for row in rows if row.metrics.busy is not None}
+    lines = [_HALVES] if any(row.metrics.later_per_earlier for row in rows) else []
     lines += [_TRACED] if True in alone else []
     lines += [_WITH_HOST] if False in alone else []
     return [line for words in lines for line in (words, "")]
 
 
 def _memory_cells(row: Row) -> list[str]:
-    found = row.figures
-    eager_peak = row.base.figures.peak_allocated if row.base else None
+    found = row.metrics
+    eager_peak = row.baseline.metrics.peak_allocated if row.baseline else None
     in_capture = found.capture_peak / eager_peak if found.capture_peak and eager_peak else None
     return [
         status_label(row),
@@ -194,7 +198,7 @@ def _memory_cells(row: Row) -> list[str]:
 
 
 def _phase_lines(rows: Sequence[Row]) -> list[str]:
-    """Host time by phase, from each baseline's own window of probed steps, rank 0."""
+    """Host time by phase, from each configuration's own window of probed steps, rank 0."""
     probed = {row.name: row.result["ranks"][0].get("probed") for row in _measured(rows)}
     probed = {name: found for name, found in probed.items() if found}
     if not probed:
@@ -245,29 +249,6 @@ def _idle_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _sample_lines(rows: Sequence[Row]) -> list[str]:
-    lines: list[str] = []
-    for row in _measured(rows):
-        found = row.result.get("host_calls")
-        if found:
-            lines += [f"{row.name}, {sampled_heading(found)}:", ""]
-            lines += ["```text", *sampled_block(found), "```", ""]
-        # Only results of an earlier version have this.
-        samples = row.result.get("samples")
-        if samples:
-            body = [
-                [f"{s['function'][:90]} [{s['thread']}]".replace("|", "\\|"), *_shares(s)]
-                for s in samples[:20]
-            ]
-            lines += [f"{row.name}, sampled:", ""]
-            lines += [*grid(["function [thread]", "on the stack", "innermost"], body), ""]
-    return lines
-
-
-def _shares(sample: dict[str, Any]) -> list[str]:
-    return [format(sample["share"], ".1%"), format(sample["own"], ".1%")]
-
-
 def _measured(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.result["ranks"]]
 
@@ -277,7 +258,7 @@ def _trend_lines(trends: Sequence[Trend]) -> list[str]:
         return []
     body = [
         [
-            f"{trend.shape}, {trend.contender}, {trend.figure} ({trend.unit})",
+            f"{trend.shape}, {trend.configuration}, {trend.metric} ({trend.unit})",
             trend.dimension,
             ", ".join(f"{x:g}: {y:,.1f}" for x, y in trend.points),
             number(trend.line.offset, ",.2f"),
@@ -286,7 +267,7 @@ def _trend_lines(trends: Sequence[Trend]) -> list[str]:
         ]
         for trend in trends
     ]
-    columns = ["figure", "by", "measured", "at 0", "for each", "farthest from the line"]
+    columns = ["metric", "by", "measured", "at 0", "for each", "farthest from the line"]
     return ["## Scaling", "", *grid(columns, body), ""]
 
 
@@ -295,14 +276,14 @@ def _change_lines(changes: Sequence[Change]) -> list[str]:
         return []
     body = [
         [
-            f"{change.name}: {change.figure}",
+            f"{change.name}: {change.metric}",
             number(change.old, ",.2f"),
             number(change.new, ",.2f"),
             number(change.ratio, ".3f"),
         ]
         for change in changes
     ]
-    return ["## Compared", "", *grid(["figure", "old", "new", "old / new"], body), ""]
+    return ["## Compared", "", *grid(["metric", "old", "new", "old / new"], body), ""]
 
 
 def _run_lines(results: Sequence[Result]) -> list[str]:
@@ -324,8 +305,10 @@ def _run_lines(results: Sequence[Result]) -> list[str]:
     rounds = ["round"] if several else []
     columns = ["run", "grouped GEMM", *rounds, "made in", "began", "seconds", "status"]
     lines = ["## Runs", "", "Runs with the same letter were made in one invocation.", ""]
-    lines += [*grid(columns, body), "", "Contenders:", ""]
-    return [*lines, *(f"- `{one.name}`: {one.description}" for one in CONTENDERS.values())]
+    lines += [*grid(columns, body), "", "Configurations:", ""]
+    names = {result["key"]["contender"] for result in results}
+    shown = (one for name, one in KNOWN.items() if name in names)
+    return [*lines, *(f"- `{one.name}`: {one.description}" for one in shown)]
 
 
 def _letter(index: int) -> str:

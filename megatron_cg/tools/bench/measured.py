@@ -1,14 +1,15 @@
 """The example script with measured steps; the benchmark makes the launcher run it.
 
 Relied on: megatron-core 0.19.2, ``megatron.training.training``: ``train``, a global that
-``pretrain`` calls, and ``train_step``, one that ``train`` calls.
+``pretrain`` calls, and ``train_step``, one that ``train`` calls with the model's chunks as the
+third argument and the optimizer as the fourth.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from megatron_cg.tools.align.run import example_script
 from megatron_cg.tools.bench.captures import CaptureMeter
+from megatron_cg.tools.bench.chosen_parts import EagerFastPath, given_parts
 from megatron_cg.tools.bench.measurement import Measurement
 from megatron_cg.tools.bench.windows import Windows, given
 from megatron_cg.upstream.patch import put_over
@@ -25,8 +27,14 @@ _MODULE = "megatron.training.training"
 
 
 @contextmanager
-def measuring(windows: Windows, directory: Path) -> Iterator[None]:
-    """Measure every ``train`` in the block. Raises UpstreamChangedError if it is missing."""
+def measuring(windows: Windows, directory: Path, parts: Sequence[str] = ()) -> Iterator[None]:
+    """Measure every ``train`` in the block. Raises UpstreamChangedError if it is missing.
+
+    Args:
+        windows: which steps are measured, and how.
+        directory: where the metrics go.
+        parts: of the fast path, for an eager run.
+    """
     module = lookup("megatron-core", _MODULE, "Megatron's training loop")
     train = lookup("megatron-core", f"{_MODULE}:train", "Megatron's training loop")
 
@@ -35,9 +43,11 @@ def measuring(windows: Windows, directory: Path) -> Iterator[None]:
         meter = CaptureMeter()
         measurement = Measurement(windows, directory, meter.counts)
         meter.note = measurement.captured
+        fast_path = EagerFastPath(parts, windows.warmup)
         # Patched last, so that our step encloses all other patches of Megatron's.
         with ExitStack() as undo:
-            undo.callback(put_over(module, "train_step", _step(module, measurement)))
+            undo.callback(put_over(module, "train_step", _step(module, measurement, fast_path)))
+            undo.callback(fast_path.close)
             undo.enter_context(meter.installed())
             try:
                 result = train(*args, **kwargs)
@@ -55,11 +65,13 @@ def measuring(windows: Windows, directory: Path) -> Iterator[None]:
         undo()
 
 
-def _step(module: Any, measurement: Measurement) -> Callable[..., Any]:
+def _step(module: Any, measurement: Measurement, fast_path: EagerFastPath) -> Callable[..., Any]:
     old = module.train_step
 
     @wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
+        # The third and fourth arguments are the model's chunks and the optimizer.
+        fast_path.before_step(lambda: (args[2][0], [args[3]]))
         measurement.before_step()
         result = old(*args, **kwargs)
         measurement.after_step(result[0].get("lm loss"))
@@ -75,7 +87,7 @@ def main() -> None:
     with suppress(ValueError):
         sys.path.remove(str(Path(__file__).resolve().parent))
     windows, directory = given()
-    with measuring(windows, Path(directory)):
+    with measuring(windows, Path(directory), given_parts()):
         runpy.run_path(str(example_script()), run_name="__main__")
 
 

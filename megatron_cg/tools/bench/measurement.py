@@ -17,7 +17,7 @@ from megatron_cg.files import write_text
 from megatron_cg.tools.bench.device import accelerator, memory, reset_peaks, synchronize
 from megatron_cg.tools.bench.hostwork import PREFIX
 from megatron_cg.tools.bench.idle import STEPS
-from megatron_cg.tools.bench.sampling import sampling
+from megatron_cg.tools.bench.sampling import SUFFIX, PySpy
 from megatron_cg.tools.bench.trace_phases import find_phases
 from megatron_cg.tools.bench.watching import PhaseRanges, PhaseTimes, watching
 from megatron_cg.tools.bench.windows import TRACED, Windows
@@ -106,9 +106,9 @@ class Measurement:
         self.data["error"] = f"{type(error).__name__}: {error}"
         self.write()
 
-    def captured(self, figures: Mapping[str, Any]) -> None:
+    def captured(self, metrics: Mapping[str, Any]) -> None:
         """Record one capture and the number of steps before it."""
-        self.data["captures"].append({"after_step": self._step, **figures})
+        self.data["captures"].append({"after_step": self._step, **metrics})
 
     def write(self) -> None:
         """Write ``rank<N>.json``; a reader never sees a partial file."""
@@ -121,7 +121,7 @@ class Measurement:
             "probed": Probed,
         }
         if self._rank == 0:
-            path, native = self._directory / "samples.folded", self._native
+            path, native = self._directory / f"samples{SUFFIX}", self._native
             make["sampled"] = lambda: Sampled(path, native=native)
             if torch.cuda.is_available():
                 alone, whole = (self._directory / name for name in TRACES)
@@ -213,7 +213,7 @@ class Sampled:
 
     def __init__(self, path: Path, *, native: bool = False) -> None:
         self._steps = 0
-        self._sampler = sampling(path, native=native)
+        self._sampler = PySpy(path, native=native)
         self._began = time.perf_counter()
 
     def begin_step(self) -> None:

@@ -1,15 +1,15 @@
-"""Compares baselines that were run in several rounds. Pure.
+"""Compares configurations that were run in several rounds. Pure.
 
 Note [Ratios within a round]
-    The same baseline has shown medians 15% apart within minutes on one machine, because its
-    processors drift. So step times are compared only within a round, where baselines run closely
-    one after the other. Every other round has the reverse order, so a steady drift favours each of
-    them in turn. It cancels in an even number of rounds, because their median is the mean of the
-    two middle values. The median is reported with the smallest and the largest ratio. If 1 is
-    between those, neither baseline was faster in all rounds.
+    The same configuration has shown medians 15% apart within minutes on one machine, because its
+    processors drift. So step times are compared only within a round, where configurations run
+    closely one after the other. Every other round has the reverse order, so a steady drift favours
+    each of them in turn. It cancels in an even number of rounds, because their median is the mean
+    of the two middle values. The median is reported with the smallest and the largest ratio. If 1
+    is between those, neither configuration was faster in all rounds.
 
-    If the budget or a failure ended a round, the round still counts for any two baselines that it
-    measured.
+    If the budget or a failure ended a round, the round still counts for any two configurations
+    that it measured.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Round = tuple[str, int]
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of one baseline's step time to another's."""
+    """The ratio of one configuration's step time to another's."""
 
     median: float
     least: float
     most: float
     rounds: int
-    """The number of rounds; 0 for baselines that were not run side by side."""
+    """The number of rounds; 0 for configurations that were not run side by side."""
 
     @property
     def side_by_side(self) -> bool:
@@ -44,8 +44,8 @@ class Ratio:
         return self.rounds > 0
 
 
-def by_contender(results: Sequence[Result]) -> list[list[Result]]:
-    """The rounds of each baseline at each point, in order."""
+def by_configuration(results: Sequence[Result]) -> list[list[Result]]:
+    """The rounds of each configuration at each point, in order."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(slug(of_all_rounds(result["key"])), []).append(result)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_cg.tools.bench.bench_schedule import round_of
-from megatron_cg.tools.bench.figures import Row
 from megatron_cg.tools.bench.grids import NONE, grid, number
+from megatron_cg.tools.bench.metrics import Row
 from megatron_cg.tools.bench.rounds import Ratio
 from megatron_cg.tools.bench.store import OK, Result
 
@@ -20,13 +20,13 @@ _ONE_ROUND = (
 
 
 def in_several_rounds(rows: Sequence[Row]) -> bool:
-    """Whether a baseline of this table has, or should have, more than one run."""
+    """Whether a configuration of this table has, or should have, more than one run."""
     return any(len(row.rounds) > 1 for row in rows)
 
 
 def medians_cell(row: Row) -> str:
     """The median step time of each round."""
-    return ", ".join(number(median) for median in row.figures.medians) or NONE
+    return ", ".join(number(median) for median in row.metrics.medians) or NONE
 
 
 def ratio_cell(found: Ratio | None) -> str:
@@ -41,14 +41,14 @@ def ratio_cell(found: Ratio | None) -> str:
 
 def has_ratios_from_elsewhere(rows: Sequence[Row]) -> bool:
     """Whether this table has a ratio of runs that were not made side by side."""
-    if any(row.base is not None and not row.same_invocation for row in rows):
+    if any(row.baseline is not None and not row.same_invocation for row in rows):
         return True
     timed = _timed(rows)
     return _is_shown(rows) and len({row.result["invocation"] for row in timed}) > 1
 
 
 def against_lines(rows: Sequence[Row]) -> list[str]:
-    """Every baseline against every other, if that says more than the table of steps."""
+    """Every configuration against every other, if that says more than the table of steps."""
     if not _is_shown(rows):
         return []
     timed = _timed(rows)
@@ -69,7 +69,7 @@ def against_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def status_label(row: Row) -> str:
-    """The baseline, with its errors and their rounds."""
+    """The configuration, with its errors and their rounds."""
     wrong = [f"{status}{where}" for status, _, where in _troubles(row)]
     return f"{row.name} ({'; '.join(dict.fromkeys(wrong))})" if wrong else row.name
 
@@ -88,11 +88,11 @@ def failure_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.figures.step]
+    return [row for row in rows if row.metrics.step]
 
 
 def _is_shown(rows: Sequence[Row]) -> bool:
-    """Two baselines of one round are in the table of steps already."""
+    """Two configurations of one round are in the table of steps already."""
     return len(_timed(rows)) > (1 if in_several_rounds(rows) else 2)
 
 

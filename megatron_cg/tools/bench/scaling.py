@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cg.tools.bench.bench_schedule import of_all_rounds
-from megatron_cg.tools.bench.figures import Figures, joined, step_median
-from megatron_cg.tools.bench.rounds import by_contender
+from megatron_cg.tools.bench.metrics import Metrics, joined, step_median
+from megatron_cg.tools.bench.rounds import by_configuration
 from megatron_cg.tools.bench.spreads import Line, fit
 from megatron_cg.tools.bench.store import Result
 
-GROWING: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
+GROWING: dict[str, tuple[str, Callable[[Metrics], float | None]]] = {
     "step": ("ms", step_median),
     "capture": ("s", lambda found: found.capture_seconds),
     "capture without warmup": ("s", lambda found: found.capture_without_warmup),
@@ -23,13 +23,13 @@ GROWING: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
 
 @dataclass(frozen=True)
 class Trend:
-    """One metric of one baseline over the values of one dimension, with a fitted line."""
+    """One metric of one configuration over the values of one dimension, with a fitted line."""
 
     shape: str
     grouped_gemm: str
-    contender: str
+    configuration: str
     dimension: str
-    figure: str
+    metric: str
     unit: str
     points: tuple[tuple[float, float], ...]
     line: Line
@@ -38,24 +38,24 @@ class Trend:
 def trends(results: Sequence[Result]) -> list[Trend]:
     """A trend per measured metric, for every scaling run with two or more points."""
     groups: dict[tuple[Any, ...], list[list[Result]]] = {}
-    for rounds in by_contender(results):
+    for rounds in by_configuration(results):
         key = of_all_rounds(rounds[0]["key"])
         if key["dimension"]:
             others = [v for name, v in key.items() if name not in (key["dimension"], "contender")]
             groups.setdefault((*others, key["contender"]), []).append(rounds)
     found = []
     for group in groups.values():
-        for figure, (unit, read) in GROWING.items():
+        for metric, (unit, read) in GROWING.items():
             points = _points(group, read)
             if len({x for x, _ in points}) > 1:
                 key = group[0][0]["key"]
                 names = (key["shape"], key["grouped_gemm"], key["contender"], key["dimension"])
-                found.append(Trend(*names, figure, unit, points, fit(points)))
+                found.append(Trend(*names, metric, unit, points, fit(points)))
     return found
 
 
 def _points(
-    group: Sequence[Sequence[Result]], read: Callable[[Figures], float | None]
+    group: Sequence[Sequence[Result]], read: Callable[[Metrics], float | None]
 ) -> tuple[tuple[float, float], ...]:
     keys = [rounds[0]["key"] for rounds in group]
     sizes = [float(key[key["dimension"]]) for key in keys]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_cg.errors import MegatronCGError
@@ -75,8 +74,3 @@ def parallel_words(preset: Preset, nproc: int, microbatches: int) -> list[str]:
     if is_moe(preset) and nproc % 2 == 0:
         words += ["--expert-model-parallel-size", "2"]
     return words
-
-
-def described(flags: Mapping[str, Flag], names: Sequence[str]) -> str:
-    """The flags that describe a model, for a table's heading."""
-    return ", ".join(f"{name} {flags[name]}" for name in names if name in flags)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_cg.errors import MegatronCGError
 
 
-class FiguresError(MegatronCGError):
+class MetricsError(MegatronCGError):
     """The measurements do not contain what was requested."""
 
 
@@ -33,9 +33,9 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The spread of one or more values. Raises FiguresError if there is none."""
+    """The spread of one or more values. Raises MetricsError if there is none."""
     if not values:
-        raise FiguresError("there is no value to take a median of.")
+        raise MetricsError("there is no value to take a median of.")
     if len(values) == 1:
         return Spread(1, *([values[0]] * 5))
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -57,10 +57,10 @@ class Line:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Line:
-    """The line through two or more points. Raises FiguresError if all have the same x."""
+    """The line through two or more points. Raises MetricsError if all have the same x."""
     xs = [x for x, _ in points]
     if len(set(xs)) < 2:
-        raise FiguresError("a line needs points at two places at least.")
+        raise MetricsError("a line needs points at two places at least.")
     slope, offset = statistics.linear_regression(xs, [y for _, y in points])
     line = Line(offset, slope, 0.0)
     away = [abs(line.at(x) - y) / abs(y) if y else abs(line.at(x)) for x, y in points]

@@ -15,14 +15,15 @@ from megatron_cg.tools.align.run import gpu_count, torch_cudnn
 from megatron_cg.tools.align.tape import tape_shape
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.bench_schedule import PlannedRun, ScheduleError
+from megatron_cg.tools.bench.chosen_parts import variable
 from megatron_cg.tools.bench.commands import command, run_environment
-from megatron_cg.tools.bench.contenders import CONTENDERS
+from megatron_cg.tools.bench.configurations import KNOWN
 from megatron_cg.tools.bench.execute import Start
 from megatron_cg.tools.bench.shapes import is_hybrid
 from megatron_cg.tools.bench.windows import VARIABLE
 
 _ROOT = Path(__file__).resolve().parents[3]
-FIGURES = "figures"
+METRICS = "metrics"
 """The folder of the ranks' metrics, inside the run's folder."""
 
 
@@ -30,10 +31,12 @@ def on_gpus(data: TokenStream) -> Start:
     """Starts runs of the example script under torchrun; all runs share one sample index."""
 
     def start(run: PlannedRun, folder: Path) -> Run:
-        words = command(run.settings, run.contender, data.flags(data.prefix.parent / "cache"))
+        words = command(run.settings, run.configuration, data.flags(data.prefix.parent / "cache"))
         env = run_environment(
-            run.settings, os.environ, root=_ROOT, cudnn=torch_cudnn(), figures=folder / FIGURES
+            run.settings, os.environ, root=_ROOT, cudnn=torch_cudnn(), metrics=folder / METRICS
         )
+        if KNOWN[run.configuration].graphs == "none":
+            env |= variable(KNOWN[run.configuration].parts)
         return Run(run.name, words, env, folder)
 
     return start
@@ -50,12 +53,11 @@ def refused_on_gpus(run: PlannedRun) -> str:
 
 def check_for_tape(run: PlannedRun) -> None:
     """Raises ScheduleError or LaunchError for what the CPU's training loop does not support."""
-    settings, contender = run.settings, CONTENDERS[run.contender]
+    settings, configuration = run.settings, KNOWN[run.configuration]
     shape = tape_shape(settings.preset)
     asked = {
-        f"the contender {run.contender}": not contender.fsdp
-        or contender.graphs == "full"
-        or bool(contender.extra),
+        f"the configuration {run.configuration}": not configuration.fsdp
+        or configuration.graphs == "full",
         f"{settings.microbatches} microbatches": settings.microbatches != 1,
         f"{settings.layers} layers": settings.layers not in (None, shape.layers),
         f"grouped GEMM {settings.grouped_gemm}": settings.grouped_gemm != "default",
@@ -74,7 +76,7 @@ def on_tape(data: TokenStream) -> Start:
     """Starts runs of the preset's small shape on the CPU, connected by gloo."""
 
     def start(run: PlannedRun, folder: Path) -> Run:
-        settings = run.settings
+        settings, configuration = run.settings, KNOWN[run.configuration]
         shape = tape_shape(settings.preset)
         plan = {
             "shape": asdict(shape) | {"scopes": list(settings.chosen_scopes)},
@@ -82,11 +84,12 @@ def on_tape(data: TokenStream) -> Start:
             "warmup_steps": settings.windows.warmup,
             "processes": settings.nproc,
             "tokens": str(data.prefix),
-            "graphs": CONTENDERS[run.contender].graphs == "partial",
+            "graphs": configuration.graphs == "partial",
         }
         env = environment(os.environ, root=_ROOT, cudnn=None) | {
             "CUDA_VISIBLE_DEVICES": "",
-            VARIABLE: settings.windows.variable(str(folder / FIGURES)),
+            VARIABLE: settings.windows.variable(str(folder / METRICS)),
+            **variable(configuration.parts),
         }
         words = [sys.executable, "-m", "megatron_cg.tools.bench.tape_measured"]
         words += [json.dumps(plan), str(folder / "record")]

@@ -43,14 +43,14 @@ def kept(directory: Path) -> list[Result]:
 def newest(results: Iterable[Result]) -> list[Result]:
     """One result for each key, the one started last, in the order of their starts.
 
-    A skipped run never replaces one that was made. All rounds of a baseline come from one
+    A skipped run never replaces one that was made. All rounds of a configuration come from one
     invocation, its newest, because the code or the settings may have changed since.
     """
-    contenders: dict[str, list[Result]] = {}
+    configurations: dict[str, list[Result]] = {}
     for result in results:
-        contenders.setdefault(slug(of_all_rounds(result["key"])), []).append(result)
+        configurations.setdefault(slug(of_all_rounds(result["key"])), []).append(result)
     found: list[Result] = []
-    for group in contenders.values():
+    for group in configurations.values():
         group.sort(key=_order)
         last = group[-1]["invocation"]
         by_round = {round_of(r["key"]): r for r in group if r["invocation"] == last}

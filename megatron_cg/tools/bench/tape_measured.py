@@ -37,18 +37,23 @@ def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:
 
 def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
     from megatron_cg.tools.bench.captures import CaptureMeter
+    from megatron_cg.tools.bench.chosen_parts import EagerFastPath, given_parts
     from megatron_cg.tools.bench.measurement import Measurement
     from megatron_cg.tools.bench.windows import given
     from megatron_cg.tools.cpu.voting import VotingTrainer, train
 
     windows, directory = given()
+    parts = given_parts()
     meter = CaptureMeter()
     measurement = Measurement(windows, Path(directory), meter.counts)
     meter.note = measurement.captured
+    fast_path = EagerFastPath(parts, windows.warmup)
 
     def measured_step(old: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(old)
         def step(trainer: Any) -> Any:
+            if not trainer.plan.graphs:
+                fast_path.before_step(lambda: (trainer.model, ()))
             measurement.before_step()
             result = old(trainer)
             measurement.after_step(result[0])
@@ -66,11 +71,14 @@ def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
         return start
 
     with ExitStack() as undo:
+        capture = partial(VotingTrainer.capture, fast_path=parts)
+        undo.callback(put_over(VotingTrainer, "capture", capture))
         undo.callback(put_over(VotingTrainer, "step", measured_step(VotingTrainer.step)))
         undo.callback(put_over(VotingTrainer, "start", measured_start(VotingTrainer.start)))
         for plan, record in jobs:
             train(plan, record)
         measurement.close()
+        fast_path.close()
 
 
 if __name__ == "__main__":

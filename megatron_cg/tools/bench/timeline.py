@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.tools.bench.spreads import FiguresError
+from megatron_cg.tools.bench.spreads import MetricsError
 
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
@@ -56,22 +56,22 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """The timeline in a trace file, gzipped or not. Raises FiguresError for anything else."""
+    """The timeline in a trace file, gzipped or not. Raises MetricsError for anything else."""
     try:
         text = path.read_bytes()
         if path.suffix == ".gz":
             text = gzip.decompress(text)
         trace = json.loads(text)
     except (OSError, ValueError) as error:
-        raise FiguresError(f"{path} is not a trace that can be read: {error}") from error
+        raise MetricsError(f"{path} is not a trace that can be read: {error}") from error
     return parse_timeline(trace)
 
 
 def parse_timeline(trace: Mapping[str, Any]) -> Timeline:
-    """The timeline of a trace in Chrome's format. Raises FiguresError if it has none."""
+    """The timeline of a trace in Chrome's format. Raises MetricsError if it has none."""
     events = trace.get("traceEvents") if isinstance(trace, Mapping) else None
     if not isinstance(events, list):
-        raise FiguresError("the trace has no list traceEvents: it is not from torch.profiler.")
+        raise MetricsError("the trace has no list traceEvents: it is not from torch.profiler.")
     timeline = Timeline()
     for raw in events:
         category = raw.get("cat")

@@ -46,6 +46,19 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         f"{_FAST}.optimizer.clip:LocalClip.__call__",
     ),
     "optimizer step: start_param_sync": (f"{_FSDP}.megatron_fsdp:MegatronFSDP.start_param_sync",),
+    "exchange of parameters": (
+        f"{_FSDP}.megatron_fsdp:MegatronFSDP._replace_param_with_distributed_if_needed",
+        f"{_FSDP}.megatron_fsdp:MegatronFSDP._replace_param_with_raw_if_needed",
+        f"{_FAST}.params.swap:_exchange/exchange",
+    ),
+    "main gradients": (
+        f"{_BUFFER}:ParamAndGradBuffer.update_main_grads",
+        f"{_FAST}.optimizer.main_weights:_GradientTable.__call__",
+    ),
+    "main weights": (
+        f"{_BUFFER}:ParamAndGradBuffer.copy_main_weights_to_model_weights",
+        f"{_FAST}.optimizer.main_weights:_WeightTable.__call__",
+    ),
     "zero gradients": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.zero_grad_buffer",
         f"{_FAST}.optimizer.zero:install_zero/zero_grad_buffer",
@@ -87,10 +100,16 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         "megatron_cg.replay.guard:Guard.broken",
         "megatron_cg.replay.guard:Guard.broken_in_backward",
     ),
+    "guard: around a replay": (
+        "megatron_cg.replay.guard.inputs:Inputs.copied",
+        "megatron_cg.replay.guarded_graph:GuardedGraph._guard_backward",
+    ),
     "votes": (
         "megatron_cg.consensus.boundary:Boundary.before_step",
         "megatron_cg.consensus.boundary:Boundary.after_step",
     ),
+    "votes: post": ("megatron_cg.consensus.exchange:Agreement.post",),
+    "votes: wait": ("megatron_cg.consensus.exchange:Agreement.collect",),
     "log": ("megatron.training.training:training_log",),
 }
 """Functions as ``module:Class.function``, nested ones after a slash."""

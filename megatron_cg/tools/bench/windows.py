@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from megatron_cg.tools.bench.spreads import FiguresError
+from megatron_cg.tools.bench.spreads import MetricsError
 
 VARIABLE = "MEGATRON_CG_BENCH"
 """The environment variable that tells a run its windows and the directory of its metrics."""
@@ -35,9 +35,9 @@ class Windows:
     """Not a number of steps: whether the sampling profile has native frames."""
 
     def __post_init__(self) -> None:
-        """Raises FiguresError if no step would be timed."""
+        """Raises MetricsError if no step would be timed."""
         if self.timed < 1:
-            raise FiguresError("there must be one timed step at least: give more --timed-steps.")
+            raise MetricsError("there must be one timed step at least: give more --timed-steps.")
 
     @property
     def steps(self) -> int:
@@ -71,7 +71,7 @@ class Windows:
 def given(environment: Mapping[str, str] = os.environ) -> tuple[Windows, str]:
     """The windows and the directory that this run was started with.
 
-    Raises FiguresError if ``VARIABLE`` is not set or not in the format of :meth:`Windows.variable`.
+    Raises MetricsError if ``VARIABLE`` is not set or not in the format of :meth:`Windows.variable`.
     """
     counts, _, directory = environment.get(VARIABLE, "").partition(":")
     try:
@@ -81,6 +81,6 @@ def given(environment: Mapping[str, str] = os.environ) -> tuple[Windows, str]:
         found: dict[str, Any] = {name: int(count) for name, count in pairs}
         return Windows(**found | {"native": bool(found.get("native"))}), directory
     except (TypeError, ValueError) as error:
-        raise FiguresError(
+        raise MetricsError(
             f"{VARIABLE} does not say what to measure: start this run by megatron-cg bench."
         ) from error

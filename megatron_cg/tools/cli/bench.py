@@ -1,10 +1,10 @@
-"""Measure what graphs save, side by side with what else people would run.
+"""Measure what graphs save against the usual baselines.
 
-Trains one contender after the other on the same GPUs, with the same settings: Megatron-FSDP eager
-and with graphs, DDP eager and with Megatron's own graphs, and for dense models a graph of the whole
-iteration. Writes bench.json, bench.md and plots to --out, where earlier runs are kept and joined.
-Exit code 0: all runs were made; 3: a run failed or was left out; 2: cannot be run as asked.
-Arguments after a bare -- are Megatron's own, for all contenders.
+Trains each configuration in turn on the same GPUs, with the same settings: Megatron-FSDP eager and
+with graphs, DDP eager and with Megatron's own graphs, and for dense models a graph of the whole
+iteration. Writes bench.json, bench.md, bench.html and plots to --out, and keeps the results of
+earlier runs there. Exit code 0: all runs were made; 3: a run failed or was left out; 2: cannot be
+run as asked. Arguments after a bare -- are Megatron's own, for all configurations.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="results, tables and plots")
     add("--shapes", nargs="+", metavar="PRESET", help=f"models (default: {' '.join(SHAPES)})")
-    add("--only", metavar="NAMES", help="contenders, with commas between (default: all)")
+    add("--only", metavar="NAMES", help="configurations, separated by commas (default: all)")
     add(
         "--grouped-gemm",
         choices=("default", "cutlass", "both"),
         default="default",
-        help="of experts; contenders of one table have the same (default: TE's default)",
+        help="of experts, the same for all configurations of a table (default: TE's default)",
     )
     add("--nproc", type=positive, help="processes, one a GPU (default: the preset's)")
     add("--layers", type=positive, help="layers (default: the preset's)")
@@ -41,16 +41,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCOPE",
         help="of partial graphs (default: all that fit)",
     )
+    add(
+        "--ablate-fast-path",
+        nargs="?",
+        const="",
+        metavar="PART,PART",
+        help="leave out each part of the fast path in turn, or each of these parts, and show what "
+        "a step loses without it; together with eager, the fast path alone, graphs with all parts "
+        "and graphs with none",
+    )
     add("--scale", metavar="WHAT=N,N", help="grow layers, microbatches or nproc: layers=4,8,16,32")
     add(
         "--rounds",
         type=positive,
         default=1,
         metavar="N",
-        help="run the contenders of a table in turn so often, every other time in reverse order "
-        "(default 1; best an even N): machines drift by 10%% and more within minutes, and ratios "
-        "taken within a round tell a smaller difference from that; only the first is probed, "
-        "sampled and profiled",
+        help="run all configurations of a table in turn N times, every other time in reverse order "
+        "(default 1; an even N is best). Machines drift by 10%% and more within minutes, so "
+        "ratios are taken within a round. Only the first round is probed, sampled and profiled",
     )
     _add_windows(parser)
     add("--rope-fusion", action="store_true", help="fused rotary embedding, Megatron's default")
@@ -84,12 +92,16 @@ def _add_windows(parser: argparse.ArgumentParser) -> None:
         help="steps that are traced by the device alone, and as many with host events "
         "(default 2; scaling: 0)",
     )
-    add("--sample", action="store_true", help="a sampling profile of the host too, as a call tree")
+    add(
+        "--sample",
+        action="store_true",
+        help="a sampling profile of the host too, by py-spy, as a file for speedscope",
+    )
     add(
         "--sample-native",
         action="store_true",
-        help="the same with native frames, by py-spy: reading symbols may take minutes while the "
-        "run stands still, so give --timeout room",
+        help="the same with native frames. py-spy reads symbols for minutes while the run stands "
+        "still, so give a longer --timeout",
     )
     add("--sample-steps", type=positive, default=20, help="steps of it (default 20)")
 

@@ -34,14 +34,18 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         )
     from rich.console import Console
 
-    from megatron_cg.tools.doctor.checks import can_run, examine
+    from megatron_cg.tools.doctor.ask import CHANGES, COLLECTED
+    from megatron_cg.tools.doctor.checks import can_run, examine, told
     from megatron_cg.tools.doctor.findings_shown import as_json, print_report
     from megatron_cg.tools.doctor.system import this_system
 
     with Console(stderr=True).status("looking, which takes some seconds"):
-        findings = examine(this_system(args.backend))
+        here = this_system(args.backend)
+        findings = examine(here)
+        more = {"changes": told(here, CHANGES), "system": told(here, COLLECTED)}
     if args.json:
-        print(json.dumps(as_json(args.backend, findings), indent=1))
+        print(json.dumps(as_json(args.backend, findings) | more, indent=1))
     else:
-        print_report(Console(highlight=False), args.backend, findings)
+        console = Console(highlight=False)
+        print_report(console, args.backend, findings, more["changes"] or ())
     return 0 if can_run(findings) else 1

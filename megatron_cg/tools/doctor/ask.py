@@ -18,6 +18,7 @@ SECONDS = 300.0
 """Time limit of the other process; imports from a cold network disk take minutes."""
 LOADER, TORCH, DRIVER, TE = "loader", "torch", "driver", "transformer_engine"
 SYMBOLS, FLAGS = "symbols", "flags"
+CHANGES, COLLECTED = "changes", "collect_env"
 _TAIL = 600
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -79,7 +80,9 @@ class Interpreter:
             if self._version("transformer-engine") is not None:
                 stages.append(TE)
         if self._version("megatron-core") is not None or self._has_megatron():
-            stages += [SYMBOLS, FLAGS]
+            stages += [SYMBOLS, FLAGS, CHANGES]
+        # Last, because it starts many programs, and no other stage needs it.
+        stages.append(COLLECTED)
         return answers | run_probe(stages, self._backend, self._variables)
 
     def _has_megatron(self) -> bool:

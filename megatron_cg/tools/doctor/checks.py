@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_cg.tools.doctor import ask, environment, libraries, versions
 from megatron_cg.tools.doctor import gpu_checks as machine
@@ -45,8 +46,10 @@ CHECKS: tuple[Check, ...] = (
     Check("shadowing", modules.shadowing, decides=False),
     Check("symbols", symbols.relied_on, stage=ask.SYMBOLS),
     Check("flags", symbols.megatron_flags, stage=ask.FLAGS),
+    Check("changes", symbols.changes, decides=False, stage=ask.CHANGES),
     Check("gloo", machine.gloo, backends=(TAPE,)),
     Check("environment", environment.variables, backends=_GPU),
+    Check("system", symbols.collected, decides=False, stage=ask.COLLECTED),
 )
 
 
@@ -57,6 +60,14 @@ def examine(system: System, checks: Sequence[Check] = CHECKS) -> list[Finding]:
         if system.backend in check.backends:
             found += _look(check, system)
     return found
+
+
+def told(system: System, stage: str) -> Any:
+    """What the other process found at a stage; None where a check reports why there is nothing."""
+    try:
+        return system.ask(stage)
+    except (NotReachedError, ask.StageError):
+        return None
 
 
 def can_run(findings: Iterable[Finding]) -> bool:

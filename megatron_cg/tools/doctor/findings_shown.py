@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -17,6 +17,11 @@ from megatron_cg.tools.doctor.system import TAPE
 from megatron_cg.version import __version__
 
 _STYLE = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+
+_WHEN = {
+    "enabled": "once enabled, until disabled:",
+    "graphs live": "taken over while graphs live:",
+}
 
 
 def as_json(backend: str, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -32,8 +37,13 @@ def as_json(backend: str, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def print_report(console: Console, backend: str, findings: Sequence[Finding]) -> None:
-    """One line per finding; below the table, the reason and the remedy of each that is not ok."""
+def print_report(
+    console: Console,
+    backend: str,
+    findings: Sequence[Finding],
+    changes: Sequence[Mapping[str, str]] = (),
+) -> None:
+    """One line per finding; then ``changes``, and what is not ok with its reason and its remedy."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("check", no_wrap=True)
@@ -42,6 +52,8 @@ def print_report(console: Console, backend: str, findings: Sequence[Finding]) ->
         level = Text(finding.level.value, style=_STYLE[finding.level])
         table.add_row(level, finding.check, Text(finding.found))
     console.print(table)
+    if changes:
+        console.print(_changes(changes), soft_wrap=True)
     for finding in sorted(
         (finding for finding in findings if finding.level is not Level.OK),
         key=lambda finding: list(Level).index(finding.level),
@@ -49,6 +61,26 @@ def print_report(console: Console, backend: str, findings: Sequence[Finding]) ->
     ):
         console.print(_details(finding), soft_wrap=True)
     console.print(_verdict(backend, findings), soft_wrap=True)
+
+
+def _changes(changes: Sequence[Mapping[str, str]]) -> Text:
+    """What a run with graphs changes in other packages: short names, by time and our module."""
+    text = Text("Changes in other packages, by our module (full names: --json)\n")
+    for when, title in _WHEN.items():
+        groups: dict[tuple[str, str], list[str]] = {}
+        for row in changes:
+            if row["when"] == when:
+                short = ".".join(row["place"].replace(".<locals>", "").split(".")[-2:])
+                groups.setdefault((row["by"], row["package"]), []).append(short)
+        text.append(f"  {title}\n" if groups else "")
+        # Megatron-FSDP is in two packages, with the same names.
+        alike: dict[tuple[str, str], list[str]] = {}
+        for (module, package), places in groups.items():
+            alike.setdefault((module, ", ".join(places)), []).append(package)
+        for (module, listed), packages in alike.items():
+            text.append(f"    {module}", style="cyan")
+            text.append(f"  {', '.join(packages)}: {listed}\n")
+    return text
 
 
 def _details(finding: Finding) -> Text:

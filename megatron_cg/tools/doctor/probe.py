@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.doctor import ask
-from megatron_cg.tools.doctor.relied_on import look_up
+from megatron_cg.tools.doctor.relied_on import look_up, taken_over
 
+_OWN = "megatron_cg"
 LIBRARIES = {
     "cudnn": re.compile(r"libcudnn(_\w+)?\.so"),
     "nccl": re.compile(r"libnccl\.so"),
@@ -128,6 +129,48 @@ def symbols(backend: str) -> list[dict[str, Any]]:
 def flags(_backend: str) -> None:
     """Whether Megatron's parser has every setting that our rules read."""
     from megatron_cg.arguments.megatron import read_run
+
+    read_run(_no_arguments())
+
+
+def changes(backend: str) -> list[dict[str, Any]]:
+    """What a run with graphs changes in other packages: made here, listed, and undone.
+
+    After that, the functions whose bodies the fast path knows and takes over while graphs live.
+    """
+    from megatron_cg.arguments.megatron import read_graph
+    from megatron_cg.integrations.megatron import patches
+    from megatron_cg.upstream.patch import applied
+
+    patches.enable()
+    try:
+        args = _no_arguments()
+        patches.start(read_graph(args), args, wants_graphs=True)
+        made = [one for one in applied() if one.package != _OWN]
+    finally:
+        patches.disable()
+    enabled = [
+        {
+            "package": one.package,
+            "place": one.place,
+            "by": one.value.partition(".<locals>")[0].rpartition(".")[0],
+            "when": "enabled",
+        }
+        for one in made
+    ]
+    return enabled + taken_over(backend)
+
+
+def collect_env(_backend: str) -> dict[str, Any]:
+    """The machine and its software, as ``torch.utils.collect_env`` tells them."""
+    from torch.utils.collect_env import get_env_info
+
+    found: dict[str, Any] = get_env_info()._asdict()
+    return found
+
+
+def _no_arguments() -> argparse.Namespace:
+    """Megatron's arguments of an empty command line."""
     from megatron_cg.upstream.symbols import lookup
 
     fill = lookup(
@@ -135,7 +178,8 @@ def flags(_backend: str) -> None:
         "megatron.training.arguments:add_megatron_arguments",
         "what fills the parser",
     )
-    read_run(fill(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
+    found: argparse.Namespace = fill(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    return found
 
 
 STAGES: dict[str, Callable[[str], Any]] = {
@@ -145,6 +189,8 @@ STAGES: dict[str, Callable[[str], Any]] = {
     ask.DRIVER: driver,
     ask.SYMBOLS: symbols,
     ask.FLAGS: flags,
+    ask.CHANGES: changes,
+    ask.COLLECTED: collect_env,
 }
 
 
@@ -221,11 +267,10 @@ def _cuda_error(cuda: ctypes.CDLL, code: int) -> str:
 
 def _gpu(cuda: ctypes.CDLL, index: int) -> dict[str, Any]:
     device, uuid, name = ctypes.c_int(0), (ctypes.c_ubyte * 16)(), ctypes.create_string_buffer(96)
-    total, number = ctypes.c_size_t(0), ctypes.c_int(0)
+    number = ctypes.c_int(0)
     cuda.cuDeviceGet(ctypes.byref(device), index)
     cuda.cuDeviceGetName(name, len(name), device)
     cuda.cuDeviceGetUuid(ctypes.byref(uuid), device)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
     capability = []
     for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
         cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
@@ -234,7 +279,6 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> dict[str, Any]:
         "name": name.value.decode(errors="replace"),
         "uuid": bytes(uuid).hex(),
         "capability": capability,
-        "total_bytes": total.value,
     }
 
 

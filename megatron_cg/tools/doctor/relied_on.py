@@ -50,9 +50,7 @@ def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
     ``skipped`` set.
     """
     found: list[dict[str, Any]] = []
-    for module in modules_that_rely(package):
-        if module.startswith(_TAPE_ONLY if backend == TE else _TE_ONLY):
-            continue
+    for module in _used(backend, package):
         try:
             symbols: tuple[Symbol, ...] = importlib.import_module(module).RELIES_ON
         except Exception as error:
@@ -61,6 +59,34 @@ def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
             continue
         found += [_look_up(module, symbol) for symbol in symbols]
     return found
+
+
+def taken_over(backend: str, package: Path = _PACKAGE) -> list[dict[str, str]]:
+    """The functions of other packages whose work is done here while graphs live.
+
+    They are the symbols with fingerprints, as far as the installed body is a known one. Returns one
+    dictionary per function: ``package``, ``place``, ``by`` (our module) and ``when``. Raises what
+    importing a module of ours raises.
+    """
+    return [
+        {
+            "package": symbol.path.partition(".")[0],
+            "place": symbol.path.replace(":", "."),
+            "by": module,
+            "when": "graphs live",
+        }
+        for module in _used(backend, package)
+        for symbol in importlib.import_module(module).RELIES_ON
+        if symbol.fingerprints
+        and installed_version(symbol.distribution) is not None
+        and symbol.unknown_body() is None
+    ]
+
+
+def _used(backend: str, package: Path) -> list[str]:
+    """The modules that a run with ``backend`` uses."""
+    others = _TAPE_ONLY if backend == TE else _TE_ONLY
+    return [name for name in modules_that_rely(package) if not name.startswith(others)]
 
 
 def _look_up(module: str, symbol: Symbol) -> dict[str, Any]:

@@ -69,3 +69,19 @@ def megatron_flags(system: System) -> Iterator[Finding]:
     """Megatron's parser has each setting that the rules read."""
     system.ask(ask.FLAGS)
     yield ok("Megatron's parser has every setting that our rules read")
+
+
+def changes(system: System) -> Iterator[Finding]:
+    """What a run with graphs would change in other packages; the report lists it."""
+    when = Counter(row["when"] for row in system.ask(ask.CHANGES))
+    yield ok(
+        f"changes in other packages: {when['enabled']} once megatron_cg is enabled; while graphs "
+        f"live, the work of {when['graphs live']} functions is taken over"
+    )
+
+
+def collected(system: System) -> Iterator[Finding]:
+    """The machine's software, as ``torch.utils.collect_env`` tells it."""
+    found = system.ask(ask.COLLECTED)
+    processor = (found["cpu_info"] or "").partition("Model name:")[2].partition("\n")[0].strip()
+    yield ok(", ".join(filter(None, (found["os"], found["libc_version"], processor))))

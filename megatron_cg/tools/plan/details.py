@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.errors import HostSyncError, MegatronCGError
 from megatron_cg.tools.plan.capture import (
     TORCH_GEMM_WORKSPACE,
@@ -23,6 +24,7 @@ from megatron_cg.tools.plan.layers import describe_layers
 from megatron_cg.tools.plan.meta_model import built_model
 from megatron_cg.tools.plan.planned_samples import PlannedHelper, Sample, copied, masks_given
 from megatron_cg.tools.plan.pool import round_up
+from megatron_cg.tools.plan.worth import Planned, measured_rows, worth
 
 _GRAPH_LAUNCHES = 2
 """A replay launches one graph in the forward pass and one in the backward pass."""
@@ -55,7 +57,7 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
         decoder = helper.decoder_layers()
         rows = describe_layers(settings.run, settings.graph.cg_layers, decoder)
         found: dict[str, Any] = {
-            "model": _model(model, args, len(decoder)),
+            "model": _model(model, args, decoder),
             "fsdp": describe_buffers(fsdp, _unit_names(fsdp, decoder)),
             "layers": rows,
         }
@@ -71,14 +73,17 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
         finally:
             undo()
         _add_graphs(found, samples, captured, args)
+        found["worth"] = _worth(found, settings)
         return found
 
 
-def _model(model: nn.Module, args: Any, layers: int) -> dict[str, Any]:
+def _model(model: nn.Module, args: Any, decoder: Sequence[nn.Module]) -> dict[str, Any]:
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return {
         "class": type(_innermost(model)).__name__,
-        "layers": layers,
+        "kind": _kind(args),
+        "work_per_layer": _work_per_layer(args, decoder),
+        "layers": len(decoder),
         "parameters_on_rank_0": sum(p.numel() for p in model.parameters()),
         "sequence_length": args.seq_length,
         "micro_batch_size": args.micro_batch_size,
@@ -88,6 +93,43 @@ def _model(model: nn.Module, args: Any, layers: int) -> dict[str, Any]:
         "expert_parallel": args.expert_model_parallel_size,
         "context_parallel": args.context_parallel_size,
     }
+
+
+def _kind(args: Any) -> str:
+    if args.hybrid_layer_pattern:
+        return "hybrid"
+    return "MoE" if args.num_experts else "dense"
+
+
+def _work_per_layer(args: Any, decoder: Sequence[nn.Module]) -> float:
+    """The mean over layers of what Note [The nearest row] in worth.py compares."""
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    used = 0.0
+    for layer in decoder:
+        for name, parameter in layer.named_parameters():
+            of_expert = ".experts." in f".{name}"
+            here = args.num_experts // args.expert_model_parallel_size if of_expert else 1
+            share = args.moe_router_topk / here if of_expert else 1.0
+            used += parameter.numel() * share
+    return float(tokens * used / max(1, len(decoder)))
+
+
+def _worth(found: dict[str, Any], settings: Any) -> dict[str, Any]:
+    # Layers of multi-token prediction have none.
+    scopes = [set(row["scopes"]) for row in found["layers"] if "scopes" in row]
+    model, run = found["model"], settings.run
+    cutlass = os.environ.get("NVTE_USE_CUTLASS_GROUPED_GEMM") == "1" and model["kind"] == "MoE"
+    dtype = "FP8" if run.fp8 else "BF16" if settings.args.bf16 else "FP32"
+    planned = Planned(
+        kind=model["kind"],
+        dtype=dtype,
+        grouped_gemm="cutlass" if cutlass else "default",
+        work_per_layer=model["work_per_layer"],
+        scopes=frozenset().union(*scopes),
+        attention=all(captured & {"attn", WHOLE_LAYER} for captured in scopes),
+        launches_saved=found["kernels"]["saved_per_step"],
+    )
+    return worth(planned, measured_rows())
 
 
 def _innermost(model: nn.Module) -> nn.Module:

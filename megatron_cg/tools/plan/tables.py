@@ -40,6 +40,7 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
         _print_layer_memory(console, plan["layers"])
         _print_memory(console, plan["graph_memory"])
         _print_kernels(console, plan)
+        _line(console, plan["worth"]["text"])
     _print_fsdp(console, plan["fsdp"])
 
 

@@ -63,6 +63,20 @@ class Coverage:
         groups = [list(group) for _, group in groupby(self.layers, alike)]
         return [(_span(group), group[0]) for group in groups]
 
+    @property
+    def rows(self) -> list[list[str]]:
+        """For each group its name, class, scopes in a graph, and the others with the reason."""
+        return [
+            [
+                name,
+                layer.kind,
+                ", ".join(layer.graphed) or "nothing",
+                "; ".join(f"{', '.join(scopes)}: {why}" for why, scopes in layer.reasons.items())
+                or "nothing",
+            ]
+            for name, layer in self.groups
+        ]
+
     def stretches(self, scope: str, kind: str, longest: int) -> list[tuple[int, int]]:
         """(first layer, count) of neighbouring layers of that kind, at most ``longest`` in one."""
         found: list[tuple[int, int]] = []

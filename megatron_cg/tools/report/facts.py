@@ -1,11 +1,9 @@
-"""Versions, machine, environment and command lines of the runs, side by side. Pure."""
+"""Versions, machine and environment of the runs, side by side. Pure."""
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
 from megatron_cg.tools.report.story import Story
@@ -55,18 +53,3 @@ def _graphed(record: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     return _NONE if value is None else str(value) or "empty"
-
-
-def command_lines(story: Story) -> str:
-    """Each run's command line as HTML and, with two runs, the words that only one of them has."""
-    lines = {name: run[min(run)].get("command") for name, run in story.runs}
-    words = {name: tuple(line or ()) for name, line in lines.items()}
-    made = []
-    for name, line in words.items():
-        others = {word for other, found in words.items() if other != name for word in found}
-        own = [word for word in line if word not in others] if len(words) > 1 else []
-        text = shlex.join(line) if line else "not recorded"
-        made.append(f"<p><strong>{escape(name)}</strong>: <code>{escape(text)}</code></p>\n")
-        if own:
-            made.append(f"<p>Only there: <code>{escape(shlex.join(own))}</code></p>\n")
-    return "".join(made)

@@ -5,14 +5,15 @@ Every curve has a line style, marker or label besides its colour.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megatron_cg.tools.pages.bars import legend, shortened
+from megatron_cg.tools.pages.figures import Draw, Look
 from megatron_cg.tools.report.coverage import EAGER, GRAPHED, LEFT_OUT, Coverage
 from megatron_cg.tools.report.series import (
     Quantity,
@@ -24,34 +25,14 @@ from megatron_cg.tools.report.series import (
     thin,
 )
 from megatron_cg.tools.report.story import Story
-from megatron_cg.tools.report.theme import Palette
 
 MIB = 2**20
 _MARKED = 40
 """With at most this many points, each has a mark."""
-_LONGEST = 22
-"""Maximum length of a name in a legend."""
 _CELLS = 64
 """With at most this many layers, each has its own cell; otherwise equal neighbours share one."""
 _FAR = 4.0
 """A step time above this multiple of the median is left out of the plot."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a plot is drawn: colours, and the width of a page's column in inches."""
-
-    palette: Palette
-    width: float
-
-    @property
-    def narrow(self) -> bool:
-        """Whether it is for a phone."""
-        return self.width < 5
-
-
-Draw = Callable[[Figure, Look], None]
-"""Draws on an empty figure of the look's width and sets its height."""
 
 
 def of_quantity(story: Story, quantity: Quantity) -> Draw:
@@ -69,7 +50,7 @@ def of_quantity(story: Story, quantity: Quantity) -> Draw:
             _difference(panels[1], look, quantity)
         _capture_line(panels, look, story)
         panels[-1].set_xlabel("step")
-        _legend(panels[0], look)
+        legend(panels[0], look)
 
     return draw
 
@@ -80,10 +61,10 @@ def _two_curves(
     """The run as a thin line inside the other's band, separated by the background colour."""
     palette = look.palette
     if reference is not None:
-        name = _label(story.reference_name)
+        name = shortened(story.reference_name)
         _curve(axes, reference, palette.reference, label=name, linewidth=6)
         _curve(axes, run, palette.page, linewidth=3.4)
-    _curve(axes, run, palette.run, label=_label(story.name), linewidth=1.4, marker="o")
+    _curve(axes, run, palette.run, label=shortened(story.name), linewidth=1.4, marker="o")
 
 
 def _difference(axes: Axes, look: Look, quantity: Quantity) -> None:
@@ -120,7 +101,7 @@ def of_step_times(story: Story) -> Draw:
         axes.set_ylabel("milliseconds")
         axes.set_xlabel("step")
         _capture_line([axes], look, story)
-        _legend(axes, look)
+        legend(axes, look)
 
     return draw
 
@@ -131,46 +112,6 @@ def highest_shown(story: Story) -> float:
     usual = max((median(times) for times in found if times), default=1.0)
     shown = [time for times in found for time in times if time <= _FAR * usual]
     return 1.1 * max(shown, default=1.0)
-
-
-def of_phases(story: Story, phases: Mapping[str, Mapping[str, float]]) -> Draw:
-    """The phases of the median step as bars, one per run; ``phases`` by run's name and phase."""
-    del story
-
-    def draw(figure: Figure, look: Look) -> None:
-        figure.set_size_inches(look.width, 1.3 + 0.5 * len(phases) + (0.5 if look.narrow else 0))
-        axes = figure.subplots()
-        names = list(dict.fromkeys(name for parts in phases.values() for name in parts))
-        fills = _fills(look.palette)
-        left = [0.0] * len(phases)
-        for number, name in enumerate(names):
-            widths = [parts.get(name, 0.0) for parts in phases.values()]
-            colour, hatch = fills[number % len(fills)]
-            axes.barh(
-                list(map(_label, phases)), widths, left=left, label=name, color=colour, hatch=hatch,
-                edgecolor=look.palette.page, linewidth=1.0, height=0.6,
-            )  # fmt: skip
-            left = [one + two for one, two in zip(left, widths, strict=True)]
-        axes.invert_yaxis()
-        axes.set_xlabel("milliseconds")
-        _legend(axes, look, columns=2 if look.narrow else 4)
-
-    return draw
-
-
-def of_capture_seconds(seconds: Mapping[str, float]) -> Draw:
-    """The seconds of a capture by phase."""
-
-    def draw(figure: Figure, look: Look) -> None:
-        figure.set_size_inches(look.width, 0.7 + 0.32 * len(seconds))
-        axes = figure.subplots()
-        bars = axes.barh(list(seconds), list(seconds.values()), color=look.palette.run, height=0.6)
-        axes.bar_label(bars, fmt="%.2f s", padding=3, color=look.palette.ink)
-        axes.invert_yaxis()
-        axes.margins(x=0.18)
-        axes.set_xlabel("seconds")
-
-    return draw
 
 
 def of_memory_over_steps(story: Story) -> Draw:
@@ -185,41 +126,13 @@ def of_memory_over_steps(story: Story) -> Draw:
             for key, style in (("reserved", "--"), ("allocated", "-")):
                 curve = memory_over_steps(record, f"{key}_bytes")
                 if curve.x:
-                    label = f"{_label(name)}, {key}"
+                    label = f"{shortened(name)}, {key}"
                     _curve(axes, curve, colours[name], label=label, linestyle=style, linewidth=1.8)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("MiB")
         axes.set_xlabel("step")
         _capture_line([axes], look, story)
-        _legend(axes, look, columns=1 if look.narrow else 2)
-
-    return draw
-
-
-def of_memory_at_capture(points: Mapping[str, Mapping[str, int]]) -> Draw:
-    """Allocated and reserved memory at points of a capture, by their names."""
-
-    def draw(figure: Figure, look: Look) -> None:
-        figure.set_size_inches(look.width, 0.9 + 0.46 * len(points))
-        axes = figure.subplots()
-        names, rows = list(points), range(len(points))
-        for key, offset, colour, hatch in (
-            ("allocated_bytes", -0.2, look.palette.run, ""),
-            ("reserved_bytes", 0.2, look.palette.reference, "////"),
-        ):
-            there = [row for row in rows if key in points[names[row]]]
-            bars = axes.barh(
-                [row + offset for row in there],
-                [points[names[row]][key] / MIB for row in there],
-                height=0.38, color=colour, hatch=hatch, edgecolor=look.palette.page,
-                label=key.removesuffix("_bytes"),
-            )  # fmt: skip
-            axes.bar_label(bars, fmt="%.0f", padding=3, color=look.palette.ink)
-        axes.set_yticks(list(rows), names)
-        axes.invert_yaxis()
-        axes.margins(x=0.16)
-        axes.set_xlabel("MiB")
-        _legend(axes, look)
+        legend(axes, look, columns=1 if look.narrow else 2)
 
     return draw
 
@@ -255,7 +168,7 @@ def of_coverage(found: Coverage) -> Draw:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6 if look.narrow else 12))
         axes.set_xlabel("layer")
         axes.grid(visible=False)
-        _legend(axes, look, columns=1 if look.narrow else 3)
+        legend(axes, look, columns=1 if look.narrow else 3)
 
     return draw
 
@@ -276,7 +189,7 @@ def of_counters(story: Story) -> Draw:
             curve = rates(record, "counters", name)
             _curve(passes, curve, colour, label=name, linestyle=style, marker=mark, linewidth=1.4)
         passes.set_ylabel("passes" if look.narrow else "passes a step")
-        _legend(passes, look, columns=2 if look.narrow else 4)
+        legend(passes, look, columns=2 if look.narrow else 4)
         curve = rates(record, "counters", "bytes_copied", 1 / MIB)
         _curve(copied, curve, palette.run, linewidth=1.6, marker="o")
         copied.set_ylabel("MiB copied")
@@ -288,7 +201,7 @@ def of_counters(story: Story) -> Draw:
             curve = rates(record, "agreement", name)
             _curve(votes, curve, colour, label=label, linestyle=style, linewidth=1.4)
         votes.set_ylabel("ms" if look.narrow else "ms a step")
-        _legend(votes, look, columns=1 if look.narrow else 2)
+        legend(votes, look, columns=1 if look.narrow else 2)
         for axes in (passes, copied, votes):
             axes.set_ylim(bottom=0)
         votes.set_xlabel("step")
@@ -319,28 +232,3 @@ def _capture_line(panels: Sequence[Axes], look: Look, story: Story) -> None:
         return
     for axes in panels:
         axes.axvline(captured + 0.5, color=look.palette.muted, linewidth=1, linestyle=(0, (2, 2)))
-
-
-def _label(name: str) -> str:
-    """A run's name that fits a legend; matplotlib hides names that begin with an underscore."""
-    name = name.lstrip("_") or "run"
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}\u2026"
-
-
-def _legend(axes: Axes, look: Look, columns: int = 2) -> None:
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False,
-            borderaxespad=0.2, handlelength=2.4, labelcolor=look.palette.ink,
-        )  # fmt: skip
-
-
-def _fills(palette: Palette) -> list[tuple[str, str]]:
-    """Colours of stacked bars, each with a hatch."""
-    return [
-        (palette.run, ""),
-        (palette.reference, "////"),
-        (palette.third, "---"),
-        (palette.fourth, "\\\\\\\\"),
-        (palette.muted, "|||"),
-    ]

@@ -177,13 +177,32 @@ def _range(steps: range) -> str:
     return f"{steps.start} to {steps.stop - 1}"
 
 
+def title(story: Story) -> str:
+    """The model and the date of the run, as far as they were recorded."""
+    model = story.rank.get("setup", {}).get("model", {})
+    experts = model.get("num_experts") or model.get("experts")
+    layers = model.get("num_layers") or model.get("layers")
+    known = {
+        "hybrid model": model.get("hybrid_layer_pattern"),
+        f"MoE model with {experts} experts": experts,
+        "dense model": layers and model.get("hidden_size"),
+        "model": layers,
+    }
+    name = next((name for name, found in known.items() if found), story.title)
+    words = [name[:1].upper() + name[1:] if layers else name]
+    words += [f"{layers} layers"] if layers else []
+    words += [f"hidden size {model['hidden_size']}"] if model.get("hidden_size") else []
+    words += [story.rank["began"][:10]] if "began" in story.rank else []
+    return ", ".join(words)
+
+
 def what(story: Story) -> str:
-    """The subject of the page, for its head."""
-    compared = story.name if story.reference is None else f"{story.name} against "
-    other = "" if story.reference is None else story.reference_name
-    device = str(story.rank.get("device", "cpu"))
-    where = "no GPU" if device == "cpu" else device
-    return f"{compared}{other}, {count(len(story.run), 'rank')}, {where}"
+    """The runs of the page, for its head."""
+    # The title of two folders names them both.
+    named = story.reference is None or " against " in story.title
+    runs = "" if named else f": {story.name} against {story.reference_name}"
+    where = str(story.rank.get("device", "cpu")) if story.on_gpu else "no GPU"
+    return f"{story.title}{runs}, {count(len(story.run), 'rank')}, {where}"
 
 
 def peaks(story: Story) -> str:
@@ -196,6 +215,26 @@ def peaks(story: Story) -> str:
     if len(highest) == 2 and highest[0][1]:
         text += f", a ratio of {highest[1][1] / highest[0][1]:.3f}"
     return f"Highest allocated, of the rank that had most: {text}."
+
+
+def phase_times(phases: Mapping[str, Mapping[str, float]]) -> str:
+    """Milliseconds by run and phase."""
+    runs = (
+        f"{name}: {', '.join(f'{phase} {time:.1f} ms' for phase, time in found.items())}"
+        for name, found in phases.items()
+    )
+    return f"{'; '.join(runs)}."
+
+
+def counter_rows(total: Mapping[str, int]) -> list[list[str]]:
+    """Name and sum of each counter; bytes and nanoseconds also in larger units."""
+    units = {"bytes_copied": (MIB, "MiB"), "guard_ns": (1e6, "ms")}
+    rows = []
+    for name, value in total.items():
+        size, unit = units.get(name, (0, ""))
+        more = f" ({value / size:.1f} {unit})" if size else ""
+        rows.append([name.replace("_", " "), f"{value:,}{more}"])
+    return rows
 
 
 def faults(story: Story) -> list[str]:

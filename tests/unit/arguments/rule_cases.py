@@ -16,12 +16,14 @@ class Case:
     reason: str = ""
     remedy: str = ""
     layers: tuple[str, ...] = ()
+    graph: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         changed = {**self.change, **self.variables, **self.versions}
-        return f"{self.rule}:{','.join([*changed, *self.layers])}"
+        flags = (str(value) for value in self.graph.values())
+        return f"{self.rule}:{','.join([*changed, *self.layers, *flags])}"
 
 
 _SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
@@ -84,6 +86,33 @@ FSDP = (
         "--pipeline-model-parallel-size 2",
         "einops",
         "--pipeline-model-parallel-size 1",
+    ),
+)
+
+FAST_PATH = (
+    Case(
+        "fast-path-parts",
+        {},
+        "--cg-fast-path: 'main-gradient' (did you mean main-gradients?)",
+        "no part of that name",
+        "choose from last-unit, swap, gradients, ",
+        graph={"cg_fast_path": "unshard,main-gradient"},
+    ),
+    Case(
+        "fast-path-parts",
+        {},
+        "--cg-fast-path: 'gradients' without 'unshard'",
+        "gradients works only together with unshard",
+        "add unshard, or leave gradients out",
+        graph={"cg_fast_path": "gradients"},
+    ),
+    Case(
+        "fast-path-parts",
+        {},
+        "--cg-fast-path swap with --cg-no-fsdp-fast-path",
+        "turns all of them off",
+        "drop one of the two flags",
+        graph={"cg_fast_path": "swap", "cg_no_fsdp_fast_path": True},
     ),
 )
 
@@ -487,4 +516,13 @@ ENVIRONMENT = (
 MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)
 """The cases that ``TransformerConfig`` of megatron-core must refuse too."""
 
-ALL = (*FSDP, *SCOPES, *SCOPES_BEYOND_MEGATRON, *LAYERS, *RECOMPUTE, *NUMERICS, *ENVIRONMENT)
+ALL = (
+    *FSDP,
+    *FAST_PATH,
+    *SCOPES,
+    *SCOPES_BEYOND_MEGATRON,
+    *LAYERS,
+    *RECOMPUTE,
+    *NUMERICS,
+    *ENVIRONMENT,
+)

@@ -24,7 +24,7 @@ def configured(case: Case) -> tuple[RunArguments, GraphArguments, Environment]:
     }
     return (
         dataclasses.replace(GOOD_RUN, **case.change),
-        GraphArguments(cg_layers=case.layers),
+        GraphArguments(cg_layers=case.layers, **case.graph),
         dataclasses.replace(GOOD_ENVIRONMENT, versions=versions, variables=case.variables),
     )
 
@@ -111,8 +111,9 @@ def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, Any])
         (GraphArguments(cg_on_failure="eager"), "--cg-on-failure eager"),
         (GraphArguments(cg_on_mismatch="error"), "--cg-on-mismatch error"),
         (GraphArguments(cg_verify_interval=5), "--cg-verify-interval 5"),
+        (GraphArguments(cg_fast_path="swap,unshard"), "--cg-fast-path swap,unshard"),
     ],
-    ids=["cg_layers", "cg_on_failure", "cg_on_mismatch", "cg_verify_interval"],
+    ids=["cg_layers", "cg_on_failure", "cg_on_mismatch", "cg_verify_interval", "cg_fast_path"],
 )
 def test_our_flags_without_graphs_are_refused(graph: GraphArguments, flag: str) -> None:
     (violation,) = violations(RunArguments(), graph, Environment())

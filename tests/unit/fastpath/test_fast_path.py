@@ -19,8 +19,8 @@ from megatron_cg.tools.cpu.launch import run_processes
 
 STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
 PARTS = [
-    *("last unit", "swap", "gradients", "detached weights of graphs", "unshard", "gathers"),
-    *("main gradients", "main weights", "zero gradients"),
+    *("last-unit", "swap", "gradients", "detached-weights-of-graphs", "unshard", "gathers"),
+    *("main-gradients", "main-weights", "zero-gradients"),
 ]
 MANY: dict[str, Any] = {
     "experts": 16,
@@ -239,34 +239,34 @@ def test_it_can_be_left_out(folder: Path) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
     experts = "no grouped GEMM"
-    of_all = {"detached weights": experts, "GEMM heuristics": experts}
+    of_all = {"detached-weights": experts, "gemm-heuristics": experts}
     theirs = "gradients are left to Megatron-FSDP"
     sharded = {
         strategy: {
             **of_all,
-            "last unit": f"the sharding strategy is {strategy}, which frees no weights",
+            "last-unit": f"the sharding strategy is {strategy}, which frees no weights",
             "gradients": f"the sharding strategy is {strategy}",
-            "detached weights": theirs,
-            "detached weights of graphs": theirs,
+            "detached-weights": theirs,
+            "detached-weights-of-graphs": theirs,
         }
         for strategy in ("optim", "optim_grads", "no_shard")
     }
     sharded["no_shard"] |= {
         "unshard": "nothing is unsharded",
         "gathers": "nothing is gathered",
-        "main weights": "",
+        "main-weights": "",
     }
     left_out = {
         "ZeRO-1": sharded["optim"],
         "ZeRO-2": sharded["optim_grads"],
         "no shards": sharded["no_shard"],
-        "no double buffer": {"last unit": "memory of its own", **of_all},
+        "no double buffer": {"last-unit": "memory of its own", **of_all},
     }.get(name, of_all)
     for runs in runs_of(folder, name):
         did = runs["fast"]
         without = set(left_out)
         if "without_graphs" in SCENARIOS[name]:
-            without.add("detached weights of graphs")
+            without.add("detached-weights-of-graphs")
         assert did["parts"] == [part for part in PARTS if part not in without]
         assert set(did["left out"]) == set(left_out)
         assert all(why in did["left out"][part] for part, why in left_out.items())
@@ -285,6 +285,6 @@ def test_gradients_of_graphs_are_borrowed_once_a_pass(folder: Path) -> None:
     passes = 2 * (STEPS - CAPTURED_AFTER)
     for name, options in SCENARIOS.items():
         for runs in runs_of(folder, name):
-            detaches = "detached weights of graphs" in runs["fast"]["parts"]
+            detaches = "detached-weights-of-graphs" in runs["fast"]["parts"]
             beside = int("penalty" in options)
             assert runs["fast"]["borrowed"] == [beside] * (LAYERS * passes if detaches else 0)

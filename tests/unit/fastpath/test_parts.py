@@ -179,7 +179,7 @@ def test_float8_weights_are_left_to_megatron_fsdp(
     for module in ("params.unshard", "optimizer.main_weights"):
         monkeypatch.setattr(f"megatron_cg.fastpath.{module}.is_float8", lambda _: lambda _p: True)
     path = install(fsdp)
-    assert "FP8" in path.left_out["main weights"]
+    assert "FP8" in path.left_out["main-weights"]
     buffers = (g.model_weight_buffer for g in fsdp.param_and_grad_buffer.parameter_groups)
     assert not any("fetch_bucket" in vars(buffer) for buffer in buffers)
     path.close()

@@ -33,16 +33,16 @@ ALL = [
 HOOKS = "megatron_fsdp:MegatronFSDP._register_fsdp_hooks"
 STORE = "param_and_grad_buffer:ParamAndGradBuffer"
 PIPELINE = "param_and_grad_buffer:AllGatherPipeline"
-WITH_GRADIENTS = {"gradients", "detached weights", "detached weights of graphs"}
+WITH_GRADIENTS = {"gradients", "detached-weights", "detached-weights-of-graphs"}
 CASES = [
-    (f"{PIPELINE}.release_bucket", "", {"last unit"}),
+    (f"{PIPELINE}.release_bucket", "", {"last-unit"}),
     ("megatron_fsdp:MegatronFSDP._replace_param_with_raw_if_needed", "", {"swap"}),
     (HOOKS, "_process_post_backward_gradients", WITH_GRADIENTS),
     (HOOKS, "release_module_parameters", {"unshard", *WITH_GRADIENTS}),
     (f"{PIPELINE}.async_bucket_gather", "", {"gathers"}),
-    (f"{STORE}.update_main_grads", "", {"main gradients"}),
-    (f"{STORE}.copy_main_weights_to_model_weights", "", {"main weights"}),
-    (f"{STORE}.zero_grad", "", {"zero gradients"}),
+    (f"{STORE}.update_main_grads", "", {"main-gradients"}),
+    (f"{STORE}.copy_main_weights_to_model_weights", "", {"main-weights"}),
+    (f"{STORE}.zero_grad", "", {"zero-gradients"}),
 ]
 
 
@@ -147,11 +147,11 @@ def test_a_changed_function_turns_its_part_off(
     assert all(numbers == found[0] for numbers in found)
     whole, part = (trainer.session.fast_path for trainer in trainers[1:3])
     expected = [name for name in whole.parts if name not in off]
-    assert part.parts == expected and off & set(whole.parts) == off - {"detached weights"}
+    assert part.parts == expected and off & set(whole.parts) == off - {"detached-weights"}
     function = inner or target.rpartition(".")[2]
     named = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     named = [text for text in named if f".{function} of megatron-core" in text]
-    replaced = off - {"detached weights", "detached weights of graphs"}
+    replaced = off - {"detached-weights", "detached-weights-of-graphs"}
     assert len(named) == len(replaced)  # once, though two models were trained
     rows = [row for row in relied_on.look_up("tape") if row["unknown"] is not None]
     assert {row["symbol"].rpartition(".")[2] for row in rows} == {function}

@@ -28,6 +28,18 @@ WRONG = [
     ({"verify_interval": True}, "verify_interval=True", "a whole number from 0 on"),
     ({"backend": "tapes"}, "backend='tapes'", "did you mean 'tape'?"),
     ({"fast_path": "no"}, "fast_path='no'", "it is True or False"),
+    ({"fast_path": ()}, "fast_path=()", "or a sequence of part names"),
+    ({"fast_path": ["swap", 1]}, "fast_path=['swap', 1]", "or a sequence of part names"),
+    (
+        {"fast_path": ["swop"]},
+        "fast_path: 'swop' (did you mean swap?)",
+        "no part of that name",
+    ),
+    (
+        {"fast_path": {"gradients", "swap"}},
+        "fast_path: 'gradients' without 'unshard'",
+        "only together with unshard",
+    ),
     ({"backend": 3}, "backend=3", "an object with the method capture"),
 ]
 

@@ -45,8 +45,8 @@ _OWN: Reasons = {
         (
             "self._process.wait()",
             "self._process.wait(_WRITTEN_AFTER)",
-            "self._ended.wait(self._interval)",
-        ): "the host waits for a process or a thread"
+            "process.wait()",
+        ): "the host waits for a process"
     },
 }
 _BUFFERS = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"

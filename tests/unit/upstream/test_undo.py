@@ -294,8 +294,8 @@ def test_changes_in_force_are_listed_in_order_by_place() -> None:
     undos.append(set_attribute(modules[0], "table", torch.zeros(3)))
     listed = applied()[len(before) :]
     assert listed == [
-        Applied("Linear.extra_repr", f"{__name__}.other", 2),
-        Applied("Linear.table", "a Tensor", 1),
+        Applied("Linear.extra_repr", f"{__name__}.other", 2, "torch"),
+        Applied("Linear.table", "a Tensor", 1, "torch"),
     ]
     for undo in undos:
         undo()

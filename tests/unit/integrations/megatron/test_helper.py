@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
 from tests.unit.one_mask import OneMask
 
@@ -39,6 +40,7 @@ def trainer(one_rank: None, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iter
     made = Trainer(TrainingPlan(model=model, micro_batch_size=BATCH))
     made.step()
     yield made
+    close_all_sessions()
     calculator.destroy_num_microbatches_calculator()
 
 

@@ -265,3 +265,12 @@ def test_the_fast_path_can_be_left_out(fast_path: bool, one_rank: None) -> None:
         run.step()
         assert graphs.session is not None
         assert (graphs.session.fast_path is not None) is fast_path
+
+
+def test_parts_of_the_fast_path_can_be_chosen(one_rank: None) -> None:
+    run = Run()
+    with run.with_graphs(fast_path=("swap", "unshard")) as graphs:
+        run.step()
+        run.step()
+        assert graphs.session is not None and graphs.session.fast_path is not None
+        assert graphs.session.fast_path.parts == ["swap", "unshard"]

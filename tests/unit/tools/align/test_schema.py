@@ -233,16 +233,15 @@ def test_a_page_is_made_of_whatever_is_accepted(
     """Empty, absent and non-finite values cause no traceback."""
     from matplotlib.figure import Figure
 
-    from megatron_cg.tools.report import page
-    from megatron_cg.tools.report.report_plots import Look
-    from megatron_cg.tools.report.theme import STYLED
+    from megatron_cg.tools.pages import figures
+    from megatron_cg.tools.pages.theme import STYLED
 
-    def drawn(draw: Any, *_: Any) -> str:
+    def drawn(draw: Any, *_: Any) -> tuple[str, str]:
         # All but the writing of SVG, which takes most of the time.
-        draw(Figure(), Look(STYLED, 7.4))
-        return ""
+        draw(Figure(), figures.Look(STYLED, 7.4))
+        return "", ""
 
-    monkeypatch.setattr(page, "as_svg", drawn)
+    monkeypatch.setattr(figures, "_svg", drawn)
     record = small_record()
     accepted = 0
     largest = sys.float_info.max

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.contenders import EAGER
+from megatron_cg.tools.bench.configurations import EAGER
 
 KEY = {
     "shape": "llama",
@@ -24,15 +24,15 @@ MIB = 2**20
 
 
 def _result(
-    contender: str = EAGER,
+    configuration: str = EAGER,
     steps: tuple[float, ...] = (100.0, 102.0, 104.0, 110.0, 101.0),
     **changes: Any,
 ) -> dict[str, Any]:
     """One run's result; ``changes`` whose names are the key's go there."""
-    key = KEY | {"contender": contender}
+    key = KEY | {"contender": configuration}
     key |= {name: changes.pop(name) for name in list(changes) if name in NAMES}
     memory = {"allocated": 800, "reserved": 1200, "peak_allocated": 1000, "peak_reserved": 1200}
-    graphs = contender != EAGER
+    graphs = configuration != EAGER
     rank = {
         "rank": 0,
         "versions": {"torch": "2.11.0", "mamba-ssm": None},
@@ -118,7 +118,6 @@ def _result(
         "ranks": [rank, {**rank, "rank": 1}],
         "device_trace": alone,
         "trace": trace,
-        "host_calls": None,
         "notes": [],
     }
     return result | changes

@@ -9,7 +9,7 @@ from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.bench.bench_schedule import PlannedRun, schedule
 from megatron_cg.tools.bench.budget import Budget
 from megatron_cg.tools.bench.commands import Settings
-from megatron_cg.tools.bench.contenders import DDP_GRAPHS, EAGER, GRAPHS
+from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.windows import Windows
 
 # All rounds alike, so that a run's guess is the same in each.

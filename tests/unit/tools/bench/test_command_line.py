@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_cg.tools.bench import INCOMPLETE
-from megatron_cg.tools.bench.contenders import CONTENDERS, EAGER, GRAPHS
-from megatron_cg.tools.bench.figures import tables
+from megatron_cg.tools.bench.configurations import CONFIGURATIONS, EAGER, GRAPHS
+from megatron_cg.tools.bench.metrics import tables
 from megatron_cg.tools.bench.windows import given
 from megatron_cg.tools.cli.main import USAGE_ERROR, main
 
@@ -26,7 +26,7 @@ def bench(words: str, out: Path) -> int:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two contenders in two rounds leave in --out."""
+    """What two configurations in two rounds leave in --out."""
     out = tmp_path_factory.mktemp("made")
     assert bench(f"{TAPE} --warmup-steps 1 --probe-steps 1 --rounds 2", out) == 0
     return out
@@ -53,8 +53,10 @@ def test_the_tape_runs_from_end_to_end(made: Path) -> None:
     assert len({run["ranks"][0]["timed"]["loss"] for run in runs}) == 1
     phases = {row["phase"] for row in graphs["ranks"][0]["probed"]["phases"]}
     assert {"unshard", "reshard", "gradient bucketing", "gradient reduce", "replay"} <= phases
-    assert {"guard", "votes"} <= phases
+    assert {"guard", "guard: around a replay", "votes", "votes: post", "votes: wait"} <= phases
+    assert {"exchange of parameters", "main gradients", "main weights"} <= phases
     report = (made / "bench.md").read_text()
+    assert "fsdp-graphs, guards and votes: " in report
     assert "CPU tape" in report and "Scopes: attn." in report
 
 
@@ -66,14 +68,14 @@ def test_rounds_are_made_in_turn_and_joined(made: Path) -> None:
     assert ["probed" in run["ranks"][0] for run in runs] == [True, True, False, False]
     assert len(list((made / "runs").glob("*.json"))) == 4
     ((eager, graphs),) = tables(runs)
-    assert [row.figures.step and row.figures.step.count for row in (eager, graphs)] == [4, 4]
-    pairs = zip(graphs.figures.medians, eager.figures.medians, strict=True)
+    assert [row.metrics.step and row.metrics.step.count for row in (eager, graphs)] == [4, 4]
+    pairs = zip(graphs.metrics.medians, eager.metrics.medians, strict=True)
     each = [mine / its for mine, its in pairs]
     found = graphs.step_ratio(eager)
     assert found and (found.least, found.most, found.rounds) == (min(each), max(each), 2)
     report = (made / "bench.md").read_text()
     assert f" {found.median:.3f} ({found.least:.3f} to {found.most:.3f}) |" in report
-    assert f"| {', '.join(f'{median:,.1f}' for median in graphs.figures.medians)} |" in report
+    assert f"| {', '.join(f'{median:,.1f}' for median in graphs.metrics.medians)} |" in report
 
 
 def test_results_are_reported_and_compared_again(
@@ -89,6 +91,14 @@ def test_results_are_reported_and_compared_again(
     assert f"{tmp_path / 'bench.json'} and {tmp_path / 'bench.md'}\n" in files
     # Where there is no matplotlib nothing is drawn.
     assert all(f"drawn: {picture}\n" in files for picture in tmp_path.glob("*.png"))
+    # The last lines are short.
+    title, heads, *rows, notice = files[files.index("llama-tiny: ") :].splitlines()
+    assert title.startswith("llama-tiny: 3 layers") and heads.split()[:2] == [
+        "configuration",
+        "step,",
+    ]
+    assert [row.split()[0] for row in rows] == [EAGER, GRAPHS]
+    assert rows[0].endswith("the baseline") and "nothing about a GPU" in notice
 
 
 def test_a_dry_run_prints_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,14 +133,14 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(
     assert bench(f"{words} --profile-steps 3 -- --seed 7", tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     commands = [line for line in lines if "torch.distributed.run" in line]
-    assert len(commands) == len(CONTENDERS) + 2 * (len(CONTENDERS) - 1)
+    assert len(commands) == len(CONFIGURATIONS) + 2 * (len(CONFIGURATIONS) - 1)
     for line in commands:
         words_of = shlex.split(line)
         env = dict(word.split("=", 1) for word in words_of if word.split("=")[0].isupper())
         assert given(env)[0].profiled == 3
         assert words_of[-2:] == ["--seed", "7"]
-    assert sum("NVTE_USE_CUTLASS_GROUPED_GEMM=1" in line for line in commands) == 5
-    assert lines[-1].startswith("# 16 runs, about")
+    assert sum("NVTE_USE_CUTLASS_GROUPED_GEMM=1" in line for line in commands) == 6
+    assert lines[-1].startswith("# 19 runs, about")
     assert not (tmp_path / "bench.json").exists()
 
 
@@ -149,17 +159,28 @@ def test_native_frames_are_asked_for_by_a_flag_of_their_own(
     assert (windows.sampled, windows.native) == (sampled, native)
 
 
+def test_a_profile_needs_py_spy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert bench(f"{TAPE} --sample", tmp_path) == USAGE_ERROR
+    assert "pip install 'megatron-cg[bench]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (f"{TAPE} --only ddp-eager", "without the contender ddp-eager"),
+        (f"{TAPE} --only ddp-eager", "without the configuration ddp-eager"),
         (f"{TAPE} --profile-steps 2", "without a profile of a GPU"),
         (f"{TAPE} --layers 9", "without 9 layers"),
         (f"{TAPE} --microbatches 2", "without 2 microbatches"),
         (f"{TAPE} -- --seed 1", "without --seed 1"),
         ("--backend tape --shapes mamba-hybrid", "cannot be built on a CPU"),
         ("--shapes nope", "there is no preset 'nope'"),
-        ("--only nope", "there is no such contender"),
+        ("--only nope", "there is no such configuration"),
+        ("--ablate-fast-path unshrad", "unshrad (did you mean unshard?): the fast path has no"),
+        ("--ablate-fast-path --only fsdp-eager", "leave out --only and --scale"),
+        ("--ablate-fast-path --scale layers=1,2", "leave out --only and --scale"),
         ("--scale depth=1,2", "--scale depth=1,2: write layers"),
         ("--report --compare /nowhere.json", "/nowhere.json cannot be read"),
         ("--report", "holds no results"),

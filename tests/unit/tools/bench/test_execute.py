@@ -17,7 +17,7 @@ from megatron_cg.tools.align.processes import Run
 from megatron_cg.tools.bench.bench_schedule import PlannedRun
 from megatron_cg.tools.bench.budget import Budget
 from megatron_cg.tools.bench.commands import Settings
-from megatron_cg.tools.bench.contenders import DDP_EAGER, EAGER, GRAPHS
+from megatron_cg.tools.bench.configurations import DDP_EAGER, EAGER, GRAPHS
 from megatron_cg.tools.bench.execute import Options, Start, execute, shown_environment, shown_words
 from megatron_cg.tools.bench.store import FAILED, LEFT_OUT, OK
 
@@ -27,18 +27,18 @@ RANK = {"rank": 0, "finished": True, "captures": []}
 
 
 def writing(rank: dict[str, Any], also: str = "") -> str:
-    """A program that leaves a rank's figures where a run would."""
+    """A program that leaves a rank's metrics where a run would."""
     text = json.dumps(rank)
     return (
-        f"import os; os.mkdir('figures'); open('figures/rank0.json', 'w').write({text!r}); {also}"
+        f"import os; os.mkdir('metrics'); open('metrics/rank0.json', 'w').write({text!r}); {also}"
     )
 
 
 def starting(programs: dict[str, str]) -> Start:
-    """Runs the program of each contender in its own folder."""
+    """Runs the program of each configuration in its own folder."""
 
     def start(run: PlannedRun, folder: Path) -> Run:
-        body = f"import os; os.chdir({str(folder)!r})\n{programs[run.contender]}"
+        body = f"import os; os.chdir({str(folder)!r})\n{programs[run.configuration]}"
         return Run(run.name, [sys.executable, "-c", body], dict(os.environ), folder)
 
     return start
@@ -55,7 +55,7 @@ def options(tmp_path: Path) -> Callable[..., Options]:
     return make
 
 
-def test_a_contender_that_fails_is_shown_and_the_others_go_on(
+def test_a_configuration_that_fails_is_shown_and_the_others_go_on(
     options: Callable[..., Options],
 ) -> None:
     programs = {
@@ -75,13 +75,13 @@ def test_a_contender_that_fails_is_shown_and_the_others_go_on(
     assert [result["error"] for result in results] == [
         "",
         "RuntimeError: out of luck",
-        "no figures were written",
+        "no metrics were written",
     ]
     assert results[1]["tail"][0] == "before"
     assert results[0]["ranks"] == [RANK] and results[0]["key"] == RUNS[0].key
 
 
-def test_a_run_that_did_not_finish_failed_and_keeps_its_figures(
+def test_a_run_that_did_not_finish_failed_and_keeps_its_metrics(
     options: Callable[..., Options],
 ) -> None:
     begun = RANK | {"finished": False, "timed": {"step_ms": [1.0]}}
@@ -147,13 +147,13 @@ def test_what_a_machine_cannot_run_is_left_out_with_the_reason(
         options(),
         {},
         finished=lambda _r: None,
-        refused=lambda run: "no kernels" if run.contender == GRAPHS else "",
+        refused=lambda run: "no kernels" if run.configuration == GRAPHS else "",
     )
     assert [result["status"] for result in results] == [OK, LEFT_OUT, OK]
     assert results[1]["error"] == "no kernels"
 
 
-def test_a_trace_and_samples_become_figures_and_the_trace_goes(
+def test_a_trace_and_samples_become_metrics_and_the_trace_goes(
     options: Callable[..., Options], tmp_path: Path
 ) -> None:
     kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 0, "dur": 2000}
@@ -161,14 +161,14 @@ def test_a_trace_and_samples_become_figures_and_the_trace_goes(
         "traced": {"steps": 1, "trace": "device_trace.json"},
         "profiled": {"steps": 2, "trace": "trace.json"},
         "sampled": {
-            **{"steps": 2, "step_ms": 10.0, "sampler": "thread", "interval_ms": 5.0, "lost": 0},
-            **{"file": "samples.folded", "note": "py-spy is not installed"},
+            **{"steps": 2, "step_ms": 10.0, "native": False, "lost": 7},
+            **{"file": "samples.speedscope.json", "note": "py-spy fell behind"},
         },
     }
     text = json.dumps({"traceEvents": [kernel]})
-    also = f"open('figures/trace.json', 'w').write({text!r});"
-    also += f"open('figures/device_trace.json', 'w').write({text.replace('2000', '3000')!r});"
-    also += "open('figures/samples.folded', 'w').write('thread MainThread;f (b.py:1) 3\\n')"
+    also = f"open('metrics/trace.json', 'w').write({text!r});"
+    also += f"open('metrics/device_trace.json', 'w').write({text.replace('2000', '3000')!r});"
+    also += "open('metrics/samples.speedscope.json', 'w').write('{}')"
     kept = options(keep_traces=True, samples=tmp_path / "kept")
     (result,) = execute(
         RUNS[:1], starting({EAGER: writing(rank, also)}), kept, {}, finished=lambda _r: None
@@ -176,13 +176,16 @@ def test_a_trace_and_samples_become_figures_and_the_trace_goes(
     assert result["trace"]["busy_ms"] == pytest.approx(1.0)
     assert result["device_trace"]["busy_ms"] == pytest.approx(3.0)
     assert "idle_by_launch" in result["trace"] and "idle_by_launch" not in result["device_trace"]
-    (thread,) = result["host_calls"]["threads"]
-    assert thread["tree"][0]["function"] == "f (b.py)" and thread["ms"] == 7.5
-    assert result["notes"] == ["samples: py-spy is not installed"]
-    folder = tmp_path / f"{RUNS[0].name}.one" / "figures"
+    profile = f"{RUNS[0].name}.one.speedscope.json"
+    assert result["notes"] == [
+        "samples: py-spy fell behind",
+        "a sampling profile of 2 steps of 10.0 ms, 7 samples lost is in "
+        f"kept/{profile}: open it in https://www.speedscope.app",
+    ]
+    folder = tmp_path / f"{RUNS[0].name}.one" / "metrics"
     for name in ("trace.json", "device_trace.json"):
         assert not (folder / name).exists() and (folder / f"{name}.gz").exists()
-    assert (tmp_path / "kept" / f"{RUNS[0].name}.one.folded").read_text().endswith(" 3\n")
+    assert (tmp_path / "kept" / profile).read_text() == "{}"
 
 
 def test_a_trace_that_shows_nothing_is_noted(options: Callable[..., Options]) -> None:

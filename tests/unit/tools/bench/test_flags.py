@@ -10,26 +10,34 @@ import pytest
 
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
-from megatron_cg.tools.bench.bench_schedule import contenders_for
+from megatron_cg.tools.bench.bench_schedule import configurations_for
 from megatron_cg.tools.bench.commands import Settings, script_words
-from megatron_cg.tools.bench.contenders import CONTENDERS, FULL, GRAPHS, PLAIN
+from megatron_cg.tools.bench.configurations import (
+    ABLATIONS,
+    EAGER_FAST_PATH,
+    FULL,
+    GRAPHS,
+    KNOWN,
+    PLAIN,
+)
 from megatron_cg.tools.bench.shapes import SHAPES, is_moe
 
 pytestmark = pytest.mark.usefixtures("hopper")
 MOE = "qwen3-moe"
 DATA = TokenStream(Path("data/text"), "", is_bytes=True)
 PAIRS = [
-    (shape, contender)
+    (shape, configuration)
     for shape in SHAPES
-    for contender in contenders_for(load_preset(shape), None, scaling=False)
+    for configuration in configurations_for(load_preset(shape), None, scaling=False)
 ]
+PAIRS += [("qwen3-moe", name) for name in ABLATIONS]
 
 
-def parsed(settings: Settings, contender: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def parsed(settings: Settings, configuration: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Megatron's arguments, validated; raises as the run would."""
     from megatron.training import arguments as megatron
 
-    words = script_words(settings, contender, DATA.flags(Path("cache")))
+    words = script_words(settings, configuration, DATA.flags(Path("cache")))
     monkeypatch.setattr("sys.argv", ["measured.py", *words])
     monkeypatch.setenv("WORLD_SIZE", str(settings.nproc))
     args = megatron.parse_args()
@@ -38,26 +46,27 @@ def parsed(settings: Settings, contender: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def accepted(
-    settings: Settings, contender: str, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, configuration: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Any]:
     """Megatron's arguments and the model's configuration; raises as the run would."""
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    args = parsed(settings, contender, monkeypatch)
+    args = parsed(settings, configuration, monkeypatch)
     return args, core_transformer_config_from_args(args)
 
 
-@pytest.mark.parametrize(("shape", "contender"), PAIRS)
-def test_every_contender_of_every_shape_is_accepted(
-    shape: str, contender: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("shape", "configuration"), PAIRS)
+def test_every_configuration_of_every_shape_is_accepted(
+    shape: str, configuration: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(load_preset(shape), nproc=2)
-    args, config = accepted(settings, contender, monkeypatch)
-    one = CONTENDERS[contender]
+    args, config = accepted(settings, configuration, monkeypatch)
+    one = KNOWN[configuration]
     assert args.train_iters == settings.windows.steps
     assert args.use_megatron_fsdp is one.fsdp and args.use_distributed_optimizer
     assert (args.ckpt_format == "fsdp_dtensor") is one.fsdp
-    assert args.fsdp_double_buffer is (one.fsdp and one.graphs != "none")
+    own = configuration == EAGER_FAST_PATH
+    assert args.fsdp_double_buffer is (own or (one.fsdp and one.graphs != "none"))
     assert args.manual_gc and not args.deterministic_mode and args.log_interval > args.train_iters
     assert not args.check_for_nan_in_loss_and_grad
     assert args.global_batch_size == 4 and args.micro_batch_size == 1
@@ -111,5 +120,5 @@ def test_what_was_left_out_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_full_iteration_is_for_dense_models_alone() -> None:
-    assert FULL not in contenders_for(load_preset("qwen3-moe"), None, scaling=False)
-    assert FULL in contenders_for(load_preset("llama"), None, scaling=False)
+    assert FULL not in configurations_for(load_preset("qwen3-moe"), None, scaling=False)
+    assert FULL in configurations_for(load_preset("llama"), None, scaling=False)

@@ -1,4 +1,4 @@
-"""Results become figures, tables, lines through scaling runs, comparisons and pictures."""
+"""Results become metrics, tables, lines through scaling runs, comparisons and pictures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import pytest
 
 from megatron_cg.tools.bench.bench_plots import PlotError, host_stack, plot_all
 from megatron_cg.tools.bench.comparing import compare
-from megatron_cg.tools.bench.contenders import DDP_GRAPHS, EAGER, GRAPHS
-from megatron_cg.tools.bench.figures import Figures, figures, joined, step_median, tables
+from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.grids import grid
-from megatron_cg.tools.bench.host_calls import host_calls
 from megatron_cg.tools.bench.markdown import as_markdown
+from megatron_cg.tools.bench.metrics import Metrics, joined, metrics, step_median, tables
 from megatron_cg.tools.bench.scaling import trends
-from megatron_cg.tools.bench.spreads import FiguresError, Line, Spread, fit, spread
+from megatron_cg.tools.bench.spreads import Line, MetricsError, Spread, fit, spread
 from megatron_cg.tools.bench.store import (
     FAILED,
     LEFT_OUT,
@@ -40,7 +39,7 @@ def test_a_spread_has_quartiles_and_both_ends() -> None:
     found = spread([5.0, 1.0, 2.0, 4.0, 3.0])
     assert found == Spread(5, 3.0, 2.0, 4.0, 1.0, 5.0) and found.between == 2.0
     assert spread([7.0]) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
-    with pytest.raises(FiguresError, match="no value"):
+    with pytest.raises(MetricsError, match="no value"):
         spread([])
 
 
@@ -49,12 +48,12 @@ def test_a_line_is_the_nearest_and_says_how_near() -> None:
     bent = fit([(0, 0), (1, 2), (2, 2)])
     found = (bent.offset, bent.slope, bent.at(3), bent.residual)
     assert found == pytest.approx((1 / 3, 1, 10 / 3, 1 / 3))
-    with pytest.raises(FiguresError, match="two places"):
+    with pytest.raises(MetricsError, match="two places"):
         fit([(1, 3), (1, 5)])
 
 
-def test_figures_of_a_run(result: Make) -> None:
-    found = figures(result(GRAPHS))
+def test_metrics_of_a_run(result: Make) -> None:
+    found = metrics(result(GRAPHS))
     assert found.step and found.step.median == 102.0
     assert found.step_per_busy == pytest.approx(2.04)
     assert (found.busy, found.busy_without_nccl, found.exposed_nccl) == (50.0, 45.0, 5.0)
@@ -68,14 +67,14 @@ def test_figures_of_a_run(result: Make) -> None:
 def test_without_a_trace_of_the_device_alone_the_other_one_is_told(result: Make) -> None:
     old = result(GRAPHS)
     del old["device_trace"]
-    for found in (figures(old), joined([old]), figures(result(GRAPHS, device_trace=None))):
+    for found in (metrics(old), joined([old]), metrics(result(GRAPHS, device_trace=None))):
         assert (found.busy, found.busy_without_nccl, found.exposed_nccl) == (52.0, 40.0, None)
         assert (found.idle, found.idle_for_host, found.longest_gap) == (70.0, 60.0, 7.5)
         assert found.step_per_busy == pytest.approx(102 / 52) and not found.device_alone
 
 
-def test_figures_of_one_trace_are_not_filled_up_from_the_other(result: Make) -> None:
-    found = figures(result(GRAPHS, device_trace={"busy_ms": 50.0, "idle_ms": 20.0}))
+def test_metrics_of_one_trace_are_not_filled_up_from_the_other(result: Make) -> None:
+    found = metrics(result(GRAPHS, device_trace={"busy_ms": 50.0, "idle_ms": 20.0}))
     assert (found.busy, found.idle, found.idle_for_host) == (50.0, 20.0, None)
     assert (found.kernel_launches, found.longest_gap) == (None, None)
 
@@ -84,23 +83,23 @@ def test_memory_is_that_of_the_rank_that_needs_most(result: Make) -> None:
     made = json.loads(json.dumps(result(GRAPHS)))
     made["ranks"][1]["timed"]["memory"]["peak_allocated"] *= 2
     made["ranks"][1]["captures"][0]["memory"]["peak_allocated"] *= 3
-    found = figures(made)
+    found = metrics(made)
     assert (found.peak_allocated, found.capture_peak) == (2000, 4500)
 
 
-def test_a_run_that_wrote_nothing_has_no_figures(result: Make) -> None:
-    assert figures(result(ranks=[], trace=None, device_trace=None)) == Figures()
+def test_a_run_that_wrote_nothing_has_no_metrics(result: Make) -> None:
+    assert metrics(result(ranks=[], trace=None, device_trace=None)) == Metrics()
 
 
 def test_a_run_that_failed_keeps_what_it_measured(result: Make) -> None:
     made = result(GRAPHS, trace=None, device_trace=None, status=FAILED)
     del made["ranks"][0]["probed"]
-    assert figures(made).step is not None and figures(made).busy is None
+    assert metrics(made).step is not None and metrics(made).busy is None
     text = as_markdown([made | {"error": "RuntimeError: gone", "tail": ["one", "two"]}])
     assert "fsdp-graphs (failed)" in text and "RuntimeError: gone" in text and "\ntwo\n" in text
 
 
-def test_a_table_has_all_contenders_of_one_point_and_their_ratios(result: Make) -> None:
+def test_a_table_has_all_configurations_of_one_point_and_their_ratios(result: Make) -> None:
     eager = result(EAGER, steps=(200.0,) * 3)
     runs = [result(DDP_GRAPHS), result(GRAPHS), eager, result(GRAPHS, grouped_gemm="cutlass")]
     one, other = tables(runs)
@@ -119,16 +118,10 @@ def test_a_ratio_across_invocations_is_marked(result: Make) -> None:
     assert "\u2020" not in as_markdown([result(EAGER), result(GRAPHS)])
 
 
-CALLS = host_calls(
-    ["thread 1: MainThread;f (a.py:1) 6"],
-    {"steps": 1, "step_ms": 50.0, "lost": 0, "sampler": "py-spy", "interval_ms": 5.0},
-)
-
-
-def test_the_report_has_every_kind_of_figure(result: Make) -> None:
-    samples = [{"thread": "main", "function": "f (a.py)", "share": 0.5, "own": 0.1, "samples": 50}]
-    old = result(EAGER, samples=samples)
-    text = as_markdown([old, result(GRAPHS, host_calls=CALLS)])
+def test_the_report_has_every_kind_of_metric(result: Make) -> None:
+    # What earlier versions kept of sampled stacks is read, and no longer shown.
+    old = result(EAGER, samples=[{"thread": "main"}], host_calls={"threads": []})
+    text = as_markdown([old, result(GRAPHS, notes=["a sampling profile is in samples/x"])])
     assert "llama: 8 layers, 2 microbatches, 2 processes, grouped GEMM default" in text
     assert "2 x NVIDIA H200, driver 580.1; torch 2.11.0, cuda 13.0, nccl 2.28.9." in text
     assert (
@@ -144,10 +137,7 @@ def test_the_report_has_every_kind_of_figure(result: Make) -> None:
     assert "| whole step, as probed | 120.0 | 120.0 |" in text
     assert "| unshard / aten::copy_ [main] | host | 30.00 | 12.0 |" in text
     assert "| unshard / aten::empty [main] | 20.00 |" in text
-    assert "| f (a.py) [main] | 50.0% | 10.0% |" in text
-    assert "fsdp-graphs, host time a step, sampled (py-spy: 1 steps of 50.0 ms, 6 stacks)" in text
-    block = text.partition("```text\n")[2].partition("```")[0]
-    assert f"{30:8.1f}{30:8.1f}  f (a.py:1)\n" in block
+    assert "fsdp-graphs: a sampling profile is in samples/x" in text
 
 
 def test_a_report_marks_what_is_of_a_slowed_host(result: Make) -> None:
@@ -182,9 +172,9 @@ def scaled(result: Make) -> list[dict[str, Any]]:
 
 
 def test_scaling_runs_become_lines(result: Make) -> None:
-    found = {trend.figure: trend for trend in trends([*scaled(result), result(GRAPHS)])}
+    found = {trend.metric: trend for trend in trends([*scaled(result), result(GRAPHS)])}
     step = found["step"]
-    assert (step.contender, step.dimension) == (GRAPHS, "layers")
+    assert (step.configuration, step.dimension) == (GRAPHS, "layers")
     assert step.points == ((4, 60), (8, 100), (16, 180))
     assert (step.line.offset, step.line.slope) == pytest.approx((20, 10))
     assert found["capture"].line.slope == pytest.approx(0)
@@ -199,7 +189,7 @@ def test_one_point_is_no_line(result: Make) -> None:
 def test_results_are_compared_by_key(result: Make) -> None:
     old = [result(GRAPHS, steps=(204.0,) * 3), result(DDP_GRAPHS)]
     changes = compare(old, [result(GRAPHS), result(EAGER)])
-    steps = [change for change in changes if change.figure == "step ms"]
+    steps = [change for change in changes if change.metric == "step ms"]
     assert [(c.old, c.new, c.ratio) for c in steps] == [(204.0, 102.0, 2.0)]
     assert {change.name for change in changes} == {"llama.default.8layers-2mb-2gpus.fsdp-graphs"}
     assert "step ms | 204.00 | 102.00 | 2.000 |" in as_markdown([result(GRAPHS)], [], changes)
@@ -208,12 +198,12 @@ def test_results_are_compared_by_key(result: Make) -> None:
 def test_what_different_traces_tell_is_not_compared_without_a_word(result: Make) -> None:
     old = result(GRAPHS)
     del old["device_trace"]
-    found = {change.figure: change for change in compare([old], [result(GRAPHS)])}
+    found = {change.metric: change for change in compare([old], [result(GRAPHS)])}
     busy = found["GPU busy ms (old: traced with host events)"]
     assert (busy.old, busy.new) == (52.0, 50.0) and "GPU busy ms" not in found
     assert "step / busy (old: traced with host events)" in found and "step ms" in found
     for one in (old, result(GRAPHS)):
-        assert "GPU busy ms" in {change.figure for change in compare([one], [one])}
+        assert "GPU busy ms" in {change.metric for change in compare([one], [one])}
 
 
 def test_the_newest_run_of_a_key_is_kept(result: Make) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_cg.tools.bench.bench_plots import plot_all
 from megatron_cg.tools.bench.comparing import compare
-from megatron_cg.tools.bench.contenders import DDP_GRAPHS, EAGER, GRAPHS
-from megatron_cg.tools.bench.figures import Row, figures, joined, step_median, tables
+from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.markdown import as_markdown
+from megatron_cg.tools.bench.metrics import Row, joined, metrics, step_median, tables
 from megatron_cg.tools.bench.rounds import (
     Ratio,
     later_per_earlier,
@@ -55,10 +55,10 @@ def only_timed(made: dict[str, Any], number: int) -> dict[str, Any]:
     return made | {"ranks": ranks, "device_trace": None, "trace": None}
 
 
-def without_steps(results: list[dict[str, Any]], contender: str, number: int) -> None:
-    """Take a run's figures away, as if the budget had ended before it."""
+def without_steps(results: list[dict[str, Any]], configuration: str, number: int) -> None:
+    """Take a run's metrics away, as if the budget had ended before it."""
     for result in results:
-        if (result["key"]["contender"], result["key"]["round"]) == (contender, number):
+        if (result["key"]["contender"], result["key"]["round"]) == (configuration, number):
             result |= {
                 "ranks": [],
                 "device_trace": None,
@@ -80,7 +80,7 @@ def table(results: list[dict[str, Any]]) -> dict[str, Row]:
 
 
 def test_step_times_are_those_of_all_rounds(drifting: list[dict[str, Any]]) -> None:
-    graphs = table(drifting)[GRAPHS].figures
+    graphs = table(drifting)[GRAPHS].metrics
     # 90 100 110 110 110 110 180 180 180: quarters at places 2, 4 and 6 of 0 to 8.
     assert graphs.step == Spread(9, 110, 110, 180, 90, 180)
     assert graphs.medians == (100, 180, 110)
@@ -97,7 +97,7 @@ def test_ratios_are_medians_of_those_within_a_round(drifting: list[dict[str, Any
     found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
     assert found == pytest.approx((1.0, 11 / 12, 1.2, 3))
     # The medians of all steps would have said 110 / 120.
-    of_all = [step_median(rows[name].figures) for name in (GRAPHS, DDP_GRAPHS)]
+    of_all = [step_median(rows[name].metrics) for name in (GRAPHS, DDP_GRAPHS)]
     assert of_all == [110, 120]
 
 
@@ -138,10 +138,10 @@ def test_one_round_is_as_it_was_before_there_were_rounds(result: Make) -> None:
     assert rows[GRAPHS].step_ratio(rows[EAGER]) == Ratio(0.51, 0.51, 0.51, 1)
     assert rows[GRAPHS].ratio(step_median) == 0.51
     made = result(GRAPHS)
-    assert joined([made]) == figures(made)
+    assert joined([made]) == metrics(made)
 
 
-def test_contenders_that_were_not_run_side_by_side_have_no_round_in_common(
+def test_configurations_that_were_not_run_side_by_side_have_no_round_in_common(
     result: Make, drifting: list[dict[str, Any]]
 ) -> None:
     alone = [result(GRAPHS, (50.0,) * 3, round=n, invocation="other") for n in (1, 2)]
@@ -153,25 +153,25 @@ def test_contenders_that_were_not_run_side_by_side_have_no_round_in_common(
     assert "| 0.250 \u2020 |" in text and "not made side by side" in text
 
 
-def test_a_round_that_lacks_a_contender_counts_for_the_others(
+def test_a_round_that_lacks_a_configuration_counts_for_the_others(
     drifting: list[dict[str, Any]],
 ) -> None:
     without_steps(drifting, DDP_GRAPHS, 2)
     rows = table(drifting)
     found = numbers(rows[GRAPHS].step_ratio(rows[EAGER]))
     assert found == pytest.approx((0.55, 0.5, 0.6, 3))
-    assert rows[GRAPHS].figures.medians == (100, 180, 110)
-    step = rows[GRAPHS].figures.step
+    assert rows[GRAPHS].metrics.medians == (100, 180, 110)
+    step = rows[GRAPHS].metrics.step
     assert step and step.count == 9
     found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
     assert found == pytest.approx((23 / 24, 11 / 12, 1.0, 2))
-    assert rows[DDP_GRAPHS].figures.medians == (100, 120)
+    assert rows[DDP_GRAPHS].metrics.medians == (100, 120)
     text = as_markdown(drifting)
     assert "| ddp-graphs (left out in round 2) | 110.0 | 100.0, 120.0 |" in text
     assert "ddp-graphs left out in round 2: no time" in text
 
 
-def test_a_contender_that_never_ran_is_in_no_ratio(drifting: list[dict[str, Any]]) -> None:
+def test_a_configuration_that_never_ran_is_in_no_ratio(drifting: list[dict[str, Any]]) -> None:
     for number in (1, 2, 3):
         without_steps(drifting, DDP_GRAPHS, number)
     rows = table(drifting)
@@ -220,7 +220,7 @@ def test_a_run_without_ranks_has_no_steps(result: Make) -> None:
 
 def test_the_report_shows_rounds_and_every_pair(drifting: list[dict[str, Any]]) -> None:
     text = as_markdown(drifting)
-    assert "| contender | step ms, median | of each round | IQR |" in text
+    assert "| configuration | step ms, median | of each round | IQR |" in text
     row = "| fsdp-graphs | 110.0 | 100.0, 180.0, 110.0 | 70.00 | 90.0 to 180.0 |"
     assert f"{row} - | 0.550 (0.500 to 0.600) | 50.0 |" in text
     assert "median of the ratios within a round (least to greatest):" in text
@@ -232,7 +232,7 @@ def test_the_report_shows_rounds_and_every_pair(drifting: list[dict[str, Any]]) 
     assert "\u2020" not in text and "give `--rounds`" not in text
 
 
-def test_one_round_of_three_contenders_is_a_matrix_with_a_warning(result: Make) -> None:
+def test_one_round_of_three_configurations_is_a_matrix_with_a_warning(result: Make) -> None:
     three = [result(EAGER, (200.0,) * 3), result(GRAPHS), result(DDP_GRAPHS, (204.0,) * 3)]
     text = as_markdown(three)
     assert "| fsdp-graphs | 0.510 | - | 0.500 |" in text and "`--rounds`" in text
@@ -250,10 +250,10 @@ def test_scaling_and_comparing_take_all_rounds_together(
         for layers in (4, 8)
         for number in (1, 2, 3)
     ]
-    step = next(trend for trend in trends(grown) if trend.figure == "step")
+    step = next(trend for trend in trends(grown) if trend.metric == "step")
     assert step.points == ((4, 42), (8, 82))
     changes = compare([result(GRAPHS, (220.0,) * 3)], drifting)
-    (change,) = (change for change in changes if change.figure == "step ms")
+    (change,) = (change for change in changes if change.metric == "step ms")
     assert (change.name, change.old, change.new) == (
         "llama.default.8layers-2mb-2gpus.fsdp-graphs",
         220.0,

@@ -1,42 +1,29 @@
-"""Who samples and how it is asked; what it says becomes figures."""
+"""How py-spy is asked for a profile, and what is noted when it gives none."""
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.bench import sampling
-from megatron_cg.tools.bench.sampling import ThreadSampler
-from megatron_cg.tools.bench.stacks import read_stacks
+from megatron_cg.tools.bench.sampling import PySpy
 
 
-def test_a_thread_samples_where_py_spy_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_py_spy_there_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    began = time.perf_counter()
-    sampler = sampling.sampling(tmp_path / "new" / "samples.folded", native=True)
-    assert isinstance(sampler, ThreadSampler)
-    while not sampler._stacks:
-        time.sleep(0.001)
-    facts = sampler.stop()
-    assert facts["sampler"] == "thread" and "not installed" in facts["note"]
-    assert facts["lost"] == 0 and not facts["native"]
-    assert 0 < facts["interval_ms"] * sampler._looks <= (time.perf_counter() - began) * 1e3
-    stacks = read_stacks((tmp_path / "new" / facts["file"]).read_text().splitlines())
-    functions = {frame.function for stack in stacks["thread MainThread"] for frame in stack}
-    assert "test_a_thread_samples_where_py_spy_is_not (test_sampling.py)" in functions
+    facts = PySpy(tmp_path / "new" / "s.speedscope.json", native=True).stop()
+    assert "py-spy wrote nothing" in facts["note"] and "No such file" in facts["note"]
+    assert facts["native"] and facts["lost"] == 0
+    assert not (tmp_path / "new" / facts["file"]).exists()
 
 
 REFUSES = "import sys; sys.exit('permission denied')"
 SAMPLES = """
 import pathlib, signal, sys
 def write(*_):
-    pathlib.Path(sys.argv[-1]).write_text("thread 1;f 3\\n")
-    print("py-spy> Wrote raw flamegraph data to 'f'. Samples: 3 Errors: 2", flush=True)
+    pathlib.Path(sys.argv[-1]).write_text("{}")
+    print("py-spy> Wrote speedscope file to 'f'. Samples: 3 Errors: 2", flush=True)
     sys.exit(0)
 # Also where this signal was ignored at the start, as in a shell's background job.
 signal.signal(signal.SIGINT, write)
@@ -56,28 +43,24 @@ def replacement(body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_py_spy_is_asked_first(
+def test_py_spy_writes_for_speedscope(
     native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native frames only where they are asked for: py-spy then stops what it reads."""
     replacement(SAMPLES, tmp_path, monkeypatch)
-    facts = sampling.sampling(tmp_path / "samples.folded", native=native).stop()
-    assert facts == {
-        **{"sampler": "py-spy", "native": native, "interval_ms": 5.0, "lost": 2},
-        **{"file": "samples.folded", "note": ""},
-    }
-    assert (tmp_path / "samples.folded").read_text() == "thread 1;f 3\n"
-    words = (tmp_path / "samples.log").read_text().split()
+    facts = PySpy(tmp_path / "s.speedscope.json", native=native).stop()
+    assert facts == {"native": native, "lost": 2, "file": "s.speedscope.json", "note": ""}
+    assert (tmp_path / "s.speedscope.json").read_text() == "{}"
+    words = (tmp_path / "s.speedscope.log").read_text().split()
+    assert words[words.index("--format") + 1] == "speedscope"
     assert ("--native" in words, "--nonblocking" in words) == (native, not native)
     assert words[words.index("--rate") + 1] == "200"
 
 
-def test_a_thread_samples_where_py_spy_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_of_py_spy_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replacement(REFUSES, tmp_path, monkeypatch)
-    facts = sampling.sampling(tmp_path / "samples.folded").stop()
-    assert facts["sampler"] == "thread" and "permission denied" in facts["note"]
+    facts = PySpy(tmp_path / "s.speedscope.json").stop()
+    assert facts["note"] == "py-spy wrote nothing: permission denied"
 
 
 def test_a_profile_that_fell_behind_says_so(
@@ -85,5 +68,5 @@ def test_a_profile_that_fell_behind_says_so(
 ) -> None:
     late = 'print("2.00s behind in sampling, results may be inaccurate.")\n'
     replacement(late + SAMPLES, tmp_path, monkeypatch)
-    facts = sampling.sampling(tmp_path / "samples.folded").stop()
+    facts = PySpy(tmp_path / "s.speedscope.json").stop()
     assert "fell behind" in facts["note"]

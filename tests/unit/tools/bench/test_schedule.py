@@ -16,9 +16,16 @@ from megatron_cg.tools.bench.commands import (
     command,
     run_environment,
 )
-from megatron_cg.tools.bench.contenders import CONTENDERS, DDP_GRAPHS, EAGER, FULL, GRAPHS, without
+from megatron_cg.tools.bench.configurations import (
+    CONFIGURATIONS,
+    DDP_GRAPHS,
+    EAGER,
+    FULL,
+    GRAPHS,
+    without,
+)
 from megatron_cg.tools.bench.shapes import ShapeError, default_scopes, layer_count, with_layers
-from megatron_cg.tools.bench.spreads import FiguresError
+from megatron_cg.tools.bench.spreads import MetricsError
 from megatron_cg.tools.bench.windows import VARIABLE, Windows, given
 
 MOE, DENSE, HYBRID = (Settings(load_preset(n), 2) for n in ("qwen3-moe", "llama", "mamba-hybrid"))
@@ -26,17 +33,17 @@ MOE, DENSE, HYBRID = (Settings(load_preset(n), 2) for n in ("qwen3-moe", "llama"
 
 def test_runs_of_a_table_follow_one_another() -> None:
     runs = schedule([MOE, DENSE], "both", None, None)
-    seen = [(run.key["shape"], run.key["grouped_gemm"], run.contender) for run in runs]
-    moe = [name for name in CONTENDERS if name != FULL]
+    seen = [(run.key["shape"], run.key["grouped_gemm"], run.configuration) for run in runs]
+    moe = [name for name in CONFIGURATIONS if name != FULL]
     expected = [("qwen3-moe", gemm, name) for gemm in ("default", "cutlass") for name in moe]
-    assert seen == expected + [("llama", "default", name) for name in CONTENDERS]
+    assert seen == expected + [("llama", "default", name) for name in CONFIGURATIONS]
     assert len({run.name for run in runs}) == len(runs)
 
 
 def test_every_other_round_of_a_table_is_in_reverse_order() -> None:
     names = [EAGER, GRAPHS, DDP_GRAPHS]
     runs = schedule([MOE, DENSE], "default", names, None, rounds=3)
-    found = [(run.key["shape"], run.key["round"], run.contender) for run in runs]
+    found = [(run.key["shape"], run.key["round"], run.configuration) for run in runs]
     orders = [(1, names), (2, names[::-1]), (3, names)]
     assert found == [
         (shape, number, name)
@@ -53,7 +60,7 @@ def test_every_other_round_of_a_table_is_in_reverse_order() -> None:
 
 def test_a_scaling_run_has_all_rounds_of_a_point_together() -> None:
     runs = schedule([DENSE], "default", None, Scale.parse("layers=4,8"), rounds=2)
-    found = [(run.key["layers"], run.round, run.contender) for run in runs]
+    found = [(run.key["layers"], run.round, run.configuration) for run in runs]
     turns = [(1, EAGER), (1, GRAPHS), (2, GRAPHS), (2, EAGER)]
     assert found == [(layers, *turn) for layers in (4, 8) for turn in turns]
 
@@ -68,13 +75,15 @@ def test_only_the_first_round_is_more_than_timed() -> None:
     assert second.seconds() < first.seconds()
 
 
-def test_a_choice_of_contenders_is_kept_in_order() -> None:
+def test_a_choice_of_configurations_is_kept_in_order() -> None:
     runs = schedule([MOE], "cutlass", ["ddp-graphs", GRAPHS], None)
-    assert [run.contender for run in runs] == [GRAPHS, "ddp-graphs"]
+    assert [run.configuration for run in runs] == [GRAPHS, "ddp-graphs"]
     assert {run.settings.grouped_gemm for run in runs} == {"cutlass"}
-    with pytest.raises(ScheduleError, match=r"--only fsdp: there is no such contender.*ddp-eager"):
+    with pytest.raises(
+        ScheduleError, match=r"--only fsdp: there is no such configuration.*ddp-eager"
+    ):
         schedule([MOE], "default", ["fsdp"], None)
-    with pytest.raises(ScheduleError, match="no contender is left"):
+    with pytest.raises(ScheduleError, match="no configuration is left"):
         schedule([MOE], "default", [FULL], None)
 
 
@@ -88,7 +97,7 @@ def test_a_choice_of_contenders_is_kept_in_order() -> None:
 )
 def test_a_scaling_run_grows_one_dimension(text: str, sizes: list[tuple[str, int]]) -> None:
     runs = schedule([DENSE], "default", None, Scale.parse(text))
-    found = [(run.dimension, run.key[str(run.dimension)], run.contender) for run in runs]
+    found = [(run.dimension, run.key[str(run.dimension)], run.configuration) for run in runs]
     assert found == [(*size, name) for size in sizes for name in (EAGER, GRAPHS)]
     assert all(run.key["layers"] and run.key["microbatches"] for run in runs)
 
@@ -132,7 +141,7 @@ def test_flags_are_left_out_with_their_values() -> None:
 def test_the_environment_is_that_of_a_run_in_earnest(gemm: str, value: str | None) -> None:
     settings = Settings(MOE.preset, 2, grouped_gemm=gemm)
     inherited = {"NCCL_ALGO": "Tree", CUTLASS_VARIABLE: "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    env = run_environment(settings, inherited, root=Path("/r"), cudnn=None, figures=Path("/f"))
+    env = run_environment(settings, inherited, root=Path("/r"), cudnn=None, metrics=Path("/f"))
     assert env.get(CUTLASS_VARIABLE) == value
     assert env["NCCL_ALGO"] == "Tree" and "CUBLAS_WORKSPACE_CONFIG" not in env
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env and env["PYTHONPATH"] == "/r"
@@ -156,12 +165,12 @@ def test_windows_follow_one_another_and_end_with_a_step_that_is_not_measured() -
     both = [kind for kind in Windows(profiled=2).kinds() if kind in ("traced", "profiled")]
     assert both == ["traced"] * 2 + ["profiled"] * 2
     assert not {"traced", "profiled"} & set(Windows().only_timed().kinds())
-    with pytest.raises(FiguresError, match="--timed-steps"):
+    with pytest.raises(MetricsError, match="--timed-steps"):
         Windows(timed=0)
 
 
 @pytest.mark.parametrize("value", [None, "", "timed=3", "timed=x:/f", "nothing=3:/f"])
 def test_a_run_that_was_not_told_what_to_measure_says_so(value: str | None) -> None:
     environment = {} if value is None else {VARIABLE: value}
-    with pytest.raises(FiguresError, match="start this run by megatron-cg bench"):
+    with pytest.raises(MetricsError, match="start this run by megatron-cg bench"):
         given(environment)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_cg.tools.bench.busy import busy_figures
+from megatron_cg.tools.bench.busy import busy_metrics
 from megatron_cg.tools.bench.hostwork import OUTSIDE, PREFIX, Caller, HostWork, Segment
 from megatron_cg.tools.bench.idle import STEPS, analyse
 from megatron_cg.tools.bench.intervals import common, gaps, length, union
-from megatron_cg.tools.bench.spreads import FiguresError
+from megatron_cg.tools.bench.spreads import MetricsError
 from megatron_cg.tools.bench.timeline import DEVICE, Event, parse_timeline, read_timeline
 from megatron_cg.tools.bench.watching import PhaseRanges, watching
 
@@ -108,17 +108,17 @@ def test_nccl_is_exposed_where_nothing_else_runs() -> None:
         # All alone, after a gap.
         device("ncclDevKernel_AllReduce", 210, 225, 20, 6),
     ]
-    found = busy_figures(parse_timeline({"traceEvents": kernels}), steps=2)
+    found = busy_metrics(parse_timeline({"traceEvents": kernels}), steps=2)
     assert found["nccl_ms"] == pytest.approx(0.115 / 2)
     assert found["exposed_nccl_ms"] == pytest.approx((0.030 + 0.015) / 2)
     assert found["busy_without_nccl_ms"] == pytest.approx(0.170 / 2)
     assert found["busy_ms"] == pytest.approx(0.215 / 2)
 
 
-def test_the_device_alone_has_its_own_figures_and_nothing_of_operators() -> None:
+def test_the_device_alone_has_its_own_metrics_and_nothing_of_operators() -> None:
     """Of the calls of CUDA, which such a trace has, and of the device's work."""
     calls = [e for e in TRACE["traceEvents"] if e.get("cat") not in ("cpu_op", "user_annotation")]
-    found = busy_figures(parse_timeline({"traceEvents": calls}), steps=1)
+    found = busy_metrics(parse_timeline({"traceEvents": calls}), steps=1)
     whole = analyse(parse_timeline(TRACE), steps=1)
     assert {name: whole[name] for name in found if name != "longest_gaps"} == {
         name: value for name, value in found.items() if name != "longest_gaps"
@@ -133,12 +133,12 @@ def test_the_device_alone_has_its_own_figures_and_nothing_of_operators() -> None
 
 def test_without_calls_of_cuda_nothing_is_told_of_them() -> None:
     kernels = [e for e in TRACE["traceEvents"] if e.get("cat") in DEVICE]
-    found = busy_figures(parse_timeline({"traceEvents": kernels}), steps=1)
+    found = busy_metrics(parse_timeline({"traceEvents": kernels}), steps=1)
     assert found["idle_ms"] == pytest.approx(0.100) and len(found["longest_gaps"]) == 2
     assert not {"kernel_launches", "graph_launches", "idle_for_host_ms"} & set(found)
 
 
-def test_figures_are_by_step() -> None:
+def test_metrics_are_by_step() -> None:
     one, two = (analyse(parse_timeline(TRACE), steps) for steps in (1, 2))
     for name in (
         "busy_ms",
@@ -227,14 +227,14 @@ def test_a_file_is_read_packed_or_not(suffix: str, tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
-    with pytest.raises(FiguresError, match=words):
+    with pytest.raises(MetricsError, match=words):
         read_timeline(path)
-    with pytest.raises(FiguresError, match=r"trace\.gz is not a trace"):
+    with pytest.raises(MetricsError, match=r"trace\.gz is not a trace"):
         read_timeline(tmp_path / "trace.gz")
 
 
 def test_a_trace_without_work_of_a_gpu_is_refused() -> None:
-    with pytest.raises(FiguresError, match="no kernel in the trace"):
+    with pytest.raises(MetricsError, match="no kernel in the trace"):
         analyse(parse_timeline({"traceEvents": [host("aten::mm", 0, 1)]}), 1)
 
 

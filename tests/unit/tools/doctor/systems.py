@@ -20,7 +20,7 @@ VERSIONS = {
     "transformer-engine-torch": "2.20.2",
     "transformer-engine-cu13": "2.20.2",
 }
-H200 = {"name": "NVIDIA H200", "uuid": "ab" * 16, "capability": [9, 0], "total_bytes": 150 << 30}
+H200 = {"name": "NVIDIA H200", "uuid": "ab" * 16, "capability": [9, 0]}
 ANSWERS: dict[str, Any] = {
     ask.TORCH: {
         "version": "2.11.0+cu130",

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_cg.tools.doctor import ask
-from megatron_cg.tools.doctor.checks import CHECKS, Check, can_run, examine
+from megatron_cg.tools.doctor import ask, symbol_checks
+from megatron_cg.tools.doctor.checks import CHECKS, Check, can_run, examine, told
 from megatron_cg.tools.doctor.finding import (
     Finding,
     Level,
@@ -152,7 +152,8 @@ def test_a_stage_that_was_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert everything.ask(ask.SYMBOLS) == ask.SYMBOLS
     with pytest.raises(NotReachedError, match="no part in the backend tape"):
         everything.ask(ask.DRIVER)
-    assert asked == [[ask.LOADER], [ask.LOADER], [ask.TORCH, ask.SYMBOLS, ask.FLAGS]]
+    megatron = [ask.SYMBOLS, ask.FLAGS, ask.CHANGES]
+    assert asked == [[ask.LOADER], [ask.LOADER], [ask.TORCH, *megatron, ask.COLLECTED]]
 
 
 FINDINGS = [
@@ -184,7 +185,34 @@ def test_the_table_has_a_line_a_finding_and_details_of_what_is_not_ok() -> None:
     out = io.StringIO()
     print_report(Console(file=out, width=100), TRANSFORMER_ENGINE, FINDINGS)
     text = out.getvalue()
+    assert "Changes in other packages" not in text
     assert "all [bold]well[/bold]" in text and text.count("why:") == 3
     assert text.index("pip install it") < text.index("unset SLOW") < text.index("just so")
     assert text.rstrip().endswith("1 thing prevents CUDA graphs here")
     assert of_level(FINDINGS, Level.ERROR) == [only(FINDINGS, Level.ERROR)]
+
+
+def test_changes_are_told_by_our_module_before_the_verdict() -> None:
+    rows = [
+        ("megatron", "megatron.a.b", "megatron_cg.ours", "enabled"),
+        ("megatron", "megatron.fsdp.Buffer.zero", "megatron_cg.fast", "graphs live"),
+        ("megatron_fsdp", "megatron_fsdp.Buffer.zero", "megatron_cg.fast", "graphs live"),
+        ("megatron", "megatron.c.f.<locals>.g", "megatron_cg.slow", "graphs live"),
+    ]
+    changes = [dict(zip(("package", "place", "by", "when"), row, strict=True)) for row in rows]
+    out = io.StringIO()
+    print_report(Console(file=out, width=100), TRANSFORMER_ENGINE, FINDINGS, changes)
+    text = out.getvalue()
+    assert "megatron_cg.ours  megatron: a.b\n" in text
+    assert "megatron_cg.fast  megatron, megatron_fsdp: Buffer.zero\n" in text
+    assert "megatron_cg.slow  megatron: f.g\n" in text
+    assert text.index("once enabled") < text.index("taken over") < text.index("pip install it")
+    (finding,) = symbol_checks.changes(system({ask.CHANGES: changes}))
+    assert finding.level is Level.OK
+    assert "1 once megatron_cg is enabled" in finding.found and "3 functions" in finding.found
+
+
+def test_what_another_process_did_not_find_is_nothing() -> None:
+    failed = system({ask.CHANGES: ask.StageError(ask.CHANGES, "no")})
+    assert told(failed, ask.CHANGES) is None and told(failed, "never run") is None
+    assert told(failed, ask.TORCH)["cuda"] == "13.0"

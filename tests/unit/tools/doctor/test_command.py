@@ -59,6 +59,33 @@ def test_what_is_here_is_seen_as_it_is(runs: Any) -> None:
     assert not [f for f in data["findings"] if "check itself failed" in f["found"]]
 
 
+def test_changes_and_the_machine_come_from_the_code_that_makes_and_collects_them(
+    runs: Any,
+) -> None:
+    data, text = runs[0][1], runs[1][1]
+    rows = {(row["package"], row["place"], row["when"]): row["by"] for row in data["changes"]}
+    ours = "megatron_cg.integrations.megatron"
+    validate = ("megatron", "megatron.training.arguments.validate_args", "enabled")
+    helper = ("megatron", "megatron.training.training.TECudaGraphHelper", "enabled")
+    assert rows[validate] == rows[helper] == f"{ours}.patches"
+    zero = [
+        by
+        for (_, place, when), by in rows.items()
+        if place.endswith("MegatronFSDP.zero_grad_buffer") and when == "graphs live"
+    ]
+    assert set(zero) == {"megatron_cg.fastpath.optimizer.zero"}
+    assert {package for package, _, _ in rows} <= {
+        "megatron",
+        "megatron_fsdp",
+        "torch",
+        "transformer_engine",
+    }
+    assert all(by.startswith("megatron_cg.") for by in rows.values())
+    assert f"{ours}.patches  megatron: arguments.add_megatron_arguments, " in text
+    assert data["system"]["torch_version"].startswith(installed_version("torch") or "?")
+    assert data["system"]["os"] in texts(data, "ok")[-2] + texts(data, "ok")[-1]
+
+
 def test_the_tape_can_run_here(runs: Any) -> None:
     code, text = runs[1]
     assert code == 0 and "the comparison on the CPU tape can run here" in text

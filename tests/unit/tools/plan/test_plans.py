@@ -21,6 +21,7 @@ from megatron_cg.tools.plan.process import Plan, PlanError, make_plans
 from megatron_cg.tools.plan.request import Request, read_request
 from megatron_cg.tools.plan.settings import fewest_gpus
 from megatron_cg.tools.plan.tables import print_plan
+from megatron_cg.tools.plan.worth import measured_rows
 
 MISTAKES = (
     "--cuda-graph-modules attn moe_router --pipeline-model-parallel-size 3 "
@@ -153,6 +154,37 @@ def test_tables_fit_their_width(plans: dict[str, Plan], name: str) -> None:
     assert max(map(len, text.splitlines())) <= command.WIDTH
     for part in ("What is captured", "Static inputs", "Memory of one graph", "Megatron-FSDP's"):
         assert part in text
+
+
+def test_a_plan_says_whether_graphs_are_likely_to_pay(plans: dict[str, Plan]) -> None:
+    for row in measured_rows():
+        plan = plans[row["shape"]]
+        # The rows have what a plan of their shape tells.
+        assert plan["model"]["work_per_layer"] == row["work_per_layer"]
+        assert plan["model"]["kind"] == row["kind"]
+        assert plan["worth"]["verdict"] == "likely"
+        assert plan["worth"]["row"]["shape"] == row["shape"]
+        assert plan["worth"]["text"] in " ".join(shown(plan).split())
+    verdicts = {"llama-tiny", "mixtral-tiny", "mamba-hybrid-tiny", "fp8", "fp32"}
+    assert {plans[name]["worth"]["verdict"] for name in verdicts} == {"unknown"}
+    assert "No hybrid model" in plans["mamba-hybrid-tiny"]["worth"]["text"]
+    assert "in FP8" in plans["fp8"]["worth"]["text"] and "in FP32" in plans["fp32"]["worth"]["text"]
+
+
+def test_work_of_a_layer_follows_tokens_experts_and_tensor_parallel(
+    plans: dict[str, Plan],
+) -> None:
+    work = {
+        name: plan["model"]["work_per_layer"] for name, plan in plans.items() if "model" in plan
+    }
+    # Tokens: of the sequence, and of the part of it that one GPU has.
+    assert work["context parallel"] == work["llama-tiny"] / 2
+    assert 0.5 <= work["tensor parallel"] / work["llama-tiny"] < 0.6
+    assert work["more microbatches"] == work["many ranks"] == work["llama-tiny"]
+    # Of its experts, a token uses the top k alone.
+    model = plans["mixtral-tiny"]["model"]
+    tokens = model["micro_batch_size"] * model["sequence_length"]
+    assert work["mixtral-tiny"] < tokens * model["parameters_on_rank_0"] / model["layers"]
 
 
 def test_layers_in_one_row_follow_each_other(plans: dict[str, Plan]) -> None:

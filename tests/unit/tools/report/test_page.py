@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from megatron_cg.telemetry.record_setup import of_tape
 from megatron_cg.tools.cli.main import main
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from megatron_cg.tools.pages.figures import Plot
+from megatron_cg.tools.pages.theme import DARK, LIGHT, STYLED, Palette, as_styled
 from megatron_cg.tools.report.coverage import read_coverage
 from megatron_cg.tools.report.page import page
-from megatron_cg.tools.report.render import as_svg
 from megatron_cg.tools.report.report_plots import of_coverage
-from megatron_cg.tools.report.story import Story
-from megatron_cg.tools.report.theme import DARK, LIGHT, STYLED, Palette, as_styled
+from megatron_cg.tools.report.story import Story, read_story
 from tests.unit.tools.report.made_up import make_record, write
 
 _VOID = {"meta", "br", "use", "path", "rect", "line"}
@@ -105,10 +107,10 @@ def test_text_of_a_run_cannot_become_markup(made_up_page: str) -> None:
 
 
 def test_the_same_record_makes_the_same_figure() -> None:
-    def draw() -> str:
+    def draw() -> object:
         found = read_coverage(Story("one", {0: make_record(steps=6)}))
         assert found is not None
-        return as_svg(of_coverage(found), "map", "what was graphed")
+        return Plot("map", of_coverage(found)).svgs()
 
     assert draw() == draw()
 
@@ -190,9 +192,64 @@ def test_a_stand_in_is_replaced_by_its_name() -> None:
 
 
 def test_a_key_of_matplotlib_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_cg.tools.report import render
+    from megatron_cg.tools.pages import figures
 
-    settings: dict[str, Any] = render._style(LIGHT)
+    settings: dict[str, Any] = figures._style(LIGHT)
     import matplotlib as mpl
 
     assert set(settings) <= set(mpl.rcParams)
+
+
+def test_the_title_names_the_model_and_the_date(tape_pair: Path) -> None:
+    record = make_record(steps=2) | {"began": "2026-11-23T10:00:00+00:00"}
+    model: dict[str, Any] = {"num_layers": 24, "hidden_size": 2048, "num_experts": 128}
+    record["setup"] = {"model": model}
+    title = "MoE model with 128 experts, 24 layers, hidden size 2048, 2026-11-23"
+    assert f"<title>{title}</title>" in page(Story("one", {0: record}))
+    model["num_experts"] = None
+    assert "<h1>Dense model, 24 layers" in page(Story("one", {0: record}))
+    model["hybrid_layer_pattern"] = "M*M*"
+    assert "<h1>Hybrid model, 24 layers" in page(Story("one", {0: record}))
+    record["setup"] = {}
+    assert "<h1>one, 2026-11-23</h1>" in page(Story("one", {0: record}))
+    record["setup"] = of_tape(TrainingPlan(CpuModelConfig(layers=3, hidden_size=32)))
+    assert "<h1>Dense model, 3 layers, hidden size 32, 2026-11-23</h1>" in page(
+        Story("one", {0: record})
+    )
+    assert re.search(r"<h1>tape, 20\d\d-\d\d-\d\d</h1>", page(read_story(tape_pair)))
+
+
+def test_unequal_numbers_and_shards_are_a_table() -> None:
+    eager, graphs = make_record(graphs=False, steps=20), make_record(steps=20, off=17)
+    graphs["parameters"] = {"main:w": "b", "<s>": "a"}
+    text = page(Story("pair", {0: graphs}, reference={0: eager}))
+    (section,) = re.findall(r'<section id="different">.*?</section>', text, re.S)
+    rows = re.findall(r"<tr>(.*?)</tr>", section)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+    assert cells[0] == ["step", "rank", "quantity", "eager", "graphs", "difference"]
+    assert [row[:3] for row in cells[1:5]] == [[f"{n}", "0", "lm loss"] for n in range(17, 21)]
+    one, two = (record["steps"][16]["losses"]["lm loss"]["hex"] for record in (eager, graphs))
+    assert [float(cell) for cell in cells[1][3:5]] == [float.fromhex(one), float.fromhex(two)]
+    assert cells[5:] == [["parameter shard"], ["rank 0 main:w"], ["rank 0 &lt;s&gt;"]]
+    assert "4 of 60 numbers" in section and "of which" not in section
+
+
+def test_of_many_unequal_numbers_the_first_are_shown(made_up_page: str) -> None:
+    (section,) = re.findall(r'<section id="different">.*?</section>', made_up_page, re.S)
+    assert section.count("<tr>") == 21 and "of which these are the first 20" in section
+
+
+def test_numbers_that_a_failed_run_lacks_are_no_rows() -> None:
+    graphs = make_record(steps=3)
+    graphs["finished"], graphs["error"] = False, "RuntimeError: on purpose"
+    text = page(Story("pair", {0: graphs}, reference={0: make_record(graphs=False)}))
+    assert 'id="different"' not in text and "RuntimeError: on purpose" in text
+
+
+def test_sections_with_nothing_in_them_are_left_out(made_up_page: str) -> None:
+    every = ["different", "losses", "times", "graphed", "memory", "counters", "faults", "patches"]
+    assert re.findall(r'<section id="(\w+)"', made_up_page) == [*every, "versions"]
+    assert re.findall(r'<li><a href="#(\w+)"', made_up_page) == [*every, "versions"]
+    record = make_record(graphs=False) | {"device": "cpu", "intervals": []}
+    text = page(Story("one", {0: record}))
+    assert re.findall(r'<section id="(\w+)"', text) == ["losses", "times", "faults", "versions"]

@@ -1,4 +1,4 @@
-"""Converts a drawing to SVG inside a page, and to PNG files.
+"""Figures of pages: a drawing as SVG inside a page, and as a PNG file.
 
 Relied on: matplotlib 3.9 to 3.11. Its SVG names clip paths and markers by ``id``, refers to them as
 ``url(#id)`` and ``xlink:href="#id"``, and keeps text as text if ``svg.fonttype`` is none.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import re
-from html import escape
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,58 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from megatron_cg.files import whole_file
-from megatron_cg.tools.report.report_plots import Draw, Look
-from megatron_cg.tools.report.theme import LIGHT, STYLED, Palette, as_styled
+from megatron_cg.tools.pages.theme import LIGHT, STYLED, Palette, as_styled
 
 WIDE, NARROW = 7.4, 3.5
 """Inches: the width of the page's column, and a phone's; text is as large as the page's own."""
 _DPI = 200
 
 
-def as_svg(draw: Draw, name: str, alternative: str) -> str:
-    """Two SVG elements, for wide and for narrow pages; the page's style shows one of them.
+@dataclass(frozen=True)
+class Look:
+    """How a plot is drawn: colours, and the width of a page's column in inches."""
 
-    Args:
-        draw: makes the drawing.
-        name: letters, digits and dashes; unique among the plots of the page.
-        alternative: a description for readers who do not see the plot.
-    """
-    return "".join(
-        _one_svg(draw, width, f"{name}-{kind}", kind, alternative)
-        for kind, width in (("wide", WIDE), ("narrow", NARROW))
-    )
+    palette: Palette
+    width: float
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it is for a phone."""
+        return self.width < 5
 
 
-def _one_svg(draw: Draw, width: float, prefix: str, kind: str, alternative: str) -> str:
+Draw = Callable[[Figure, Look], None]
+"""Draws on an empty figure of the look's width and sets its height."""
+
+
+@dataclass(frozen=True)
+class Svg:
+    """What is inside an SVG element, for pages of one ``kind``: ``wide`` or ``narrow``."""
+
+    kind: str
+    view: str
+    """The ``viewBox``."""
+    body: str
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of a page; ``name`` has letters, digits and dashes and is unique in the page."""
+
+    name: str
+    draw: Draw
+
+    def svgs(self) -> tuple[Svg, ...]:
+        """The plot for wide and for narrow pages; the page's style shows one of them."""
+        widths = {"wide": WIDE, "narrow": NARROW}
+        return tuple(
+            Svg(kind, *_svg(self.draw, width, f"{self.name}-{kind}"))
+            for kind, width in widths.items()
+        )
+
+
+def _svg(draw: Draw, width: float, prefix: str) -> tuple[str, str]:
+    """The view box and the content, all ids with ``prefix``."""
     written = io.StringIO()
     # No date, and ids from the drawing alone: the same records give the same page.
     with mpl.rc_context(_style(STYLED, **{"svg.fonttype": "none", "svg.hashsalt": prefix})):
@@ -46,22 +76,12 @@ def _one_svg(draw: Draw, width: float, prefix: str, kind: str, alternative: str)
         draw(figure, Look(STYLED, width))
         metadata: dict[str, Any] = {"Date": None, "Creator": None, "Type": None, "Format": None}
         figure.savefig(written, format="svg", transparent=True, metadata=metadata)
-    text = written.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    found = re.search(r"<svg[^>]*viewBox=\"([^\"]+)\"[^>]*>(.*)</svg>", written.getvalue(), re.S)
+    assert found is not None
+    text = re.sub(r"<metadata>.*?</metadata>", "", found[2], flags=re.S)
     # Ids must be unique in the page, but matplotlib repeats them in each plot.
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
-    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", text)
-    text = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', text)
-    head = re.match(r"<svg[^>]*>", text)
-    assert head is not None
-    view = re.search(r'viewBox="([^"]+)"', head.group())
-    assert view is not None
-    opening = (
-        f'<svg class="{kind}" viewBox="{view[1]}" role="img" aria-label="{escape(alternative)}" '
-        'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
-    )
-    return as_styled(opening + text[head.end() :].rstrip()) + "\n"
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{prefix}-", text)
+    return found[1], as_styled(text.strip())
 
 
 def write_png(draw: Draw, path: Path) -> None:

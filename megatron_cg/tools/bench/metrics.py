@@ -1,4 +1,4 @@
-"""Converts the results of a baseline to metrics and to tables. Pure.
+"""Converts the results of a configuration to metrics and to tables. Pure.
 
 Note [Which rank]
     Ranks wait for each other in every step, so times are those of rank 0, which also made the
@@ -23,10 +23,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_cg.tools.bench.bench_schedule import table_key
-from megatron_cg.tools.bench.contenders import CONTENDERS, EAGER
+from megatron_cg.tools.bench.configurations import EAGER, KNOWN
 from megatron_cg.tools.bench.rounds import (
     Ratio,
-    by_contender,
+    by_configuration,
     later_per_earlier,
     ratio,
     round_medians,
@@ -39,8 +39,8 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Figures:
-    """The metrics of a baseline; None means not measured. Times in ms, memory in MiB."""
+class Metrics:
+    """The metrics of a configuration; None means not measured. Times in ms, memory in MiB."""
 
     step: Spread | None = None
     """From the start of a step to the start of the next one."""
@@ -81,11 +81,11 @@ class Figures:
         return self.step.median / self.busy if self.step and self.busy else None
 
 
-def figures(result: Result) -> Figures:
+def metrics(result: Result) -> Metrics:
     """All metrics in one run's result; a run that failed may have some."""
     ranks = result["ranks"]
     if not ranks:
-        return Figures()
+        return Metrics()
     first, alone = ranks[0], result.get("device_trace")
     trace = alone or result["trace"] or {}
     timed = first.get("timed") or {}
@@ -96,7 +96,7 @@ def figures(result: Result) -> Figures:
     gaps = trace.get("longest_gaps") or []
     steps = step_times(result)
     step = spread(steps) if steps else None
-    return Figures(
+    return Metrics(
         step=step,
         medians=(step.median,) if step else (),
         later_per_earlier=later_per_earlier([result]),
@@ -125,18 +125,18 @@ _MOST = ("capture_peak", "peak_allocated", "peak_reserved", "allocated")
 _MEDIAN = ("capture_seconds", "capture_without_warmup")
 
 
-def joined(rounds: Sequence[Result]) -> Figures:
-    """The joint metrics of one baseline's rounds. See Note [Rounds together]."""
-    each = [figures(result) for result in rounds]
+def joined(rounds: Sequence[Result]) -> Metrics:
+    """The joint metrics of one configuration's rounds. See Note [Rounds together]."""
+    each = [metrics(result) for result in rounds]
     found: dict[str, float] = {}
-    for name in (field.name for field in fields(Figures) if field.name not in _APART):
+    for name in (field.name for field in fields(Metrics) if field.name not in _APART):
         values = [value for one in each if (value := getattr(one, name)) is not None]
         if values:
             found[name] = _join(name, values)
     steps = [step for result in rounds for step in step_times(result)]
     medians = tuple(round_medians(rounds).values())
     alone = next((one.device_alone for one in each if one.busy is not None), False)
-    return Figures(
+    return Metrics(
         step=spread(steps) if steps else None,
         medians=medians,
         later_per_earlier=later_per_earlier(rounds),
@@ -164,10 +164,10 @@ def _bytes_per_replay(counters: Mapping[str, int] | None) -> float | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One baseline of a table."""
+    """One configuration of a table."""
 
     rounds: tuple[Result, ...]
-    figures: Figures
+    metrics: Metrics
     eager: Row | None
     """fsdp-eager in the same table; None if the table lacks it, and for that row itself."""
 
@@ -178,33 +178,33 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The baseline's name."""
+        """The configuration's name."""
         return str(self.result["key"]["contender"])
 
     @property
-    def base(self) -> Row | None:
+    def baseline(self) -> Row | None:
         """fsdp-eager of this table."""
         return self if self.name == EAGER else self.eager
 
     @property
     def same_invocation(self) -> bool:
         """Whether fsdp-eager was run side by side with this one."""
-        base = self.base
+        base = self.baseline
         return base is not None and base.result["invocation"] == self.result["invocation"]
 
-    def ratio(self, read: Callable[[Figures], float | None]) -> float | None:
+    def ratio(self, read: Callable[[Metrics], float | None]) -> float | None:
         """A metric relative to that of fsdp-eager."""
-        own = read(self.figures)
-        base = read(self.base.figures) if self.base else None
+        own = read(self.metrics)
+        base = read(self.baseline.metrics) if self.baseline else None
         return own / base if own is not None and base else None
 
     def step_ratio(self, other: Row | None) -> Ratio | None:
-        """The step time relative to another baseline of this table, within each round."""
+        """The step time relative to another configuration of this table, within each round."""
         return ratio(self.rounds, other.rounds) if other else None
 
 
 def tables(results: Sequence[Result]) -> list[list[Row]]:
-    """The results as tables, each in the order of ``CONTENDERS``."""
+    """The results as tables, each in the order of ``KNOWN``."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(table_key(result["key"]), []).append(result)
@@ -212,19 +212,19 @@ def tables(results: Sequence[Result]) -> list[list[Row]]:
 
 
 def _table(group: Sequence[Result]) -> list[Row]:
-    order = list(CONTENDERS)
-    contenders = by_contender(group)
-    contenders.sort(key=lambda rounds: order.index(rounds[0]["key"]["contender"]))
+    order = list(KNOWN)
+    configurations = by_configuration(group)
+    configurations.sort(key=lambda rounds: order.index(rounds[0]["key"]["contender"]))
     eager = None
     rows = []
-    for rounds in contenders:
+    for rounds in configurations:
         row = Row(tuple(rounds), joined(rounds), eager)
-        # The first of all baselines, so it exists before the others need it.
+        # The first of all configurations, so it exists before the others need it.
         eager = row if row.name == EAGER else eager
         rows.append(row)
     return rows
 
 
-def step_median(found: Figures) -> float | None:
+def step_median(found: Metrics) -> float | None:
     """For :meth:`Row.ratio`."""
     return found.step.median if found.step else None

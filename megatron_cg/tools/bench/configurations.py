@@ -1,0 +1,150 @@
+"""Defines the configurations and the flags that make each of them. Pure.
+
+Relied on: megatron-core 0.19.2. ``--cuda-graph-impl full_iteration`` needs
+``--no-check-for-nan-in-loss-and-grad`` (``validate_args``) and takes no ``--cuda-graph-modules``.
+It captures forward and backward of all microbatches in the step after ``--cuda-graph-warmup-steps``
+(``full_cuda_graph.py``). Under Megatron-FSDP it sets ``megatron_fsdp_cuda_graph_mode`` and
+``fsdp_all_gather_in_start_param_sync`` itself (``training.py``). The optimizer step stays outside
+the graph. An MoE model with dropless routing reads token counts on the host, so such a graph cannot
+capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_cg.arguments.fast_path_parts import PARTS, with_dependents
+from megatron_cg.tools.align.command import BASE_FLAGS, GRAPH_FLAGS
+
+EAGER, EAGER_FAST_PATH, DDP_EAGER = "fsdp-eager", "fsdp-eager-fast-path", "ddp-eager"
+GRAPHS, PLAIN, DDP_GRAPHS = "fsdp-graphs", "fsdp-graphs-plain", "ddp-graphs"
+FULL = "fsdp-full-iteration"
+
+_FSDP_ONLY = {
+    "--use-megatron-fsdp": 0,
+    "--data-parallel-sharding-strategy": 1,
+    "--ckpt-format": 1,
+}
+"""Flags in BASE_FLAGS that DDP does not use, with the number of their values."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train the same model."""
+
+    name: str
+    description: str
+    fsdp: bool
+    graphs: Literal["none", "partial", "full"]
+    parts: tuple[str, ...] = ()
+    """The parts of the fast path."""
+    models: Literal["all", "dense", "MoE"] = "all"
+    """The models that it makes sense for."""
+
+    @property
+    def double_buffers(self) -> bool:
+        """Whether unsharded parameters have fixed addresses, for graphs or for the fast path."""
+        return self.fsdp and (self.graphs != "none" or bool(self.parts))
+
+    def words(self, scopes: Sequence[str], warmup_steps: int) -> list[str]:
+        """Its own flags; all configurations share the others."""
+        words = list(GRAPH_FLAGS if self.double_buffers else ())
+        if self.graphs == "none":
+            return ["--cuda-graph-impl", "none", *words]
+        words += ["--cuda-graph-warmup-steps", str(warmup_steps)]
+        if self.graphs == "full":
+            return [*words, "--cuda-graph-impl", "full_iteration"]
+        words += ["--cuda-graph-impl", "transformer_engine"]
+        words += ["--cuda-graph-modules", *scopes] if scopes else []
+        return [*words, *(self._fast_path_words() if self.fsdp else ())]
+
+    def _fast_path_words(self) -> list[str]:
+        if self.parts == PARTS:
+            return []
+        if not self.parts:
+            return ["--cg-no-fsdp-fast-path"]
+        return ["--cg-fast-path", ",".join(self.parts)]
+
+    def suits(self, *, moe: bool) -> bool:
+        """Whether it makes sense for a model with experts, or without."""
+        return self.models in ("all", "MoE" if moe else "dense")
+
+
+CONFIGURATIONS = {
+    configuration.name: configuration
+    for configuration in (
+        Configuration(EAGER, "Megatron-FSDP, eager", True, "none"),
+        Configuration(
+            EAGER_FAST_PATH, "Megatron-FSDP, eager, with the fast path alone", True, "none", PARTS
+        ),
+        Configuration(GRAPHS, "Megatron-FSDP with partial graphs", True, "partial", PARTS),
+        Configuration(
+            PLAIN, "Megatron-FSDP with partial graphs, without the fast path", True, "partial"
+        ),
+        Configuration(DDP_EAGER, "DDP with the distributed optimizer, eager", False, "none"),
+        Configuration(
+            DDP_GRAPHS,
+            "DDP with Megatron's own partial graphs of the same scopes",
+            False,
+            "partial",
+        ),
+        Configuration(
+            FULL, "Megatron-FSDP with a graph of the whole iteration", True, "full", models="dense"
+        ),
+    )
+}
+"""The configurations that a table has unless others are asked for."""
+
+_OF_EXPERTS = ("detached-weights", "gemm-heuristics")
+"""Parts for grouped GEMMs; a dense model has none."""
+
+
+def ablation(part: str) -> str:
+    """The name of the configuration without that part of the fast path."""
+    return f"{GRAPHS}-without-{part}"
+
+
+def _without(part: str) -> Configuration:
+    gone = with_dependents(part)
+    return Configuration(
+        ablation(part),
+        f"{GRAPHS} without {', '.join(name for name in PARTS if name in gone)}",
+        True,
+        "partial",
+        tuple(name for name in PARTS if name not in gone),
+        "MoE" if part in _OF_EXPERTS else "all",
+    )
+
+
+ABLATIONS = {ablation(part): _without(part) for part in PARTS}
+"""Partial graphs with all parts of the fast path but one, and those that need that one."""
+KNOWN = CONFIGURATIONS | ABLATIONS
+
+
+def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:
+    """The flags that all configurations of a table share, as in a production run.
+
+    ``--deterministic-mode`` is not among them. The check for NaN is off by default: it makes DDP
+    wait for the GPU at each bucket, but does not check Megatron-FSDP's sharded gradients.
+    ``--log-interval`` is large, so that no step includes the time of a log line.
+    """
+    left_out = {"--deterministic-mode": 0} | ({} if fsdp else _FSDP_ONLY)
+    left_out |= {"--no-rope-fusion": 0} if rope_fusion else {}
+    words = without(BASE_FLAGS, left_out)
+    words += ["--manual-gc", "--log-interval", "1000"]
+    return words if check_for_nan else [*words, "--no-check-for-nan-in-loss-and-grad"]
+
+
+def without(words: Sequence[str], flags: dict[str, int]) -> list[str]:
+    """``words`` without these flags and the given number of values after each."""
+    kept, skip = [], 0
+    for word in words:
+        if skip:
+            skip -= 1
+        elif word in flags:
+            skip = flags[word]
+        else:
+            kept.append(word)
+    return kept

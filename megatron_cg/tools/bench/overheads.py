@@ -1,0 +1,82 @@
+"""What guards and votes take of a step. Pure.
+
+Note [What a share is a share of]
+    Guards are counted in the timed steps. Votes, and what else a replay takes, are from the probed
+    steps. Votes lie between two steps, so they are in a step's time from one start to the next.
+    The share is of the rank's own median step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_cg.tools.bench.metrics import Row
+
+AIM = 0.01
+"""Guards and votes together should take less of a step."""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """One rank's host time of guards and votes in a step, in microseconds."""
+
+    guards: float
+    around: float
+    """Inputs counted, and the backward pass given its guard."""
+    votes: float
+    waiting: float
+    """The part of ``votes`` spent waiting for other ranks."""
+    share: float
+    """Of a step; see Note [What a share is a share of]."""
+    copied: float
+    """Inputs a replay that were copied into the graph's memory."""
+    in_place: float
+    mismatched: int
+
+
+def overheads(rank: Mapping[str, Any]) -> Overheads | None:
+    """Those of one rank; None without replays, or without timed and probed steps."""
+    timed, probed = rank.get("timed") or {}, rank.get("probed")
+    counters = timed.get("counters") or {}
+    replayed = counters.get("replayed", 0)
+    if not replayed or not probed or "guard_ns" not in counters:
+        return None
+    steps = timed["step_ms"]
+    guards = counters["guard_ns"] / len(steps) / 1e3
+    around, votes, waiting = (
+        1e3 * sum(row["ms"] for row in probed["phases"] if row["phase"] == phase)
+        for phase in ("guard: around a replay", "votes", "votes: wait")
+    )
+    return Overheads(
+        guards=guards,
+        around=around,
+        votes=votes,
+        waiting=waiting,
+        share=(guards + around + votes) / (statistics.median(steps) * 1e3),
+        copied=counters["inputs_copied"] / replayed,
+        in_place=counters["inputs_in_place"] / replayed,
+        mismatched=counters["mismatched"],
+    )
+
+
+def overhead_lines(rows: Sequence[Row]) -> list[str]:
+    """One line for each configuration with this package's graphs."""
+    lines: list[str] = []
+    for row in rows:
+        found = [one for rank in row.result["ranks"] if (one := overheads(rank)) is not None]
+        if not found:
+            continue
+        first, highest = found[0], max(one.share for one in found)
+        word = "under" if highest < AIM else "over"
+        lines += [
+            f"{row.name}, guards and votes: {highest:.2%} of a step, {word} the aim of {AIM:.0%}. "
+            f"Rank 0: guards {first.guards + first.around:,.0f} us a step, votes "
+            f"{first.votes:,.0f} us, of which {first.waiting:,.0f} us wait for other ranks. Inputs "
+            f"of a replay: {first.copied:.1f} copied, {first.in_place:.1f} read in place. "
+            f"Mismatches: {sum(one.mismatched for one in found)}.",
+            "",
+        ]
+    return lines

@@ -1,0 +1,163 @@
+"""The HTML page of a benchmark's results: computes what ``bench.html`` shows."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_cg.files import write_text
+from megatron_cg.tools.bench.bench_machine import described
+from megatron_cg.tools.bench.commands import CUTLASS
+from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
+from megatron_cg.tools.bench.markdown import heading
+from megatron_cg.tools.bench.metrics import Row, tables
+from megatron_cg.tools.bench.rounds import Ratio
+from megatron_cg.tools.bench.scaling import Trend
+from megatron_cg.tools.bench.store import FILE, Result
+from megatron_cg.tools.bench.summary import COLUMNS, summary_cells, verdict
+from megatron_cg.tools.pages.columns import own_words, parted
+from megatron_cg.tools.pages.templates import render
+
+PAGE = "bench.html"
+_DRIFT = 0.1
+"""A machine may drift by this within minutes."""
+
+
+def write_page(results: Sequence[Result], trends: Sequence[Trend], directory: Path) -> Path:
+    """Write the page of ``results`` into ``directory``; returns the file.
+
+    Without matplotlib the page has no plots.
+    """
+    path = directory / PAGE
+    runs = sorted(file.name for file in (directory / "runs").glob("*.json"))
+    write_text(path, page(results, trends, [FILE, *(f"runs/{name}" for name in runs)]))
+    return path
+
+
+def page(results: Sequence[Result], trends: Sequence[Trend], files: Sequence[str]) -> str:
+    """The page as one HTML document that loads nothing; ``files`` are linked."""
+    found = tables(results)
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    return render(
+        "bench/bench.html",
+        title=_title(results),
+        machine="; ".join(dict.fromkeys(described(result["machine"]) for result in results)),
+        verdict=_verdict(found),
+        tiles=_tiles(found),
+        head=COLUMNS,
+        tables=[_table(f"table-{at}", rows, drawn) for at, rows in enumerate(found, 1)],
+        trends=_trend_plots(trends) if drawn else [],
+        notices=list(dict.fromkeys(notice for r in results if (notice := r.get("notice")))),
+        files=files,
+    )
+
+
+def _title(results: Sequence[Result]) -> str:
+    models = " and ".join(dict.fromkeys(str(result["key"]["shape"]) for result in results))
+    return f"Benchmark of {models}, {max(str(result['began'])[:10] for result in results)}"
+
+
+def _compared(found: Sequence[Sequence[Row]]) -> Iterator[tuple[Row, Ratio]]:
+    """What the page is about: graphs, with their ratio to the baseline of their table."""
+    for row in (row for rows in found for row in rows):
+        ratio = row.step_ratio(row.baseline) if row.name == GRAPHS else None
+        if ratio is not None and not row.result["key"]["dimension"]:
+            yield row, ratio
+
+
+def _verdict(found: Sequence[Sequence[Row]]) -> dict[str, str]:
+    """Whether graphs are faster, table by table."""
+    compared = list(_compared(found))
+    if not compared:
+        text = f"A ratio needs {EAGER} and {GRAPHS} at the same size."
+        return {"kind": "note", "head": "No ratio of graphs to eager was measured", "text": text}
+    kinds = {_kind(ratio) for _, ratio in compared}
+    return {
+        "kind": kinds.pop() if len(kinds) == 1 else "note",
+        "head": f"{GRAPHS} against {EAGER}",
+        "text": "; ".join(f"{_short(row)}: {verdict(row)}" for row, _ in compared) + ".",
+    }
+
+
+def _kind(ratio: Ratio) -> str:
+    """Colour of a ratio: ``good`` and ``bad`` only beyond what a machine drifts in one round."""
+    margin = 0.0 if ratio.rounds > 1 else _DRIFT
+    if ratio.most < 1 - margin:
+        return "good"
+    return "bad" if ratio.least > 1 + margin else "note"
+
+
+def _short(row: Row) -> str:
+    key = row.result["key"]
+    return str(key["shape"]) + (", CUTLASS" if key["grouped_gemm"] == CUTLASS else "")
+
+
+def _tiles(found: Sequence[Sequence[Row]]) -> list[dict[str, str]]:
+    tiles = []
+    for row, ratio in _compared(found):
+        note = "of eager, one round"
+        if ratio.rounds > 1:
+            note = f"of eager, {ratio.least:.2f} to {ratio.most:.2f} in {ratio.rounds} rounds"
+        label = f"step with graphs, {_short(row)}"
+        tiles.append({"label": label, "value": f"{ratio.median:.2f}", "note": note})
+    return tiles
+
+
+def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
+    """What the page shows of one table."""
+    plots: Mapping[str, Any] = {}
+    # Of a scaling run, there is one plot of all its tables.
+    if drawn and not rows[0].result["key"]["dimension"]:
+        from megatron_cg.tools.bench.page_plots import of_table
+
+        plots = of_table(name, rows)
+    columns = [_facts(row.result) for row in rows]
+    names = dict.fromkeys(fact for column in columns for fact in column)
+    failures = [(row.name, r["error"]) for row in rows for r in row.rounds if r["error"]]
+    notes = [(row.name, note) for row in rows for r in row.rounds for note in r["notes"]]
+    return {
+        "name": name,
+        "title": heading(rows[0].result),
+        "rows": [summary_cells(row) for row in rows],
+        "plots": plots,
+        "names": [row.name for row in rows],
+        "facts": parted([[fact, *(c.get(fact, "none") for c in columns)] for fact in names]),
+        "commands": own_words({row.name: row.result.get("command") or () for row in rows}),
+        "notes": list(dict.fromkeys([*failures, *notes])),
+    }
+
+
+def _facts(result: Result) -> dict[str, str]:
+    """The settings of one run, by name."""
+    rank = result["ranks"][0] if result["ranks"] else {"versions": {}, "device": {}}
+    settings = {name: value for name, value in result["settings"].items() if value != []}
+    settings["scopes"] = " ".join(result["settings"].get("scopes", ())) or "whole layers"
+    groups = (
+        {name: version for name, version in rank["versions"].items() if version},
+        {
+            name: rank["device"][name]
+            for name in ("cuda", "cudnn", "nccl")
+            if name in rank["device"]
+        },
+        {"machine": described(result["machine"]), "began": result["began"]},
+        settings,
+        result.get("environment") or {},
+    )
+    return {name: str(value) for group in groups for name, value in group.items()}
+
+
+def _trend_plots(trends: Sequence[Trend]) -> list[tuple[str, Any]]:
+    """A title and a plot for each scaling run."""
+    from megatron_cg.tools.bench.page_plots import of_trends
+
+    def by(trend: Trend) -> tuple[str, str, str]:
+        return trend.shape, trend.grouped_gemm, trend.dimension
+
+    groups = [(key, list(group)) for key, group in groupby(sorted(trends, key=by), by)]
+    return [
+        (f"{shape}, grouped GEMM {gemm}, by {dimension}", of_trends(f"scaling-{at}", group))
+        for at, ((shape, gemm, dimension), group) in enumerate(groups, 1)
+    ]

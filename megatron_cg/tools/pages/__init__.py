@@ -1,0 +1,1 @@
+"""What the HTML pages of all commands share: template, style, colours, figures."""

@@ -1,0 +1,102 @@
+"""Horizontal bars for pages: stacked, or side by side. Each has a hatch besides its colour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron_cg.tools.pages.figures import Draw, Look
+from megatron_cg.tools.pages.theme import Palette
+
+LONGEST = 22
+"""Maximum length of a name in a plot."""
+
+Bars = Mapping[str, Mapping[str, float]]
+"""Values by row, then by the name in the legend. A row need not have every name."""
+
+
+def stacked(bars: Bars, unit: str) -> Draw:
+    """One bar for each row, which consists of its values."""
+
+    def draw(figure: Figure, look: Look) -> None:
+        figure.set_size_inches(look.width, 0.9 + 0.5 * len(bars))
+        axes = figure.subplots()
+        left = [0.0] * len(bars)
+        for name, (colour, hatch) in _filled(bars, look.palette).items():
+            widths = [values.get(name, 0.0) for values in bars.values()]
+            axes.barh(
+                range(len(bars)), widths, left=left, label=name, color=colour, hatch=hatch,
+                edgecolor=look.palette.page, linewidth=1.0, height=0.6,
+            )  # fmt: skip
+            left = [one + two for one, two in zip(left, widths, strict=True)]
+        _finish(figure, axes, bars, unit, look)
+
+    return draw
+
+
+def side_by_side(bars: Bars, unit: str, form: str = "%.0f") -> Draw:
+    """A group of bars for each row, with their values in ``form``."""
+
+    def draw(figure: Figure, look: Look) -> None:
+        filled = _filled(bars, look.palette)
+        height = 0.8 / max(1, len(filled))
+        figure.set_size_inches(look.width, 0.7 + 0.1 * len(bars) * (1 + 2 * len(filled)))
+        axes = figure.subplots()
+        for number, (name, (colour, hatch)) in enumerate(filled.items()):
+            offset = (number - (len(filled) - 1) / 2) * height
+            there = [row for row, values in enumerate(bars.values()) if name in values]
+            values = [found[name] for found in bars.values() if name in found]
+            drawn = axes.barh(
+                [row + offset for row in there], values, height=0.95 * height, color=colour,
+                hatch=hatch, edgecolor=look.palette.page, label=name,
+            )  # fmt: skip
+            axes.bar_label(drawn, fmt=form, padding=3, color=look.palette.ink)
+        axes.margins(x=0.16)
+        _finish(figure, axes, bars, unit, look)
+
+    return draw
+
+
+def shortened(name: str) -> str:
+    """A name that fits a plot; matplotlib hides names that begin with an underscore."""
+    name = name.lstrip("_") or "run"
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026"
+
+
+def legend(axes: Axes, look: Look, columns: int = 2) -> None:
+    """A legend above the axes, if something has a name."""
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False,
+            borderaxespad=0.2, handlelength=2.4, labelcolor=look.palette.ink,
+        )  # fmt: skip
+
+
+def _finish(figure: Figure, axes: Axes, bars: Bars, unit: str, look: Look) -> None:
+    axes.set_yticks(range(len(bars)), list(map(shortened, bars)))
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    names = axes.get_legend_handles_labels()[1]
+    if len(names) > 1:
+        # Of the whole figure, which is wider than the axes.
+        columns = 2 if look.narrow else 4
+        figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(names) // columns))
+        figure.legend(
+            loc="outside upper left", ncols=columns, frameon=False, handlelength=2.4,
+            labelcolor=look.palette.ink,
+        )  # fmt: skip
+
+
+def _filled(bars: Bars, palette: Palette) -> dict[str, tuple[str, str]]:
+    """The colour and hatch of each name; no two are alike, up to 25 names."""
+    names = dict.fromkeys(name for values in bars.values() for name in values)
+    colours = [palette.run, palette.reference, palette.third, palette.fourth, palette.muted]
+    hatches = ["", "////", "---", "\\\\\\\\", "|||"]
+    turned = [
+        (colours[at], hatches[(at + turn) % len(hatches)])
+        for turn, at in product(range(len(hatches)), range(len(colours)))
+    ]
+    return {name: turned[number % len(turned)] for number, name in enumerate(names)}

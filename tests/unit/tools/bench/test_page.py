@@ -1,0 +1,99 @@
+"""The page of a benchmark: its headline, its settings, its plots and its links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
+from megatron_cg.tools.bench.metrics import tables
+from megatron_cg.tools.bench.page import page, write_page
+from megatron_cg.tools.bench.scaling import trends
+from megatron_cg.tools.bench.store import read
+from megatron_cg.tools.bench.summary import COLUMNS, summary_cells
+from tests.unit.tools.report.test_browser import FIGURES, LOW_CONTRAST, TOO_WIDE, tab
+from tests.unit.tools.report.test_page import Document
+
+Make = Callable[..., dict[str, Any]]
+RESULTS = sorted(Path(__file__).parents[4].glob("benchmarks/results/*/bench.json"))
+__all__ = ["tab"]
+
+
+def head(*results: dict[str, Any]) -> str:
+    (found,) = re.findall(r'<div class="verdict.*?</div>', page(list(results), [], []), re.S)
+    return " ".join(found.split())
+
+
+def test_the_page_says_whether_graphs_are_faster(result: Make) -> None:
+    eager = result(EAGER, (100.0,))
+    assert 'class="verdict good"' in head(eager, result(GRAPHS, (50.0,)))
+    assert "llama: 50.0% less time a step, of one round" in head(eager, result(GRAPHS, (50.0,)))
+    assert 'class="verdict bad"' in head(eager, result(GRAPHS, (112.0,)))
+    # One round tells no difference that the machine's drift can make.
+    assert 'class="verdict note"' in head(eager, result(GRAPHS, (91.0,)))
+    rounds = [result(EAGER, (100.0,), round=2), result(GRAPHS, (92.0,), round=2)]
+    assert 'class="verdict good"' in head(eager, result(GRAPHS, (91.0,)), *rounds)
+    assert "No ratio of graphs" in head(result(GRAPHS), result(DDP_GRAPHS))
+
+
+def test_the_table_is_that_of_the_terminal(result: Make) -> None:
+    results = [result(EAGER), result(GRAPHS), result(DDP_GRAPHS)]
+    (rows,) = tables(results)
+    (table,) = re.findall(r"<table>.*?</table>", page(results, [], []), re.S)[:1]
+    cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", table)
+    assert cells == [*COLUMNS, *(cell for row in rows for cell in summary_cells(row))]
+
+
+def test_the_page_has_settings_of_both_sides_and_links(result: Make, tmp_path: Path) -> None:
+    eager = result(EAGER, (200.0,) * 3, environment={"CACHE": "<8192>"}, command=["train", "--a"])
+    graphs = result(GRAPHS, (100.0,) * 3, environment={"CACHE": "262144"}, command=["train"])
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / 'a "b".json').touch()
+    text = write_page([eager, graphs], [], tmp_path).read_text(encoding="utf-8")
+    document = Document(text)
+    assert document.open == [] and "script" not in {name for name, _ in document.attributes}
+    assert "<title>Benchmark of llama, 2026-01-01</title>" in text
+    assert "fsdp-graphs against fsdp-eager" in text and "50.0% less time a step" in text
+    different = text.partition("Different in the two runs")[2].partition("</table>")[0]
+    assert "&lt;8192&gt;" in different and "262144" in different and "torch" not in different
+    assert "<p>Only there: <code>--a</code></p>" in text
+    links = [a["href"] for a in document.of("a") if not a["href"].startswith("#")]
+    assert links == ["bench.json", "runs/a%20%22b%22.json"]
+    assert len(document.of("figure")) == 3
+
+
+def test_without_matplotlib_the_page_has_no_plots(
+    result: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert "<figure>" not in page([result(EAGER), result(GRAPHS)], [], [])
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+def test_every_result_of_ours_has_a_page(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = read(path)
+    monkeypatch.setattr("megatron_cg.tools.pages.figures._svg", lambda *_: ("0 0 1 1", ""))
+    document = Document(page(results, trends(results), []))
+    assert document.open == []
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_the_page_is_whole_in_a_browser(result: Make, tmp_path: Path, tab: Any, width: int) -> None:
+    grown = [result(GRAPHS, (n,), layers=n, dimension="layers") for n in (4, 8)]
+    results = [result(EAGER), result(GRAPHS), result(DDP_GRAPHS), *grown]
+    path = write_page(results, trends(results), tmp_path)
+    tab.show(path, width, "dark")
+    tab.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate(TOO_WIDE) == []
+    figures = tab.evaluate(FIGURES)
+    assert len(figures) == 4
+    for figure in figures:
+        assert figure["shown"] == 1 and figure["letters"] >= 11.5 and figure["cut"] == []
+    assert tab.evaluate(LOW_CONTRAST)["low"] == []
+    assert tab.requests == [path.as_uri()] and tab.problems == []
+    assert not re.search(r"#00fe[0-9a-f]{2}", path.read_text(encoding="utf-8"))
