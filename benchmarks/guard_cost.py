@@ -1,7 +1,7 @@
 """What each clause of a guard costs, on a real layer on the CPU.
 
 The guards of a small dense and a small MoE layer, asked many times inside a forward pass and once
-more inside a backward pass: the least of some repeats, in nanoseconds. The tape stands in for the
+more inside a backward pass: the least of some repeats, in nanoseconds. The tape replaces the
 graph; the state of FP8 is TE's and is not in it. Prints a table.
 """
 

@@ -80,14 +80,15 @@ NEAR: dict[str, str] = {
     "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
     "fastpath/gradients/views.py": "fastpath/test_views.py fastpath/test_parts.py "
     "fastpath/test_fast_path.py fastpath/test_last_unit.py",
-    "fastpath/optimizer/main_weights.py": "fastpath/test_main_weights.py fastpath/test_parts.py "
-    "fastpath/test_fast_path.py fastpath/test_zero.py",
+    "fastpath/optimizer/main_weights.py": "fastpath/test_main_weights.py "
+    "fastpath/test_main_gradients.py fastpath/test_fast_path.py fastpath/test_zero.py",
     "fastpath/optimizer/zero.py": "fastpath/test_zero.py",
     "fsdp/fsdp_model.py": "fastpath/test_mutants_of_params.py capture/test_session.py "
     "runs/test_some_layers.py backends/tape/test_training.py",
     "fsdp/roles.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,
-    "replay/guarded_graph.py": _REPLAY,
+    "replay/guarded_graph.py": f"{_REPLAY} upstream/test_copies.py",
+    "replay/in_flight.py": "replay/test_in_flight.py replay/test_order_of_passes.py",
     "replay/guard/addresses.py": "replay/guard runs/test_moved_buffers.py",
     "replay/guard/guard.py": "replay/guard",
     "replay/guard/inputs.py": "replay/guard",
@@ -186,7 +187,7 @@ def _left_alone(node: ast.AST) -> bool:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return node.func.id in ("Symbol", "in_both")
+        return node.func.id in ("Symbol", "fsdp_class", "fsdp_function")
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
         return node.test.id == "TYPE_CHECKING"
     return isinstance(node, ast.Import | ast.ImportFrom | ast.JoinedStr)

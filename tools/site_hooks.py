@@ -19,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tools.generated import commands, flags, modules, sections, tried
+from tools.generated import commands, flags, modules, relied_on, sections, tried
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,6 +30,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "variables": flags.variables,
     "launcher": commands.launcher,
     "commands": commands.all_commands,
+    "relied-on": relied_on.relied_on,
     "section": sections.section,
     "changelog": sections.changelog,
     "tried": tried.tried,

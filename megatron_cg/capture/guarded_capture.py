@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.moe_metrics import metric_entries, metrics_kept
 from megatron_cg.replay.guarded_graph import GuardedGraph
+from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import Unit
 
@@ -59,6 +61,8 @@ class GuardedCapture:
         self._fsdp, self._units, self._backend = fsdp, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs
         self._guards = UnitGuards(UnitGuard(unit) for unit in self._units)
+        self._in_flight: defaultdict[int, InFlight] = defaultdict(InFlight)
+        """By microbatch."""
         self.eager_passes: tuple[EagerPasses, ...] = ()
         """One for each unit, once its graphs are captured."""
 
@@ -203,6 +207,8 @@ class GuardedCapture:
             unit,
             microbatch,
             self._mismatches,
+            index=index,
+            in_flight=self._in_flight[microbatch],
             eager_passes=self.eager_passes[index],
             replay=self._backend.replay_function(graph),
             kept=lambda: self._kept(unit),

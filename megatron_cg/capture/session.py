@@ -36,8 +36,8 @@ from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import capturing
-from megatron_cg.consensus.decision import Vote, digest
-from megatron_cg.consensus.exchange import Agreement, AgreementError
+from megatron_cg.consensus.decision import AgreementError, Vote, digest
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
 from megatron_cg.events import CaptureBegan, CaptureEnded, emit
 from megatron_cg.fastpath import FastPath

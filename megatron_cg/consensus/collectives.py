@@ -32,8 +32,7 @@ RELIES_ON = (
 def collectives_so_far() -> int:
     """Number of collectives that this process has called so far, over all its groups.
 
-    Relied on: torch 2.11, ``ProcessGroup._get_sequence_number_for_group``. Point-to-point
-    operations are not counted.
+    Point-to-point operations are not counted.
     """
     total = 0
     group: Any

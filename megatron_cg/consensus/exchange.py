@@ -42,19 +42,6 @@ from megatron_cg.consensus.decision import (
 )
 from megatron_cg.errors import CaptureError, PhaseError
 
-__all__ = (
-    "TIMEOUT",
-    "Agreement",
-    "AgreementError",
-    "AgreementTime",
-    "Decision",
-    "Kind",
-    "Level",
-    "Vote",
-    "decide",
-    "digest",
-)
-
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others' votes, as long as NCCL's default. Capture of a large model
 takes minutes, and ranks differ."""

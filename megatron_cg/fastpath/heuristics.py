@@ -12,9 +12,7 @@ So the cache is enlarged. The choice of kernels does not change: the same proble
 answer, and results are bitwise identical. The cache is host memory, 360 bytes per problem,
 allocated as problems occur.
 
-Relied on: cuBLAS 13.0, ``cublasLtHeuristicsCacheGetCapacity``, ``-SetCapacity`` (public; the
-numbers 8,192 and 360 are from "Heuristics Cache" in its documentation); transformer-engine
-2.20.2, ``GroupedLinear``, which runs the GEMMs of experts.
+The numbers 8,192 and 360 are from "Heuristics Cache" in the documentation of cuBLAS 13.0.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath.gradients.detached_weights import MODULE, NO_EXPERTS
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.upstream.symbols import Symbol
 
 _GROUPED = Symbol("transformer-engine", f"{MODULE}:GroupedLinear", "layers of experts")
@@ -44,19 +42,19 @@ def install_heuristics(model: nn.Module, entries: int = ENTRIES) -> Callable[[],
     """Enlarge cuBLASLt's cache to ``entries`` problems in this process; returns the undo.
 
     Raises:
-        StepsAsideError: the model has no grouped GEMM, the user set the variable, the capacity is
-            large enough already, or cuBLASLt is not loaded.
+        NotApplicableError: the model has no grouped GEMM, the user set the variable, the capacity
+            is large enough already, or cuBLASLt is not loaded.
         UpstreamChangedError: TE's grouped GEMM has moved.
     """
     if VARIABLE in os.environ:
-        raise StepsAsideError(f"{VARIABLE} is set")
+        raise NotApplicableError(f"{VARIABLE} is set")
     if not _has_experts(model):
-        raise StepsAsideError(NO_EXPERTS)
+        raise NotApplicableError(NO_EXPERTS)
     before = capacity()
     if before >= entries:
-        raise StepsAsideError(f"cuBLASLt remembers {before} problems")
+        raise NotApplicableError(f"cuBLASLt remembers {before} problems")
     if status := remember(entries):
-        raise StepsAsideError(f"cuBLASLt does not remember {entries} problems (status {status})")
+        raise NotApplicableError(f"cuBLASLt does not remember {entries} problems (status {status})")
 
     def undo() -> None:
         remember(before)
@@ -65,10 +63,10 @@ def install_heuristics(model: nn.Module, entries: int = ENTRIES) -> Callable[[],
 
 
 def capacity() -> int:
-    """The capacity of cuBLASLt's cache, in problems. Raises StepsAsideError if it is unknown."""
+    """The capacity of cuBLASLt's cache, in problems. Raises NotApplicableError if it is unknown."""
     found = ctypes.c_size_t()
     if status := _library().cublasLtHeuristicsCacheGetCapacity(ctypes.byref(found)):
-        raise StepsAsideError(f"cuBLASLt does not say what it remembers (status {status})")
+        raise NotApplicableError(f"cuBLASLt does not say what it remembers (status {status})")
     return found.value
 
 
@@ -87,9 +85,9 @@ def _has_experts(model: nn.Module) -> bool:
 def _library() -> Any:
     """The cuBLASLt library that torch has loaded; Transformer Engine uses the same one."""
     if torch.version.cuda is None:
-        raise StepsAsideError("torch was built without CUDA")
+        raise NotApplicableError("torch was built without CUDA")
     name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError as error:
-        raise StepsAsideError(f"{name} is not loaded") from error
+        raise NotApplicableError(f"{name} is not loaded") from error

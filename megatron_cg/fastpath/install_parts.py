@@ -15,15 +15,14 @@ from megatron_cg.fastpath.gradients.bucketing import GradientBucketing, install_
 from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
 from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, install_detached
 from megatron_cg.fastpath.heuristics import install_heuristics
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.optimizer import adam, clip, zero
 from megatron_cg.fastpath.optimizer import main_weights as weights
 from megatron_cg.fastpath.optimizer.adam import install_adam
 from megatron_cg.fastpath.optimizer.clip import install_clip
 from megatron_cg.fastpath.optimizer.main_weights import install_main_gradients, install_main_weights
 from megatron_cg.fastpath.optimizer.zero import install_zero
-from megatron_cg.fastpath.params import gather, swap, unshard
-from megatron_cg.fastpath.params import last_unit as kept
+from megatron_cg.fastpath.params import gather, last_unit, swap, unshard
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import install_gathers
 from megatron_cg.fastpath.params.last_unit import install_last_unit
@@ -90,7 +89,7 @@ class FastPath:
             return
         try:
             (undo_with or self._undo.callback)(put_in())
-        except StepsAsideError as why:
+        except NotApplicableError as why:
             self.left_out[name] = str(why)
         else:
             self.parts.append(name)
@@ -123,7 +122,7 @@ class FastPath:
     def _gradients(self, fsdp: Any) -> Undo:
         strategy = fsdp.data_parallel_sharding_strategy
         if strategy != "optim_grads_params":
-            raise StepsAsideError(
+            raise NotApplicableError(
                 f"the sharding strategy is {strategy}, in which no hook tells that a unit's "
                 "backward pass is done"
             )
@@ -133,7 +132,7 @@ class FastPath:
     def _detaches(self, fsdp: Any, graphed: Container[nn.Module]) -> DetachedWeights:
         """Return the instance that all parts share: a weight is detached only once."""
         if self.bucketing is None:
-            raise StepsAsideError("gradients are left to Megatron-FSDP")
+            raise NotApplicableError("gradients are left to Megatron-FSDP")
         if self._detached is None:
             self._detached = DetachedWeights(fsdp.module, self.bucketing, graphed)
         return self._detached
@@ -176,7 +175,7 @@ def install(
     """
     path = FastPath(fsdp, parts)
     try:
-        path._add("last-unit", lambda: install_last_unit(fsdp), kept.REPLACES, together)
+        path._add("last-unit", lambda: install_last_unit(fsdp), last_unit.REPLACES, together)
         path._add("swap", lambda: install_swap(fsdp), swap.REPLACES)
         # Without "unshard" nothing reports the end of a unit's backward pass.
         replaces = (*gradients.REPLACES, *unshard.REPLACES)

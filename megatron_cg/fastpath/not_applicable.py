@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class StepsAsideError(Exception):
+class NotApplicableError(Exception):
     """A part is not applicable to this model; the text says why. Users never see it as an error."""

@@ -1,12 +1,4 @@
-"""Finds a model's Megatron-FSDP wrapper, and sets its raw parameters during a capture.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
-``_replace_param_with_raw_if_needed``, ``is_param_fsdp_distributed``, ``synchronize_param_gather``,
-``start_param_sync``, ``all_gather_pipeline`` and the attribute ``_training_state`` of every module
-below it; class ``AllGatherPipeline``: ``all_gather_params``, ``bucket_status``,
-``param_gather_event_map`` and ``wait_bucket_ready``; class ``ParamAndGradBuffer``:
-``double_buf_units``, ``param_to_param_group`` and ``parameter_groups``.
-"""
+"""Finds a model's Megatron-FSDP wrapper, and sets its raw parameters during a capture."""
 
 from __future__ import annotations
 
@@ -16,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import changed
@@ -30,22 +22,11 @@ _NEEDED = (
     "all_gather_pipeline",
 )
 RELIES_ON = (
-    *in_both(
-        "megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=(*_NEEDED, "_training_state")
-    ),
-    *in_both(
-        "param_and_grad_buffer:AllGatherPipeline",
-        "what gathers weights",
-        attributes=(
-            *("all_gather_params", "bucket_status", "buffer"),
-            *("param_gather_event_map", "wait_bucket_ready"),
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "which units share two buffers",
-        attributes=("double_buf_units", "param_to_param_group", "parameter_groups"),
-    ),
+    *fsdp_class("MegatronFSDP", *_NEEDED, "_training_state"),
+    *fsdp_class("AllGatherPipeline", "all_gather_params", "bucket_status", "buffer"),
+    *fsdp_class("AllGatherPipeline", "param_gather_event_map", "wait_bucket_ready"),
+    *fsdp_class("ParamAndGradBuffer", "double_buf_units", "param_to_param_group"),
+    *fsdp_class("ParamAndGradBuffer", "parameter_groups"),
 )
 
 

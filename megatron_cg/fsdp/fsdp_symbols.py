@@ -14,17 +14,42 @@ _PLACES = (
 )
 
 
-def in_both(
-    path: str,
-    expected: str,
-    *,
-    parameters: tuple[str, ...] = (),
-    attributes: tuple[str, ...] = (),
-    fingerprints: tuple[str, ...] = (),
+_CLASSES = {
+    "MegatronFSDP": "the wrapped model",
+    "ParamAndGradBuffer": "the model's buffers",
+    "ParameterGroup": "parameters in one bucket",
+    "DataParallelBuffer": "one kind of weights or gradients",
+    "FixedPoolAllocator": "buffers that stay in place",
+    "AllGatherPipeline": "what gathers weights",
+    "GradReducePipeline": "what reduces gradients",
+    "BucketStatus": "how far a bucket is",
+}
+
+
+def fsdp_class(name: str, *attributes: str) -> tuple[Symbol, ...]:
+    """A class of Megatron-FSDP that has these attributes, in each package that ships it."""
+    return _in_both(name, _CLASSES[name], attributes=attributes)
+
+
+def fsdp_function(
+    path: str, expected: str, *parameters: str, fingerprint: str = ""
 ) -> tuple[Symbol, ...]:
-    """The symbol ``<package of Megatron-FSDP>.<path>`` of each package; see :class:`Symbol`."""
+    """A function of Megatron-FSDP, in each package that ships it.
+
+    Args:
+        path: its qualified name.
+        expected: see :class:`Symbol`, also for the next two.
+        parameters: names in its signature.
+        fingerprint: of its code, if we replace it.
+    """
+    fingerprints = (fingerprint,) if fingerprint else ()
+    return _in_both(path, expected, parameters=parameters, fingerprints=fingerprints)
+
+
+def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
+    module = "megatron_fsdp" if path.startswith("MegatronFSDP") else "param_and_grad_buffer"
     return tuple(
-        Symbol(distribution, f"{package}.{path}", expected, parameters, attributes, fingerprints)
+        Symbol(distribution, f"{package}.{module}:{path}", expected, **more)
         for distribution, package in _PLACES
     )
 

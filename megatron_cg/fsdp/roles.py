@@ -1,10 +1,4 @@
-"""The role of each hook of Megatron-FSDP, for both packages that ship it.
-
-Relied on: megatron-core 0.19.2 (``megatron.core.distributed.fsdp.src.megatron_fsdp``) and
-megatron-fsdp 0.6.1 (``megatron_fsdp``), ``MegatronFSDP._register_fsdp_hooks``: the functions
-defined inside it, by their qualified names, and the closure variable
-``custom_backward_handler`` of the forward hook that ``create_custom_backward_hook`` makes.
-"""
+"""The role of each hook of Megatron-FSDP, for both packages that ship it."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_cg.errors import UnknownFsdpHookError
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_function
 from megatron_cg.hooks.hook_records import HookKind, HookRecord, describe, innermost
 from megatron_cg.upstream.symbols import installed_version
 
@@ -46,7 +40,7 @@ class FsdpRole(Enum):
 RELIES_ON = tuple(
     symbol
     for name in (*(role.value for role in FsdpRole), "_root_pre_backward")
-    for symbol in in_both(f"megatron_fsdp:{_SCOPE}{name}", "a hook of Megatron-FSDP")
+    for symbol in fsdp_function(_SCOPE + name, "a hook of Megatron-FSDP")
 )
 
 _KIND_OF_ROLE = {

@@ -1,9 +1,4 @@
-"""The memory of Megatron-FSDP that a unit's graphs read.
-
-Relied on: megatron-fsdp 0.6.1 and megatron-core 0.19.2, class ``MegatronFSDP``:
-``param_and_grad_buffer`` with ``param_to_param_group``, ``parameter_groups`` (``fsdp_unit_id``)
-and ``ddp_config``; ``data_parallel_sharding_strategy``.
-"""
+"""The memory of Megatron-FSDP that a unit's graphs read."""
 
 from __future__ import annotations
 
@@ -12,25 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.replay.guard.addresses import Watched
 
 RELIES_ON = (
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=("data_parallel_sharding_strategy",),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=("param_to_param_group", "parameter_groups", "ddp_config"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParameterGroup",
-        "parameters in one bucket",
-        attributes=("fsdp_unit_id",),
-    ),
+    *fsdp_class("MegatronFSDP", "data_parallel_sharding_strategy"),
+    *fsdp_class("ParamAndGradBuffer", "param_to_param_group", "parameter_groups", "ddp_config"),
+    *fsdp_class("ParameterGroup", "fsdp_unit_id"),
 )
 
 _REPLACED = (

@@ -1,6 +1,6 @@
-"""Records of hooks: the PyTorch registry of a hook, its id, its function and its flags.
+"""Records of hooks: the PyTorch registry of a hook, its id and its function.
 
-Hooks are read from torch's own registries, with their order and flags. They are never read from
+Hooks are read from torch's own registries, in their order. They are never read from
 the bookkeeping of the library that installed them: ``MegatronFSDP.forward_pre_hooks`` is keyed by
 class name, so layers overwrite each other there. The registries are private attributes that
 ``torch.nn.Module.__init__`` creates; torch 2.11, ``torch/nn/modules/module.py``.
@@ -53,26 +53,13 @@ class HookRecord:
     kind: HookKind
     hook_id: int
     fn: Callable[..., Any]
-    with_kwargs: bool = False
-    always_called: bool = False
 
 
 def module_hooks(module: nn.Module) -> Iterator[HookRecord]:
     """The hooks of ``module`` itself (not of its children), each registry in calling order."""
-    with_kwargs = {
-        HookKind.FORWARD_PRE: module._forward_pre_hooks_with_kwargs,
-        HookKind.FORWARD: module._forward_hooks_with_kwargs,
-    }
     for kind in HookKind:
         for hook_id, fn in getattr(module, kind.value).items():
-            yield HookRecord(
-                kind,
-                hook_id,
-                fn,
-                with_kwargs=hook_id in with_kwargs.get(kind, {}),
-                always_called=kind is HookKind.FORWARD
-                and hook_id in module._forward_hooks_always_called,
-            )
+            yield HookRecord(kind, hook_id, fn)
 
 
 def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,5 @@
 """Memory that is held for graphs without need, and how to free it.
 
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``MegatronFSDP.zero_grad_buffer`` and
-``param_and_grad_buffer`` with ``ddp_config``, ``optimizer_named_parameters``, ``dist_main_grad``
-and ``parameter_groups``; the field ``megatron_fsdp_cuda_graph_mode`` of ``ddp_config``.
-
 Note [Gradients that outlive their step]
     ``ParamAndGradBuffer.update_main_grads`` casts each gradient shard to the main weights' dtype
     for the optimizer. With bf16 gradients and fp32 weights, the defaults of 0.19.2, these copies
@@ -30,28 +26,16 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.upstream.patch import set_attribute
 
 logger = logging.getLogger(__name__)
 
 _KEEPS = "megatron_fsdp_cuda_graph_mode"
 RELIES_ON = (
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=("zero_grad_buffer", "param_and_grad_buffer"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=(
-            "ddp_config",
-            "optimizer_named_parameters",
-            "dist_main_grad",
-            "parameter_groups",
-        ),
-    ),
+    *fsdp_class("MegatronFSDP", "zero_grad_buffer", "param_and_grad_buffer"),
+    *fsdp_class("ParamAndGradBuffer", "ddp_config", "optimizer_named_parameters"),
+    *fsdp_class("ParamAndGradBuffer", "dist_main_grad", "parameter_groups"),
 )
 
 

@@ -28,10 +28,6 @@ Note [Side by side]
     A chunk is freed when its last piece is freed. A caller that asks again while somebody still
     holds one of its pieces gets ordinary memory that time: the pool has no second place for the
     chunk. Ordinary memory is allocated piece by piece: large requests fit nowhere (docs/memory.md).
-
-Relied on: torch 2.11, ``torch.cuda.memory_snapshot()`` (see ``pools.py``),
-``torch.cuda.memory_reserved`` and ``torch._C``'s ``_cuda_beginAllocateCurrentThreadToPool``,
-``_cuda_endAllocateToPool`` and ``_cuda_releasePool``, as ``torch.cuda.use_mem_pool`` calls them.
 """
 
 from __future__ import annotations
@@ -74,13 +70,13 @@ class ScratchMemory(Protocol):
         A caller asks for the same shapes each time, and callers ask in the same order.
         """
 
-    def lends(self) -> bool:
+    def borrows(self) -> bool:
         """Whether some of them are in memory that the next replay writes."""
 
     def still_held(self) -> int:
         """How many borrowed allocations somebody still holds; each is reported only once."""
 
-    def lend_no_more(self) -> None:
+    def stop_borrowing(self) -> None:
         """Return ordinary memory from now on."""
 
 
@@ -130,7 +126,7 @@ class _Chunk:
 class _Plan:
     """What a caller gets from the pool, and what from ordinary memory."""
 
-    lent: list[_Chunk] = field(default_factory=list)
+    borrowed: list[_Chunk] = field(default_factory=list)
     ordinary: list[_Chunk] = field(default_factory=list)
 
 
@@ -150,22 +146,22 @@ class IdlePool:
         self._plans: dict[Hashable, _Plan] = {}
         self._given: dict[Hashable, list[StorageReference]] = {}
         self._grew = False
-        self.lent_bytes = 0
+        self.borrowed_bytes = 0
         """Bytes that the plans made so far borrow."""
 
-    def lends(self) -> bool:
+    def borrows(self) -> bool:
         """See :class:`ScratchMemory`."""
-        return self.lent_bytes > 0
+        return self.borrowed_bytes > 0
 
     def still_held(self) -> int:
         """See :class:`ScratchMemory`."""
         given, self._given = self._given, {}
         return sum(not chunk.expired() for chunks in given.values() for chunk in chunks)
 
-    def lend_no_more(self) -> None:
+    def stop_borrowing(self) -> None:
         """See :class:`ScratchMemory`."""
         self._plans.clear()
-        self._grew, self.lent_bytes = True, 0
+        self._grew, self.borrowed_bytes = True, 0
 
     def empty(
         self, caller: Hashable, like: Sequence[torch.Tensor], dtype: torch.dtype
@@ -179,12 +175,12 @@ class IdlePool:
             # See Note [Side by side].
             plan = self._plan([], like, dtype)
         inside: list[torch.Tensor] = []
-        if plan.lent:
+        if plan.borrowed:
             with self._allocating():
-                inside = self._new_all(plan.lent)
+                inside = self._new_all(plan.borrowed)
         self._given[caller] = held + [StorageReference(t.untyped_storage()) for t in inside]
         found: list[torch.Tensor] = [*like]
-        for chunk, memory in zip(plan.lent, inside, strict=True):
+        for chunk, memory in zip(plan.borrowed, inside, strict=True):
             for place, piece in zip(chunk.places, chunk.cut(memory), strict=True):
                 found[place] = piece
         for chunk, memory in zip(plan.ordinary, self._new_all(plan.ordinary), strict=True):
@@ -198,22 +194,22 @@ class IdlePool:
         places: list[list[int]] = []
         tried: list[torch.Tensor] = []
         for run in side_by_side(self._free_blocks(), sizes):
-            memory = self._lent(_Chunk(run, like, base)) if not self._grew else None
+            memory = self._borrow(_Chunk(run, like, base)) if not self._grew else None
             if memory is None:
                 break
             tried.append(memory)
             places.append(run)
-            self.lent_bytes += sum(sizes[place] for place in run)
+            self.borrowed_bytes += sum(sizes[place] for place in run)
         return self._plan(places, like, dtype)
 
     def _plan(
-        self, lent: Sequence[Sequence[int]], like: Sequence[torch.Tensor], dtype: torch.dtype
+        self, borrowed: Sequence[Sequence[int]], like: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> _Plan:
         base = torch.empty((), dtype=dtype, device=self._device)
-        inside = {place for places in lent for place in places}
+        inside = {place for places in borrowed for place in places}
         ordinary = [place for place in range(len(like)) if place not in inside]
         return _Plan(
-            [_Chunk(places, like, base) for places in lent],
+            [_Chunk(places, like, base) for places in borrowed],
             [_Chunk([place], like, base) for place in ordinary],
         )
 
@@ -228,7 +224,7 @@ class IdlePool:
             if block["state"] == "inactive" and block["size"] > SMALL
         )
 
-    def _lent(self, chunk: _Chunk) -> torch.Tensor | None:
+    def _borrow(self, chunk: _Chunk) -> torch.Tensor | None:
         """A chunk in the pool; None if the pool grew for it, or could not."""
         before = torch.cuda.memory_reserved(self._index)
         try:

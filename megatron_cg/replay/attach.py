@@ -7,15 +7,13 @@ Note [The replay replaces forward]
     to ``nn.Module.__call__``. FSDP's hooks run there, and between them ``_te_cuda_graph_replay``
     runs instead of the forward. Both overrides are attributes of the instance: the class and
     layers without graphs do not change.
-
-Relied on: megatron-core 0.19.2, ``GraphableMegatronModule._should_call_te_cudagraph``,
-``_te_cuda_graph_replay``, ``cuda_graphs`` and ``cuda_graph_manual_hooks``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.region import is_running_part
+from megatron_cg.replay.region import is_running_region
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -42,6 +40,9 @@ RELIES_ON = (
     Symbol("megatron-core", f"{_LAYER}._te_cuda_graph_replay", "the replay"),
 )
 
+Prepared = Callable[[], Any] | Mismatch | None
+"""What a call does: the replay, or an eager pass because of a mismatch. None: an eager pass that is
+a part of a verification."""
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 
 
@@ -57,34 +58,54 @@ def attach_replay(
         mismatches: the mismatch policy of the unit's session.
     """
     target: Any = unit.layer
+
+    def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+        if is_running_region():  # the captured region is the layer's whole forward
+            return None
+        mismatch = _no_tensor(args, kwargs) if unit.direct else None
+        return mismatch or partial(target._te_cuda_graph_replay, *args, **kwargs)
+
+    with ExitStack() as undo:
+        undo.callback(replay_instead(target, prepare, mismatches))
+        undo.callback(put_over(target, "_should_call_te_cudagraph", _never))
+        undo.callback(set_attribute(target, "cuda_graph_manual_hooks", list(before_replay)))
+        return undo.pop_all().close
+
+
+def replay_instead(
+    layer: nn.Module,
+    prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
+    mismatches: MismatchPolicy,
+) -> Callable[[], None]:
+    """Replace the forward of ``layer``, whose ``cuda_graphs`` are set; returns the undo.
+
+    ``prepare`` takes the arguments of a call in training.
+    """
+    target: Any = layer
     eager = target.forward
     passes: EagerPasses = target.cuda_graphs[0].eager_passes
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_running_part():  # the captured region is the layer's whole forward
-            return eager(*args, **kwargs)
         if not target.training:
             passes.for_no_replay("it is in evaluation mode")
             return eager(*args, **kwargs)
         if not target.cuda_graphs:
             passes.for_no_replay("its graphs were taken away")
             return eager(*args, **kwargs)
-        mismatch = _no_tensor(args, kwargs) if unit.direct else None
-        if mismatch is not None:
-            passes.for_mismatch(mismatch)
+        prepared = prepare(args, kwargs)
+        if prepared is None:
+            return eager(*args, **kwargs)
+        if isinstance(prepared, Mismatch):
+            passes.for_mismatch(prepared)
             return eager(*args, **kwargs)
         passes.replay_follows()
         try:
-            return target._te_cuda_graph_replay(*args, **kwargs)
+            return prepared()
         except Exception:
             mismatches.issue_held()
             raise
 
-    with ExitStack() as undo:
-        undo.callback(put_over(target, "forward", forward))
-        undo.callback(put_over(target, "_should_call_te_cudagraph", _never))
-        undo.callback(set_attribute(target, "cuda_graph_manual_hooks", list(before_replay)))
-        return undo.pop_all().close
+    return put_over(target, "forward", forward)
 
 
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:

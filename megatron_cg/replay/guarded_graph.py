@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
-import torch
-from torch.utils._pytree import tree_flatten
-
-from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard, Mismatch
+from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.unit import Unit
@@ -28,6 +24,8 @@ class GuardedGraph:
         unit: the layer.
         microbatch: the number of this graph within the layer.
         mismatches: the mismatch policy.
+        index: the unit's index in the order of forward passes.
+        in_flight: the replays of the microbatch that wait for their backward.
         eager_passes: prepares eager passes of the unit.
         replay: the autograd function of the graph's replays.
         kept: see :func:`megatron_cg.replay.verify.verify`.
@@ -41,18 +39,18 @@ class GuardedGraph:
         microbatch: int,
         mismatches: MismatchPolicy,
         *,
+        index: int,
+        in_flight: InFlight,
         eager_passes: EagerPasses,
         replay: ReplayFunction,
         kept: Kept,
     ) -> None:
         self.eager_passes = eager_passes
         self._graph, self._guard = graph, guard
-        self._unit, self._microbatch = unit, microbatch
-        self._mismatches, self._kept = mismatches, kept
+        self._unit, self._index, self._microbatch = unit, index, microbatch
+        self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
-        self._replays = 0
-        self._awaited = 0
-        """The number of the replay that may run its backward; 0 if none may."""
+        self._replayed = False
 
     @property
     def graph(self) -> Any:
@@ -73,9 +71,9 @@ class GuardedGraph:
             self._mismatches.issue_held()
             mismatch = self._verify(args, kwargs)
         if mismatch is not None:
-            self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=self._replays == 0)
+            self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=not self._replayed)
             return self._unit.run(self._unit.layer, args, kwargs)
-        self._replays += 1
+        self._replayed = True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
         outputs = self._graph(*args, **kwargs)
         self._guard_backward(outputs)
@@ -83,8 +81,6 @@ class GuardedGraph:
 
     def __getattr__(self, name: str) -> Any:
         # For backward_dw: Megatron checks with hasattr whether the backend's callable has it.
-        if name == "_graph":  # the object has no state yet, as while it is being copied
-            raise AttributeError(name)
         return getattr(self._graph, name)
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
@@ -92,6 +88,10 @@ class GuardedGraph:
             f"the graph of {self._unit.name} cannot be copied or pickled: it reads and writes "
             "fixed addresses. Copy the layer instead: its copy has no graph."
         )
+
+    def out_of_order(self) -> Mismatch | None:
+        """What waits for its backward and forbids a replay now, or None."""
+        return self._in_flight.broken(self._index)
 
     def reset(self) -> None:
         """Release the graph."""
@@ -117,27 +117,14 @@ class GuardedGraph:
             undo()
 
     def _guard_backward(self, outputs: Any) -> None:
-        """Check the addresses again before the backward replay, after FSDP has unsharded.
+        """Check order and addresses before the backward replay, after FSDP has unsharded.
 
         FSDP's unsharding hook is on the layer's outputs. A node's own hooks run after the hooks on
         the gradients that it receives (torch 2.11, ``engine.cpp``, ``call_function``).
         """
-        for tensor in tree_flatten(outputs)[0]:
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                self._awaited = self._replays
-                tensor.grad_fn.register_prehook(partial(self._before_backward, self._replays))
-                return
+        self._in_flight.begin(self._index, self._unit, outputs, self._before_backward)
 
-    def _before_backward(self, replay: int, _gradients: Any) -> None:
-        if replay != self._awaited:
-            raise ReplayMismatchError(
-                f"{self._unit.name}: its backward runs after another forward replay of the same "
-                "graph, or a second time; the graph's memory no longer holds what it reads. Run "
-                "each backward once and before the layer's next forward pass, without "
-                "retain_graph, and recompute whole layers or what is outside of graphs. Or: "
-                f"{self._unit.leave_out(None)}"
-            )
-        self._awaited = 0
+    def _before_backward(self) -> None:
         began = time.perf_counter_ns()
         mismatch = self._guard.broken_in_backward()
         self._mismatches.counters.guard_ns += time.perf_counter_ns() - began

@@ -8,6 +8,8 @@ Note [Order of replays]
     ``n`` itself or of an earlier unit may overwrite it. Megatron's schedules keep this order. A
     custom training loop may break it: the same unit twice in a pass, two forward passes before the
     first backward, units in another order, ``retain_graph=True``.
+    A backward pass out of order is always an error. A forward pass out of order can still run
+    eagerly: standalone units ask :meth:`InFlight.broken` before each replay.
 
 Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is its own Python object and lives
 exactly as long as the node is in the autograd graph; ``Node.register_prehook``.
@@ -16,6 +18,8 @@ exactly as long as the node is in the autograd graph; ``Node.register_prehook``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,65 +27,72 @@ from torch.utils._pytree import tree_flatten
 
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.unit import Unit
 
 
-class _Pass:
+class _Replay:
     """One forward replay, until its backward begins or can no longer be run."""
 
-    def __init__(self, index: int, name: str, node: Any) -> None:
-        self.index, self.name = index, name
-        self.node = weakref.ref(node)
+    def __init__(self, unit: Unit, node: Any) -> None:
+        self.unit, self.node = unit, weakref.ref(node)
 
 
 class InFlight:
-    """The replays of one session that wait for their backward, in the order of replay."""
+    """The forward replays of one session and one microbatch that wait for their backward."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Pass] = []
+        self._waiting: dict[int, _Replay] = {}
+        """The last replay of each unit, by the unit's index, in the order of replay."""
 
     def broken(self, index: int) -> Mismatch | None:
         """What forbids a forward replay of the unit ``index`` now, or None."""
-        self._drop_dead()
-        for other in self._waiting:
-            if other.index >= index:
+        for other, replay in self._waiting.items():
+            if other >= index and replay.node() is not None:
                 return Mismatch(
                     "order",
                     "the backward of earlier passes",
                     "over",
-                    f"still to come for {other.name}",
+                    f"still to come for {replay.unit.name}",
                     "A replay would overwrite what that backward reads. Call each unit once in a "
                     "pass, in the order of the steps before capture, and run the backward (or let "
                     "the loss go) before the next pass.",
                 )
         return None
 
-    def begin(self, index: int, name: str, outputs: Any) -> None:
-        """Record a forward replay that returned ``outputs``.
+    def begin(
+        self, index: int, unit: Unit, outputs: Any, before_backward: Callable[[], None]
+    ) -> None:
+        """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
 
-        Its backward raises ReplayMismatchError if it runs out of order or a second time.
+        ``before_backward`` is called when its backward begins. That backward raises
+        ReplayMismatchError if it runs out of order or a second time.
         """
-        tensors = [item for item in tree_flatten(outputs)[0] if isinstance(item, torch.Tensor)]
-        node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
-        if node is not None:
-            this = _Pass(index, name, node)
-            self._waiting.append(this)
-            node.register_prehook(lambda _gradients: self._end(this))
+        self._waiting.pop(index, None)
+        for tensor in tree_flatten(outputs)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                replay = self._waiting[index] = _Replay(unit, tensor.grad_fn)
+                end = partial(self._end, index, replay, before_backward)
+                tensor.grad_fn.register_prehook(end)
+                return
 
-    def _end(self, this: _Pass) -> None:
-        self._drop_dead()
-        if this not in self._waiting:
+    def _end(
+        self, index: int, this: _Replay, before_backward: Callable[[], None], _gradients: Any
+    ) -> None:
+        if self._waiting.get(index) is not this:
             raise ReplayMismatchError(
-                f"{this.name}: its backward runs a second time, and a replayed graph has given its "
-                "activations up by then. Call backward() without retain_graph, or leave the unit "
-                "out of graph_units."
+                f"{this.unit.name}: its backward runs after another forward replay of the same "
+                "graph, or a second time; the graph's memory no longer holds what it reads. Run "
+                "each backward once and before the layer's next forward pass, without "
+                "retain_graph, and recompute whole layers or what is outside of graphs. Or: "
+                f"{this.unit.leave_out(None)}"
             )
-        if self._waiting[-1] is not this:
+        waiting = reversed(self._waiting.values())
+        last = next(item for item in waiting if item is this or item.node() is not None)
+        if last is not this:
             raise ReplayMismatchError(
-                f"{this.name}: its backward comes before that of {self._waiting[-1].name}, which "
-                "was replayed after it, and may overwrite what that one reads. Run one backward() "
-                "over the whole pass, or leave one of the two out of graph_units."
+                f"{this.unit.name}: its backward comes before that of {last.unit.name}, which was "
+                "replayed after it, and may overwrite what that one reads. Run one backward() "
+                f"over the whole pass. Or: {this.unit.leave_out(None)}"
             )
-        self._waiting.pop()
-
-    def _drop_dead(self) -> None:
-        self._waiting = [item for item in self._waiting if item.node() is not None]
+        del self._waiting[index]
+        before_backward()

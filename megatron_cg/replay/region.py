@@ -1,9 +1,8 @@
 """The captured region of a layer, run as plain Python.
 
-Relied on: megatron-core 0.19.2, ``GraphableMegatronModule._te_cuda_graph_capture``, which runs
-exactly the captured region and returns what the graph returns, as long as Megatron's capturing flag
-(``megatron.core.transformer.cuda_graphs._set_capture_start`` and ``_set_capture_end``) is set. The
-flag tells a MoE layer where to stop.
+``GraphableMegatronModule._te_cuda_graph_capture`` runs exactly the captured region and returns what
+the graph returns, as long as Megatron's capturing flag is set (``_set_capture_start``,
+``_set_capture_end``). The flag tells a MoE layer where to stop.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def region_in_backward() -> Iterator[None]:
         _flag("_set_capture_end")()
 
 
-def is_running_part() -> bool:
+def is_running_region() -> bool:
     """Whether :func:`run_region` or a capture is running."""
     return bool(_flag("is_graph_capturing")())
 

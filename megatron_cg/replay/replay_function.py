@@ -11,11 +11,11 @@ from typing import Any
 class ReplayFunction:
     """The autograd function that replays one graph.
 
-    Note [Gradients that are lent]
+    Note [Borrowed gradients]
         A graph's backward replay leaves the weight gradients in memory that other graphs of the
-        pool also use, so a backend returns copies of them. While gradients are lent, the function
-        returns them without a copy. They are valid until the next replay of any graph. The receiver
-        must finish using them before that, on the stream of the backward pass.
+        pool also use, so a backend returns copies of them. While gradients are borrowed, the
+        function returns them without a copy. They are valid until the next replay of any graph. The
+        receiver must finish using them before that, on the stream of the backward pass.
     """
 
     function: Any
@@ -24,5 +24,5 @@ class ReplayFunction:
     """How many arguments come before the weights, which are the last ones."""
     replace: Callable[[Any], Callable[[], None]]
     """Replaces the function by another object with a method ``apply``; returns the undo."""
-    lend: Callable[[], Callable[[], None]]
-    """Lends gradients until the returned function is called."""
+    borrow: Callable[[], Callable[[], None]]
+    """Borrow gradients until the returned function is called."""

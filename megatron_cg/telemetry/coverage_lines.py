@@ -1,8 +1,6 @@
 """Which scopes of each layer are in a graph, and why the others are not.
 
-Relied on: megatron-core 0.19.2, ``megatron.core.transformer.cuda_graphs._layer_is_graphable``,
-which says whether a layer has any of the scopes of a config, and ``GraphableMegatronModule`` in
-``megatron.core.transformer.module``, the base class of every layer that can be captured. Only
+Megatron's ``_layer_is_graphable`` says whether a layer has any of the scopes of a config. Only
 layers have a ``layer_number``, from 1. A layer that is captured with its own scopes sees them in a
 view of its config (``upstream/layer_config.py``).
 """

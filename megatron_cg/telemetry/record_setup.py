@@ -1,7 +1,6 @@
 """What a run trains, on which data and in which layout. Compared runs must agree on it.
 
-Relied on: megatron-core 0.19.2, ``megatron.training.global_vars.get_args`` and the attributes of
-Megatron's namespace below. An attribute that a release lacks is recorded as None.
+An attribute of Megatron's namespace that a release lacks is recorded as None.
 """
 
 from __future__ import annotations

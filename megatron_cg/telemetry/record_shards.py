@@ -1,10 +1,4 @@
-"""Digests of a model's parameter shards, so that two runs can be compared without their weights.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
-``parameter_groups`` (each with ``params``, ``model_weight_buffer``, ``transpose_weight_buffer``
-and ``main_weight_buffer``), ``param_to_name``, and ``DataParallelBuffer``: ``get_item`` and
-``is_data_distributed``.
-"""
+"""Digests of a model's parameter shards, so that two runs can be compared without their weights."""
 
 from __future__ import annotations
 
@@ -15,22 +9,17 @@ import torch
 from torch import nn
 
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 
 _BUFFERS = {
     "main": "main_weight_buffer",
     "model": "model_weight_buffer",
     "transpose": "transpose_weight_buffer",
 }
-_PARTS = (
-    ("ParamAndGradBuffer", "the model's buffers", ("parameter_groups", "param_to_name")),
-    ("ParameterGroup", "parameters in one bucket", ("params", *_BUFFERS.values())),
-    ("DataParallelBuffer", "one kind of weights", ("get_item", "is_data_distributed")),
-)
-RELIES_ON = tuple(
-    symbol
-    for name, what, attributes in _PARTS
-    for symbol in in_both(f"param_and_grad_buffer:{name}", what, attributes=attributes)
+RELIES_ON = (
+    *fsdp_class("ParamAndGradBuffer", "parameter_groups", "param_to_name"),
+    *fsdp_class("ParameterGroup", "params", *_BUFFERS.values()),
+    *fsdp_class("DataParallelBuffer", "get_item", "is_data_distributed"),
 )
 
 

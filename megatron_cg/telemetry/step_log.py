@@ -1,10 +1,10 @@
 """Counters of graphs in Megatron's log, in TensorBoard and in Weights & Biases.
 
-Relied on: megatron-core 0.19.2, ``megatron.training.training.training_log``, looked up as a global
-of that module after each step. Its parameter ``iteration`` counts steps from 1.
-``is_first_iteration`` is set when Megatron prints the line of the first step, whatever
-``--log-interval``. Megatron prints with ``print_rank_last``, on the rank that also has the writers
-of ``megatron.training.global_vars``; they are None on other ranks and when they are disabled.
+Megatron looks up ``training_log`` as a global of its module after each step. Its parameter
+``iteration`` counts steps from 1. ``is_first_iteration`` is set when Megatron prints the line of
+the first step, whatever ``--log-interval``. Megatron prints with ``print_rank_last``, on the rank
+that also has the writers of ``megatron.training.global_vars``; they are None on other ranks and
+when they are disabled.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The time of each phase of a training step, where Megatron measures it.
 
-Relied on: megatron-core 0.19.2, ``megatron.core.timers``: ``Timers`` keeps its timers in
-``_timers`` by name. ``Timer.active_time`` returns the seconds that a timer has run and is never
-reset. Calling ``Timers`` with a name would create a timer at our level, and Megatron's later use at
-its own level would fail; so we read the dictionary. ``--timing-log-level`` decides which timers
-exist: from 1 on forward and backward together and the optimizer, from 2 on forward and backward
-each. Megatron's timers wait for the GPU where they begin and end; nothing here does.
+Megatron's ``Timers`` keeps its timers in ``_timers`` by name. ``Timer.active_time`` returns the
+seconds that a timer has run and is never reset. Calling ``Timers`` with a name would create a timer
+at our level, and Megatron's later use at its own level would fail; so we read the dictionary.
+``--timing-log-level`` decides which timers exist: from 1 on forward and backward together and the
+optimizer, from 2 on forward and backward each. Megatron's timers wait for the GPU where they begin
+and end; nothing here does.
 """
 
 from __future__ import annotations

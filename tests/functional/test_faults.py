@@ -54,7 +54,7 @@ def test_a_replaced_parameter_is_seen_and_training_stays_bit_equal(align: Align)
         assert rank["graphs"]["mismatched"] == MICROBATCHES * (STEPS - STEP + 1)
 
 
-def test_a_shape_that_one_rank_changes_in_a_mixture_of_experts(align: Align) -> None:
+def test_a_shape_that_one_rank_changes_in_an_moe_model(align: Align) -> None:
     case = faulty("shape-moe", "shape", "moe")
     flags = (*case.flags, "--expert-model-parallel-size", "2")
     outcome = align(replace(case, flags=flags), script=SCRIPT)

@@ -53,7 +53,7 @@ class Recorded:
     #: Storages of other callables that this backward may overwrite.
     dead_before_backward: frozenset[int] = frozenset()
     replays: int = 0
-    lends: bool = False
+    gradients_borrowed: bool = False
     """Whether gradients of parameters are returned in static memory, without a copy."""
 
 
@@ -89,14 +89,14 @@ class _Replay(torch.autograd.Function):
                 static.copy_(grad)
         tape.pool.poison(recorded.dead_before_backward)
         tape.replay()
-        clones = len(recorded.grad_inputs) if recorded.lends else recorded.user_args
+        clones = len(recorded.grad_inputs) if recorded.gradients_borrowed else recorded.user_args
         returned = tuple(
             None if grad is None else grad.clone() if index >= clones else grad.detach()
             for index, grad in enumerate(recorded.grad_inputs)
         )
-        lent = storage_keys(recorded.grad_inputs[recorded.user_args : clones])
-        tape.pool.poison(recorded.dead_after_backward - lent)
-        tape.pool.poison_before_next_replay(recorded.dead_after_backward & lent)
+        borrowed = storage_keys(recorded.grad_inputs[recorded.user_args : clones])
+        tape.pool.poison(recorded.dead_after_backward - borrowed)
+        tape.pool.poison_before_next_replay(recorded.dead_after_backward & borrowed)
         return (None, *returned)
 
 
@@ -159,7 +159,7 @@ class TapeCallable:
             self._function,
             1 + recorded.user_args,
             replace=lambda function: set_attribute(self, "_function", function),
-            lend=lambda: set_attribute(recorded, "lends", True),
+            borrow=lambda: set_attribute(recorded, "gradients_borrowed", True),
         )
 
     def backward_dw(self) -> None:

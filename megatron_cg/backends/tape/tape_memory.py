@@ -61,7 +61,7 @@ class Pool:
     def __init__(self) -> None:
         self._own: dict[int, torch.UntypedStorage] = {}
         self._outside: dict[int, _Outside] = {}
-        self._lent: set[int] = set()
+        self._borrowed: set[int] = set()
         self.host = Host()
         """The host tensors of the capture."""
 
@@ -124,9 +124,9 @@ class Pool:
 
     def poison_before_next_replay(self, keys: Iterable[int]) -> None:
         """Poison these storages when the next tape of this pool runs, which may use the memory."""
-        self._lent.update(keys)
+        self._borrowed.update(keys)
 
-    def take_back(self) -> None:
+    def poison_borrowed(self) -> None:
         """Poison what :meth:`poison_before_next_replay` was given: a tape is about to run."""
-        self.poison(self._lent)
-        self._lent.clear()
+        self.poison(self._borrowed)
+        self._borrowed.clear()

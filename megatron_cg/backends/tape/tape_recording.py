@@ -47,7 +47,7 @@ class Tape:
 
         Raises FreedStorageError if memory outside the pool is gone.
         """
-        self.pool.take_back()
+        self.pool.poison_borrowed()
         self.pool.poison(self.made)
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             for entry in self.entries:

@@ -1,11 +1,5 @@
 """CUDA graphs by Transformer Engine: the only file that imports TE.
 
-Relied on: transformer-engine >= 2.19 (seen with 2.20.2), ``transformer_engine.pytorch.graph``:
-``make_graphed_callables`` with ``capture_time_hooks``, ``set_capture_end``, ``is_graph_capturing``;
-``transformer_engine.pytorch.distributed.get_all_rng_states``; ``get_fp8_meta_tensors``,
-``reset_fp8_meta_tensors`` and ``fp8_meta`` of ``TransformerEngineBaseModule``;
-``transformer_engine.pytorch.quantization.FP8GlobalStateManager``.
-
 Note [A generator can stay in a capture]
     If CUDA refuses a capture (for example because of a host read), ``capture_end`` raises before it
     notifies the generators. Every later draw then fails with "Offset increment outside graph

@@ -1,10 +1,10 @@
 """The autograd function inside the callables that TE's ``make_graphed_callables`` returns.
 
-Relied on: transformer-engine 2.20.2, ``transformer_engine.pytorch.graph``. The function that is
-returned for each sample calls ``graphed``. That applies the class ``Graphed`` to three arguments of
-its own, ``len_user_args`` arguments of the caller, and the weights. ``Graphed.backward`` returns
-copies of the gradients that ``returned_param_grad_clone_slots`` names, and the other gradients in
-the graph's memory. All these names are closure variables, and each sample has its own.
+In TE's ``graph.py`` the function that is returned for each sample calls ``graphed``. That applies
+the class ``Graphed`` to three arguments of its own, ``len_user_args`` arguments of the caller, and
+the weights. ``Graphed.backward`` returns copies of the gradients that
+``returned_param_grad_clone_slots`` names, and the other gradients in the graph's memory. All these
+names are closure variables, and each sample has its own.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def replay_function(graph: Any) -> ReplayFunction:
     return ReplayFunction(
         function,
         _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
-        replace=lambda stand_in: set_cell(applied, stand_in),
-        lend=_lending(clones),
+        replace=lambda replacement: set_cell(applied, replacement),
+        borrow=_borrowing(clones),
     )
 
 
-def _lending(clones: CellType) -> Callable[[], Callable[[], None]]:
-    """Make ``lend``. It runs in each backward pass of each graph, so it only writes a variable."""
+def _borrowing(clones: CellType) -> Callable[[], Callable[[], None]]:
+    """Make ``borrow``. Each graph calls it in each backward pass, so it only sets a variable."""
     none = (False,) * len(clones.cell_contents)
 
-    def lend() -> Callable[[], None]:
+    def borrow() -> Callable[[], None]:
         own, clones.cell_contents = clones.cell_contents, none
         return partial(setattr, clones, "cell_contents", own)
 
-    return lend
+    return borrow
 
 
 def _cell(function: Any, name: str) -> CellType:

@@ -49,15 +49,6 @@ Note [One stream a copy]
     at once, on its own stream. If it is the last one of the bucket, the copy of the waiting
     gradients is ordered after their stream. The reduction is ordered only after the stream of the
     last copy, so each copy is ordered after the previous one.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``_process_post_backward_gradients`` of
-``_register_fsdp_hooks``; ``MegatronFSDP._params_require_handle_grad`` (a new set in each backward
-pass), ``_root_pre_backward_hook_issued`` (true in a backward pass) and
-``report_nan_in_param_grad``; ``GradReducePipeline.bucket_grad_ready_params``;
-``DataParallelBuffer.fetch_bucket``, ``get_item_from_bucket``, ``param_idx`` and
-``is_data_distributed`` (false if the data-parallel group has one rank, as that of experts may);
-``ParameterGroup.hfsdp_helper_gbuf``, ``main_grad_buffer``, ``requires_grad``, ``params`` and
-``fsdp_unit_id``; ``mp_policy.grad_comm_dtype``.
 """
 
 from __future__ import annotations
@@ -75,7 +66,7 @@ from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
 from megatron_cg.fastpath.gradients.streams import current_stream, wait_for
 from megatron_cg.fastpath.gradients.views import BucketViews, in_one_piece
 from megatron_cg.fastpath.hook_closures import find_cell, hook_functions, hooks_of_gradient
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.closures import put_over_cell
 from megatron_cg.upstream.patch import run_before
 
@@ -87,44 +78,20 @@ _TWICE = (
     "recompute, and the FSDP fast path cannot do with them what Megatron-FSDP does. "
     "Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
 )
-REPLACES = in_both(
-    f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
+REPLACES = fsdp_function(
+    f"MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
     "what takes gradients",
-    fingerprints=("31aa215fff7f8197",),
+    fingerprint="31aa215fff7f8197",
 )
 RELIES_ON = (
     *REPLACES,
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=(
-            "_params_require_handle_grad",
-            "_root_pre_backward_hook_issued",
-            "report_nan_in_param_grad",
-            "mp_policy",
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:GradReducePipeline",
-        "what reduces gradients",
-        attributes=("bucket_grad_ready_params",),
-    ),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer",
-        "one kind of gradients",
-        attributes=("fetch_bucket", "get_item_from_bucket", "param_idx", "is_data_distributed"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParameterGroup",
-        "parameters in one bucket",
-        attributes=(
-            "hfsdp_helper_gbuf",
-            "main_grad_buffer",
-            "requires_grad",
-            "params",
-            "fsdp_unit_id",
-        ),
-    ),
+    *fsdp_class("MegatronFSDP", "_params_require_handle_grad", "_root_pre_backward_hook_issued"),
+    *fsdp_class("MegatronFSDP", "report_nan_in_param_grad", "mp_policy"),
+    *fsdp_class("GradReducePipeline", "bucket_grad_ready_params"),
+    *fsdp_class("DataParallelBuffer", "fetch_bucket", "get_item_from_bucket", "param_idx"),
+    *fsdp_class("DataParallelBuffer", "is_data_distributed"),
+    *fsdp_class("ParameterGroup", "hfsdp_helper_gbuf", "main_grad_buffer", "requires_grad"),
+    *fsdp_class("ParameterGroup", "params", "fsdp_unit_id"),
 )
 
 
@@ -165,7 +132,7 @@ class GradientBucketing:
         buckets = {id(found): found for found in (self._of_parameter[id(w)] for w in weights)}
         return Together(list(weights), next(iter(buckets.values())) if len(buckets) == 1 else None)
 
-    def show(self, together: Together) -> None:
+    def attach(self, together: Together) -> None:
         """Undo :meth:`detach`: only the weights' own hooks take their gradients again."""
         for weight in together.weights:
             self._detached.pop(id(weight), None)
@@ -176,7 +143,7 @@ class GradientBucketing:
         gradients: list[torch.Tensor | None],
         used: Sequence[bool],
         *,
-        lent: bool = False,
+        borrowed: bool = False,
     ) -> None:
         """Take gradients of detached weights, on the stream on which they are computed.
 
@@ -184,7 +151,7 @@ class GradientBucketing:
             together: what ``detach`` returned for the weights.
             gradients: one per weight, in the same order and dtype.
             used: for each weight, whether this backward pass also reaches its own hook.
-            lent: whether gradients are in a graph's own memory, where none may wait.
+            borrowed: whether gradients are in a graph's own memory, where none may wait.
         """
         expected = self._fsdp._params_require_handle_grad
         bucket = together.bucket
@@ -203,7 +170,7 @@ class GradientBucketing:
             if gradient is not None and weight.grad is not None:
                 weight.grad = weight.grad + gradient
             elif gradient is not None:
-                weight.grad = gradient.clone() if lent else gradient
+                weight.grad = gradient.clone() if borrowed else gradient
             if also and self._parts.pop(id(weight), None) is None:
                 # Autograd adds the other part, and the weight's own hook gets the sum.
                 self._parts[id(weight)] = weight

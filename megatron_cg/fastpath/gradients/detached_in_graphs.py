@@ -6,7 +6,7 @@ bucket. Here a graph is replayed without its weights among autograd's inputs, as
 run (``detached_weights.py``). One copy moves the gradients from the graph's own memory into the
 bucket.
 
-See Note [Gradients that are lent] in ``megatron_cg/replay/replay_function.py``. If the gradients
+See Note [Borrowed gradients] in ``megatron_cg/replay/replay_function.py``. If the gradients
 cannot go into their bucket at once, because a weight is also used in another way, they are copied
 out of the graph's memory first.
 """
@@ -49,7 +49,7 @@ class _Fake:
         self, detached: DetachedWeights, replay: ReplayFunction, launched: Callable[[], None]
     ) -> None:
         self._detached, self._replay, self._launched = detached, replay, launched
-        self._lending = _Lending(replay)
+        self._borrowing = _Borrowing(replay)
         self._ended = False
 
     def end(self) -> None:
@@ -68,12 +68,12 @@ class _Fake:
         if weights is None:
             outputs = self._replay.function.apply(*args)
         else:
-            outputs = call_detached(self._lending, weights, args[:first], tail, lent=True)
+            outputs = call_detached(self._borrowing, weights, args[:first], tail, borrowed=True)
         self._launched()
         return outputs
 
 
-class _Lending:
+class _Borrowing:
     """The function, but its ``backward`` returns gradients in the graph's own memory."""
 
     def __init__(self, replay: ReplayFunction) -> None:
@@ -81,8 +81,8 @@ class _Lending:
 
     def backward(self, ctx: Any, *gradients: Any) -> Any:
         """See :class:`.ReplayFunction`."""
-        take_back = self._replay.lend()
+        end_borrowing = self._replay.borrow()
         try:
             return self._replay.function.backward(ctx, *gradients)
         finally:
-            take_back()
+            end_borrowing()

@@ -28,11 +28,8 @@ Note [Nodes that are kept]
     the nodes are kept. If a weight still gets another node, its own hook runs after its gradient
     was taken, and the pass ends with an error (``GradientBucketing``).
 
-Relied on: transformer-engine 2.20.2, ``_GroupedLinear``, which ``GroupedLinear.forward`` looks up
-in its module for each call: ``forward`` takes weights and biases last, and ``backward`` returns
-their gradients last; to learn which gradients are needed, it asks the tensors and not the context.
-torch 2.11: ``torch._C._will_engine_execute_node``, ``torch.autograd.graph.get_gradient_edge``, and
-that ``save_for_backward`` accepts tensors that are not inputs.
+TE's ``GroupedLinear.forward`` looks up ``_GroupedLinear`` in its module for each call. Its
+``backward`` asks the tensors, and not the context, which gradients are needed.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
 from megatron_cg.fastpath.hook_closures import hooks_of_gradient
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -82,12 +79,12 @@ def install_detached(detached: DetachedWeights) -> Callable[[], None]:
         detached: selects the weights that can be detached.
 
     Raises:
-        StepsAsideError: no grouped GEMM is loaded.
+        NotApplicableError: no grouped GEMM is loaded.
         UpstreamChangedError: the grouped GEMM is not the one that this relies on.
     """
     module = sys.modules.get(MODULE)
     if module is None:
-        raise StepsAsideError(NO_EXPERTS)
+        raise NotApplicableError(NO_EXPERTS)
     for symbol in RELIES_ON:
         symbol.find()
     return detach_in(module, _NAME, detached)
@@ -147,25 +144,25 @@ def _place_of_weights(function: Any) -> int:
 def call_detached(
     function: Any,
     weights: Weights,
-    shown: Sequence[Any],
+    head: Sequence[Any],
     tail: Sequence[Any],
     *,
-    lent: bool = False,
+    borrowed: bool = False,
 ) -> Any:
-    """Do what ``function.apply(*shown, *tail)`` does, with weights detached from autograd.
+    """Do what ``function.apply(*head, *tail)`` does, with weights detached from autograd.
 
     Args:
         function: an autograd function, or an object with its ``forward`` and ``backward``.
         weights: the weights in ``tail``.
-        shown: the arguments before ``tail``.
+        head: the first arguments, before ``tail``.
         tail: the last arguments.
-        lent: whether gradients of ``tail`` stay in a graph's memory (:class:`.ReplayFunction`).
+        borrowed: whether gradients of ``tail`` stay in a graph's memory (:class:`.ReplayFunction`).
     """
-    apply: Callable[..., Any] = _Hidden.apply
-    return apply(function, weights, tail, lent, weights.leaf, *shown)
+    apply: Callable[..., Any] = _Detached.apply
+    return apply(function, weights, tail, borrowed, weights.leaf, *head)
 
 
-class _Hidden(torch.autograd.Function):
+class _Detached(torch.autograd.Function):
     """Calls the function with weights that autograd does not get."""
 
     @staticmethod
@@ -174,20 +171,20 @@ class _Hidden(torch.autograd.Function):
         function: Any,
         weights: Weights,
         tail: Sequence[Any],
-        lent: bool,
+        borrowed: bool,
         _leaf: Any,
-        *shown: Any,
+        *head: Any,
     ) -> Any:
-        ctx.detached, ctx.computed_in = (function, weights, lent, len(shown)), _NO_PASS
+        ctx.detached, ctx.computed_in = (function, weights, borrowed, len(head)), _NO_PASS
         weights.is_used_by(ctx)
-        return function.forward(ctx, *shown, *tail)
+        return function.forward(ctx, *head, *tail)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        function, weights, lent, shown = ctx.detached
+        function, weights, borrowed, head = ctx.detached
         found = function.backward(ctx, *gradients)
-        weights.computed(ctx, found[shown:], lent=lent)
-        return (None, None, None, None, None, *found[:shown])
+        weights.computed(ctx, found[head:], borrowed=borrowed)
+        return (None, None, None, None, None, *found[:head])
 
 
 class DetachedWeights:
@@ -219,7 +216,7 @@ class DetachedWeights:
             weights = None
         if weights is None:
             weights = self._add(tail, of_graph=of_graph)
-        return weights if weights is not None and weights.may_hide() else None
+        return weights if weights is not None and weights.may_be_detached() else None
 
     def close(self) -> None:
         """Attach all weights to autograd again."""
@@ -277,7 +274,7 @@ class Weights:
             map(is_, map(tail.__getitem__, self._places), self.parameters)
         )
 
-    def may_hide(self) -> bool:
+    def may_be_detached(self) -> bool:
         """Whether only Megatron-FSDP waits for their gradients."""
         return (
             not any(one._backward_hooks for one in self.parameters)
@@ -287,7 +284,7 @@ class Weights:
 
     def close(self) -> None:
         """Attach them to autograd again."""
-        self._bucketing.show(self._together)
+        self._bucketing.attach(self._together)
 
     def is_used_by(self, node: Any) -> None:
         """Record a call whose backward pass may follow."""
@@ -310,7 +307,7 @@ class Weights:
             node is not None and node.computed_in != now and self._executes(node) for node in calls
         )
 
-    def computed(self, node: Any, gradients: Gradients, *, lent: bool = False) -> None:
+    def computed(self, node: Any, gradients: Gradients, *, borrowed: bool = False) -> None:
         """Take a call's gradients of all its last arguments; see the notes above."""
         now = node.computed_in = self._number_of_pass()
         if not self._executes(self._of_leaf):
@@ -320,7 +317,7 @@ class Weights:
                 "autograd, and cannot be told whether it names them. Type "
                 "--cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
-        if not self.may_hide():
+        if not self.may_be_detached():
             raise FastPathError(
                 "A weight of a graph or a grouped GEMM was given a hook, or another way to its "
                 "gradient, after the forward pass that uses it began. Give it before, or type "
@@ -334,10 +331,12 @@ class Weights:
         if before is not None:
             found = [_sum(one, other) for one, other in zip(before, found, strict=True)]
         if self.is_still_to_come():
-            self._before[now] = [one.clone() if lent and one is not None else one for one in found]
+            self._before[now] = [
+                one.clone() if borrowed and one is not None else one for one in found
+            ]
         else:
             used = [self._executes(one) for one in self._nodes]
-            self._bucketing.take_detached(self._together, found, used, lent=lent)
+            self._bucketing.take_detached(self._together, found, used, borrowed=borrowed)
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

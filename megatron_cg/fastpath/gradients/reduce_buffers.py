@@ -11,9 +11,8 @@ Note [A buffer that is still read]
     issued two units ago and has usually finished. A stream waits for each reduction once.
     (NVIDIA/Megatron-LM#5222 is about another cause of the same overwrite.)
 
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``GradReducePipeline.grad_reduce_queue``
-(event, function, bucket), ``wait_for_previous_grad_reduce``, which takes reductions from the front
-of the queue and frees their buffers, and ``_enforce_double_buffer_limit``, which calls it.
+The queue has (event, function, bucket) of each reduction. ``wait_for_previous_grad_reduce`` takes
+reductions from its front and frees their buffers. ``_enforce_double_buffer_limit`` calls it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 from megatron_cg.upstream.patch import put_over
 
 _FREES = "wait_for_previous_grad_reduce"
-RELIES_ON = in_both(
-    "param_and_grad_buffer:GradReducePipeline",
-    "what reduces gradients",
-    attributes=("grad_reduce_queue", "_enforce_double_buffer_limit", _FREES),
+RELIES_ON = fsdp_class(
+    "GradReducePipeline", "grad_reduce_queue", "_enforce_double_buffer_limit", _FREES
 )
 
 

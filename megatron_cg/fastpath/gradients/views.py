@@ -1,9 +1,4 @@
-"""Views of a bucket's pieces, one per parameter, cached if the bucket stays in place.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, ``DataParallelBuffer``:
-``temporary_bucket_allocator``, ``is_data_distributed``, ``param_idx`` and ``get_item_from_bucket``;
-``FixedPoolAllocator``.
-"""
+"""Views of a bucket's pieces, one per parameter, cached if the bucket stays in place."""
 
 from __future__ import annotations
 
@@ -13,25 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class
 
 _STAYS = "FixedPoolAllocator"
 """The allocator of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are never freed.
 Cached views of other allocators' buffers would keep freed memory alive."""
 
-
 RELIES_ON = (
-    *in_both(f"param_and_grad_buffer:{_STAYS}", "buffers that stay in place"),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer",
-        "one kind of weights",
-        attributes=(
-            "temporary_bucket_allocator",
-            "is_data_distributed",
-            "param_idx",
-            "get_item_from_bucket",
-        ),
-    ),
+    *fsdp_class(_STAYS),
+    *fsdp_class("DataParallelBuffer", "temporary_bucket_allocator", "is_data_distributed"),
+    *fsdp_class("DataParallelBuffer", "param_idx", "get_item_from_bucket"),
 )
 
 

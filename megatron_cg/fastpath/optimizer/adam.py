@@ -11,12 +11,6 @@ Note [Once by TE, then shorter]
     are compared with those from this module. Only if they are the same do later steps take the
     shorter way. If another release of TE does anything differently, TE's own step stays in place.
     Nothing is cached between steps, so the next step sees a loaded checkpoint or a replaced moment.
-
-Relied on: transformer-engine 2.20.2, ``FusedAdam`` (``capturable``, ``master_weights``,
-``use_decoupled_grad``, ``multi_tensor_adam``, ``adam_w_mode``, ``_dummy_overflow_buf``) and, in its
-module, ``multi_tensor_applier`` with its ``chunk_size``, and
-``_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL``; megatron-core 0.19.2,
-``ChainedOptimizer.chained_optimizers`` and ``MegatronOptimizer.optimizer``.
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.optimizer.launches import Launch, are_plain, launched_by, without_empty
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
@@ -87,18 +81,18 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
         optimizers: Megatron's, chained or not, or torch's.
 
     Raises:
-        StepsAsideError: none of them is a FusedAdam with simple lists.
+        NotApplicableError: none of them is a FusedAdam with simple lists.
         UpstreamChangedError: a symbol that this relies on is gone; nothing is changed then.
     """
     if _MODULE not in sys.modules:
-        raise StepsAsideError("no optimizer is Transformer Engine's FusedAdam")
+        raise NotApplicableError("no optimizer is Transformer Engine's FusedAdam")
     adams = [inner for inner in _inner(optimizers) if type(inner) is _ADAM.find()]
     simple = {id(adam): adam for adam in adams if not _is_special(adam)}
     if not simple:
         why = "is not FusedAdam"
         if adams:
             why = "keeps main weights itself, runs in a graph, or has a step of its own"
-        raise StepsAsideError(f"the optimizer {why}")
+        raise NotApplicableError(f"the optimizer {why}")
     for symbol in RELIES_ON:
         symbol.find()
     with ExitStack() as undo:

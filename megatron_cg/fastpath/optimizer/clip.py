@@ -27,11 +27,6 @@ Note [Chained optimizers]
     ``ChainedOptimizer.step`` clips without ``clip_grad_norm``, whatever the number of optimizers,
     and is left unchanged. Megatron chains optimizers under Megatron-FSDP if a rank has several
     model chunks.
-
-Relied on: megatron-core 0.19.2: ``MegatronOptimizer.clip_grad_norm`` and what it calls, with the
-arithmetic of ``get_grad_norm_fp32`` and ``clip_grad_by_total_norm_fp32``; the multi-tensor kernels
-that their module takes from transformer-engine 2.20.2, and their applier (see
-:mod:`megatron_cg.fastpath.optimizer.launches`).
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.optimizer.launches import Launch, are_plain, launched_by
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
@@ -67,49 +62,37 @@ def _megatron(
     path: str,
     expected: str,
     *parameters: str,
-    attributes: Sequence[str] = (),
-    fingerprints: tuple[str, ...] = (),
+    attributes: tuple[str, ...] = (),
+    fingerprint: str = "",
 ) -> Symbol:
-    return Symbol("megatron-core", path, expected, parameters, tuple(attributes), fingerprints)
+    fingerprints = (fingerprint,) if fingerprint else ()
+    return Symbol("megatron-core", path, expected, parameters, attributes, fingerprints)
 
 
-_CALLED = (
-    "get_grads_for_grad_norm",
-    "_filter_grads_for_norm",
-    "_compute_grad_norms_by_group",
-    "has_grad_norm_group",
-)
+_CALLED = {
+    "get_grads_for_grad_norm": "85f50b4bbe342e75",
+    "_filter_grads_for_norm": "cea6e5b8e038f583",
+    "_compute_grad_norms_by_group": "9313eb31f4623e55",
+    "has_grad_norm_group": "ec8c4b5ded202ff1",
+}
+"""What clipping calls, with the fingerprint of each."""
 _OPTIMIZER = _megatron(
     f"{_MODULE}:MegatronOptimizer",
     "the optimizer",
     attributes=(
-        *_CALLED,
-        _APART,
-        "config",
-        "get_parameters",
-        "get_grad_stats_parallel_group",
-        "grad_norms_by_group",
+        *(_APART, "config", "grad_norms_by_group"),
+        *("get_parameters", "get_grad_stats_parallel_group"),
     ),
 )
 _FUNCTION = _megatron(
     f"{_OPTIMIZER.path}.{_CLIP}",
     "what clips gradients",
-    "self",
-    "clip_grad",
-    fingerprints=("5b555005885178d7",),
+    *("self", "clip_grad"),
+    fingerprint="5b555005885178d7",
 )
 _IN_IT = tuple(
-    _megatron(f"{_OPTIMIZER.path}.{name}", "a part of it", fingerprints=(fingerprint,))
-    for name, fingerprint in zip(
-        _CALLED,
-        (
-            "85f50b4bbe342e75",
-            "cea6e5b8e038f583",
-            "9313eb31f4623e55",
-            "ec8c4b5ded202ff1",
-        ),
-        strict=True,
-    )
+    _megatron(f"{_OPTIMIZER.path}.{name}", "a part of it", fingerprint=fingerprint)
+    for name, fingerprint in _CALLED.items()
 )
 _CONFIG = _megatron(
     "megatron.core.optimizer.optimizer_config:OptimizerConfig",
@@ -122,9 +105,7 @@ _NOT_SHARED = _megatron(f"{_MODULE}:param_is_not_shared", "which weights are sha
 _NOT_OF_TP = _megatron(
     f"{_MODULE}:tensor_parallel.param_is_not_tensor_parallel_duplicate",
     "which weights other ranks have, too",
-    "param",
-    "tp_group",
-    "expert_tp_group",
+    *("param", "tp_group", "expert_tp_group"),
 )
 _NOT_OF_GTP = _megatron(
     f"{_MODULE}:tensor_parallel.param_is_not_gtp_duplicate",
@@ -134,33 +115,22 @@ _NOT_OF_GTP = _megatron(
 _NORM = _megatron(
     f"{_KERNELS}:get_grad_norm_fp32",
     "the norm",
-    "grads_for_norm",
-    "grad_stats_parallel_group",
-    fingerprints=("b0a60a12290590e0",),
+    *("grads_for_norm", "grad_stats_parallel_group"),
+    fingerprint="b0a60a12290590e0",
 )
 _SCALE = _megatron(
     f"{_KERNELS}:clip_grad_by_total_norm_fp32",
     "the scaling",
-    "parameters",
-    "max_norm",
-    fingerprints=("5649d79e2c3dcbe6",),
+    *("parameters", "max_norm"),
+    fingerprint="5649d79e2c3dcbe6",
 )
 _APPLIER = _megatron(f"{_KERNELS}:multi_tensor_applier", "what runs its kernels")
 _NORM_KERNEL = _megatron(f"{_KERNELS}:l2_norm_impl", "the norm's kernel")
 _SCALE_KERNEL = _megatron(f"{_KERNELS}:multi_tensor_scale_tensor_impl", "the scaling's kernel")
 REPLACES = (_FUNCTION, *_IN_IT, _NORM, _SCALE)
 RELIES_ON = (
-    *REPLACES,
-    _OPTIMIZER,
-    _CONFIG,
-    _GROUPS,
-    _GROUP,
-    _NOT_SHARED,
-    _NOT_OF_TP,
-    _NOT_OF_GTP,
-    _APPLIER,
-    _NORM_KERNEL,
-    _SCALE_KERNEL,
+    *(*REPLACES, _OPTIMIZER, _CONFIG, _GROUPS, _GROUP, _NOT_SHARED, _NOT_OF_TP, _NOT_OF_GTP),
+    *(_APPLIER, _NORM_KERNEL, _SCALE_KERNEL),
 )
 
 
@@ -171,18 +141,18 @@ def install_clip(optimizers: Iterable[Any]) -> Callable[[], None]:
         optimizers: the optimizers of Megatron-FSDP's parameters, Megatron's or torch's.
 
     Raises:
-        StepsAsideError: none of them clips in the way that this replaces.
+        NotApplicableError: none of them clips in the way that this replaces.
         UpstreamChangedError: a symbol that this relies on is gone; nothing is changed then.
     """
     if _MODULE not in sys.modules:
-        raise StepsAsideError("no optimizer is Megatron's")
+        raise NotApplicableError("no optimizer is Megatron's")
     for symbol in RELIES_ON:
         symbol.find()
     given = {id(optimizer): optimizer for optimizer in optimizers}.values()
     whys = [_why_not(optimizer) for optimizer in given]
     mine = [optimizer for optimizer, why in zip(given, whys, strict=True) if why is None]
     if not mine:
-        raise StepsAsideError(next(filter(None, whys), "there is no optimizer"))
+        raise NotApplicableError(next(filter(None, whys), "there is no optimizer"))
     with ExitStack() as undo:
         for optimizer in mine:
             undo.callback(put_over(optimizer, _CLIP, LocalClip(optimizer)))

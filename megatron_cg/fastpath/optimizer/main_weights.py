@@ -19,12 +19,6 @@ Note [Copies in borrowed memory]
     Each parameter has a piece of its own; there is no piece per bucket. Small pieces fit between
     other tensors, and large ones need memory of their own (3.6 GiB more reserved, measured on the
     preset ``qwen3-moe``). Pieces that end up side by side are cut from one allocation.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
-``update_main_grads``, ``copy_main_weights_to_model_weights``, ``optimizer_named_parameters`` (each
-with ``orig_param``), ``dist_main_grad``, ``use_decoupled_grad``, ``bucketing_policy``,
-``parameter_groups`` and ``param_to_param_group``; ``DataParallelBuffer``: ``data``, ``get_item``,
-``param_idx``, ``dtype`` and ``is_data_distributed``.
 """
 
 from __future__ import annotations
@@ -37,47 +31,31 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.unshard import is_float8
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.memory.scratch import ScratchMemory
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
 
 _ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
-REPLACES_ATTACHING = in_both(
-    f"param_and_grad_buffer:ParamAndGradBuffer.{_ATTACH}",
+REPLACES_ATTACHING = fsdp_function(
+    f"ParamAndGradBuffer.{_ATTACH}",
     "what gives the optimizer its gradients",
-    fingerprints=("bfef5848565df378",),
+    fingerprint="bfef5848565df378",
 )
-REPLACES_INSTALLING = in_both(
-    f"param_and_grad_buffer:ParamAndGradBuffer.{_INSTALL}",
-    "what copies main weights",
-    fingerprints=("64c2878b6e09f195",),
+REPLACES_INSTALLING = fsdp_function(
+    f"ParamAndGradBuffer.{_INSTALL}", "what copies main weights", fingerprint="64c2878b6e09f195"
 )
 RELIES_ON = (
     *REPLACES_ATTACHING,
     *REPLACES_INSTALLING,
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=(
-            _ATTACH,
-            _INSTALL,
-            "optimizer_named_parameters",
-            "dist_main_grad",
-            "use_decoupled_grad",
-            "bucketing_policy",
-            "parameter_groups",
-            "param_to_param_group",
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer",
-        "one kind of weights",
-        attributes=("data", "get_item", "param_idx", "dtype", "is_data_distributed"),
-    ),
+    *fsdp_class("ParamAndGradBuffer", "optimizer_named_parameters", "dist_main_grad"),
+    *fsdp_class("ParamAndGradBuffer", "use_decoupled_grad", "bucketing_policy"),
+    *fsdp_class("ParamAndGradBuffer", "parameter_groups", "param_to_param_group"),
+    *fsdp_class("DataParallelBuffer", "data", "get_item", "param_idx", "dtype"),
+    *fsdp_class("DataParallelBuffer", "is_data_distributed"),
 )
 
 
@@ -92,13 +70,13 @@ def install_main_gradients(fsdp: Any, scratch: ScratchMemory | None) -> Callable
     store = fsdp.param_and_grad_buffer
     table = _GradientTable(store, scratch)
 
-    def come_home() -> None:
-        if table.lent and fsdp.training and torch.is_grad_enabled():
-            table.come_home()
+    def relocate() -> None:
+        if table.borrowed and fsdp.training and torch.is_grad_enabled():
+            table.relocate()
 
     with ExitStack() as undo:
         undo.callback(put_over(store, _ATTACH, table))
-        undo.callback(run_before(fsdp, "forward", come_home))
+        undo.callback(run_before(fsdp, "forward", relocate))
         return undo.pop_all().close
 
 
@@ -126,7 +104,7 @@ class _GradientTable:
         self._store, self._original, self._scratch = store, store.update_main_grads, scratch
         self._groups: list[_GroupGradients] = []
         self._kinds: list[_OneKind] = []
-        self.lent = False
+        self.borrowed = False
         """Whether copies may be in memory that the next replay writes to."""
 
     def __call__(self) -> None:
@@ -139,7 +117,7 @@ class _GradientTable:
         attribute = "decoupled_grad" if self._store.use_decoupled_grad else "grad"
         for one_kind in self._kinds:
             one_kind.attach(attribute, self._scratch)
-        self.lent = self._scratch is not None and self._scratch.lends()
+        self.borrowed = self._scratch is not None and self._scratch.borrows()
 
     def use(self, groups: list[_GroupGradients]) -> None:
         """Attach these from now on, grouped by kind."""
@@ -149,14 +127,14 @@ class _GradientTable:
             kinds.setdefault(group.kind, []).append(group)
         self._kinds = [_OneKind(kind, of_it) for kind, of_it in kinds.items()]
 
-    def come_home(self) -> None:
+    def relocate(self) -> None:
         """Relocate copies that are still referenced to ordinary memory."""
-        self.lent = False
+        self.borrowed = False
         for one_kind in self._kinds:
-            one_kind.come_home()
+            one_kind.relocate()
         held = self._scratch.still_held() if self._scratch is not None else 0
         if held and self._scratch is not None:
-            self._scratch.lend_no_more()
+            self._scratch.stop_borrowing()
             logger.warning(
                 "megatron_cg: as a forward pass begins, at least %d tensors are still held that "
                 "share memory with the optimizer's gradients. It is the graphs' now, and their "
@@ -273,8 +251,8 @@ class _OneKind:
         torch._foreach_copy_(copies, self._pieces)
         return copies
 
-    def come_home(self) -> None:
-        """See :meth:`_GradientTable.come_home`."""
+    def relocate(self) -> None:
+        """See :meth:`_GradientTable.relocate`."""
         for gradient in self._gradients if self._kind is not None else ():
             copy = gradient._local_tensor
             if copy is not None:
@@ -284,15 +262,17 @@ class _OneKind:
 def install_main_weights(fsdp: Any) -> Callable[[], None]:
     """Copy main weights into model weights with one fused call per bucket; returns the undo.
 
-    Raises StepsAsideError if weights are quantised, which Megatron-FSDP does itself, or if no
+    Raises NotApplicableError if weights are quantised, which Megatron-FSDP does itself, or if no
     buffer holds model weights.
     """
     store = fsdp.param_and_grad_buffer
     if any(is_float8(fsdp)(p) for group in store.parameter_groups for p in group.params):
-        raise StepsAsideError("primary weights are FP8, and quantised after each step")
+        raise NotApplicableError("primary weights are FP8, and quantised after each step")
     for group in store.parameter_groups:
         if group.main_weight_buffer is not None and group.model_weight_buffer is None:
-            raise StepsAsideError("parameters are not sharded, and no buffer holds model weights")
+            raise NotApplicableError(
+                "parameters are not sharded, and no buffer holds model weights"
+            )
     return put_over(store, _INSTALL, _WeightTable(store))
 
 

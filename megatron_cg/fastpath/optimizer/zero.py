@@ -17,14 +17,9 @@ Note [Still zero]
     set. Tensors themselves count other writes. They do not count a collective, but only a backward
     pass reduces into these buffers.
 
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``ParamAndGradBuffer``:
-``zero_grad``, ``ddp_config`` with its field ``megatron_fsdp_cuda_graph_mode``, ``dist_main_grad``,
-which has gradients of parameters in ``optimizer_named_parameters`` and no others, and
-``parameter_groups``, each with ``main_grad_buffer`` and ``hfsdp_helper_gbuf``;
-``DataParallelBuffer.data``; ``MegatronFSDP.zero_grad_buffer`` (its adapter holds a bound copy),
-``raw_param`` (parameters before they are exchanged for DTensors; ``zero_grad_buffer`` clears their
-mark ``grad_added_to_main_grad``), ``_params_require_handle_grad`` (a new set in each backward pass)
-and ``_root_pre_backward_hook_issued`` (true in a backward pass). torch 2.11: ``Tensor._version``.
+Megatron-FSDP's ``dist_main_grad`` has gradients of ``optimizer_named_parameters`` and no others.
+``zero_grad_buffer`` clears the mark ``grad_added_to_main_grad`` of parameters before they are
+exchanged for DTensors (``raw_param``). Megatron's adapter holds a bound copy of it.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over
 
 _ZERO, _KEEPS = "zero_grad", "megatron_fsdp_cuda_graph_mode"
@@ -45,48 +40,23 @@ _DECOUPLED = "decoupled_grad"
 SMALL = 320 * 65_536
 """Elements; see Note [Small buffers together]."""
 REPLACES = (
-    *in_both(
-        f"param_and_grad_buffer:ParamAndGradBuffer.{_ZERO}",
-        "what zeroes gradients",
-        fingerprints=("c4b2e1b06a826245",),
+    *fsdp_function(
+        f"ParamAndGradBuffer.{_ZERO}", "what zeroes gradients", fingerprint="c4b2e1b06a826245"
     ),
-    *in_both(
-        f"megatron_fsdp:MegatronFSDP.{_ZERO_ALL}",
+    *fsdp_function(
+        f"MegatronFSDP.{_ZERO_ALL}",
         "what zeroes gradients and clears marks",
-        fingerprints=("94dbfceff74083c2",),
+        fingerprint="94dbfceff74083c2",
     ),
 )
 RELIES_ON = (
     *REPLACES,
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=(
-            _ZERO_ALL,
-            _RAW,
-            "_params_require_handle_grad",
-            "_root_pre_backward_hook_issued",
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=(
-            _ZERO,
-            "ddp_config",
-            "dist_main_grad",
-            "optimizer_named_parameters",
-            "parameter_groups",
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParameterGroup",
-        "one bucket's buffers",
-        attributes=("main_grad_buffer", "hfsdp_helper_gbuf"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer", "one kind of weights", attributes=("data",)
-    ),
+    *fsdp_class("MegatronFSDP", _RAW),
+    *fsdp_class("MegatronFSDP", "_params_require_handle_grad", "_root_pre_backward_hook_issued"),
+    *fsdp_class("ParamAndGradBuffer", "ddp_config", "dist_main_grad"),
+    *fsdp_class("ParamAndGradBuffer", "optimizer_named_parameters", "parameter_groups"),
+    *fsdp_class("ParameterGroup", "main_grad_buffer", "hfsdp_helper_gbuf"),
+    *fsdp_class("DataParallelBuffer", "data"),
 )
 
 

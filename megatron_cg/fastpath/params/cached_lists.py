@@ -22,7 +22,7 @@ from torch import nn
 STATE = "_training_state"
 
 
-class KnownParameters(list[nn.Parameter]):
+class CachedParameters(list[nn.Parameter]):
     """Parameters as Megatron-FSDP lists them, and the subset that represents their buckets.
 
     Args:
@@ -69,20 +69,20 @@ class ParameterLists:
         is_float8: Callable[[nn.Parameter], bool],
     ) -> None:
         self._listed, self._bucket_of, self._is_float8 = listed, bucket_of, is_float8
-        self._known: dict[tuple[nn.Module, str], KnownParameters] = {}
+        self._cached: dict[tuple[nn.Module, str], CachedParameters] = {}
 
-    def __call__(self, module: nn.Module, direction: str) -> KnownParameters:
+    def __call__(self, module: nn.Module, direction: str) -> CachedParameters:
         """The list for ``direction``, ``"forward"`` or ``"backward"``."""
-        known = self._known.get((module, direction))
-        if known is None:
-            known = KnownParameters(
+        cached = self._cached.get((module, direction))
+        if cached is None:
+            cached = CachedParameters(
                 self._listed(module, direction), self._bucket_of, self._is_float8
             )
-            self._known[module, direction] = known
-        return known
+            self._cached[module, direction] = cached
+        return cached
 
 
-class KnownModules:
+class CachedModules:
     """Modules whose training state is set together; see Note [Shown one module for all].
 
     Args:

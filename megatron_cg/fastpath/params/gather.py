@@ -24,9 +24,7 @@ Note [As a pass begins]
     freed, because they would occupy one of two buffers. If a pass fails before it uses them, they
     are kept for the next pass unless they have changed: one rank alone may run that pass.
 
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline`` with the methods and
-attributes named below, and ``BucketStatus``. Megatron-FSDP itself handles a bucket that it keeps
-past a reset (``PRESERVED``).
+Megatron-FSDP itself handles a bucket that it keeps past a reset (``PRESERVED``).
 """
 
 from __future__ import annotations
@@ -44,9 +42,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over, run_before
 
 Key = tuple[int, bool]
@@ -54,48 +52,26 @@ Key = tuple[int, bool]
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
 
 REPLACES = (
-    *in_both(
-        "param_and_grad_buffer:AllGatherPipeline.all_gather_params",
+    *fsdp_function(
+        "AllGatherPipeline.all_gather_params",
         "what gathers the buckets of parameters",
-        parameters=(
-            "self",
-            "params",
-            "prefetch",
-            "prefetch_order",
-            _ASYNC,
-            _OUTER,
-        ),
-        fingerprints=("65e4250c4171bbcb",),
+        *("self", "params", "prefetch", "prefetch_order", _ASYNC, _OUTER),
+        fingerprint="65e4250c4171bbcb",
     ),
-    *in_both(
-        "param_and_grad_buffer:AllGatherPipeline.async_bucket_gather",
+    *fsdp_function(
+        "AllGatherPipeline.async_bucket_gather",
         "what gathers one bucket",
-        parameters=("self", "bucket_id", "bwd"),
-        fingerprints=("06e64a21ea1903bf",),
+        *("self", "bucket_id", "bwd"),
+        fingerprint="06e64a21ea1903bf",
     ),
 )
 RELIES_ON = (
     *REPLACES,
-    *in_both(
-        "param_and_grad_buffer:AllGatherPipeline",
-        "what gathers weights",
-        attributes=(
-            "buffer",
-            "bucket_status",
-            "bucket_can_be_released",
-            "bucket_to_bucket_group",
-            "param_gather_event_map",
-            "ag_stream",
-            "get_bucket_key",
-            "get_fsdp_buffer",
-            "recycle_unused_buckets",
-        ),
-    ),
-    *in_both(
-        "param_and_grad_buffer:BucketStatus",
-        "how far a bucket is",
-        attributes=("EMPTY", "PRESERVED", "COMMUNICATING", "READY_TO_USE"),
-    ),
+    *fsdp_class("AllGatherPipeline", "buffer", "bucket_status", "bucket_can_be_released"),
+    *fsdp_class("AllGatherPipeline", "bucket_to_bucket_group", "param_gather_event_map"),
+    *fsdp_class("AllGatherPipeline", "ag_stream", "get_bucket_key", "get_fsdp_buffer"),
+    *fsdp_class("AllGatherPipeline", "recycle_unused_buckets"),
+    *fsdp_class("BucketStatus", "EMPTY", "PRESERVED", "COMMUNICATING", "READY_TO_USE"),
 )
 
 
@@ -106,10 +82,10 @@ def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]
         fsdp: the ``MegatronFSDP``.
         deferred: holds the gather for the next unit until the graph of this unit is launched.
 
-    Raises StepsAsideError if weights are not sharded.
+    Raises NotApplicableError if weights are not sharded.
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
-        raise StepsAsideError("the sharding strategy is no_shard, in which nothing is gathered")
+        raise NotApplicableError("the sharding strategy is no_shard, in which nothing is gathered")
     pipeline = fsdp.all_gather_pipeline
     gathers = Gathers(pipeline, deferred, lambda: bool(fsdp.training))
     with ExitStack() as undo:

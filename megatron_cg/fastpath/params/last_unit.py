@@ -22,11 +22,6 @@ Note [On all ranks, or on none]
     if a rank falls back to eager by itself, this part stays installed until all ranks have agreed
     to continue without graphs (``Agreement.together``), or capture again, where hooks run in
     another order.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``AllGatherPipeline.release_bucket``,
-``recycle_unused_buckets``, ``bucket_can_be_released``; ``ParamAndGradBuffer.double_buf_units``,
-``parameter_groups``; ``ParameterGroup.fsdp_unit_id``, ``transpose_weight_buffer``;
-``MegatronFSDP._root_pre_backward_hook_issued`` (true in a backward pass).
 """
 
 from __future__ import annotations
@@ -37,48 +32,32 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fastpath.not_applicable import NotApplicableError
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over, set_attribute
 
 _RELEASE, _RECYCLE = "release_bucket", "recycle_unused_buckets"
-_KEPT = "_megatron_cg_kept"
+_NAME = "_megatron_cg_last_unit"
 REPLACES = (
-    *in_both(
-        f"param_and_grad_buffer:AllGatherPipeline.{_RELEASE}",
+    *fsdp_function(
+        f"AllGatherPipeline.{_RELEASE}",
         "what frees a bucket of weights",
-        parameters=("self", "bucket_id", "bwd", "lazy"),
-        fingerprints=("222977e833880906",),
+        *("self", "bucket_id", "bwd", "lazy"),
+        fingerprint="222977e833880906",
     ),
-    *in_both(
-        f"param_and_grad_buffer:AllGatherPipeline.{_RECYCLE}",
+    *fsdp_function(
+        f"AllGatherPipeline.{_RECYCLE}",
         "what frees buckets before a gather",
-        fingerprints=("415ebdf448a75f2d",),
+        fingerprint="415ebdf448a75f2d",
     ),
 )
 """Functions that are not called for the last unit."""
 RELIES_ON = (
     *REPLACES,
-    *in_both(
-        "param_and_grad_buffer:AllGatherPipeline",
-        "what gathers weights",
-        attributes=("bucket_can_be_released",),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParamAndGradBuffer",
-        "the model's buffers",
-        attributes=("double_buf_units", "parameter_groups"),
-    ),
-    *in_both(
-        "param_and_grad_buffer:ParameterGroup",
-        "parameters in one bucket",
-        attributes=("fsdp_unit_id", "transpose_weight_buffer"),
-    ),
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=("_root_pre_backward_hook_issued",),
-    ),
+    *fsdp_class("AllGatherPipeline", "bucket_can_be_released"),
+    *fsdp_class("ParamAndGradBuffer", "double_buf_units", "parameter_groups"),
+    *fsdp_class("ParameterGroup", "fsdp_unit_id", "transpose_weight_buffer"),
+    *fsdp_class("MegatronFSDP", "_root_pre_backward_hook_issued"),
 )
 
 
@@ -88,38 +67,40 @@ def install_last_unit(fsdp: Any) -> Callable[[], None]:
     The undo may run between any two steps, on all ranks between the same two.
 
     Raises:
-        StepsAsideError: weights are not freed, keeping them would take more memory, there is one
+        NotApplicableError: weights are not freed, keeping them would take more memory, there is one
             unit only, or backward passes gather other weights.
     """
     strategy = fsdp.data_parallel_sharding_strategy
     if strategy != "optim_grads_params":
-        raise StepsAsideError(f"the sharding strategy is {strategy}, which frees no weights")
+        raise NotApplicableError(f"the sharding strategy is {strategy}, which frees no weights")
     store = fsdp.param_and_grad_buffer
     if not store.double_buf_units:
-        raise StepsAsideError("without double buffers the last unit would take memory of its own")
+        raise NotApplicableError(
+            "without double buffers the last unit would take memory of its own"
+        )
     if len({group.fsdp_unit_id for group in store.parameter_groups} - {None}) < 2:
-        raise StepsAsideError("there is one unit only, and none whose gather shows a new pass")
+        raise NotApplicableError("there is one unit only, and none whose gather shows a new pass")
     if any(group.transpose_weight_buffer is not None for group in store.parameter_groups):
-        raise StepsAsideError("transposed weights are gathered for backward passes")
-    kept = _Kept(fsdp)
+        raise NotApplicableError("transposed weights are gathered for backward passes")
+    last_unit = _LastUnit(fsdp)
     pipeline = fsdp.all_gather_pipeline
     with ExitStack() as undo:
-        undo.callback(set_attribute(pipeline, _KEPT, kept))
-        undo.callback(put_over(pipeline, _RELEASE, kept.release_bucket))
-        undo.callback(put_over(pipeline, _RECYCLE, kept.recycle_unused_buckets))
-        undo.callback(kept.free)
-        kept.undo = undo.pop_all().close
-    return kept.undo
+        undo.callback(set_attribute(pipeline, _NAME, last_unit))
+        undo.callback(put_over(pipeline, _RELEASE, last_unit.release_bucket))
+        undo.callback(put_over(pipeline, _RECYCLE, last_unit.recycle_unused_buckets))
+        undo.callback(last_unit.free)
+        last_unit.undo = undo.pop_all().close
+    return last_unit.undo
 
 
 def reshard_last_unit(fsdp: Any) -> None:
     """Undo :func:`install_last_unit` before a capture, on all ranks, whoever holds its undo."""
-    kept = vars(fsdp.all_gather_pipeline).get(_KEPT)
-    if isinstance(kept, _Kept):
-        kept.undo()
+    last_unit = vars(fsdp.all_gather_pipeline).get(_NAME)
+    if isinstance(last_unit, _LastUnit):
+        last_unit.undo()
 
 
-class _Kept:
+class _LastUnit:
     """Replaces the methods with which an ``AllGatherPipeline`` frees buckets."""
 
     def __init__(self, fsdp: Any) -> None:

@@ -4,10 +4,6 @@ Megatron-FSDP's modules hold DTensors between steps, and raw parameters in a ste
 exchange Megatron-FSDP walks over the names of all parameters twice, reads attributes, and resolves
 every name from the root. The result is the same each time. So each exchange runs once, its result
 is recorded in a table, and all later exchanges use the table.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1, class ``MegatronFSDP``:
-``_replace_param_with_raw_if_needed``, ``_replace_param_with_distributed_if_needed`` and
-``is_param_fsdp_distributed``.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over
 
 Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
@@ -29,25 +25,16 @@ _RAW, _DISTRIBUTED = (
     "_replace_param_with_distributed_if_needed",
 )
 REPLACES = (
-    *in_both(
-        f"megatron_fsdp:MegatronFSDP.{_RAW}",
-        "what puts raw parameters in place",
-        fingerprints=("2dd6f630faf574bb",),
+    *fsdp_function(
+        f"MegatronFSDP.{_RAW}", "what puts raw parameters in place", fingerprint="2dd6f630faf574bb"
     ),
-    *in_both(
-        f"megatron_fsdp:MegatronFSDP.{_DISTRIBUTED}",
+    *fsdp_function(
+        f"MegatronFSDP.{_DISTRIBUTED}",
         "what puts DTensors in place",
-        fingerprints=("d5c8b3ca8a0bcd12",),
+        fingerprint="d5c8b3ca8a0bcd12",
     ),
 )
-RELIES_ON = (
-    *REPLACES,
-    *in_both(
-        "megatron_fsdp:MegatronFSDP",
-        "the wrapped model",
-        attributes=("is_param_fsdp_distributed",),
-    ),
-)
+RELIES_ON = (*REPLACES, *fsdp_class("MegatronFSDP", "is_param_fsdp_distributed"))
 
 
 def install_swap(fsdp: Any) -> Callable[[], None]:

@@ -1,10 +1,4 @@
-"""Unsharding and resharding with a few calls per bucket, instead of a few per parameter.
-
-Relied on: megatron-core 0.19.2 and megatron-fsdp 0.6.1: ``MegatronFSDP``
-``.all_gather_and_wait_parameters_ready``, the local functions of ``_register_fsdp_hooks`` and the
-variables of its hooks named below; ``DataParallelBuffer.fetch_bucket`` and
-``get_item_from_bucket``; ``param_and_grad_buffer.is_float8tensor``.
-"""
+"""Unsharding and resharding with a few calls per bucket, instead of a few per parameter."""
 
 from __future__ import annotations
 
@@ -17,15 +11,15 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.cached_lists import (
     STATE,
-    KnownModules,
-    KnownParameters,
+    CachedModules,
+    CachedParameters,
     ParameterLists,
 )
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fsdp.fsdp_symbols import in_both
+from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.fsdp.roles import FsdpRole, classify, is_root_handler
 from megatron_cg.hooks.hook_records import module_hooks
 from megatron_cg.upstream.closures import put_over_cell, set_cell
@@ -42,33 +36,28 @@ REPLACES = (
             ("_pre_backward_param_unshard", "f9cab4dfe76d1d76"),
             ("_root_pre_backward", "d22a2f9ba18eb095"),
         )
-        for symbol in in_both(
-            f"megatron_fsdp:MegatronFSDP._register_fsdp_hooks.<locals>.{name}",
+        for symbol in fsdp_function(
+            f"MegatronFSDP._register_fsdp_hooks.<locals>.{name}",
             "what walks over parameters or modules",
-            fingerprints=(fingerprint,),
+            fingerprint=fingerprint,
         )
     ),
-    *in_both(
-        "megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
+    *fsdp_function(
+        "MegatronFSDP.all_gather_and_wait_parameters_ready",
         "what waits for parameters and marks them",
-        fingerprints=("02036854c30821b7",),
+        fingerprint="02036854c30821b7",
     ),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer.fetch_bucket",
+    *fsdp_function(
+        "DataParallelBuffer.fetch_bucket",
         "what points parameters at their bucket",
-        fingerprints=("00cb9ee24111bcad",),
+        fingerprint="00cb9ee24111bcad",
     ),
 )
-"""The fast path chooses their modules and parameters, or how often they run."""
 RELIES_ON = (
     *REPLACES,
-    *in_both("megatron_fsdp:MegatronFSDP", "the wrapped model", attributes=("pre_backward", STATE)),
-    *in_both(
-        "param_and_grad_buffer:DataParallelBuffer",
-        "one kind of weights",
-        attributes=("get_item_from_bucket",),
-    ),
-    *in_both("param_and_grad_buffer:is_float8tensor", "whether a parameter is FP8"),
+    *fsdp_class("MegatronFSDP", "pre_backward", STATE),
+    *fsdp_class("DataParallelBuffer", "get_item_from_bucket"),
+    *fsdp_function("is_float8tensor", "whether a parameter is FP8"),
 )
 
 
@@ -83,11 +72,11 @@ def install_unshard(
         deferred: may hold gathers; they are issued at the latest when a unit is released.
 
     Raises:
-        StepsAsideError: weights are not sharded, so nothing is unsharded.
+        NotApplicableError: weights are not sharded, so nothing is unsharded.
         UpstreamChangedError: a symbol is gone; nothing is changed then.
     """
     if fsdp.data_parallel_sharding_strategy == "no_shard":
-        raise StepsAsideError("the sharding strategy is no_shard, in which nothing is unsharded")
+        raise NotApplicableError("the sharding strategy is no_shard, in which nothing is unsharded")
     functions = list(hook_functions(fsdp))
     listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
     root = find_cell([fsdp.pre_backward], _ROOT)
@@ -97,8 +86,8 @@ def install_unshard(
     )
     gather = "all_gather_and_wait_parameters_ready"
     with ExitStack() as undo:
-        undo.callback(set_cell(root, KnownModules(root.cell_contents)))
-        undo.callback(_show_known_modules(fsdp))
+        undo.callback(set_cell(root, CachedModules(root.cell_contents)))
+        undo.callback(_show_cached_modules(fsdp))
         undo.callback(put_over_cell(listed, lists))
         undo.callback(
             put_over_cell(
@@ -113,7 +102,7 @@ def install_unshard(
         return undo.pop_all().close
 
 
-def _show_known_modules(fsdp: Any) -> Callable[[], None]:
+def _show_cached_modules(fsdp: Any) -> Callable[[], None]:
     """Pass each handler before a module's backward pass one object for all of its modules.
 
     The change is made in the hook's closure variable, so the recorded hooks stay the same.
@@ -129,11 +118,11 @@ def _show_known_modules(fsdp: Any) -> Callable[[], None]:
 
 
 def _shown(unit: nn.Module, handler: Callable[..., None]) -> Callable[..., None]:
-    known = KnownModules(unit)
+    cached = CachedModules(unit)
 
     @wraps(handler)
     def before_backward(module: Any, *unused: Any) -> None:
-        handler(known if module is unit else module, *unused)
+        handler(cached if module is unit else module, *unused)
 
     return before_backward
 
@@ -142,7 +131,7 @@ def _of_units(
     listed: Callable[[nn.Module, str], list[nn.Parameter]],
 ) -> Callable[[Any, str], list[nn.Parameter]]:
     def list_of_unit(module: Any, direction: str) -> list[nn.Parameter]:
-        return listed(module.unit if isinstance(module, KnownModules) else module, direction)
+        return listed(module.unit if isinstance(module, CachedModules) else module, direction)
 
     return list_of_unit
 
@@ -165,7 +154,7 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
     def all_gather_and_wait_parameters_ready(
         params: Sequence[nn.Parameter], *args: Any, **kwargs: Any
     ) -> None:
-        if not isinstance(params, KnownParameters):
+        if not isinstance(params, CachedParameters):
             original(params, *args, **kwargs)
             return
         original(params.shown, *args, **kwargs)

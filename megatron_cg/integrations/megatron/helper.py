@@ -1,10 +1,6 @@
 """Megatron's capture helper for models under Megatron-FSDP.
 
-Relied on: megatron-core 0.19.2, ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper``
-with ``_discover_layers``, ``_get_sample_arguments``, ``create_cudagraphs`` (which sets
-``layer.cuda_graphs``), ``delete_cuda_graphs`` and ``graphs_created``; the module globals
-``make_graphed_callables``, ``_layer_is_graphable``, ``_set_capture_end``. Megatron's own method
-does the capture; this class wraps it in the transaction.
+Megatron's own method does the capture; this class wraps it in the transaction.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.rules_fast_path import parts_of
 from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
@@ -254,6 +251,17 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             super().delete_cuda_graphs()
             return
         self.controller.delete()
+
+
+def settings_of(given: GraphArguments) -> dict[str, Any]:
+    """The members of a helper class that follow from this package's own settings."""
+    return {
+        "given": given,
+        "selection": LayerSelection.parse(given.cg_layers),
+        "on_failure": given.cg_on_failure,
+        "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
+        "fast_path": parts_of(given),
+    }
 
 
 def units_of(layers: Sequence[Any]) -> list[Unit]:

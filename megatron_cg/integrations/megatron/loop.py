@@ -13,8 +13,6 @@ from typing import Any, Self
 
 from torch import nn
 
-from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.rules_fast_path import parts_of
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.base import Backend
 from megatron_cg.integrations.call_arguments import (
@@ -31,7 +29,6 @@ from megatron_cg.integrations.megatron.model_rules import check_model
 from megatron_cg.integrations.reminder import remind_of_steps
 from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.upstream.patch import set_attribute
 
 
@@ -154,16 +151,9 @@ def _make_helper(
     """Our version of Megatron's capture helper, for one model."""
     from megatron.core.transformer import cuda_graphs
 
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
 
-    members: dict[str, Any] = {
-        "given": given,
-        "selection": LayerSelection.parse(given.cg_layers),
-        "on_failure": given.cg_on_failure,
-        "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
-        "fast_path": parts_of(given),
-        "make_backend": staticmethod(lambda: backend),
-    }
+    members = settings_of(given) | {"make_backend": staticmethod(lambda: backend)}
     if backend.name != "transformer_engine":
         # Megatron's own helper checks this; it knows no other backend.
         undo.callback(set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True))

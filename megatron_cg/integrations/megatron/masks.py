@@ -1,8 +1,8 @@
 """Drops the attention mask from the graph of a layer that is never called with one.
 
-Relied on: megatron-core 0.19.2, ``TransformerLayer.get_layer_static_inputs`` (a causal mask beside
-the hidden states), ``GraphableMegatronModule.get_layer_static_inputs`` (the hidden states alone),
-``_get_te_cuda_graph_replay_args`` (passes a mask of zeros when the keyword is given as None).
+``TransformerLayer.get_layer_static_inputs`` makes a causal mask beside the hidden states, and
+``GraphableMegatronModule.get_layer_static_inputs`` the hidden states alone. If the keyword is given
+as None, ``_get_te_cuda_graph_replay_args`` passes a mask of zeros.
 
 Note [A mask that nobody reads]
     With ``--no-create-attention-mask-in-dataloader`` a layer is called with None, because its

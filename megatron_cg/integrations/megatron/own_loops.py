@@ -12,8 +12,6 @@ Note [How long a helper votes]
     All ranks must stop voting at the same point, but garbage collectors run at different times. So
     a helper is kept alive until ``close()`` or ``disable()``, even if the loop holds no reference
     to it. A second helper for the same model closes the first one and deletes its graphs.
-
-Relied on: megatron-core 0.19.2, ``TECudaGraphHelper.__init__`` and its parameters.
 """
 
 from __future__ import annotations

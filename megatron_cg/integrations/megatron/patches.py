@@ -1,9 +1,8 @@
 """What ``enable()`` patches in Megatron, and how ``disable()`` undoes it.
 
-Relied on: megatron-core 0.19.2. ``megatron.training.arguments.add_megatron_arguments`` and
-``validate_args`` (called by ``parse_and_validate_args`` as globals of that module),
-``megatron.training.training.TECudaGraphHelper`` (looked up when ``train`` runs) and
-``megatron.core.datasets.utils.compile_helpers`` (imported when ``initialize_megatron`` runs).
+What is replaced is looked up late: ``parse_and_validate_args`` calls ``add_megatron_arguments`` and
+``validate_args`` as globals of their module, ``train`` looks up ``TECudaGraphHelper`` when it runs,
+and ``initialize_megatron`` imports ``compile_helpers`` when it runs.
 """
 
 from __future__ import annotations
@@ -184,9 +183,9 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
         _active.callback(install_recorder(settings.cg_record))
     if settings.cg_report is not None:
-        from megatron_cg.telemetry.start_lines import start_report
+        from megatron_cg.telemetry.record import install_report
 
-        _active.callback(start_report(settings.cg_report, args))
+        _active.callback(install_report(settings.cg_report, args.log_interval))
     if wants_graphs:
         _active.callback(_replace_helper(settings))
     elif settings.cg_record is not None or settings.cg_report is not None:
@@ -196,22 +195,13 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
 
 def _replace_helper(settings: Any) -> Callable[[], None]:
-    from megatron_cg.arguments.layers import LayerSelection
-    from megatron_cg.arguments.rules_fast_path import parts_of
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
-    from megatron_cg.replay.mismatch_policy import ReplayPolicy
     from megatron_cg.telemetry.step_log import follow_log
 
     live: list[FsdpCudaGraphHelper] = []
-    members = {
-        "given": settings,
-        "selection": LayerSelection.parse(settings.cg_layers),
-        "on_failure": settings.cg_on_failure,
-        "policy": ReplayPolicy(settings.cg_on_mismatch, settings.cg_verify_interval),
-        "fast_path": parts_of(settings),
-    }
+    members = settings_of(settings)
     helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
     with ExitStack() as undo:
         undo.callback(settings_for_own_loops(members))

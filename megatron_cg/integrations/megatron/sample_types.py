@@ -1,8 +1,8 @@
 """Sample inputs in the dtype that layers are called with.
 
-Relied on: megatron-core 0.19.2, ``GraphableMegatronModule.get_layer_static_inputs``, which makes
-hidden states in bfloat16 whatever the model's dtype; ``fp32_residual_connection``, with which
-``LanguageModelEmbedding.forward`` and each layer return hidden states in float32.
+``GraphableMegatronModule.get_layer_static_inputs`` makes hidden states in bfloat16 whatever the
+model's dtype. With ``fp32_residual_connection``, ``LanguageModelEmbedding.forward`` and each layer
+return hidden states in float32.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ Note [When ranks vote]
     GPU waits for the host. So ranks vote when the optimizer's step returns, or after the training
     step if the optimizer took no step.
 
-Relied on: megatron-core 0.19.2, ``megatron.training.training.train_step``, looked up as a global of
-that module when ``train`` calls it; it calls ``optimizer.step`` at most once. Between two steps no
-work is in flight: Megatron itself captures there.
+``train`` looks up ``train_step`` as a global of its module for each step, and ``train_step`` calls
+``optimizer.step`` at most once. Between two steps no work is in flight: Megatron itself captures
+there.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ Note [Waiting at the end]
     graphs are left to the driver. A thread cannot do this waiting: Python 3.12 starts no threads
     during shutdown (docs.python.org, What's New in Python 3.12, "Changes in the Python API").
 
-Relied on: torch 2.11, ``torch.distributed.destroy_process_group``, also a global of
-``torch.distributed.distributed_c10d``, where torch's own callers find it; ``torch.cuda.Stream``,
-which returns the streams of a pool one after the other.
+``destroy_process_group`` is also a global of ``torch.distributed.distributed_c10d``, where torch's
+own callers find it. ``torch.cuda.Stream`` returns the streams of a pool one after the other.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.integrations.standalone.call import CallForm
-from megatron_cg.replay.attach import ManualHook
-from megatron_cg.replay.eager_passes import EagerPasses
-from megatron_cg.replay.in_flight import InFlight
+from megatron_cg.replay.attach import ManualHook, Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
@@ -21,18 +19,13 @@ class Attachment:
     """One module's forward, eager or replayed.
 
     Args:
-        index: the unit's index in the order of forward passes.
         name: the unit's name.
         module: the unit.
         form: the form of its calls.
-        in_flight: the replays in flight, of all units.
     """
 
-    def __init__(
-        self, index: int, name: str, module: nn.Module, form: CallForm, in_flight: InFlight
-    ) -> None:
-        self._index, self._name, self._module = index, name, module
-        self._form, self._in_flight = form, in_flight
+    def __init__(self, name: str, module: nn.Module, form: CallForm) -> None:
+        self._name, self._module, self._form = name, module, form
         self._eager: Callable[..., Any] = module.forward
 
     def unit(self) -> Unit:
@@ -69,40 +62,16 @@ class Attachment:
     ) -> Callable[[], None]:
         """See ``attach`` of :class:`megatron_cg.capture.transaction.Unit`."""
         target: Any = unit.layer
-        passes: EagerPasses = target.cuda_graphs[0].eager_passes
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not target.training:
-                passes.for_no_replay("it is in evaluation mode")
-                return self._eager(*args, **kwargs)
-            if not target.cuda_graphs:
-                passes.for_no_replay("its graphs were taken away")
-                return self._eager(*args, **kwargs)
+        def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+            graph = target.cuda_graphs[0]
             inputs, by_name, mismatch = self._form.split(args, kwargs)
-            mismatch = mismatch or self._in_flight.broken(self._index)
-            if mismatch is not None:
-                passes.for_mismatch(mismatch)
-                return self._eager(*args, **kwargs)
-            passes.replay_follows()
-            try:
+
+            def replay() -> Any:
                 for hook, arguments in before_replay:
                     hook(*arguments)
-                return self._replay(target.cuda_graphs[0], inputs, by_name, mismatches)
-            except Exception:
-                mismatches.issue_held()
-                raise
+                return graph(*inputs, **by_name)
 
-        return put_over(target, "forward", forward)
+            return mismatch or graph.out_of_order() or replay
 
-    def _replay(
-        self,
-        graph: Any,
-        inputs: Sequence[Any],
-        by_name: Mapping[str, Any],
-        mismatches: MismatchPolicy,
-    ) -> Any:
-        replayed = mismatches.counters.replayed
-        outputs = graph(*inputs, **by_name)
-        if mismatches.counters.replayed > replayed:  # and not run eagerly after a mismatch
-            self._in_flight.begin(self._index, self._name, outputs)
-        return outputs
+        return replay_instead(target, prepare, mismatches)

@@ -31,7 +31,6 @@ from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.replay.counters import Counters
-from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.capture_report import follow_captures
 
@@ -203,10 +202,8 @@ class GraphedUnits:
     def _capture(self) -> Session:
         seen = self._observer.in_order()
         check_seen(self._units, seen)
-        in_flight = InFlight()
         attachments = [
-            Attachment(index, name, self._units[name], call.form, in_flight)
-            for index, (name, call) in enumerate(seen.items())
+            Attachment(name, self._units[name], call.form) for name, call in seen.items()
         ]
         session = Session(
             self._model,

@@ -1,8 +1,7 @@
 """Megatron's MoE metrics: tensors outside of a layer's modules that a graph can write to.
 
-Relied on: megatron-core 0.19.2, ``megatron.core.transformer.moe.moe_logging``: the router adds its
-losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward pass, so a graph that
-contains a router writes to that tensor.
+The router adds its losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward
+pass, so a graph that contains a router writes to that tensor.
 """
 
 from __future__ import annotations

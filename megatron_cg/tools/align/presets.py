@@ -1,7 +1,12 @@
-"""Model shapes by name, from ``arguments/presets/*.yaml``."""
+"""Model shapes by name, from ``arguments/presets/*.yaml``.
+
+``python -m megatron_cg.tools.align.presets NAME`` prints a preset for shell scripts: its scopes in
+the first line, then its flags, a word a line.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -141,3 +146,11 @@ def _flag_problems(flags: Mapping[Any, Any]) -> list[tuple[Any, str]]:
         elif not items or not all(isinstance(item, bool | int | float | str) for item in items):
             found.append((key, f"{value!r} is not a value, nor a list of values"))
     return found
+
+
+if __name__ == "__main__":
+    try:
+        chosen = load_preset(" ".join(sys.argv[1:]))
+    except PresetError as error:
+        sys.exit(f"{error}")
+    print(" ".join(chosen.scopes), *chosen.arguments(), sep="\n")

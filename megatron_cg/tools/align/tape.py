@@ -20,7 +20,7 @@ from megatron_cg.tools.align.processes import (
 )
 from megatron_cg.tools.align.token_data import TokenStream
 
-TAPE_NOTICE = "CPU tape: a recording of ATen operations stands in for the CUDA graph"
+TAPE_NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -39,7 +39,7 @@ def describe(shape: TapeShape) -> str:
     """Describes the model that is trained instead of the preset's."""
     experts = f", {shape.experts} experts, top-{shape.topk}" if shape.experts else ""
     return (
-        f"{TAPE_NOTICE}; the model is the preset's fake in small: {shape.layers} layers, "
+        f"{TAPE_NOTICE}; the model is a small copy of the preset's shape: {shape.layers} layers, "
         f"hidden {shape.hidden}, {shape.heads} heads{experts}, sequences of {shape.seq}, plain "
         "attention"
     )

@@ -1,7 +1,4 @@
-"""Converts text to a token stream in Megatron's indexed format, one token per byte.
-
-Relied on: megatron-core 0.19.2, ``megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder``.
-"""
+"""Converts text to a token stream in Megatron's indexed format, one token per byte."""
 
 from __future__ import annotations
 

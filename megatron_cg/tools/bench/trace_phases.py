@@ -82,7 +82,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         f"{_HOOKS}/release_module_parameters",
         f"{_FAST}.params.unshard:_released/release_module_parameters",
     ),
-    "gradient hand-off": (
+    "gradient bucketing": (
         f"{_HOOKS}/_process_post_backward_gradients",
         f"{_HOOKS}/_root_post_backward",
         f"{_FAST}.gradients.bucketing:GradientBucketing.__call__",

@@ -108,7 +108,7 @@ _STRICTER = {"scope-selects-nothing"}
 
 
 @pytest.mark.parametrize("model", _MODELS)
-def test_every_set_of_scopes_gets_megatrons_verdict(model: str) -> None:
+def test_every_set_of_scopes_gets_megatrons_answer(model: str) -> None:
     for scopes in _SUBSETS:
         run = dataclasses.replace(GOOD_RUN, cuda_graph_modules=scopes, **_MODELS[model])
         ours = {
@@ -125,7 +125,7 @@ def test_every_set_of_scopes_gets_megatrons_verdict(model: str) -> None:
 @pytest.mark.parametrize("granularity", [None, "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("module", ["core_attn", "mlp", "moe", "layernorm", "shared_experts"])
-def test_every_recomputed_module_gets_megatrons_verdict(
+def test_every_recomputed_module_gets_megatrons_answer(
     granularity: str | None, dropout: float, module: str
 ) -> None:
     for scopes in [(), ("attn",), ("mlp",), ("moe",), ("moe_router",), ("attn", "moe_router")]:

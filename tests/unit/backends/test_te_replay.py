@@ -1,4 +1,4 @@
-"""TE's replay function: found, replaced, and its gradients lent; on TE's own code.
+"""TE's replay function: found, replaced, and its gradients borrowed; on TE's own code.
 
 The functions around it are taken out of TE's ``graph.py``, as in ``test_te_contract.py``. Their
 graphs compute on static tensors when they are replayed, as those of CUDA do.
@@ -199,34 +199,38 @@ def lie_there(captured: Captured, found: list[Any]) -> list[bool]:
 
 @pytest.mark.parametrize("delayed", [(False, False), (True, False)], ids=["all", "one delayed"])
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_lent_until_the_undo(
+def test_gradients_are_borrowed_until_the_undo(
     code: dict[str, Any], form: str, delayed: tuple[bool, bool]
 ) -> None:
     captured, inputs = Captured(code, delayed=delayed), [True] * 3
     replay = replay_function(FORMS[form](captured))
     for _ in range(2):
         assert lie_there(captured, backward_of(captured, replay.function)) == [*inputs, *delayed]
-        take_back = replay.lend()
+        end_borrowing = replay.borrow()
         assert lie_there(captured, backward_of(captured, replay.function)) == [*inputs, True, True]
-        take_back()
+        end_borrowing()
 
 
-def test_another_graph_lends_nothing(code: dict[str, Any]) -> None:
+def test_another_graph_borrows_nothing(code: dict[str, Any]) -> None:
     one, other = Captured(code), Captured(code)
-    lending, not_lending = replay_function(one.function), replay_function(other.function)
-    take_back = lending.lend()
-    assert all(lie_there(one, backward_of(one, lending.function)))
-    assert lie_there(other, backward_of(other, not_lending.function)) == [*[True] * 3, False, False]
-    take_back()
+    borrowing, not_borrowing = replay_function(one.function), replay_function(other.function)
+    end_borrowing = borrowing.borrow()
+    assert all(lie_there(one, backward_of(one, borrowing.function)))
+    assert lie_there(other, backward_of(other, not_borrowing.function)) == [
+        *[True] * 3,
+        False,
+        False,
+    ]
+    end_borrowing()
 
 
 def test_all_is_undone_after_a_reset_too(code: dict[str, Any]) -> None:
     captured = Captured(code)
     replay = replay_function(captured.function)
     noting = Noting(replay.function)
-    undo, take_back = replay.replace(noting), replay.lend()
+    undo, end_borrowing = replay.replace(noting), replay.borrow()
     captured.helpers.release_static_state()
-    take_back()
+    end_borrowing()
     undo()
     with pytest.raises(RuntimeError, match="has been reset"):
         captured.function(*captured.arguments(), more=torch.ones(WIDTH))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.places import place_of
+from megatron_cg.backends.places import _NOT_THE_MODEL, place_of
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.capture.refusals import clear_frames, refusal
@@ -261,3 +261,7 @@ def test_nothing_is_kept_alive_by_the_frames_of_any_error() -> None:
     assert kept[0]() is not None
     clear_frames(caught.value)
     assert kept[0]() is None
+
+
+def test_the_folders_whose_code_is_not_the_models_exist() -> None:
+    assert all(Path(prefix).is_dir() for prefix in _NOT_THE_MODEL)

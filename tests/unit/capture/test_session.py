@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -198,6 +199,19 @@ def test_a_closed_session_has_released_its_graphs(trainer: Any) -> None:
     for graph in graphs:
         with pytest.raises(GraphResetError):
             graph.backward_dw()
+
+
+def test_a_guarded_graph_has_the_methods_of_the_backends_graph(trainer: Any) -> None:
+    trainer.capture(TapeBackend())
+    graph = layers_of(trainer)[0].cuda_graphs[0]
+    assert graph.backward_dw == graph.graph.backward_dw and not hasattr(graph, "no_such_method")
+
+
+def test_time_in_guards_is_a_part_of_the_steps_time(trainer: Any) -> None:
+    session = trainer.capture(TapeBackend())
+    began = time.perf_counter_ns()
+    trainer.step()
+    assert 0 < session.counters.guard_ns < time.perf_counter_ns() - began
 
 
 def test_another_capture_is_asked_for_only_once_the_last_one_has_replayed(trainer: Any) -> None:

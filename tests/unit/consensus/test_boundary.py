@@ -20,13 +20,14 @@ import torch.distributed as dist
 
 from megatron_cg.consensus import boundary
 from megatron_cg.consensus.boundary import Boundary
-from megatron_cg.consensus.exchange import Agreement, AgreementError, Decision, Kind, Level, Vote
+from megatron_cg.consensus.decision import AgreementError, Decision, Kind, Level, Vote
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.tools.cpu.launch import run_processes
 
 KEEP, RECAPTURE, GIVE_UP = Level
 LONG = timedelta(minutes=10)
-RANKS, WISHING = 4, 2
-STEPS, WARMUP, WISH = 5, 1, 1
+RANKS, ASKING = 4, 2
+STEPS, WARMUP, ASKED = 5, 1, 1
 LIMIT = 15.0
 """Seconds that the step takes which never ends."""
 
@@ -64,7 +65,7 @@ def test_nothing_is_done_when_nobody_asks(one_rank: None) -> None:
     assert owner.votes.time.votes == 4
 
 
-def test_a_wish_is_done_once_and_a_step_later(one_rank: None) -> None:
+def test_a_request_is_done_once_and_a_step_later(one_rank: None) -> None:
     owner = Owner(KEEP, RECAPTURE, RECAPTURE, KEEP, KEEP, KEEP)
     assert owner.run() == ["step"] * 3 + ["recapture"] + ["step"] * 3
 
@@ -77,7 +78,7 @@ def test_a_step_that_is_begun_twice_recaptures_once(one_rank: None) -> None:
     assert owner.done == ["step", "step", "recapture"]
 
 
-def test_a_wish_after_the_recapture_is_a_new_one(one_rank: None) -> None:
+def test_a_request_after_the_recapture_is_a_new_one(one_rank: None) -> None:
     owner = Owner(RECAPTURE, RECAPTURE, RECAPTURE, KEEP, KEEP)
     assert owner.run() == ["step", "step", "recapture", "step", "step", "recapture", "step"]
 
@@ -250,7 +251,7 @@ class Recapturing:
         from megatron_cg.backends.tape.tape_backend import TapeBackend
 
         for self.number in range(STEPS):
-            hangs = self.boundary is None and self.number == WISH + 1
+            hangs = self.boundary is None and self.number == ASKED + 1
             with cut_off(self.recorder, self.number) if hangs else nullcontext():
                 self.between_steps()
                 if self.number == WARMUP:
@@ -259,7 +260,7 @@ class Recapturing:
                 loss, norm = self.trainer.step()
             losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
             self.recorder.add_step(losses, norm, False, started)
-            self.wanted |= self.number == WISH and dist.get_rank() == WISHING
+            self.wanted |= self.number == ASKED and dist.get_rank() == ASKING
             if self.boundary is not None:
                 self.boundary.after_step()
         self.finish()
@@ -345,9 +346,9 @@ def test_one_rank_of_four_wants_a_recapture_and_all_recapture(played: Path) -> N
     agreed = read_run(played / "agreed")
     result = compare(read_run(played / "eager"), agreed)
     assert result.status == "identical", result.reason
-    assert [agreed[rank]["recaptured_before"] for rank in range(RANKS)] == [[WISH + 2]] * RANKS
+    assert [agreed[rank]["recaptured_before"] for rank in range(RANKS)] == [[ASKED + 2]] * RANKS
     assert len(result.values) == RANKS * 2 * STEPS and result.shards > 40
-    replays = RANKS * 2 * (STEPS - WISH - 2)
+    replays = RANKS * 2 * (STEPS - ASKED - 2)
     assert (result.graphs["captured"], result.graphs["replayed"]) == (RANKS * 2, replays)
 
 
@@ -355,6 +356,6 @@ def test_without_the_agreement_the_same_run_hangs_and_is_cut_off(played: Path) -
     from megatron_cg.tools.align.compare import read_run
 
     alone = read_run(played / "alone")
-    assert [alone[rank]["cut_off_in_step"] for rank in range(RANKS)] == [WISH + 1] * RANKS
+    assert [alone[rank]["cut_off_in_step"] for rank in range(RANKS)] == [ASKED + 1] * RANKS
     assert not any(alone[rank]["finished"] for rank in range(RANKS))
-    assert {len(alone[rank]["steps"]) for rank in range(RANKS)} == {WISH + 1}
+    assert {len(alone[rank]["steps"]) for rank in range(RANKS)} == {ASKED + 1}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_cg.consensus.exchange import Agreement, Kind, Vote
+from megatron_cg.consensus.decision import Kind, Vote
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import PhaseError
 
 

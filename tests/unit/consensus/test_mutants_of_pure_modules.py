@@ -30,7 +30,7 @@ def test_an_order_that_cannot_be_is_refused_by_what_is_wrong_with_it(
     assert said in str(caught.value) and "as Megatron's helper makes them" in str(caught.value)
 
 
-def test_the_verdict_of_a_rank_that_says_nothing() -> None:
+def test_the_vote_of_a_rank_that_says_nothing() -> None:
     assert Vote() == Vote(Level.KEEP, size=0, graphs=0)
 
 

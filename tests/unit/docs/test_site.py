@@ -14,9 +14,10 @@ from mkdocs.exceptions import PluginError
 
 from megatron_cg.arguments.schema import SCOPES, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import RULES
+from megatron_cg.tools.doctor.relied_on import modules_that_rely
 from tests.unit.arguments.good_configuration import megatron_parser
 from tools import site_hooks
-from tools.generated import commands, flags, modules, sections
+from tools.generated import commands, flags, modules, relied_on, sections
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -110,6 +111,14 @@ def test_the_reference_has_every_module() -> None:
     assert len(shown) == len(set(shown))
     assert {path.stem for path in files} <= {name.rpartition(".")[2] for name in shown}
     assert "megatron_cg.arguments.schema" in shown
+
+
+def test_the_maintainers_page_has_every_module_that_relies_on_another_package() -> None:
+    page = site_hooks.expand((DOCS / "maintaining.md").read_text(encoding="utf-8"), "")
+    rely = modules_that_rely()
+    assert rely and all(f"`{name.removeprefix('megatron_cg.')}`" in page for name in rely)
+    # Megatron-FSDP is listed once, though two packages ship it.
+    assert "megatron.core.distributed.fsdp.src" not in relied_on.relied_on()
 
 
 def test_the_support_page_has_configurations_and_versions() -> None:

@@ -1,4 +1,4 @@
-"""The recipes: true to the presets, good shell, and accepted by Megatron's rules and ours.
+"""The recipes, for every preset: good shell, and accepted by Megatron's rules and ours.
 
 The flags are those that the scripts really give: they are run, with a program in Python's place
 that writes its arguments down.
@@ -6,7 +6,6 @@ that writes its arguments down.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -18,21 +17,15 @@ import pytest
 
 from megatron_cg.tools.align.presets import load_preset, preset_names
 
-FOLDER = Path(__file__).resolve().parents[3] / "examples" / "recipes"
+ROOT = Path(__file__).resolve().parents[3]
+RUN, SUBMIT = (ROOT / "examples" / "recipes" / name for name in ("run.sh", "submit.sbatch"))
 TINY = [name for name in preset_names() if name.endswith("-tiny")]
-RECORDER = """#!/bin/sh
+RECORDER = f"""#!/bin/sh
 [ "$1" = -c ] && exit 1
+[ "$2" = megatron_cg.tools.align.presets ] && PYTHONPATH={ROOT} exec {sys.executable} "$@"
 for word; do printf '%s\\n' "$word"; done > "$RECORD"
 env > "$RECORD.env"
 """
-
-
-def made_by_generator() -> Any:
-    spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -63,20 +56,12 @@ def recorded(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
     return words, dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def test_the_scripts_are_what_the_generator_writes() -> None:
-    generator = made_by_generator()
-    for name in preset_names():
-        for file, text in generator.scripts(load_preset(name)).items():
-            path = FOLDER / name / file
-            remedy = "run python examples/recipes/make.py"
-            assert path.is_file() and path.read_text() == text, f"{path} is out of date: {remedy}"
-            assert os.access(path, os.X_OK), remedy
-    folders = {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"__pycache__"}
-    assert folders == set(preset_names())
+def test_the_scripts_are_executable() -> None:
+    assert all(os.access(path, os.X_OK) for path in (RUN, SUBMIT))
 
 
 def test_the_scripts_are_good_shell() -> None:
-    scripts = [str(path) for path in sorted(FOLDER.glob("*/*")) if path.suffix != ".pyc"]
+    scripts = [str(RUN), str(SUBMIT)]
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
@@ -105,16 +90,43 @@ def test_what_is_missing_is_asked_for(
     for suffix in ("bin", "idx"):
         (tmp_path / f"text.{suffix}").touch()
     given = {name: value.format(here=tmp_path) for name, value in variables.items()}
-    found = shell(FOLDER / TINY[0] / "run.sh", **given)
+    found = shell(RUN, TINY[0], **given)
     assert found.returncode == 2 and message in found.stderr
     assert not (tmp_path / "record").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a preset first"),
+        (["--seed", "7"], "name a preset first"),
+        (["lama"], "there is no preset 'lama'"),
+    ],
+)
+def test_the_preset_is_asked_for(
+    shell: Any, tmp_path: Path, words: list[str], message: str
+) -> None:
+    found = shell(RUN, *words, MOCK_DATA="1")
+    assert found.returncode == 2 and message in found.stderr
+    assert not (tmp_path / "record").exists()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_flags_are_those_of_the_preset(shell: Any, tmp_path: Path, name: str) -> None:
+    preset = load_preset(name)
+    assert shell(RUN, name, MOCK_DATA="1", EXPERT_PARALLEL="2").returncode == 0
+    text = "\n".join(recorded(tmp_path)[0]) + "\n"
+    assert "\n".join(preset.arguments()) in text
+    experts = "--expert-model-parallel-size\n2\n" in text
+    assert experts == ("num-experts" in preset.flags)
 
 
 def test_real_data_and_environment(shell: Any, tmp_path: Path) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"my text.{suffix}").touch()
     found = shell(
-        FOLDER / TINY[0] / "run.sh",
+        RUN,
+        TINY[0],
         "--seed",
         "7",
         DATA_PATH=f"{tmp_path}/my text",
@@ -147,12 +159,11 @@ def test_a_job_runs_the_same_script_on_its_nodes(shell: Any, tmp_path: Path) -> 
         "SLURM_JOB_ID": "7",
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "node-[a-b]",
-        "SLURM_SUBMIT_DIR": str(FOLDER.parents[1]),
+        "SLURM_SUBMIT_DIR": str(ROOT),
     }
-    script = FOLDER / TINY[0] / "submit.sbatch"
-    assert "set DATA_PATH" in shell(script, **job).stderr
-    assert "this is a job: sbatch" in shell(script, MOCK_DATA="1").stderr
-    found = shell(script, "--seed", "7", MOCK_DATA="1", **job)
+    assert "set DATA_PATH" in shell(SUBMIT, TINY[0], **job).stderr
+    assert "this is a job: sbatch" in shell(SUBMIT, TINY[0], MOCK_DATA="1").stderr
+    found = shell(SUBMIT, TINY[0], "--seed", "7", MOCK_DATA="1", **job)
     assert found.returncode == 0, found.stderr
     words, _ = recorded(tmp_path)
     start = words.index("--nnodes")
@@ -175,7 +186,7 @@ def test_megatron_and_our_rules_accept_it(
     from megatron.training import arguments as megatron
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    found = shell(FOLDER / name / "run.sh", MOCK_DATA="1", TENSOR_PARALLEL="2")
+    found = shell(RUN, name, MOCK_DATA="1", TENSOR_PARALLEL="2")
     assert found.returncode == 0, found.stderr
     words, _ = recorded(tmp_path)
     at = words.index("megatron_cg")
@@ -191,7 +202,7 @@ def test_megatron_and_our_rules_accept_it(
 def test_the_same_run_without_graphs(shell: Any, tmp_path: Path) -> None:
     runs = []
     for graphs in ("1", "0"):
-        shell(FOLDER / TINY[0] / "run.sh", MOCK_DATA="1", GRAPHS=graphs)
+        shell(RUN, TINY[0], MOCK_DATA="1", GRAPHS=graphs)
         runs.append(recorded(tmp_path)[0])
     start = runs[0].index("--cuda-graph-impl")
     end = runs[0].index("--mock-data")

@@ -1,4 +1,4 @@
-"""Stand-ins of the hand-off and of Megatron-FSDP's hooks, for detached weights without it."""
+"""Fakes of gradient bucketing and of Megatron-FSDP's hooks, for detached weights without either."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Bucketing:
     def __init__(self) -> None:
         self.taken: list[Any] = []
         """Gradients, and which of their weights are used in another way too."""
-        self.lent: list[bool] = []
-        self.hidden: list[Any] = []
+        self.borrowed: list[bool] = []
+        self.detached: list[Any] = []
         self.to_come: Callable[[], bool] = bool
 
     def knows(self, parameter: object) -> bool:
@@ -24,12 +24,12 @@ class Bucketing:
 
     def detach(self, weights: list[Any], to_come: Callable[[], bool]) -> list[Any]:
         self.to_come = to_come
-        self.hidden += weights
+        self.detached += weights
         return weights
 
-    def show(self, weights: list[Any]) -> None:
+    def attach(self, weights: list[Any]) -> None:
         gone = set(weights)
-        self.hidden = [weight for weight in self.hidden if weight not in gone]
+        self.detached = [weight for weight in self.detached if weight not in gone]
 
     def take_detached(
         self,
@@ -37,10 +37,10 @@ class Bucketing:
         gradients: list[torch.Tensor],
         used: list[bool],
         *,
-        lent: bool = False,
+        borrowed: bool = False,
     ) -> None:
         self.taken.append((gradients, used))
-        self.lent.append(lent)
+        self.borrowed.append(borrowed)
 
 
 def hook_weights(weights: Iterable[nn.Parameter]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.optimizer.adam import LocalStep, install_adam
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 
@@ -338,13 +338,13 @@ def test_hooks_and_the_first_step_are_te_s(what: str) -> None:
 
 def test_other_optimizers_are_left_alone() -> None:
     some = parameters("plain")
-    with pytest.raises(StepsAsideError, match="is not FusedAdam"):
+    with pytest.raises(NotApplicableError, match="is not FusedAdam"):
         install_adam([torch.optim.Adam(some)])
     adam = adam_of(some)
     adam.step = adam.step
-    with pytest.raises(StepsAsideError, match="a step of its own"):
+    with pytest.raises(NotApplicableError, match="a step of its own"):
         install_adam([adam])
     adam = adam_of(some, master_weights=True)
-    with pytest.raises(StepsAsideError, match="keeps main weights itself"):
+    with pytest.raises(NotApplicableError, match="keeps main weights itself"):
         install_adam([adam])
     assert "step" not in vars(adam)

@@ -115,15 +115,15 @@ class Megatron:
 
 
 class Case:
-    """A model whose first parameters are hidden, and gradients for all."""
+    """A model whose first parameters are detached, and gradients for all."""
 
-    def __init__(self, *sizes: int, hidden: int = 4, sharded: bool = True) -> None:
+    def __init__(self, *sizes: int, detached: int = 4, sharded: bool = True) -> None:
         self.megatron = Megatron(*sizes, sharded=sharded)
         self.bucketing = GradientBucketing(self.megatron, self.megatron.take)
-        self.weights = self.megatron.parameters[:hidden]
-        self.rest = self.megatron.parameters[hidden:]
+        self.weights = self.megatron.parameters[:detached]
+        self.rest = self.megatron.parameters[detached:]
         self.comes_still = False
-        if hidden:
+        if detached:
             self.together = self.bucketing.detach(self.weights, lambda: self.comes_still)
         self.gradients: Gradients = list(
             torch.arange(1.0, 1 + SIZE * len(self.megatron.parameters)).split(SIZE)
@@ -274,7 +274,7 @@ def test_others_go_one_by_one_or_megatrons_own_way(
     assert all(weight.grad is None for weight in case.weights)
 
 
-def test_a_second_gradient_of_hidden_weights_overwrites_the_first() -> None:
+def test_a_second_gradient_of_detached_weights_overwrites_the_first() -> None:
     case = Case(6)
     case.take()
     assert case.megatron.told == []
@@ -290,7 +290,7 @@ def test_a_second_gradient_of_a_complete_bucket_is_reduced_again_or_an_error() -
     case.take()
     with pytest.raises(FastPathError, match="twice in one backward pass"):
         case.take()
-    case = Case(3, hidden=0)
+    case = Case(3, detached=0)
     for number in (1, 2):
         case.rest_comes()
         assert case.megatron.told == [2, 0, 1, 2][: 1 if number == 1 else 4]
@@ -301,7 +301,7 @@ def test_a_second_gradient_of_a_complete_bucket_is_reduced_again_or_an_error() -
 
 
 def test_a_second_gradient_that_was_added_to_one_that_waits_is_an_error() -> None:
-    case = Case(3, hidden=0)
+    case = Case(3, detached=0)
     for _ in range(2):
         case.hook(case.rest[0], torch.ones(SIZE))
     with pytest.raises(FastPathError, match="twice in one backward pass"):
@@ -309,7 +309,7 @@ def test_a_second_gradient_that_was_added_to_one_that_waits_is_an_error() -> Non
 
 
 def test_weights_of_several_buckets_go_to_their_own() -> None:
-    case = Case(2, 4, hidden=5)
+    case = Case(2, 4, detached=5)
     assert case.together.bucket is None
     case.take()
     case.rest_comes()
@@ -370,7 +370,7 @@ def test_a_part_that_comes_too_late_is_an_error() -> None:
         case.hook(case.weights[1], torch.ones(SIZE))
 
 
-def test_a_hidden_weight_may_be_used_without_the_operation_and_be_shown_again() -> None:
+def test_a_detached_weight_may_be_used_without_the_operation_and_be_attached_again() -> None:
     case = Case(4)
     for _ in range(2):
         case.megatron.begin()
@@ -378,6 +378,6 @@ def test_a_hidden_weight_may_be_used_without_the_operation_and_be_shown_again() 
             assert gradient is not None
             case.hook(weight, gradient)
         assert case.megatron.has(case.gradients)
-        # What is shown has nothing to wait for.
-        case.bucketing.show(case.together)
+        # An attached weight has nothing to wait for.
+        case.bucketing.attach(case.together)
         case.comes_still = True

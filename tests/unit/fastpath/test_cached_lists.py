@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath import install
-from megatron_cg.fastpath.params.cached_lists import KnownModules, KnownParameters, ParameterLists
+from megatron_cg.fastpath.params.cached_lists import CachedModules, CachedParameters, ParameterLists
 from megatron_cg.fastpath.params.unshard import _gathered, _of_units, _shown
 
 MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": True}
@@ -21,9 +21,9 @@ def parameters() -> list[Any]:
     return [nn.Parameter(torch.zeros(1)) for _ in range(4)]
 
 
-def known(listed: list[Any]) -> KnownParameters:
+def cached(listed: list[Any]) -> CachedParameters:
     buckets = dict(zip(listed, (0, 0, 1, 0), strict=True))
-    return KnownParameters(listed, buckets.__getitem__, lambda _: False)
+    return CachedParameters(listed, buckets.__getitem__, lambda _: False)
 
 
 def marks(parameter: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def test_what_megatron_is_not_shown_is_marked_once() -> None:
     asked: list[Any] = []
     gather = _gathered(lambda params, *args, **options: asked.append((params, args, options)))
     listed = parameters()
-    ours = known(listed)
+    ours = cached(listed)
     gather(ours, 1, bwd=True)
     ((shown, args, options),) = asked
     assert [id(p) for p in shown] == [id(listed[0]), id(listed[2])]
@@ -45,7 +45,7 @@ def test_what_megatron_is_not_shown_is_marked_once() -> None:
     gather(ours)
     assert asked[1] == (ours.shown, (), {}) and listed[1].grad_added_to_main_grad
     # Another list has marks of its own to set.
-    gather(known(listed))
+    gather(cached(listed))
     assert not listed[1].grad_added_to_main_grad
 
 
@@ -73,7 +73,7 @@ def test_a_list_is_remembered_by_module_and_direction() -> None:
     assert backward is lists(first, "backward") is not forward
     assert lists(second, "forward") is not forward and len(asked) == 3
     # One module that stands for all of a unit has the unit's parameters.
-    unit: Any = KnownModules(second)
+    unit: Any = CachedModules(second)
     assert [id(p) for p in lists(unit, "backward")] == [id(p) for p in listed[2:]]
     assert asked[-1] == (second, "backward")
 
@@ -84,7 +84,7 @@ def test_a_handler_is_shown_one_module_for_all_of_its_own_unit(of_unit: bool) ->
     seen: list[Any] = []
 
     def handler(module: Any, *unused: Any) -> None:
-        seen.append((isinstance(module, KnownModules), *unused))
+        seen.append((isinstance(module, CachedModules), *unused))
         for one in module.modules():
             one._training_state = "before backward"
 

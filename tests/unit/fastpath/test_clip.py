@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.optimizer.clip import install_clip
 from megatron_cg.tools.cpu.launch import run_processes
 
@@ -333,13 +333,13 @@ STATES: dict[str, Change] = {
 
 @pytest.mark.parametrize("said", [*OPTIMIZERS, *STATES])
 def test_what_this_cannot_clip_is_left_alone(said: str, patch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StepsAsideError, match="there is no optimizer"):
+    with pytest.raises(NotApplicableError, match="there is no optimizer"):
         install_clip([])
     optimizer = OPTIMIZERS.get(said, optimizer_of)(parameters())
     if said in STATES:
         STATES[said](optimizer, patch)
     before = dict(vars(optimizer))
-    with pytest.raises(StepsAsideError, match=said):
+    with pytest.raises(NotApplicableError, match=said):
         install_clip([optimizer])
     if said in OPTIMIZERS:
         undo = install_clip(iter([optimizer, other := optimizer_of(parameters()), other]))
@@ -365,7 +365,7 @@ def clipped(ours: bool, apart: bool) -> tuple[list[Any], int]:
     undo, found, calls = None, [], 0
     for number in range(1, 6):
         if ours and number in (1, 4):  # on the second rank it is Megatron's own for a while
-            with suppress(StepsAsideError):
+            with suppress(NotApplicableError):
                 undo = undo or install_clip([optimizer])
         for group in store.parameter_groups:
             generator = torch.Generator().manual_seed(10 * number + dist.get_rank())

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.fastpath.gradients import detached_in_graphs as hidden_graphs
+from megatron_cg.fastpath.gradients import detached_in_graphs
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import Gathers
 from megatron_cg.tools.cpu import fakes
@@ -264,7 +264,7 @@ def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
         return own(*args, **kwargs)
 
     patch.setattr(dist, "all_gather_into_tensor", gathered)
-    module: Any = hidden_graphs
+    module: Any = detached_in_graphs
     launch = module.call_detached
 
     def launched(*args: Any, **kwargs: Any) -> Any:

@@ -135,8 +135,8 @@ def fit(way: str, fast: bool) -> dict[str, Any]:
                 undo.callback(path.close)
                 assert path.bucketing is not None and "gradients" in path.parts
                 graphed = set(model.modules()) if way == "graphed" else set()
-                hidden = DetachedWeights(model.module, path.bucketing, graphed)
-                undo.callback(detach_in(place, "_Grouped", hidden))
+                detached = DetachedWeights(model.module, path.bucketing, graphed)
+                undo.callback(detach_in(place, "_Grouped", detached))
                 assert _Grouped is not function
             optimizer.zero_grad()
             if fast and step == 2 and way == "renewed":
@@ -179,7 +179,7 @@ def fit_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("hidden")
+    found = tmp_path_factory.mktemp("detached")
     run_processes(partial(fit_all, found))
     return found
 

@@ -1,4 +1,4 @@
-"""Hidden weights with a fake of the hand-off, in one process."""
+"""Detached weights with a fake of gradient bucketing, in one process."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def bucketing() -> Bucketing:
 
 @pytest.fixture
 def detach(bucketing: Bucketing) -> Iterator[Callable[[nn.Module], Callable[[], None]]]:
-    """Hides a module's weights; undone at the test's end."""
+    """Detaches a module's weights; undone at the test's end."""
     undo = ExitStack()
 
     def hiding(module: nn.Module) -> Callable[[], None]:
-        hidden = DetachedWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
-        undo.callback(detach_in(PLACE, NAME, hidden))
+        detached = DetachedWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
+        undo.callback(detach_in(PLACE, NAME, detached))
         return undo.close
 
     yield hiding
     undo.close()
 
 
-Hide = Callable[[nn.Module], Callable[[], None]]
+Detach = Callable[[nn.Module], Callable[[], None]]
 
 
 def test_each_backward_pass_is_handed_over_and_none_after_the_undo(
-    module: Grouped, bucketing: Bucketing, detach: Hide
+    module: Grouped, bucketing: Bucketing, detach: Detach
 ) -> None:
     undo = detach(module)
     weights = list(module.parameters())
@@ -70,17 +70,17 @@ def test_each_backward_pass_is_handed_over_and_none_after_the_undo(
     assert len(bucketing.taken) == 1
     second.backward()
     assert len(bucketing.taken) == 2 and all(weight.grad is None for weight in weights)
-    assert len(bucketing.hidden) == PARTS
+    assert len(bucketing.detached) == PARTS
     with torch.no_grad():
         module(rows())
     undo()
-    assert bucketing.hidden == [] and isinstance(function(), type)
+    assert bucketing.detached == [] and isinstance(function(), type)
     module(rows())[0].sum().backward()
     assert len(bucketing.taken) == 2 and weights[0].grad is not None
 
 
 def test_a_pass_that_names_its_inputs_is_refused(
-    module: Grouped, bucketing: Bucketing, detach: Hide
+    module: Grouped, bucketing: Bucketing, detach: Detach
 ) -> None:
     detach(module)
     given, weights = rows(), list(module.parameters())
@@ -95,7 +95,7 @@ def test_a_pass_that_names_its_inputs_is_refused(
 
 
 def test_what_is_handed_over_are_the_gradients_in_the_weights_order(
-    module: Grouped, bucketing: Bucketing, detach: Hide
+    module: Grouped, bucketing: Bucketing, detach: Detach
 ) -> None:
     module(rows())[0].square().sum().backward()
     expected = [weight.grad for weight in module.parameters()]
@@ -110,7 +110,7 @@ def test_what_is_handed_over_are_the_gradients_in_the_weights_order(
 
 
 def test_two_calls_of_one_pass_are_handed_over_as_a_sum(
-    module: Grouped, bucketing: Bucketing, detach: Hide
+    module: Grouped, bucketing: Bucketing, detach: Detach
 ) -> None:
     (module(rows())[0].sum() + module(rows() * 2)[0].square().sum()).backward()
     expected = [weight.grad for weight in module.parameters()]
@@ -122,7 +122,7 @@ def test_two_calls_of_one_pass_are_handed_over_as_a_sum(
 
 
 def test_a_pass_that_failed_between_two_calls_leaves_nothing(
-    module: Grouped, bucketing: Bucketing, detach: Hide
+    module: Grouped, bucketing: Bucketing, detach: Detach
 ) -> None:
     detach(module)
 
@@ -143,7 +143,7 @@ def test_a_pass_that_failed_between_two_calls_leaves_nothing(
 
 
 def test_the_weights_that_are_used_beside_are_named(
-    module: Grouped, bucketing: Bucketing, detach: Hide
+    module: Grouped, bucketing: Bucketing, detach: Detach
 ) -> None:
     detach(module)
     weights = list(module.parameters())
@@ -172,7 +172,7 @@ def computed_later(module: Any) -> None:
 
 @pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
 def test_weights_that_are_more_than_weights_are_left_to_autograd(
-    module: Grouped, bucketing: Bucketing, detach: Hide, change: Callable[[Any], None]
+    module: Grouped, bucketing: Bucketing, detach: Detach, change: Callable[[Any], None]
 ) -> None:
     detach(module)
     module(rows())[0].sum().backward()
@@ -184,7 +184,7 @@ def test_weights_that_are_more_than_weights_are_left_to_autograd(
 
 @pytest.mark.parametrize("change", [hooked, hooked_after, computed_later])
 def test_weights_that_change_between_the_passes_end_the_run(
-    module: Grouped, bucketing: Bucketing, detach: Hide, change: Callable[[Any], None]
+    module: Grouped, bucketing: Bucketing, detach: Detach, change: Callable[[Any], None]
 ) -> None:
     detach(module)
     loss = module(rows())[0].sum()
@@ -194,8 +194,8 @@ def test_weights_that_change_between_the_passes_end_the_run(
     assert bucketing.taken == []
 
 
-def test_only_what_needs_a_gradient_is_hidden(
-    module: Grouped, bucketing: Bucketing, detach: Hide
+def test_only_what_needs_a_gradient_is_detached(
+    module: Grouped, bucketing: Bucketing, detach: Detach
 ) -> None:
     detach(module)
     frozen(module)
@@ -205,7 +205,7 @@ def test_only_what_needs_a_gradient_is_hidden(
 
 
 def test_weights_that_nobody_takes_or_that_are_few_are_left_to_autograd(
-    module: Grouped, bucketing: Bucketing, detach: Hide, monkeypatch: pytest.MonkeyPatch
+    module: Grouped, bucketing: Bucketing, detach: Detach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     detach(module)
     with monkeypatch.context() as patch:
@@ -218,8 +218,8 @@ def test_weights_that_nobody_takes_or_that_are_few_are_left_to_autograd(
 
 
 def test_calls_without_a_backward_pass_are_not_kept(module: Grouped, bucketing: Bucketing) -> None:
-    hidden = DetachedWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
-    undo = detach_in(PLACE, NAME, hidden)
+    detached = DetachedWeights(nn.Sequential(module), bucketing)  # type: ignore[arg-type]
+    undo = detach_in(PLACE, NAME, detached)
     for _ in range(10):
         module(rows())
     to_come: Any = bucketing.to_come
@@ -228,7 +228,7 @@ def test_calls_without_a_backward_pass_are_not_kept(module: Grouped, bucketing: 
 
 
 def test_a_weight_that_an_operation_has_twice_is_left_to_autograd(
-    module: Grouped, bucketing: Bucketing, detach: Hide
+    module: Grouped, bucketing: Bucketing, detach: Detach
 ) -> None:
     module._parameters["weight5"] = module._parameters["weight0"]
     detach(module)
@@ -241,10 +241,10 @@ def test_a_function_whose_weights_are_not_last_is_refused(bucketing: Bucketing) 
         @staticmethod
         def forward(context: Any, rows: Any, weight: Any) -> Any: ...
 
-    hidden = DetachedWeights(nn.Sequential(), bucketing)  # type: ignore[arg-type]
+    detached = DetachedWeights(nn.Sequential(), bucketing)  # type: ignore[arg-type]
     place = SimpleNamespace(Fixed=Fixed)
     with pytest.raises(UpstreamChangedError, match="weights come last"):
-        detach_in(place, "Fixed", hidden)
+        detach_in(place, "Fixed", detached)
     assert place.Fixed is Fixed
 
 

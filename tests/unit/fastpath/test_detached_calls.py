@@ -1,4 +1,4 @@
-"""Calls of a function whose weights are hidden: which weights, and how often in one pass."""
+"""Calls of a function whose weights are detached: which weights, and how often in one pass."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class ByWeight(Bucketing):
 class Case:
     def __init__(self, module: Scaled) -> None:
         self.module, self.bucketing = module, ByWeight()
-        self.hidden = DetachedWeights(nn.Sequential(module), self.bucketing)  # type: ignore[arg-type]
+        self.detached = DetachedWeights(nn.Sequential(module), self.bucketing)  # type: ignore[arg-type]
 
     @property
     def before(self) -> dict[int, Any]:
-        (weights,) = self.hidden._of.values()
+        (weights,) = self.detached._of.values()
         return weights._before
 
     def is_taken(self, *passes: Any) -> bool:
@@ -115,7 +115,7 @@ def undo() -> Iterator[ExitStack]:
 
 
 def detach(case: Case, undo: ExitStack) -> None:
-    undo.callback(detach_in(sys.modules[__name__], "_Scaled", case.hidden))
+    undo.callback(detach_in(sys.modules[__name__], "_Scaled", case.detached))
 
 
 def rows(scale: float = 1.0) -> torch.Tensor:
@@ -127,15 +127,15 @@ def made(weights: int = MANY) -> Case:
     return Case(Scaled(weights))
 
 
-@pytest.mark.parametrize(("weights", "hidden"), [(MANY - 1, False), (MANY, True)])
-def test_many_weights_are_hidden_and_few_are_not(
-    weights: int, hidden: bool, undo: ExitStack
+@pytest.mark.parametrize(("weights", "detached"), [(MANY - 1, False), (MANY, True)])
+def test_many_weights_are_detached_and_few_are_not(
+    weights: int, detached: bool, undo: ExitStack
 ) -> None:
     case = made(weights)
     detach(case, undo)
     case.module(rows()).sum().backward()
-    assert len(case.bucketing.taken) == hidden
-    assert all((weight.grad is None) == hidden for weight in case.module.weights)
+    assert len(case.bucketing.taken) == detached
+    assert all((weight.grad is None) == detached for weight in case.module.weights)
 
 
 def test_a_weight_that_nobody_waits_for_is_left_to_autograd(undo: ExitStack) -> None:
@@ -191,7 +191,7 @@ def frozen(module: Scaled) -> None:
 
 
 @pytest.mark.parametrize("change", [swapped, frozen])
-def test_weights_that_are_others_are_hidden_anew(
+def test_weights_that_are_others_are_detached_anew(
     change: Callable[[Scaled], None], undo: ExitStack
 ) -> None:
     case = made(MANY + 1)
@@ -205,13 +205,13 @@ def test_weights_that_are_others_are_hidden_anew(
     change(case.module)
     run()
     undo.close()
-    assert case.bucketing.hidden == []
+    assert case.bucketing.detached == []
     assert case.is_taken(*first, *of_autograd(run, case.module))
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_call_with_some_of_the_weights_is_seen_by_autograd(first: int, undo: ExitStack) -> None:
-    """So that what it adds and what the other call adds wait for each other in the hand-off."""
+    """So that what it adds and what the other call adds wait for each other in the bucketing."""
     case = made(MANY + 2)
     module, (one, two, three, *others) = case.module, case.module.weights
     detach(case, undo)
@@ -219,20 +219,20 @@ def test_a_call_with_some_of_the_weights_is_seen_by_autograd(first: int, undo: E
     module.order = [[one, three, two, *others], [two, three, *others]][first]
     loss = loss + module(rows()).sum()
     loss.backward()
-    assert len(case.bucketing.taken) == 1 and len(case.bucketing.hidden) == MANY + 2
+    assert len(case.bucketing.taken) == 1 and len(case.bucketing.detached) == MANY + 2
     assert [weight.grad is None for weight in module.weights[:2]] == [bool(first), False]
 
 
-def test_weights_that_are_shown_for_a_while_are_hidden_anew(undo: ExitStack) -> None:
+def test_weights_that_are_attached_for_a_while_are_detached_anew(undo: ExitStack) -> None:
     case = made(MANY)
     detach(case, undo)
     case.module(rows()).sum().backward()
     case.module.weights[1].requires_grad_(False)
     case.module(rows()).sum().backward()
-    assert len(case.bucketing.taken) == 1 and case.bucketing.hidden == []
+    assert len(case.bucketing.taken) == 1 and case.bucketing.detached == []
     case.module.weights[1].requires_grad_(True)
     case.module(rows()).sum().backward()
-    assert len(case.bucketing.taken) == 2 and len(case.bucketing.hidden) == MANY
+    assert len(case.bucketing.taken) == 2 and len(case.bucketing.detached) == MANY
 
 
 def twice(module: Scaled) -> None:
@@ -294,8 +294,8 @@ def test_another_operation_that_is_recomputed_meanwhile_is_a_pass_of_its_own(
     of_inner = of_autograd(run, inner.module)
     for weight in module.parameters():
         weight.grad = None
-    hidden = DetachedWeights(module, outer.bucketing)  # type: ignore[arg-type]
-    undo.callback(detach_in(sys.modules[__name__], "_Scaled", hidden))
+    detached = DetachedWeights(module, outer.bucketing)  # type: ignore[arg-type]
+    undo.callback(detach_in(sys.modules[__name__], "_Scaled", detached))
     run()
     # The inner pass ends first, though the outer one has come to a call of its own before.
     assert outer.is_taken(*of_inner, *of_outer)

@@ -1,6 +1,7 @@
 """Weights of graphs that autograd does not see; gradients lie in memory of the tape until then.
 
-The tape overwrites lent memory as its next replay begins, so a gradient that was kept there shows.
+The tape overwrites borrowed memory as its next replay begins, so it shows if a gradient was kept
+there.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Case:
 
     def install(self, bucketing: Any) -> Callable[[], None]:
         graphed = set(self.layer.modules())
-        hidden = DetachedWeights(nn.Sequential(self.layer, self.other), bucketing, graphed)
-        return detach_in_graphs(hidden, self.replays, lambda: None)
+        detached = DetachedWeights(nn.Sequential(self.layer, self.other), bucketing, graphed)
+        return detach_in_graphs(detached, self.replays, lambda: None)
 
     def call(self, number: int = 0) -> torch.Tensor:
         rows = torch.linspace(-1.0, 1.0 + number, SIZE).requires_grad_()
@@ -116,7 +117,7 @@ def equal(found: Gradients, expected: Gradients) -> bool:
 
 
 class Kept:
-    """A case whose gradients a fake of the hand-off keeps as they are given to it."""
+    """A case whose gradients a fake of the bucketing keeps as they are given to it."""
 
     def __init__(self, weights: int = 3) -> None:
         self.case = Case([nn.Parameter(torch.zeros(SIZE)) for _ in range(weights)])
@@ -138,7 +139,7 @@ class Kept:
 
 
 class Handed:
-    """A case whose gradients the real hand-off takes, for buckets of these many parameters."""
+    """A case whose gradients the real bucketing takes, for buckets of these many parameters."""
 
     def __init__(self, *sizes: int, graphed: int, sharded: bool = True) -> None:
         self.megatron = Megatron(*sizes, sharded=sharded)
@@ -192,7 +193,7 @@ def test_gradients_are_handed_over_as_they_lie_there() -> None:
     expected = kept.case.of_autograd(first)
     first(kept.case)
     assert kept.took(expected) and kept.lie_in_a_graph() == [True] * 3
-    assert kept.bucketing.lent == [True] and kept.bucketing.taken[0][1] == [False] * 3
+    assert kept.bucketing.borrowed == [True] and kept.bucketing.taken[0][1] == [False] * 3
     # They hold until the next replay of any graph.
     kept.case.replay_another()
     assert not kept.took(expected)
@@ -204,7 +205,7 @@ def test_the_graphs_of_two_microbatches_share_their_weights() -> None:
         expected = kept.case.of_autograd(run)
         run(kept.case)
         assert kept.took(expected) and len(kept.bucketing.taken) == number + 1
-    assert [id(w) for w in kept.bucketing.hidden] == [id(w) for w in kept.case.weights]
+    assert [id(w) for w in kept.bucketing.detached] == [id(w) for w in kept.case.weights]
 
 
 @pytest.mark.parametrize("run", [two_calls, three_calls])
@@ -225,7 +226,7 @@ def test_a_pass_that_can_be_differentiated_hands_over_the_same() -> None:
     assert kept.took(expected)
 
 
-def test_few_weights_are_hidden_too_and_a_frozen_one_is_left_out() -> None:
+def test_few_weights_are_detached_too_and_a_frozen_one_is_left_out() -> None:
     kept = Kept(2)
     kept.case.weights[0].requires_grad_(False)
     (nothing, expected) = kept.case.of_autograd(first)
@@ -238,14 +239,14 @@ def test_without_grad_the_graph_is_replayed_as_it_is() -> None:
     with torch.no_grad():
         output = kept.case.call()
         assert torch.equal(output, kept.case.layer(torch.linspace(-1.0, 1.0, SIZE)))
-    assert not output.requires_grad and kept.bucketing.hidden == []
+    assert not output.requires_grad and kept.bucketing.detached == []
     expected = kept.case.of_autograd(first)
     first(kept.case)
     assert kept.took(expected)
 
 
 def is_visible(kept: Kept, expected: Gradients) -> bool:
-    """Whether autograd has the gradients, and as copies: nothing is lent to it."""
+    """Whether autograd has the gradients, and as copies: it borrows nothing."""
     found = [weight.grad for weight in kept.case.weights]
     kept.case.replay_another()
     for weight in kept.case.weights:
@@ -260,7 +261,7 @@ def test_after_the_undo_autograd_has_copies_of_all_gradients() -> None:
     kept.undo()
     first(kept.case)
     assert is_visible(kept, expected) and len(kept.bucketing.taken) == 1
-    assert kept.bucketing.hidden == []
+    assert kept.bucketing.detached == []
     assert all(isinstance(graph._function, type) for graph in kept.case.graphs)
 
 
@@ -279,7 +280,7 @@ def test_a_weight_with_a_hook_of_its_own_is_seen_and_its_gradient_a_copy() -> No
     assert kept.took(expected)
 
 
-def test_nothing_is_lent_after_a_backward_pass_that_failed() -> None:
+def test_nothing_is_borrowed_after_a_backward_pass_that_failed() -> None:
     kept = Kept()
     loss = kept.case.call().sum()
     kept.case.call()
@@ -308,7 +309,7 @@ def test_a_hook_between_the_passes_is_refused() -> None:
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "summed"])
 @pytest.mark.parametrize("rest", [0, 2])
-def test_lent_gradients_go_into_their_bucket_by_one_copy(rest: int, sharded: bool) -> None:
+def test_borrowed_gradients_go_into_their_bucket_by_one_copy(rest: int, sharded: bool) -> None:
     handed = Handed(3 + rest, graphed=3, sharded=sharded)
     expected = handed.case.of_autograd(first)
     for number in (1, 2):

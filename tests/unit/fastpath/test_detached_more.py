@@ -1,4 +1,4 @@
-"""Hidden weights: the numbers of Megatron-FSDP alone, or an error, where passes are unusual."""
+"""Detached weights: the numbers of Megatron-FSDP alone, or an error, where passes are unusual."""
 
 from __future__ import annotations
 
@@ -217,8 +217,8 @@ def fit(way: str, fast: bool) -> list[str]:
                 path = fast_path.install(model)
                 undo.callback(path.close)
                 assert path.bucketing is not None
-                hidden = DetachedWeights(model.module, path.bucketing)
-                undo.callback(detach_in(sys.modules[__name__], "_Grouped", hidden))
+                detached = DetachedWeights(model.module, path.bucketing)
+                undo.callback(detach_in(sys.modules[__name__], "_Grouped", detached))
             optimizer.zero_grad()
             if step == HALFWAY:
                 fail(way, model, layers, patch)
@@ -266,7 +266,7 @@ def fit_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("hidden-more")
+    found = tmp_path_factory.mktemp("detached-more")
     run_processes(partial(fit_all, found))
     return found
 
@@ -305,8 +305,8 @@ def given() -> torch.Tensor:
 
 
 def detach(module: nn.Module, bucketing: Any) -> Callable[[], None]:
-    hidden = DetachedWeights(nn.Sequential(module), bucketing)
-    return detach_in(sys.modules[__name__], "_Grouped", hidden)
+    detached = DetachedWeights(nn.Sequential(module), bucketing)
+    return detach_in(sys.modules[__name__], "_Grouped", detached)
 
 
 def test_a_weight_that_was_frozen_at_first_gets_its_gradient() -> None:
@@ -345,7 +345,7 @@ def test_gradients_are_cast_before_they_are_added_up(monkeypatch: pytest.MonkeyP
         assert torch.equal(ours.to(theirs.dtype), theirs)
 
 
-def test_a_model_that_is_between_two_steps_as_another_runs_is_hidden_later() -> None:
+def test_a_model_that_is_between_two_steps_as_another_runs_is_detached_later() -> None:
     first, second = grouped(), grouped()
     ours, theirs = Owner(first), Owner(second)
     raw = dict(second._parameters)

@@ -33,7 +33,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "dense": {"graph_modules": ("attn", "mlp")},
     "experts without tokens": MANY,
     "few bytes wait": {**MANY, "waiting_bytes": 1},
-    "lent memory": {"graph_modules": ("attn", "mlp"), "lends": True},
+    "borrowed memory": {"graph_modules": ("attn", "mlp"), "borrows": True},
     "frozen": {"graph_modules": ("attn", "mlp"), "frozen": "linear_proj"},
     "penalty on a graph's weights": {"graph_modules": ("attn",), "penalty": True},
     "fp32": {"bf16": False},
@@ -64,8 +64,8 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
     options = dict(options)
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
     without_graphs = options.pop("without_graphs", False)
-    backend = Lending() if options.pop("lends", False) else TapeBackend()
-    penalty, lent = options.pop("penalty", False), list[int]()
+    backend = BorrowingTape() if options.pop("borrows", False) else TapeBackend()
+    penalty, borrowed = options.pop("penalty", False), list[int]()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if waiting is not None:
             patch.setattr(gradients, "WAITING_BYTES", waiting)
@@ -79,7 +79,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         if penalty:
             with_penalty(trainer.model)
         taking = gradients.GradientBucketing.take_detached
-        patch.setattr(gradients.GradientBucketing, "take_detached", noted(taking, lent))
+        patch.setattr(gradients.GradientBucketing, "take_detached", noted(taking, borrowed))
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         did: dict[str, Any] = {}
         path: FastPath | None = None
@@ -93,13 +93,18 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
         if path is not None:
             copies = path.bucketing.copies if path.bucketing else 0
-            assert not isinstance(backend, Lending) or backend.poisoned > 0
-            did = {"parts": path.parts, "left out": path.left_out, "copies": copies, "lent": lent}
+            assert not isinstance(backend, BorrowingTape) or backend.poisoned > 0
+            did = {
+                "parts": path.parts,
+                "left out": path.left_out,
+                "copies": copies,
+                "borrowed": borrowed,
+            }
         return {"numbers": numbers, "shards": parameter_digests(trainer.model), **did}
 
 
-class Lending(TapeBackend):
-    """A tape that lends memory which its replays overwrite, as those of CUDA graphs do."""
+class BorrowingTape(TapeBackend):
+    """A tape with scratch memory that replays overwrite, as those of CUDA graphs do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,13 +114,13 @@ class Lending(TapeBackend):
     def scratch(self) -> Any:
         return self
 
-    def lends(self) -> bool:
+    def borrows(self) -> bool:
         return True
 
     def still_held(self) -> int:
         return 0
 
-    def lend_no_more(self) -> None:
+    def stop_borrowing(self) -> None:
         raise AssertionError("nobody holds anything")
 
     def empty(self, _caller: Any, like: Any, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -130,26 +135,26 @@ class Lending(TapeBackend):
 class Overwriting:
     """A graph of such a tape."""
 
-    def __init__(self, graph: Any, lending: Lending) -> None:
-        self._graph, self._lending = graph, lending
+    def __init__(self, graph: Any, borrowing: BorrowingTape) -> None:
+        self._graph, self._borrowing = graph, borrowing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for tensor in self._lending.given:
+        for tensor in self._borrowing.given:
             tensor.fill_(torch.nan)
-            self._lending.poisoned += 1
-        self._lending.given = []
+            self._borrowing.poisoned += 1
+        self._borrowing.given = []
         return self._graph(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
 
 
-def noted(take: Callable[..., Any], lent: list[int]) -> Callable[..., Any]:
-    """Notes how many weights are used in another way too, each time that gradients are lent."""
+def noted(take: Callable[..., Any], borrowed: list[int]) -> Callable[..., Any]:
+    """Notes how many weights are used in another way too, each time that gradients are borrowed."""
 
     def noting(bucketing: Any, weights: Any, found: Any, used: list[bool], **how: Any) -> None:
-        if how["lent"]:
-            lent.append(sum(used))
+        if how["borrowed"]:
+            borrowed.append(sum(used))
         take(bucketing, weights, found, used, **how)
 
     return noting
@@ -276,10 +281,10 @@ def test_gradients_are_copied_a_bucket_at_a_time(folder: Path) -> None:
         assert runs["fast"]["copies"] > 4 * LAYERS * passes
 
 
-def test_gradients_of_graphs_are_lent_once_a_pass(folder: Path) -> None:
+def test_gradients_of_graphs_are_borrowed_once_a_pass(folder: Path) -> None:
     passes = 2 * (STEPS - CAPTURED_AFTER)
     for name, options in SCENARIOS.items():
         for runs in runs_of(folder, name):
-            hides = "detached-weights-of-graphs" in runs["fast"]["parts"]
+            detaches = "detached-weights-of-graphs" in runs["fast"]["parts"]
             beside = int("penalty" in options)
-            assert runs["fast"]["lent"] == [beside] * (LAYERS * passes if hides else 0)
+            assert runs["fast"]["borrowed"] == [beside] * (LAYERS * passes if detaches else 0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.fastpath.params.cached_lists import KnownModules
+from megatron_cg.fastpath.params.cached_lists import CachedModules
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import Gathers, install_gathers
 from megatron_cg.fastpath.params.last_unit import install_last_unit
@@ -279,6 +279,6 @@ def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
 
 def test_modules_get_their_state_together() -> None:
     unit = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1)))
-    for module in KnownModules(unit).modules():
+    for module in CachedModules(unit).modules():
         module._training_state = "forward"
     assert {module._training_state for module in unit.modules()} == {"forward"}

@@ -12,11 +12,11 @@ from torch import nn
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath.gradients.detached_weights import MODULE
 from megatron_cg.fastpath.heuristics import VARIABLE, capacity, install_heuristics
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 
 
 class Experts(nn.Module):
-    """Stands in for TE's, which is not there without its extension."""
+    """A stub of TE's, which is not there without its extension."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_more_is_remembered_until_that_is_undone(model: nn.Module) -> None:
     before = remembered()
     undo = install_heuristics(model, 2 * before)
     assert remembered() == 2 * before
-    with pytest.raises(StepsAsideError, match=f"remembers {2 * before} problems"):
+    with pytest.raises(NotApplicableError, match=f"remembers {2 * before} problems"):
         install_heuristics(model, 2 * before)
     undo()
     assert remembered() == before
@@ -52,17 +52,17 @@ def test_more_is_remembered_until_that_is_undone(model: nn.Module) -> None:
 def test_what_a_user_has_chosen_stays(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     before = remembered()
     monkeypatch.setenv(VARIABLE, "100")
-    with pytest.raises(StepsAsideError, match=f"{VARIABLE} is set"):
+    with pytest.raises(NotApplicableError, match=f"{VARIABLE} is set"):
         install_heuristics(model)
     assert remembered() == before
 
 
 def test_without_experts_nothing_is_done(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     before = remembered()
-    with pytest.raises(StepsAsideError, match="no grouped GEMM"):
+    with pytest.raises(NotApplicableError, match="no grouped GEMM"):
         install_heuristics(nn.Linear(2, 2))
     monkeypatch.delitem(sys.modules, MODULE)
-    with pytest.raises(StepsAsideError, match="no grouped GEMM"):
+    with pytest.raises(NotApplicableError, match="no grouped GEMM"):
         install_heuristics(model)
     assert remembered() == before
 
@@ -71,10 +71,10 @@ def test_a_torch_without_cuda_or_another_cublas_is_said(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(StepsAsideError, match="without CUDA"):
+    with pytest.raises(NotApplicableError, match="without CUDA"):
         install_heuristics(model)
     monkeypatch.setattr(torch.version, "cuda", "9.1")
-    with pytest.raises(StepsAsideError, match=r"libcublasLt\.so\.9 is not loaded"):
+    with pytest.raises(NotApplicableError, match=r"libcublasLt\.so\.9 is not loaded"):
         install_heuristics(model)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.fastpath.not_applicable import StepsAsideError
+from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.last_unit import install_last_unit, reshard_last_unit
 
 
@@ -50,8 +50,8 @@ def a_model(units: tuple[int | None, ...] = (None, 0, 1), **changes: Any) -> Any
         (a_model((None, 0, 0)), "one unit only"),
     ],
 )
-def test_where_it_would_not_do_it_steps_aside(model: Any, why: str) -> None:
-    with pytest.raises(StepsAsideError, match=why):
+def test_it_is_not_applicable_where_it_would_not_help(model: Any, why: str) -> None:
+    with pytest.raises(NotApplicableError, match=why):
         install_last_unit(model)
     assert vars(model.all_gather_pipeline).keys() == {"freed", "bucket_can_be_released"}
 

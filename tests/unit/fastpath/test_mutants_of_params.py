@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath.params import unshard
-from megatron_cg.fastpath.params.cached_lists import KnownParameters, ParameterLists
+from megatron_cg.fastpath.params.cached_lists import CachedParameters, ParameterLists
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fsdp.fsdp_model import gather_alone
 
@@ -78,17 +78,17 @@ def test_a_unit_begins_with_a_graph_if_its_first_weight_is_in_one() -> None:
 
 def test_parameters_that_stand_for_others_are_marked_with_them_and_once() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    known = KnownParameters(parameters, lambda _parameter: 0, lambda _parameter: False)
+    cached = CachedParameters(parameters, lambda _parameter: 0, lambda _parameter: False)
     shown: list[Any] = []
     wait = unshard._gathered(lambda params, *_args: shown.append(params))
-    wait(known, True)
-    assert shown == [known.shown] and len(known.others) == 2
+    wait(cached, True)
+    assert shown == [cached.shown] and len(cached.others) == 2
     marks = ("grad_added_to_main_grad", "__fsdp_param__", "overwrite_main_grad")
-    for parameter in known.others:
+    for parameter in cached.others:
         assert [getattr(parameter, name) for name in marks] == [False, True, True]
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    wait(known, True)
-    assert all(parameter.grad_added_to_main_grad for parameter in known.others)  # type: ignore[attr-defined]
+    wait(cached, True)
+    assert all(parameter.grad_added_to_main_grad for parameter in cached.others)  # type: ignore[attr-defined]
     plain = parameters[:1]
     wait(plain, True)
     assert shown[-1] is plain

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.errors import UpstreamChangedError
@@ -18,15 +14,8 @@ from megatron_cg.fastpath import install
 from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
 from megatron_cg.fastpath.gradients.views import BucketViews
 from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
-from megatron_cg.fastpath.optimizer.main_weights import (
-    _GroupGradients,
-    _Row,
-    install_main_gradients,
-)
-from megatron_cg.fastpath.params.cached_lists import KnownParameters
+from megatron_cg.fastpath.params.cached_lists import CachedParameters
 from megatron_cg.fastpath.params.unshard import _fetched
-from megatron_cg.memory.scratch import _Chunk
-from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream.closures import set_cell
 from tests.unit.identity import Same
 
@@ -121,198 +110,10 @@ def test_a_cell_is_set_for_all_that_share_it_and_set_back() -> None:
 def test_one_parameter_of_a_bucket_is_shown_and_every_float8_one() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(6)]
     buckets = dict(zip(parameters, (0, 0, 1, 1, 0, 2), strict=True))
-    known = KnownParameters(parameters, buckets.__getitem__, lambda p: p is parameters[3])
+    known = CachedParameters(parameters, buckets.__getitem__, lambda p: p is parameters[3])
     first, _, third, fourth, _, sixth = parameters
     assert [id(p) for p in known.parameters()] == [id(p) for p in (first, third, fourth, sixth)]
     assert [id(p) for p in known.others] == [id(parameters[1]), id(parameters[4])]
-
-
-def a_group(
-    data: torch.Tensor, shapes: list[list[int]], attribute: str = "grad", cast: bool = True
-) -> tuple[_GroupGradients, list[_Row]]:
-    """A bucket, with a parameter of fp32 for each shape that has its shard in ``data``."""
-    rows, start = [], 0
-    for shape in map(torch.Size, shapes):
-        parameter = SimpleNamespace(dtype=torch.float32, **{attribute: "of the step before"})
-        gradient = SimpleNamespace(_local_tensor=None) if shape.numel() else None
-        rows.append(_Row(parameter, gradient, start, shape))
-        start += shape.numel()
-    group = SimpleNamespace(
-        main_grad_buffer=SimpleNamespace(data=data), main_weight_buffer=object()
-    )
-    return _GroupGradients(group, rows, cast=cast), rows
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
-    training: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = torch.arange(6.0).bfloat16()
-    lent = [torch.empty(2, 2), torch.empty(2)]
-    ended: list[bool] = []
-    scratch = SimpleNamespace(
-        empty=lambda *_: list(lent),
-        lends=lambda: True,
-        still_held=lambda: 2,
-        lend_no_more=lambda: ended.append(True),
-    )
-    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=False)
-    held: list[torch.Tensor] = []
-
-    def forward() -> None:
-        for tensor in lent:
-            tensor.fill_(torch.nan)
-        held.extend(gradient._local_tensor for gradient in gradients)
-
-    fsdp = SimpleNamespace(param_and_grad_buffer=store, forward=forward, training=training)
-    undo = install_main_gradients(fsdp, scratch)
-    table: Any = store.update_main_grads.__wrapped__
-    group, rows = a_group(data, [[2, 2], [2], [0]])
-    gradients: list[Any] = [row.gradient for row in rows[:2]]
-    table.use([group])
-    table()
-    assert [row.parameter.grad for row in rows] == [*gradients, None]
-    assert gradients[0]._local_tensor.data_ptr() == lent[0].data_ptr()
-    # Gradients that are scaled after their reduction are copied once more, into the same scratch.
-    data.mul_(2)
-    scratch.empty = lambda *_: [] if any(g._local_tensor is not None for g in gradients) else lent
-    table()
-    data.div_(2)
-    table()
-    fsdp.forward()
-    # An evaluation replays nothing, so nothing is moved for it.
-    expected = [[[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0]] if training else None
-    assert [t.tolist() for t in held] == expected or (
-        not training and all(t.isnan().all() for t in held)
-    )
-    # Whatever else is held in that memory is lost, and said to be.
-    assert ended == [True] * training
-    assert ("at least 2 tensors are still held" in caplog.text) is training
-    undo()
-    assert fsdp.forward is forward
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_buckets_of_one_kind_are_cast_together_and_others_read_in_place(decoupled: bool) -> None:
-    attribute = "decoupled_grad" if decoupled else "grad"
-    asked: list[list[torch.Size]] = []
-
-    def empty(_caller: Any, like: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        asked.append([tensor.shape for tensor in like])
-        return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
-
-    scratch = SimpleNamespace(empty=empty, lends=lambda: True)
-    store: Any = SimpleNamespace(update_main_grads=lambda: None, use_decoupled_grad=decoupled)
-    install_main_gradients(SimpleNamespace(param_and_grad_buffer=store, forward=None), scratch)
-    table: Any = store.update_main_grads.__wrapped__
-    datas = [torch.arange(6.0).bfloat16(), torch.arange(4.0), torch.arange(2.0).bfloat16()]
-    made = [
-        a_group(data, shapes, attribute, cast=not decoupled)
-        for data, shapes in zip(datas, ([[2, 2], [2]], [[4], [0]], [[1, 2]]), strict=True)
-    ]
-    table.use([group for group, _ in made])
-    table()
-    assert asked == ([] if decoupled else [[(2, 2), (2,), (1, 2)]])
-    for data, (_, rows) in zip(datas, made, strict=True):
-        for row in rows:
-            found = getattr(row.parameter, attribute)
-            assert found is row.gradient
-            if found is None:
-                continue
-            local, wanted = found._local_tensor, data[row.start :][: row.shape.numel()]
-            assert torch.equal(local, wanted.view(row.shape).to(local.dtype))
-            in_place = local.untyped_storage()._cdata == data.untyped_storage()._cdata
-            assert in_place == (decoupled or data.dtype == torch.float32)
-
-
-class OneChunk:
-    """A room in which all pieces of a caller are cut from one allocation."""
-
-    def __init__(self) -> None:
-        self.pieces = 0
-
-    def lends(self) -> bool:
-        return True
-
-    def empty(self, _caller: Any, like: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-        chunk = _Chunk(range(len(like)), like, torch.empty((), dtype=dtype))
-        self.pieces += len(like)
-        dense = torch.contiguous_format
-        return [*chunk.cut(torch.full_like(chunk.template, torch.nan, memory_format=dense))]
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "cast": {},
-    "experts": {"experts": 8},
-    "in place": {"bf16": False},
-    "ZeRO-1": {"fsdp_options": {"data_parallel_sharding_strategy": "optim"}},
-    "no shards": {"fsdp_options": {"data_parallel_sharding_strategy": "no_shard"}},
-}
-
-
-def attached(store: Any, decoupled: bool) -> dict[str, Any]:
-    """What the optimizer is given after gradients are reduced, and again after they are scaled."""
-    store.use_decoupled_grad = decoupled
-    store.update_main_grads()
-    generator = torch.Generator().manual_seed(3)
-    for group in store.parameter_groups:
-        data = group.main_grad_buffer.data
-        data.copy_(torch.randn(data.shape, generator=generator))
-    store.update_main_grads()
-    store.scale_gradients(0.3)
-    found: dict[str, Any] = {}
-    for name, parameter in store.optimizer_named_parameters:
-        gradient = getattr(parameter, "decoupled_grad" if decoupled else "grad")
-        found[name] = gradient
-        if gradient is not None:
-            local = gradient._local_tensor
-            found[name] = (str(local.dtype), tuple(gradient.shape), local.tolist())
-    return found
-
-
-def compare_attached(folder: Path) -> None:
-    from megatron.core import parallel_state
-
-    from megatron_cg.tools.cpu.cpu_model import build
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-
-    runs: dict[str, Any] = {}
-    for name, options in OPTIONS.items():
-        for decoupled in (False, True):
-            fsdp: Any = build(CpuModelConfig(layers=1, hidden_size=16, **options)).module
-            store = fsdp.param_and_grad_buffer
-            megatrons = attached(store, decoupled)
-            empty = sum(gradient is None for gradient in megatrons.values())
-            found: dict[str, Any] = {"number": len(megatrons), "empty": empty}
-            found |= {"pieces": [], "equal": [], "restored": []}
-            # Once with DTensors that Megatron-FSDP has made before, once without.
-            for _ in range(2):
-                scratch = OneChunk()
-                undo = install_main_gradients(fsdp, scratch)  # type: ignore[arg-type]
-                found["equal"].append(attached(store, decoupled) == megatrons)
-                found["pieces"].append(scratch.pieces)
-                undo()
-                left = [vars(p).get("decoupled_grad") for _, p in store.optimizer_named_parameters]
-                found["restored"].append(decoupled or left == [None] * len(left))
-                store.dist_main_grad.clear()
-            runs[f"{name}, {decoupled}"] = found
-            parallel_state.destroy_model_parallel()
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(runs))
-
-
-def test_attached_gradients_are_those_of_megatron_fsdp(tmp_path: Path) -> None:
-    run_processes(partial(compare_attached, tmp_path))
-    empty_shards = 0
-    for rank in range(2):
-        runs = json.loads((tmp_path / f"{rank}.json").read_text())
-        for name, run in runs.items():
-            assert run["equal"] == run["restored"] == [True, True] and run["number"] > 5, name
-            empty_shards += run["empty"]
-            cast = "in place" not in name and "True" not in name
-            copied = run["number"] - run["empty"] if cast else 0
-            # Three calls; the first one of the second time is Megatron-FSDP's own.
-            assert run["pieces"] == [3 * copied, 2 * copied], name
-    assert empty_shards > 0
 
 
 class Buffer:

@@ -1,4 +1,4 @@
-"""What is lent of a graphs' pool, on an allocator that is made up."""
+"""What is borrowed of a graphs' pool, on an allocator that is made up."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Allocator:
         self.shows: list[int] | None = None
         """What its snapshot shows, if not what is free."""
         self.out_of_memory = False
-        self.lent: dict[int, tuple[StorageWeakRef, Place]] = {}
+        self.borrowed: dict[int, tuple[StorageWeakRef, Place]] = {}
         self.asked = 0
         """Tensors that were asked for."""
 
     def free(self) -> list[tuple[int, Place]]:
-        for key, (storage, (number, offset)) in list(self.lent.items()):
+        for key, (storage, (number, offset)) in list(self.borrowed.items()):
             if storage.expired():
-                del self.lent[key]
+                del self.borrowed[key]
                 self.segments[number][offset] = (self.segments[number][offset][0], False)
                 self.segments[number] = merged(self.segments[number])
         return sorted(
@@ -93,15 +93,15 @@ class Allocator:
         if self.inside:
             place = self.place(made.numel() * made.itemsize)
             storage = made.untyped_storage()
-            self.lent[storage._cdata] = StorageWeakRef(storage), place
+            self.borrowed[storage._cdata] = StorageWeakRef(storage), place
         return made
 
     def address(self, tensor: torch.Tensor) -> Place | None:
-        """Where a lent tensor lies."""
+        """Where a borrowed tensor lies."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.lent:
+        if storage._cdata not in self.borrowed:
             return None
-        number, offset = self.lent[storage._cdata][1]
+        number, offset = self.borrowed[storage._cdata][1]
         return number, offset + int(tensor.storage_offset()) * tensor.itemsize
 
     @contextmanager
@@ -156,40 +156,40 @@ def like(*shapes: int | tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shaped]
 
 
-def lent(allocator: Allocator, tensors: list[torch.Tensor]) -> list[bool]:
+def borrowed(allocator: Allocator, tensors: list[torch.Tensor]) -> list[bool]:
     return [allocator.address(tensor) is not None for tensor in tensors]
 
 
-def test_as_much_is_lent_as_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_much_is_borrowed_as_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(3 * SMALL, 20 * SMALL)
     with allocator.installed(monkeypatch) as pool:
-        assert not pool.lends()
+        assert not pool.borrows()
         sizes = [12 * MIB, 2 * MIB, 12 * MIB, 16 * MIB, 6 * MIB, MIB // 2]
         found = pool.empty("first", like(*sizes), torch.float32)
         # The second of 12 does not fit any more; one of half a MiB would come from blocks of
         # another kind.
-        assert lent(allocator, found) == [True, True, False, False, True, False]
+        assert borrowed(allocator, found) == [True, True, False, False, True, False]
         assert [t.numel() for t in found] == sizes
-        assert pool.lends() and pool.lent_bytes == 20 * SMALL
+        assert pool.borrows() and pool.borrowed_bytes == 20 * SMALL
         # Another caller, whose pieces live beside those, has what is left.
         other = pool.empty("second", like(3 * MIB, 2 * MIB), torch.float32)
-        assert lent(allocator, other) == [False, True]
+        assert borrowed(allocator, other) == [False, True]
         assert allocator.reserved == 1 << 30
         del found, other
-        pool.lend_no_more()
-        assert not pool.lends()
+        pool.stop_borrowing()
+        assert not pool.borrows()
         for caller in ("first", "third"):
-            assert not any(lent(allocator, pool.empty(caller, like(2 * MIB), torch.float32)))
+            assert not any(borrowed(allocator, pool.empty(caller, like(2 * MIB), torch.float32)))
 
 
-def test_a_pool_that_grew_all_the_same_lends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_grew_all_the_same_borrows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(4 * SMALL)
     allocator.shows = [4 * SMALL, 8 * SMALL, 8 * SMALL]
     with allocator.installed(monkeypatch) as pool:
         found = pool.empty("one", like(3 * MIB, 8 * MIB, 8 * MIB), torch.float32)
-        assert lent(allocator, found) == [True, False, False]
+        assert borrowed(allocator, found) == [True, False, False]
         assert allocator.reserved == (1 << 30) + 8 * SMALL
-        assert lent(allocator, pool.empty("two", like(2 * MIB), torch.float32)) == [False]
+        assert borrowed(allocator, pool.empty("two", like(2 * MIB), torch.float32)) == [False]
 
 
 @pytest.mark.parametrize(
@@ -294,8 +294,8 @@ def test_what_is_still_held_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> 
     allocator = Allocator(20 * SMALL, 4 * SMALL)
     with allocator.installed(monkeypatch) as pool:
         tensors = pool.empty("one", like(4 * MIB, 8 * MIB, 8 * MIB), torch.float32)
-        assert lent(allocator, tensors) == [True] * 3
-        assert len(allocator.lent) == 2
+        assert borrowed(allocator, tensors) == [True] * 3
+        assert len(allocator.borrowed) == 2
         # Of one chunk, by two of its pieces.
         aliases = [tensors[1].detach(), tensors[2][:5]]
         tensors.clear()
@@ -316,14 +316,14 @@ def test_a_caller_of_whom_a_piece_is_held_gets_ordinary_memory(
         alias = found[0].detach()
         found.clear()
         found = pool.empty("one", sizes, torch.float32)
-        assert lent(allocator, found) == [False] * 3
+        assert borrowed(allocator, found) == [False] * 3
         assert [t.shape for t in found] == [t.shape for t in sizes]
         assert allocator.reserved == 1 << 30
         # It is still to be told of, since a replay would overwrite it.
-        assert pool.lends() and pool.still_held() == 1
+        assert pool.borrows() and pool.still_held() == 1
         del alias
         found = pool.empty("one", sizes, torch.float32)
-        assert lent(allocator, found) == [True, True, False]
+        assert borrowed(allocator, found) == [True, True, False]
 
 
 def test_later_steps_ask_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,19 +342,21 @@ def test_later_steps_ask_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(allocator.calls) == calls + 3 and allocator.asked == asked + 2
 
 
-def test_a_machine_whose_memory_is_full_lends_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_full_memory_only_free_blocks_are_borrowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     allocator = Allocator(2 * SMALL)
     allocator.out_of_memory = True
     allocator.shows = [2 * SMALL, 4 * SMALL]
     with allocator.installed(monkeypatch) as pool:
         found = pool.empty("one", like(2 * MIB, 4 * MIB), torch.float32)
-        assert lent(allocator, found) == [True, False]
+        assert borrowed(allocator, found) == [True, False]
 
 
-def test_without_a_pool_nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_pool_nothing_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator()
     monkeypatch.setattr(allocator, "snapshot", list)
     with allocator.installed(monkeypatch) as pool:
         found = pool.empty("one", like(2 * MIB, 2 * MIB), torch.float32)
-        assert lent(allocator, found) == [False, False]
-        assert not pool.lends() and not allocator.calls
+        assert borrowed(allocator, found) == [False, False]
+        assert not pool.borrows() and not allocator.calls

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.unit.fastpath.test_fast_path import Lending, with_penalty
+from tests.unit.fastpath.test_fast_path import BorrowingTape, with_penalty
 from tests.unit.ordering.runs import Run, on_another_stream, traced, traced_grouped_gemms
 from tests.unit.ordering.trace import Trace
 
@@ -61,7 +61,7 @@ FAST = {
     "attention, three microbatches": Run(graphs=("attn",), fast=True, microbatches=3),
     "experts": Run(graphs=("attn", "moe_router"), fast=True, shape=_EXPERTS, evaluates=True),
     "first and last layer": Run(graphs=_DENSE, fast=True, only=(0, 2), evaluates=True),
-    "lent memory": Run(graphs=_DENSE, fast=True, backend=Lending),
+    "borrowed memory": Run(graphs=_DENSE, fast=True, backend=BorrowingTape),
     "penalty": Run(graphs=("attn",), fast=True, before=lambda run: with_penalty(run.model)),
     "short queue, one microbatch": Run(graphs=_DENSE, fast=True, fsdp=_SHORT, microbatches=1),
     "ZeRO-2": Run(graphs=_DENSE, fast=True, fsdp=_sharded("optim_grads")),

@@ -94,13 +94,13 @@ def traced(run: Run) -> Trace:
 
 
 def traced_grouped_gemms(way: str) -> Trace:
-    """The trace of experts whose weights autograd does not see; ``way`` as in ``test_hidden``."""
+    """The trace of experts whose weights autograd does not see; ``way`` as in ``test_detached``."""
     from megatron_cg import fastpath as fast
-    from tests.unit.fastpath import test_detached as test_hidden
+    from tests.unit.fastpath import test_detached
 
     with modelled_device() as notes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast, "install", partial(_traced_from_here, fast.install, notes))
-        test_hidden.fit(way, fast=True)
+        test_detached.fit(way, fast=True)
         return notes.trace
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.in_flight import InFlight
+from megatron_cg.replay.unit import Unit
 
 
 class Replay(torch.autograd.Function):
@@ -23,8 +24,12 @@ class Replay(torch.autograd.Function):
 
 def replay(in_flight: InFlight, index: int, x: torch.Tensor) -> torch.Tensor:
     output: torch.Tensor = Replay.apply(x)  # type: ignore[no-untyped-call]
-    in_flight.begin(index, f"unit {index}", (output, None))
+    in_flight.begin(index, unit(index), (output, None), lambda: None)
     return output
+
+
+def unit(index: int) -> Unit:
+    return Unit(f"unit {index}", torch.nn.Identity(), ())
 
 
 def allowed(in_flight: InFlight) -> list[int]:
@@ -56,7 +61,7 @@ def test_a_pass_that_nobody_can_run_backward_is_over() -> None:
 
 def test_an_output_without_gradient_is_not_waited_for() -> None:
     in_flight = InFlight()
-    in_flight.begin(1, "unit 1", torch.ones(2))
+    in_flight.begin(1, unit(1), torch.ones(2), lambda: None)
     assert allowed(in_flight) == [0, 1, 2, 3]
 
 
@@ -64,7 +69,7 @@ def test_a_second_backward_is_an_error() -> None:
     in_flight = InFlight()
     x = replay(in_flight, 1, leaf())
     x.sum().backward(retain_graph=True)
-    with pytest.raises(ReplayMismatchError, match=r"unit 1: its backward runs a second time"):
+    with pytest.raises(ReplayMismatchError, match=r"unit 1: its backward runs .* or a second time"):
         x.sum().backward()
 
 
@@ -74,6 +79,23 @@ def test_a_backward_out_of_order_is_an_error() -> None:
     with pytest.raises(ReplayMismatchError, match=r"unit 0: .* before that of unit 1"):
         first.sum().backward()
     second.sum().backward()
+
+
+def test_a_backward_after_another_replay_of_its_unit_is_an_error() -> None:
+    in_flight = InFlight()
+    first = replay(in_flight, 0, leaf())
+    in_flight.begin(0, unit(0), torch.ones(2), lambda: None)
+    with pytest.raises(ReplayMismatchError, match=r"unit 0: .* after another forward replay"):
+        first.sum().backward()
+
+
+def test_a_later_replay_that_was_let_go_is_no_obstacle() -> None:
+    in_flight, began = InFlight(), list[int]()
+    first: torch.Tensor = Replay.apply(leaf())  # type: ignore[no-untyped-call]
+    in_flight.begin(0, unit(0), first, lambda: began.append(0))
+    replay(in_flight, 1, leaf())
+    first.sum().backward()
+    assert began == [0] and allowed(in_flight) == [0, 1, 2, 3]
 
 
 def test_branches_that_meet_in_one_loss_go_backward_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -68,6 +69,17 @@ def test_a_graph_that_was_replayed_again_has_no_backward(
 ) -> None:
     with pytest.raises(ReplayMismatchError, match="after another forward replay of the same graph"):
         passes(trainer)
+
+
+def test_a_layer_has_no_backward_before_a_later_one(trainer: Any) -> None:
+    kept: list[torch.Tensor] = []
+    with ExitStack() as hooks:
+        for unit in trainer.session._units:
+            hook = unit.layer.register_forward_hook(lambda _, __, out: kept.append(out[0]))
+            hooks.enter_context(hook)
+        trainer._forward()
+    with pytest.raises(ReplayMismatchError, match=r"layer 0: its backward .* of layer 1"):
+        kept[0].sum().backward()
 
 
 def test_nor_has_one_whose_backward_has_run(trainer: Any) -> None:

@@ -12,17 +12,17 @@ def poisoned(tensor: torch.Tensor) -> bool:
     return bool((tensor.view(torch.uint8) == POISON).all())
 
 
-def test_what_is_lent_is_overwritten_by_the_next_tape_that_runs_and_by_that_one_alone() -> None:
-    pool, lent, kept = Pool(), torch.ones(3), torch.ones(3)
-    keys = [pool.adopt(lent)]
+def test_what_is_borrowed_is_overwritten_by_the_next_tape_that_runs_and_by_that_one_alone() -> None:
+    pool, borrowed, kept = Pool(), torch.ones(3), torch.ones(3)
+    keys = [pool.adopt(borrowed)]
     pool.adopt(kept)
     pool.poison_before_next_replay(keys)
-    assert lent.tolist() == [1.0] * 3
-    pool.take_back()
-    assert poisoned(lent) and kept.tolist() == [1.0] * 3
-    lent.fill_(2.0)
-    pool.take_back()
-    assert lent.tolist() == [2.0] * 3
+    assert borrowed.tolist() == [1.0] * 3
+    pool.poison_borrowed()
+    assert poisoned(borrowed) and kept.tolist() == [1.0] * 3
+    borrowed.fill_(2.0)
+    pool.poison_borrowed()
+    assert borrowed.tolist() == [2.0] * 3
 
 
 def test_a_pool_owns_what_it_adopted_and_not_what_it_uses() -> None:

@@ -256,12 +256,12 @@ class Joined(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Joined, Scale])
-def test_the_next_replay_takes_a_lent_gradient_back_unless_an_inputs_is_beside_it(
+def test_the_next_replay_takes_a_borrowed_gradient_back_unless_an_inputs_is_beside_it(
     kind: type[nn.Module],
 ) -> None:
     module = kind()
     graph, other = capture((module, Scale()))
-    end = graph.replay_function().lend()
+    end = graph.replay_function().borrow()
     inputs = torch.ones(4, 8, requires_grad=True)
     found = torch.autograd.grad(graph(inputs).sum(), [inputs, *module.parameters()])
     before = [gradient.clone() for gradient in found]

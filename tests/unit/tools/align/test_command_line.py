@@ -91,7 +91,7 @@ def test_the_table_shows_numbers_differences_and_shards(
     assert "gradient norm (rank 1)" in out and "5.000e-01" in out and "differ" in out
     assert "9, different: 7" in out and "main:w4" in out and "and 2 more" in out
     assert "3 captured" in out and "[the end]" in out
-    assert "CPU tape: a recording of ATen operations stands in for the CUDA graph" in out
+    assert "CPU tape: a recording of ATen operations replaces the CUDA graph" in out
 
 
 def test_the_json_holds_every_number_and_what_it_took(

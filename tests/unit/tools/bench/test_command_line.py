@@ -52,7 +52,7 @@ def test_the_tape_runs_from_end_to_end(made: Path) -> None:
     # The tape is as exact as the graphs that it stands for.
     assert len({run["ranks"][0]["timed"]["loss"] for run in runs}) == 1
     phases = {row["phase"] for row in graphs["ranks"][0]["probed"]["phases"]}
-    assert {"unshard", "reshard", "gradient hand-off", "gradient reduce", "replay"} <= phases
+    assert {"unshard", "reshard", "gradient bucketing", "gradient reduce", "replay"} <= phases
     assert {"guard", "guard: around a replay", "votes", "votes: post", "votes: wait"} <= phases
     assert {"exchange of parameters", "main gradients", "main weights"} <= phases
     report = (made / "bench.md").read_text()

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# Mixtral shape, tiny: every layer a mixture of 8 experts with top-2 softmax routing and an
-# auxiliary loss.
-# Layerwise CUDA graphs of attn and moe_router under Megatron-FSDP, on the GPUs of this node.
-# Made by examples/recipes/make.py from arguments/presets/mixtral-tiny.yaml.
+# Trains a preset (arguments/presets/) under Megatron-FSDP with layerwise CUDA graphs, on the GPUs of
+# this node.
 #
 #   DATA_PATH=/data/my_text_document TOKENIZER_MODEL=/data/tokenizer OUTPUT=/runs/1 \
-#       bash examples/recipes/mixtral-tiny/run.sh [more of Megatron's flags]
-#   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/mixtral-tiny/run.sh
+#       bash examples/recipes/run.sh PRESET [more of Megatron's flags]
+#   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/run.sh qwen3-moe-tiny
 #
 # The second tries it on made-up data. GRAPHS=0 is the same run without graphs.
 set -euo pipefail
 
 fail() { echo "$0: $*" >&2; exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-script=${SCRIPT:-$here/../../pretrain_gpt.py}
+script=${SCRIPT:-$here/../pretrain_gpt.py}
 python=${PYTHON:-python}
 command -v "$python" >/dev/null || fail "there is no $python: set PYTHON to Python 3.12"
 [[ -f $script ]] || fail "there is no $script: set SCRIPT to a pretraining script of Megatron's"
+[[ -n ${1:-} && $1 != -* ]] || fail "name a preset first: bash $0 PRESET [more of Megatron's flags]"
+preset=$1
+shift
 
 # Where, and how much.
 for name in NODES GPUS_PER_NODE TRAIN_ITERS GLOBAL_BATCH_SIZE TENSOR_PARALLEL CONTEXT_PARALLEL \
@@ -71,37 +72,18 @@ fi
 # environment variable is thus deprecated"), and NVTE_FLASH_ATTN and its like (--attention-backend
 # chooses).
 
-model=(
-    --num-layers 3
-    --hidden-size 512
-    --ffn-hidden-size 1024
-    --num-attention-heads 8
-    --group-query-attention
-    --num-query-groups 4
-    --seq-length 512
-    --max-position-embeddings 512
-    --vocab-size 512
-    --micro-batch-size 2
-    --normalization RMSNorm
-    --swiglu
-    --disable-bias-linear
-    --position-embedding-type rope
-    --untie-embeddings-and-output-weights
-    --attention-dropout 0.0
-    --hidden-dropout 0.0
-    --num-experts 8
-    --moe-ffn-hidden-size 1024
-    --moe-router-topk 2
-    --moe-router-load-balancing-type aux_loss
-    --moe-aux-loss-coeff 0.01
-    --moe-token-dispatcher-type alltoall
-    --moe-grouped-gemm
-)
+# The preset: its scopes in the first line, then its flags, a word a line.
+words=$("$python" -m megatron_cg.tools.align.presets "$preset") || exit 2
+mapfile -t model <<<"$words"
+read -ra scopes <<<"${model[0]}"
+model=("${model[@]:1}")
 parallel=(
     --tensor-model-parallel-size "${TENSOR_PARALLEL:-1}"
     --context-parallel-size "${CONTEXT_PARALLEL:-1}"
-    --expert-model-parallel-size "${EXPERT_PARALLEL:-1}"
 )
+if [[ " ${model[*]} " == *" --num-experts "* ]]; then
+    parallel+=(--expert-model-parallel-size "${EXPERT_PARALLEL:-1}")
+fi
 if ((${TENSOR_PARALLEL:-1} > 1)); then parallel+=(--sequence-parallel); fi
 training=(
     --bf16 --transformer-impl transformer_engine
@@ -124,11 +106,13 @@ fsdp=(
 graphs=(--cuda-graph-impl none)
 if [[ ${GRAPHS:-1} == 1 ]]; then
     graphs=(
-        --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router
+        --cuda-graph-impl transformer_engine
         --cuda-graph-warmup-steps 3
         # Unsharded parameters stay where they lay at capture.
         --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
     )
+    # Without modules whole layers are captured.
+    if ((${#scopes[@]} > 0)); then graphs+=(--cuda-graph-modules "${scopes[@]}"); fi
 fi
 
 launch=(--standalone)
