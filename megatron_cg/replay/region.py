@@ -35,7 +35,7 @@ RELIES_ON = (
 )
 
 
-_depth = 0
+_eager_regions = 0
 """How many calls of :func:`run_region` run eager passes."""
 
 
@@ -51,15 +51,15 @@ def run_region(
     FSDP's hooks on modules inside the region run as in an eager pass. With ``as_captured``, experts
     run the operations that a graph would hold; see :func:`is_capturing`.
     """
-    global _depth
+    global _eager_regions
     target: Any = layer
     inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
     _flag("_set_capture_start")()
-    _depth += not as_captured
+    _eager_regions += not as_captured
     try:
         return target._te_cuda_graph_capture(*args, **inputs)
     finally:
-        _depth -= not as_captured
+        _eager_regions -= not as_captured
         _flag("_set_capture_end")()
 
 
@@ -83,7 +83,7 @@ def is_running_region() -> bool:
 
 def is_capturing() -> bool:
     """Whether a capture runs, warmup included; False while :func:`run_region` runs eagerly."""
-    return is_running_part() and _depth == 0
+    return is_running_region() and _eager_regions == 0
 
 
 @cache

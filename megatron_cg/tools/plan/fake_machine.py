@@ -151,9 +151,9 @@ def process_groups(args: Any) -> Iterator[Any]:
             size = args.world_size // args.num_distributed_optimizer_instances
             group = torch.distributed.new_group(range(size))
             parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
-        tracker = random._CUDA_RNG_STATE_TRACKER
+        for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+            stack.callback(setattr, random, name, getattr(random, name))
         random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
-        stack.callback(setattr, random, "_CUDA_RNG_STATE_TRACKER", tracker)
         yield ProcessGroupCollection.use_mpu_process_groups()
 
 

@@ -115,9 +115,9 @@ def test_the_good_arguments_are_the_good_run() -> None:
         ("--fp8-format hybrid", "fp8", "hybrid"),
         ("--tensor-model-parallel-size 2", "expert_tensor_parallel_size", 2),
         (
-            "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+            "--tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
             "expert_tensor_parallel_size",
-            1,
+            2,
         ),
     ],
 )

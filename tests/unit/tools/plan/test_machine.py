@@ -148,3 +148,14 @@ def test_a_run_of_many_ranks_makes_no_more_groups_and_exchanges_nothing(
             torch.distributed.all_gather_object(told, {"rows": 3})
             assert told == [{"rows": 3}] * world
     assert counts[0] == counts[1] > 10
+
+
+def test_a_model_can_be_built_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has built none before: then Megatron makes its generators anew."""
+    from megatron.core.tensor_parallel import random
+
+    names = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
+    for name, value in zip(names, (None, False), strict=True):
+        monkeypatch.setattr(random, name, value)
+    groups_of(sizes(2))
+    assert [getattr(random, name) for name in names] == [None, False]
