@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException
 
+from megatron_cg.consensus import exchange
 from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.runs.test_one_rank_failures import no_hang
 
 LAYERS, STEPS, CAPTURED, SHORT, EVALUATED, DELETED, AGAIN = 2, 11, 2, 5, 6, 7, 9
 """Steps: captured before, with a short batch, evaluated before, deleted and captured before."""
@@ -33,15 +38,13 @@ class Short:
         return (tokens[:1], labels[:1]) if self.halved else (tokens, labels)
 
 
-def live(ours: bool) -> dict[str, Any]:
-    """Losses and norms, to the last bit, and what the graphs did in each step."""
+@contextmanager
+def trainer_of(ours: bool) -> Iterator[Any]:
+    """A trainer of two ranks that share the experts; ``batches`` can be halved."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.replay.mismatch_policy import ReplayPolicy
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
@@ -58,17 +61,29 @@ def live(ours: bool) -> dict[str, Any]:
             expert_parallel=2,
             graph_modules=("attn", "moe") if ours else ("attn",),
         )
-        trainer = Trainer(TrainingPlan(shape, graphs=ours))
+        trainer: Any = Trainer(TrainingPlan(shape, graphs=ours))
         undo.callback(parallel_state.destroy_model_parallel)
-        batches: Any = Short(trainer._batches)
-        trainer._batches = batches
-        found: list[list[str]] = []
-        done: list[dict[str, int]] = []
+        trainer._batches = Short(trainer._batches)
+        yield trainer
+
+
+def captured(trainer: Any, **options: Any) -> Any:
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.consensus.exchange import Agreement
+
+    return trainer.capture(TapeBackend(), Agreement(), **options)
+
+
+def live(ours: bool) -> dict[str, Any]:
+    """Losses and norms, to the last bit, and what the graphs did in each step."""
+    from megatron_cg.replay.mismatch_policy import ReplayPolicy
+
+    found: list[list[str]] = []
+    done: list[dict[str, int]] = []
+    with trainer_of(ours) as trainer, ExitStack() as undo:
         for step in range(STEPS):
             if ours and step in (CAPTURED, AGAIN):
-                policy = ReplayPolicy("eager", verify_interval=2)
-                agreement = Agreement()
-                session = trainer.capture(TapeBackend(), agreement, policy=policy)
+                session = captured(trainer, policy=ReplayPolicy("eager", verify_interval=2))
                 undo.callback(session.close)
             if ours and step == DELETED:
                 session.close()
@@ -77,12 +92,12 @@ def live(ours: bool) -> dict[str, Any]:
                 with torch.no_grad():
                     found.append([float(trainer._forward().sum()).hex()])
                 trainer.model.train()
-            batches.halved = step == SHORT
+            trainer._batches.halved = step == SHORT
             found.append([number.hex() for number in trainer.step()])
             if ours and step >= CAPTURED:
                 names = ("replayed", "eager", "mismatched", "verified", "gradients_verified")
                 done.append({name: getattr(session.counters, name) for name in names})
-        return {"found": found, "done": done}
+    return {"found": found, "done": done}
 
 
 def live_twice(folder: Path) -> None:
@@ -115,3 +130,29 @@ def test_both_ranks_replay_verify_and_leave_their_graphs_together(
         assert short["replayed"] == before["replayed"]
         assert short["mismatched"] == short["eager"] == LAYERS
         assert done[-1]["replayed"] == LAYERS * (STEPS - AGAIN)
+
+
+def short_alone(folder: Path) -> None:
+    """Rank 1 alone has fewer tokens; rank 0 waits for it inside its graph, until it has ended."""
+    from megatron_cg.errors import ReplayMismatchError
+
+    soon = timedelta(seconds=3)
+    with trainer_of(ours=True) as trainer, no_hang():
+        trainer.step()
+        captured(trainer)
+        trainer.step()
+        trainer._batches.halved = dist.get_rank() == 1
+        with patch.object(exchange, "FALLING_BACK", soon), patch.object(exchange, "TIMEOUT", soon):
+            try:
+                trainer.step()
+            except ReplayMismatchError as error:
+                (folder / f"{dist.get_rank()}.txt").write_text(str(error))
+                raise
+
+
+def test_a_rank_with_fewer_tokens_alone_ends_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ProcessRaisedException):
+        run_processes(partial(short_alone, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["1.txt"]
+    text = (tmp_path / "1.txt").read_text()
+    assert "The graph holds collectives" in text and "shape" in text
