@@ -11,8 +11,11 @@ from typing import Any
 
 STEPS, WARMUP, MICROBATCHES, BATCH = 20, 3, 2, 2
 PREPROCESS = ("attn", "moe_router", "moe_preprocess")
+EXPERTS = ("attn", "moe")
+"""Without drop and pad: the models' experts compute by torch's grouped GEMM."""
 SCOPES = (("attn",), PREPROCESS, ("moe_router",))
 EAGER, ENABLED, API = "eager", "enable", "api"
+GROUPED = {"moe_grouped_gemm": True}
 DRIVERS = (ENABLED, API)
 """Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``."""
 TYPES = ("bf16", "fp32")
@@ -66,6 +69,13 @@ GROUPS = {
         Group("tp2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         Group("ep2", {"expert_model_parallel_size": 2}),
         Group("mtp", {"mtp_num_layers": 1}),
+        Group("dropless", GROUPED, scopes=(EXPERTS,), dtypes=("bf16",)),
+        Group(
+            "dropless-ep2",
+            {**GROUPED, "expert_model_parallel_size": 2},
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+        ),
         *(
             Group(name, preset=name, scopes=(scopes,), dtypes=("bf16",), drivers=(API,), needs=need)
             for name, scopes, need in (

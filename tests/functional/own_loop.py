@@ -39,10 +39,12 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from tests.functional.loops import (
     API,
     BATCH,
     EAGER,
+    EXPERTS,
     GROUPS,
     MICROBATCHES,
     STEPS,
@@ -147,6 +149,11 @@ def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
         )
         return hybrid
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=GPU)
+    if config.moe_grouped_gemm and not GPU:
+        from megatron_cg.tools.cpu.cpu_model import grouped_experts
+
+        for layer in {id(layer.submodules): layer for layer in spec.layer_specs}.values():
+            layer.submodules.mlp = grouped_experts(layer.submodules.mlp)
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=GPU)
@@ -275,6 +282,23 @@ def with_api(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[A
 
 def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
     """One run, which starts and leaves the process clean."""
+    with dropless() if run.scopes == EXPERTS else nullcontext():
+        return train_model(group, run, steps)
+
+
+@contextmanager
+def dropless() -> Iterator[None]:
+    """Models that are built in the block may have dropless experts in their graphs."""
+    with nullcontext() if GPU else in_place_of_te():
+        megatron_cg.enable(grouped_gemm="torch")
+        try:
+            yield
+        finally:
+            megatron_cg.disable()
+
+
+def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
+    """One run, with the settings of its process as they are."""
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED, te_rng_tracker=GPU, force_reset_rng=True)
     world = parallel_state.get_data_parallel_world_size()

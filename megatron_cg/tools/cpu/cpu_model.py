@@ -92,7 +92,7 @@ def build(model: CpuModelConfig) -> FullyShardedDataParallel:
         num_experts=model.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
     )
     if model.grouped:
-        layer.submodules.mlp = _grouped_experts(layer.submodules.mlp)
+        layer.submodules.mlp = grouped_experts(layer.submodules.mlp)
     # From a layer spec alone, Megatron would use TE's final norm wherever TE is installed.
     spec = TransformerBlockSubmodules([layer] * model.layers, WrappedTorchNorm)
     gpt: torch.nn.Module = GPTModel(
@@ -108,7 +108,7 @@ def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(config=config, ddp_config=ddp_config(model), module=gpt)
 
 
-def _grouped_experts(layer: Any) -> Any:
+def grouped_experts(layer: Any) -> Any:
     """Megatron's MoE layer with its grouped experts, which need no Transformer Engine here."""
     grouped = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
     submodules = replace(
