@@ -5,8 +5,8 @@ Relied on: megatron-core 0.19.2. ``--cuda-graph-impl full_iteration`` needs
 It captures forward and backward of all microbatches in the step after ``--cuda-graph-warmup-steps``
 (``full_cuda_graph.py``). Under Megatron-FSDP it sets ``megatron_fsdp_cuda_graph_mode`` and
 ``fsdp_all_gather_in_start_param_sync`` itself (``training.py``). The optimizer step stays outside
-the graph. An MoE model with dropless routing reads token counts on the host, so such a graph cannot
-capture it.
+the graph. An MoE model with dropless routing reads token counts on the host, so Megatron's graph
+of an iteration cannot hold it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_cg.tools.align.command import BASE_FLAGS, GRAPH_FLAGS
 EAGER, EAGER_FAST_PATH, DDP_EAGER = "fsdp-eager", "fsdp-eager-fast-path", "ddp-eager"
 GRAPHS, PLAIN, DDP_GRAPHS = "fsdp-graphs", "fsdp-graphs-plain", "ddp-graphs"
 FULL = "fsdp-full-iteration"
+TORCH_EAGER, EXPERTS = "fsdp-eager-torch-gemm", "fsdp-graphs-experts"
 
 _FSDP_ONLY = {
     "--use-megatron-fsdp": 0,
@@ -42,6 +43,8 @@ class Configuration:
     """The parts of the fast path."""
     models: Literal["all", "dense", "MoE"] = "all"
     """The models that it makes sense for."""
+    torch_gemm: bool = False
+    """Whether experts compute by torch's grouped GEMM; graphs then hold them."""
 
     @property
     def double_buffers(self) -> bool:
@@ -51,13 +54,15 @@ class Configuration:
     def words(self, scopes: Sequence[str], warmup_steps: int) -> list[str]:
         """Its own flags; all configurations share the others."""
         words = list(GRAPH_FLAGS if self.double_buffers else ())
+        words += ["--cg-grouped-gemm", "torch"] if self.torch_gemm else []
         if self.graphs == "none":
             return ["--cuda-graph-impl", "none", *words]
         words += ["--cuda-graph-warmup-steps", str(warmup_steps)]
         if self.graphs == "full":
             return [*words, "--cuda-graph-impl", "full_iteration"]
         words += ["--cuda-graph-impl", "transformer_engine"]
-        words += ["--cuda-graph-modules", *scopes] if scopes else []
+        captured = self.captured(scopes)
+        words += ["--cuda-graph-modules", *captured] if captured else []
         return [*words, *(self._fast_path_words() if self.fsdp else ())]
 
     def _fast_path_words(self) -> list[str]:
@@ -66,6 +71,12 @@ class Configuration:
         if not self.parts:
             return ["--cg-no-fsdp-fast-path"]
         return ["--cg-fast-path", ",".join(self.parts)]
+
+    def captured(self, scopes: Sequence[str]) -> tuple[str, ...]:
+        """What partial graphs hold where others hold ``scopes``."""
+        if not self.torch_gemm or not scopes:
+            return tuple(scopes)
+        return (*(scope for scope in scopes if not scope.startswith("moe")), "moe")
 
     def suits(self, *, moe: bool) -> bool:
         """Whether it makes sense for a model with experts, or without."""
@@ -120,7 +131,23 @@ def _without(part: str) -> Configuration:
 
 ABLATIONS = {ablation(part): _without(part) for part in PARTS}
 """Partial graphs with all parts of the fast path but one, and those that need that one."""
-KNOWN = CONFIGURATIONS | ABLATIONS
+WITH_TORCH_GEMM = {
+    configuration.name: configuration
+    for configuration in (
+        Configuration(
+            TORCH_EAGER,
+            "Megatron-FSDP, eager, with torch's grouped GEMM",
+            *(True, "none", (), "MoE", True),
+        ),
+        Configuration(
+            EXPERTS,
+            "Megatron-FSDP with graphs that hold whole MoE layers, by torch's grouped GEMM",
+            *(True, "partial", PARTS, "MoE", True),
+        ),
+    )
+}
+"""Dropless experts in graphs, and the baseline with the same grouped GEMM; by ``--only``."""
+KNOWN = CONFIGURATIONS | ABLATIONS | WITH_TORCH_GEMM
 
 
 def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:

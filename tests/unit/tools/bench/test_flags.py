@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from megatron_cg.tools.bench.configurations import (
     GRAPHS,
     KNOWN,
     PLAIN,
+    WITH_TORCH_GEMM,
 )
 from megatron_cg.tools.bench.shapes import SHAPES, is_moe
+from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 
-pytestmark = pytest.mark.usefixtures("hopper")
+pytestmark = pytest.mark.usefixtures("hopper", "te_gemm")
 MOE = "qwen3-moe"
 DATA = TokenStream(Path("data/text"), "", is_bytes=True)
 PAIRS = [
@@ -31,6 +34,14 @@ PAIRS = [
     for configuration in configurations_for(load_preset(shape), None, scaling=False)
 ]
 PAIRS += [("qwen3-moe", name) for name in ABLATIONS]
+PAIRS += [(shape, name) for shape in ("qwen3-moe", "deepseek-v3") for name in WITH_TORCH_GEMM]
+
+
+@pytest.fixture
+def te_gemm() -> Iterator[None]:
+    """Transformer Engine's grouped GEMM, which a run on GPUs has."""
+    with in_place_of_te():
+        yield
 
 
 def parsed(settings: Settings, configuration: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -72,7 +83,10 @@ def test_every_configuration_of_every_shape_is_accepted(
     assert args.global_batch_size == 4 and args.micro_batch_size == 1
     assert args.expert_model_parallel_size == (2 if is_moe(settings.preset) else 1)
     captured = [module.name for module in config.cuda_graph_modules]
-    assert captured == (list(settings.chosen_scopes) if one.graphs == "partial" else [])
+    scopes = one.captured(settings.chosen_scopes)
+    assert captured == (list(scopes) if one.graphs == "partial" else [])
+    assert ("moe" in captured) is (one.torch_gemm and one.graphs == "partial")
+    assert args.cg_grouped_gemm == ("torch" if one.torch_gemm else "te")
     impl = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
     assert config.cuda_graph_impl == impl[one.graphs]
     assert args.cuda_graph_warmup_steps == 3
