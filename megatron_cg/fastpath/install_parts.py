@@ -35,6 +35,7 @@ from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
+_DEFERRED = "deferred-prefetch"
 _OF_GRAPHS = "detached-weights-of-graphs"
 NOT_CHOSEN = "this run chose other parts (--cg-fast-path, or fast_path= in Python)"
 _warned: set[tuple[str, str]] = set()
@@ -110,8 +111,12 @@ class FastPath:
                 lambda: detach_in_graphs(self._detaches(fsdp, graphed), replays, deferred.launched),
             )
         self._add("gemm-heuristics", lambda: install_heuristics(fsdp.module))
-        if _OF_GRAPHS in self.parts and self._is_chosen("deferred-prefetch"):
+        if not self._is_chosen(_DEFERRED):
+            self.left_out[_DEFERRED] = NOT_CHOSEN
+        elif _OF_GRAPHS in self.parts:
             self.deferred = deferred
+        else:
+            self.left_out[_DEFERRED] = f"{_OF_GRAPHS} is not installed, so no launch is seen"
         self._add(
             "unshard",
             lambda: install_unshard(fsdp, self._unit_is_done, self.deferred),

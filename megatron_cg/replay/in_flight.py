@@ -83,7 +83,7 @@ class InFlight:
                 f"{this.unit.name}: its backward runs after another forward replay of the same "
                 "graph, or a second time; the graph's memory no longer holds what it reads. Run "
                 "each backward once and before the layer's next forward pass, without "
-                "retain_graph, and recompute whole layers or what is outside of graphs. Or: "
+                "retain_graph, and with no recompute around a captured region. Or: "
                 f"{this.unit.leave_out(None)}"
             )
         waiting = reversed(self._waiting.values())

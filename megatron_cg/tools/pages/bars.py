@@ -61,9 +61,13 @@ def side_by_side(bars: Bars, unit: str, form: str = "%.0f") -> Draw:
 
 
 def shortened(name: str) -> str:
-    """A name that fits a plot; matplotlib hides names that begin with an underscore."""
+    """A name that fits a plot; matplotlib hides names that begin with an underscore.
+
+    Long names often differ at their ends, so both ends stay.
+    """
     name = name.lstrip("_") or "run"
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026"
+    half = LONGEST // 2
+    return name if len(name) <= LONGEST else f"{name[: half - 1]}\u2026{name[-half:]}"
 
 
 def legend(axes: Axes, look: Look, columns: int = 2) -> None:

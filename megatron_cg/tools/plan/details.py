@@ -120,11 +120,12 @@ def _worth(found: dict[str, Any], settings: Any) -> dict[str, Any]:
     scopes = [set(row["scopes"]) for row in found["layers"] if "scopes" in row]
     model, run = found["model"], settings.run
     cutlass = os.environ.get("NVTE_USE_CUTLASS_GROUPED_GEMM") == "1" and model["kind"] == "MoE"
+    torch_gemm = settings.graph.cg_grouped_gemm == "torch"
     dtype = "FP8" if run.fp8 else "BF16" if settings.args.bf16 else "FP32"
     planned = Planned(
         kind=model["kind"],
         dtype=dtype,
-        grouped_gemm="cutlass" if cutlass else "default",
+        grouped_gemm="torch" if torch_gemm else "cutlass" if cutlass else "default",
         work_per_layer=model["work_per_layer"],
         scopes=frozenset().union(*scopes),
         attention=all(captured & {"attn", WHOLE_LAYER} for captured in scopes),

@@ -38,7 +38,7 @@ class Planned:
     """``dense``, ``MoE`` or ``hybrid``."""
     dtype: str
     grouped_gemm: str
-    """``default`` or ``cutlass``; a dense model has ``default``."""
+    """``default``, ``cutlass`` or ``torch``; a dense model has ``default``."""
     work_per_layer: float
     scopes: frozenset[str]
     """The captured scopes."""
@@ -63,7 +63,7 @@ def worth(planned: Planned, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]
         == (planned.kind, planned.dtype, planned.grouped_gemm)
     ]
     if not kin:
-        gemm = ", grouped GEMM cutlass" if planned.grouped_gemm == "cutlass" else ""
+        gemm = "" if planned.grouped_gemm == "default" else f", grouped GEMM {planned.grouped_gemm}"
         return _told(UNKNOWN, [f"No {planned.kind} model in {planned.dtype}{gemm} was measured"])
     row = min(kin, key=lambda row: abs(math.log(planned.work_per_layer / row["work_per_layer"])))
     times = planned.work_per_layer / row["work_per_layer"]
@@ -80,7 +80,9 @@ def worth(planned: Planned, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]
     if row["least"] <= PAYS <= row["most"]:
         return _told(UNKNOWN, [*words, "Its rounds do not agree"], row)
     words[-1] += f", and graphs save {planned.launches_saved:,} kernel launches a step"
-    missing = [scope for scope in row["scopes"] if scope not in planned.scopes]
+    # The scope moe holds what the router's scopes hold.
+    whole = {"moe_router", "moe_preprocess"} if "moe" in planned.scopes else set()
+    missing = [scope for scope in row["scopes"] if scope not in planned.scopes | whole]
     if missing and WHOLE_LAYER not in planned.scopes:
         words.append(f"The row captured {' '.join(missing)} too, so expect less")
     return _told(LIKELY if row["most"] < PAYS else UNLIKELY, words, row)

@@ -62,7 +62,7 @@ def test_only_chosen_parts_are_installed(runs: list[dict[str, Any]], name: str) 
         did = rank[name]
         assert did["parts"] and set(did["parts"]) <= set(CHOICES[name])
         refused = {part for part, why in did["left out"].items() if why == install_parts.NOT_CHOSEN}
-        others = set(PARTS) - set(CHOICES[name]) - {"deferred-prefetch", "clipping", "optimizer"}
+        others = set(PARTS) - set(CHOICES[name]) - {"clipping", "optimizer"}
         assert refused == others
 
 
