@@ -36,13 +36,13 @@ def detach_in_graphs(
     with ExitStack() as undo:
         undo.callback(detached.close)
         for replay in replays:
-            replacement = _Fake(detached, replay, launched)
+            replacement = _DetachedReplay(detached, replay, launched)
             undo.callback(replay.replace(replacement))
             undo.callback(replacement.end)
         return undo.pop_all().close
 
 
-class _Fake:
+class _DetachedReplay:
     """Called instead of a graph's autograd function."""
 
     def __init__(

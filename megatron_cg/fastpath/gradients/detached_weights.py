@@ -93,11 +93,11 @@ def install_detached(detached: DetachedWeights) -> Callable[[], None]:
 def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[], None]:
     """Let an autograd function, looked up in ``module``, run with detached weights.
 
-    Several models share one fake. The returned function undoes this for one model.
+    Several models share one replacement. The returned function undoes this for one model.
     """
     replacement: Any = getattr(module, name)
-    if not isinstance(replacement, _Fake):
-        replacement = _Fake(replacement)
+    if not isinstance(replacement, _Replacement):
+        replacement = _Replacement(replacement)
         replacement.undo = set_attribute(module, name, replacement)
     replacement.models.add(detached)
 
@@ -110,7 +110,7 @@ def detach_in(module: Any, name: str, detached: DetachedWeights) -> Callable[[],
     return undo
 
 
-class _Fake:
+class _Replacement:
     """Replaces the function: ``apply`` detaches weights, all else is the function's own."""
 
     def __init__(self, function: Any) -> None:

@@ -38,9 +38,9 @@ def print_report(console: Console, title: str, outcome: Outcome, notice: str = "
 
 
 def _print_agreement(console: Console, run: Run | None) -> None:
-    figures = (run or {}).get(0, {}).get("agreement")
-    if figures:
-        console.print(f"agreement, rank 0: {AgreementTime(**figures).text()}", soft_wrap=True)
+    counts = (run or {}).get(0, {}).get("agreement")
+    if counts:
+        console.print(f"agreement, rank 0: {AgreementTime(**counts).text()}", soft_wrap=True)
 
 
 def _table(title: str, comparison: Comparison) -> Table:

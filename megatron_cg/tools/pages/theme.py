@@ -70,5 +70,5 @@ def variables(palette: Palette) -> str:
 
 def as_styled(svg: str) -> str:
     """``svg``, drawn in :data:`STYLED`, with the page's properties instead of placeholders."""
-    stand_ins = {getattr(STYLED, name): name for name in _NAMES}
-    return re.sub(r"#00fe[0-9a-f]{2}\b", lambda found: f"var(--{stand_ins[found[0]]})", svg)
+    names = {getattr(STYLED, name): name for name in _NAMES}
+    return re.sub(r"#00fe[0-9a-f]{2}\b", lambda found: f"var(--{names[found[0]]})", svg)

@@ -74,7 +74,9 @@ def check(plan: Mapping[str, Any], record: Mapping[str, Any]) -> Check:
     if not measured or "pool_reserved" not in measured or "held_by_forward" not in measured:
         raise CheckError(f"the record has no {KEY} with pool_reserved and held_by_forward in it.")
     if not planned:
-        raise CheckError("the plan has no figures: a rule is broken, or it says why in its notes.")
+        raise CheckError(
+            "the plan has no estimates: a rule is broken, or it says why in its notes."
+        )
     layers = {f"layer {row['index']}": row for row in plan["layers"] if "memory" in row}
     held = measured["held_by_forward"]
     if set(layers) != set(held):

@@ -153,8 +153,8 @@ def _environment_of_the_run(given: Mapping[str, str]) -> tuple[Environment, list
     if _TE not in versions:
         versions[_TE] = TE_VERSION
         notes.append(
-            f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the figures "
-            "are the same with and without it: its modules are stood in for by fakes."
+            f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the "
+            "estimates are the same with and without it: fakes replace its modules."
         )
     wanted = {name: given[name] for name in given if name in _variables()}
     return replace(here, versions=versions, variables={**here.variables, **wanted}), notes

@@ -15,7 +15,7 @@ GRAPHED, LEFT_OUT, EAGER, ABSENT = (
     "in a graph",
     "left out of the selection",
     "eager",
-    "no such part",
+    "no such scope",
 )
 
 
@@ -98,7 +98,7 @@ class Coverage:
         there = [pair for pair in cells if pair[0].kind_of(pair[1]) != ABSENT]
         inside = [pair for pair in there if pair[0].kind_of(pair[1]) == GRAPHED]
         return (
-            f"{len(graphed)} of {len(self.layers)} layers have a graph; of their parts that a "
+            f"{len(graphed)} of {len(self.layers)} layers have a graph; of their scopes that a "
             f"graph can hold, {len(inside)} of {len(there)} are in one."
         )
 

@@ -38,7 +38,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
         machine["gpu_bytes"] = f"{machine['gpu_bytes'] / 2**30:.0f} GiB"
     found |= {name: _text(machine[key]) for key, name in _MACHINE.items() if key in machine}
     found |= {name: _text(v) for name, v in record.get("environment", {}).items()}
-    return found | {"parts in graphs": _graphed(record)}
+    return found | {"scopes in graphs": _graphed(record)}
 
 
 def _graphed(record: Mapping[str, Any]) -> str:

@@ -133,8 +133,8 @@ def no_gpu(story: Story) -> str:
     if story.captured_after is None:
         return "No GPU was used, so times say nothing of speed on one."
     return (
-        "No GPU was used: recordings of operations stood in for CUDA graphs, and times say nothing "
-        "of speed on a GPU."
+        "No GPU was used: recordings of operations replaced CUDA graphs, and times say nothing of "
+        "speed on a GPU."
     )
 
 

@@ -33,7 +33,7 @@ def levels(*asked: Level) -> Decision:
     return decided(Vote(level) for level in asked)
 
 
-def test_a_row_holds_the_vote_and_then_the_vote_itself() -> None:
+def test_a_row_names_the_vote_and_then_its_values() -> None:
     row = encode(Kind.MISMATCH, 9, Vote(RECAPTURE, 5, 7), Exchange.VOTING)
     assert row.dtype is torch.int64 and row.device.type == "cpu"
     assert row.tolist() == [4, 9, 2, 1, 5, 7]

@@ -144,7 +144,7 @@ def test_a_tape_takes_the_tracker_along_and_capture_leaves_it_as_it_was(
 
 @pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
-    reason="TE is installed here, so it is not stood in for",
+    reason="TE is installed here, so no fake replaces it",
 )
 def test_megatron_takes_the_stand_in_for_a_transformer_engine_that_can_replay() -> None:
     with cpu_fakes():

@@ -110,7 +110,7 @@ def test_groups_are_as_torch_makes_them_after_the_block_also_after_an_exception(
     assert group_of_one(store)._get_backend(CPU).options._threads == 2
 
 
-def test_the_stand_ins_give_every_group_one_worker(store: str) -> None:
+def test_the_fakes_give_every_group_one_worker(store: str) -> None:
     with cpu_fakes():
         groups = [group_of_one(store), dist.new_group([0])]
     assert [group._get_backend(CPU).options._threads for group in groups] == [1, 1]

@@ -69,7 +69,7 @@ def test_more_than_the_tolerance_does_not_hold() -> None:
     ("plan", "record", "message"),
     [
         (PLAN, {}, "pool_reserved"),
-        ({"layers": []}, RECORD, "no figures"),
+        ({"layers": []}, RECORD, "no estimates"),
         ({**PLAN, "layers": PLAN["layers"][:2]}, RECORD, "different flags"),
     ],
 )

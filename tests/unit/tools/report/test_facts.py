@@ -8,7 +8,7 @@ from megatron_cg.tools.report.facts import facts
 from megatron_cg.tools.report.story import Story
 from tests.unit.tools.report.made_up import make_record
 
-PARTS = "parts in graphs"
+PARTS = "scopes in graphs"
 
 
 def parts(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
