@@ -66,6 +66,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
+    from megatron_cg.moe import one_tensor
     from megatron_cg.moe.install import counts_on_device, use_device_counts
     from megatron_cg.replay.counters import Counters
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
@@ -74,6 +75,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
+    one_tensor._copied.clear()
     with ExitStack() as undo:
         if ours:
             undo.enter_context(in_place_of_te())
@@ -99,7 +101,8 @@ def fit(model: Model, way: str) -> dict[str, Any]:
             steps.append([number.hex() for number in trainer.step()])
         device = counts_on_device(trainer.model)
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
-        return {"steps": steps, "device": device, "parts": list(parts), **shown}
+        copied = bool(one_tensor._copied)
+        return {"copied": copied, "steps": steps, "device": device, "parts": list(parts), **shown}
 
 
 def train_all(folder: Path) -> None:
@@ -136,3 +139,10 @@ def test_whole_layers_were_replayed(results: list[dict[str, Any]], model: str, w
         assert one["captured"] == LAYERS * graphs and one["eager"] == 0
         assert one["replayed"] == replayed * graphs
         assert ("gradients" in one["parts"]) == (way == "fast" and not MODELS[model].fsdp)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_in_a_bucket_are_not_copied(results: list[dict[str, Any]], model: str) -> None:
+    for found in results:
+        copied = {way: found[model][way]["copied"] for way in MODELS[model].ways}
+        assert set(copied.values()) == {model == "no shards"}
