@@ -60,7 +60,7 @@ def test_a_configuration_that_fails_is_shown_and_the_others_go_on(
 ) -> None:
     programs = {
         EAGER: writing(RANK),
-        GRAPHS: "print('before'); raise RuntimeError('out of luck')",
+        GRAPHS: "print('before', flush=True); raise RuntimeError('out of luck')",
         DDP_EAGER: "pass",
     }
     seen: list[str] = []
