@@ -84,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, SystemExit):
             raise
         text, code = _told(error)
+        if isinstance(error, OSError) and error.filename is None:
+            # Python would fail again when it flushes the rest at exit, with a code of its own.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"{name}: {text}", file=sys.stderr)
         return code
 
