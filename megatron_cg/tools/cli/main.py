@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import logging
@@ -79,16 +80,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # rich raises SystemExit when the reader is gone.
         if BrokenPipeError in (type(error), type(error.__context__)):
             # Nobody reads the rest, including what Python flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             return NO_READER
         if isinstance(error, SystemExit):
             raise
         text, code = _told(error)
         if isinstance(error, OSError) and error.filename is None:
             # Python would fail again when it flushes the rest at exit, with a code of its own.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
         print(f"{name}: {text}", file=sys.stderr)
         return code
+
+
+def _discard_output() -> None:
+    """Discard what is still to be written to stdout, unless it is no file, as with Jupyter."""
+    with contextlib.suppress(io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _told(error: BaseException) -> tuple[str, int]:
