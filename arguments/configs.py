@@ -56,6 +56,7 @@ TRANSFORMER: Mapping[str, str] = {
     "pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "overlap_moe_expert_parallel_comm": "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute": "delay_wgrad_compute",
+    "overlap_dispatch_backward_with_experts_wgrad": "overlap_dispatch_backward_with_experts_wgrad",
     "hybrid_context_parallel": "hybrid_context_parallel",
     "mtp_num_layers": "mtp_num_layers",
     "mtp_use_repeated_layer": "mtp_use_repeated_layer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_cg.arguments.rule import Refusal, Rule
 from megatron_cg.arguments.rules_layers import captures_experts
@@ -11,6 +11,8 @@ from megatron_cg.arguments.schema import Environment, GraphArguments, RunArgumen
 from megatron_cg.errors import Violation
 
 _OR_TE = "or drop --cg-grouped-gemm"
+_ROUTER = "type --cuda-graph-modules attn moe_router"
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 class _WithGemm(Refusal):
@@ -31,8 +33,12 @@ class _InGraph(_WithGemm):
         self, run: RunArguments, graph: GraphArguments, environment: Environment
     ) -> Iterator[Violation]:
         """The violation, if the run breaks this rule."""
-        if run.wants_graphs and captures_experts(run, graph) and not drops_and_pads(run):
+        if _dropless_in_graph(run, graph):
             yield from super().__call__(run, graph, environment)
+
+
+def _dropless_in_graph(run: RunArguments, graph: GraphArguments) -> bool:
+    return run.wants_graphs and captures_experts(run, graph) and not drops_and_pads(run)
 
 
 def _counts_vary(run: RunArguments) -> bool:
@@ -43,7 +49,45 @@ def _counts_vary(run: RunArguments) -> bool:
     )
 
 
-_ROUTER = "type --cuda-graph-modules attn moe_router"
+def router_violation(balancing: Iterable[str]) -> Violation | None:
+    """Why experts with these kinds of load balancing cannot be in a graph; None if they can."""
+    others = [kind for kind in balancing if kind not in _BALANCING]
+    if not others:
+        return None
+    return Violation(
+        "experts-router",
+        f"dropless experts in a graph with --moe-router-load-balancing-type {' '.join(others)}",
+        f"whole MoE layers are known to be captured right with {', '.join(_BALANCING)} alone",
+        f"type --moe-router-load-balancing-type aux_loss, or {_ROUTER}",
+    )
+
+
+def _router(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """Other routers are not known to run without the host."""
+    found = router_violation(run.moe_router_load_balancing_type)
+    if found is not None and _dropless_in_graph(run, graph):
+        yield found
+
+
+def _delayed_gradients(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """Weight gradients of experts that are computed after the layer's backward pass."""
+    captured = run.wants_graphs and captures_experts(run, graph)
+    if run.overlap_dispatch_backward_with_experts_wgrad and (
+        graph.cg_grouped_gemm == "torch" or captured
+    ):
+        yield Violation(
+            "experts-delayed-gradients",
+            "--overlap-dispatch-backward-with-experts-wgrad with "
+            + ("experts in a graph" if captured else "--cg-grouped-gemm torch"),
+            "torch's grouped GEMM computes weight gradients at once, and Python code that reduces "
+            "delayed ones does not run in a replay",
+            "drop --overlap-dispatch-backward-with-experts-wgrad",
+        )
+
 
 RULES: tuple[Rule, ...] = (
     _WithGemm(
@@ -103,4 +147,13 @@ RULES: tuple[Rule, ...] = (
         "drop the option, or add --moe-expert-capacity-factor 1.0 "
         "--moe-pad-expert-input-to-capacity",
     ),
+    _WithGemm(
+        "grouped-gemm-delayed-gradients",
+        lambda run: run.delay_wgrad_compute,
+        "--cg-grouped-gemm torch with --delay-wgrad-compute",
+        "torch's grouped GEMM computes weight gradients at once",
+        f"drop --delay-wgrad-compute, {_OR_TE}",
+    ),
+    _delayed_gradients,
+    _router,
 )

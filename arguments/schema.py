@@ -181,6 +181,9 @@ class RunArguments:
     pipeline_model_parallel_size: int = _setting(1, "pipeline stages")
     overlap_moe_expert_parallel_comm: bool = _setting(False, "1F1B overlap with expert parallel")
     delay_wgrad_compute: bool = _setting(False, "weight gradients after the layer's backward")
+    overlap_dispatch_backward_with_experts_wgrad: bool = _setting(
+        False, "weight gradients of experts while tokens' gradients are exchanged"
+    )
     hybrid_context_parallel: bool = _setting(False, "sequences of several lengths over ranks")
 
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")

@@ -18,13 +18,13 @@ Note [Order of rows]
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_cg.moe.exchange import exchange, gather_counts
-from megatron_cg.moe.rows import order, reorder
+from megatron_cg.moe.slots import move, places
 from megatron_cg.replay.region import is_capturing
 from megatron_cg.upstream.symbols import Symbol
 
@@ -55,6 +55,13 @@ class DeviceCounts:
         return self._counts
 
 
+class _Places(NamedTuple):
+    """The results of :func:`places` for the rows that this rank sends and for those it receives."""
+
+    sent: tuple[torch.Tensor, torch.Tensor]
+    received: tuple[torch.Tensor, torch.Tensor]
+
+
 class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Dispatches without reading a count on the host while graphs are captured.
 
@@ -62,10 +69,8 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """
 
     tokens_per_expert: torch.Tensor | None
-    _counts: torch.Tensor
-    """Rows from each rank to each; see :func:`gather_counts`."""
-    _order: tuple[torch.Tensor, torch.Tensor] | None
-    """How rows are sorted by local expert, and the inverse; None if they are sorted already."""
+    _places: _Places | None = None
+    """Of the layer's pass; None with one expert-parallel rank, whose rows are sorted already."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
         if is_capturing():
@@ -78,7 +83,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """Send tokens and probabilities to their experts' ranks. A collective call.
 
         Returns:
-            ``[rows, hidden]`` and ``[rows]``; in a capture with as many rows as any routing needs.
+            ``[rows, hidden]`` and ``[rows]``; in a capture in slots, see Note [Slots].
         """
         if not is_capturing():
             sent: Any = super().token_dispatch(permutated_local_input_tokens, permuted_probs)
@@ -86,14 +91,12 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()
-        rows = permutated_local_input_tokens.shape[0]
         if self.ep_size > 1:
-            self._counts = gather_counts(self.input_splits, self.ep_group)
-            rows = self._most_rows(rows)
-        tokens = self._exchange(permutated_local_input_tokens, rows)
+            self._places = self._find_places(permutated_local_input_tokens.shape[0])
+        tokens = self._send(permutated_local_input_tokens)
         if shared is not None:
             shared.linear_fc1_forward_and_act(tokens)
-        return tokens, self._exchange(permuted_probs, rows)
+        return tokens, self._send(permuted_probs)
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
@@ -104,13 +107,9 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return processed  # type: ignore[no-any-return]
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         assert counts is not None
-        self._order = None
-        if self.ep_size > 1 and self.num_local_experts > 1:
-            of_chunks = self.num_global_tokens_per_local_expert
-            rows = global_input_tokens.shape[0]
-            self._order = order(of_chunks, rows), order(of_chunks.t(), rows)
-            global_input_tokens = reorder(global_input_tokens, *self._order)
-            global_probs = reorder(global_probs, *self._order)
+        if self._places is not None:
+            global_input_tokens = move(global_input_tokens, *self._places.received)
+            global_probs = move(global_probs, *self._places.received)
         return global_input_tokens, DeviceCounts(counts), global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -118,10 +117,9 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         if not is_capturing():
             restored: Any = super().combine_preprocess(hidden_states)
             return restored  # type: ignore[no-any-return]
-        if self._order is None:
+        if self._places is None:
             return hidden_states
-        (forward, inverse), self._order = self._order, None
-        return reorder(hidden_states, inverse, forward)
+        return move(hidden_states, *reversed(self._places.received))
 
     def token_combine(
         self, hidden_states: torch.Tensor, *others: Any, **named: Any
@@ -133,21 +131,30 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()
-        results = self._exchange(hidden_states, self.num_out_tokens, back=True)
+        results = hidden_states
+        if self._places is not None:
+            results = move(all_to_all(self.ep_group, results), *self._places.sent)
+            self._places = None
         if shared is not None:
             shared.linear_fc2_forward(results)
             shared.post_forward_comm()
         return results
 
-    def _most_rows(self, sent: int) -> int:
-        """Rows that this rank receives at most, when each rank sends ``sent``."""
-        topk: int = self.config.moe_router_topk
-        ranks: int = self.ep_size
-        local: int = self.num_local_experts
-        return ranks * (sent // topk) * min(topk, local)
-
-    def _exchange(self, rows: torch.Tensor, received: int, *, back: bool = False) -> torch.Tensor:
-        if self.ep_size == 1:
+    def _send(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank to the slots of all ranks; a collective call."""
+        if self._places is None:
             return rows
-        counts = self._counts.t().contiguous() if back else self._counts
-        return exchange(rows, counts, received, self.ep_group)
+        sent: torch.Tensor = all_to_all(self.ep_group, move(rows, *reversed(self._places.sent)))
+        return sent
+
+    def _find_places(self, sent: int) -> _Places:
+        """Places in slots that have room for any routing of ``sent`` rows."""
+        topk: int = self.config.moe_router_topk
+        slot = sent // topk * min(topk, self.num_local_experts)
+        received = self.output_splits.unsqueeze(1)
+        if self.num_local_experts > 1:
+            received = self.num_global_tokens_per_local_expert
+        return _Places(
+            places(self.input_splits.unsqueeze(1), slot, sent),
+            places(received, slot, self.ep_size * slot),
+        )

@@ -19,21 +19,83 @@ Note [Transformer Engine's contract]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.functional import grouped_mm
 
-from megatron_cg.moe.one_tensor import as_one
+from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.moe.stacked_weights import stacked
+
+_ALIGNMENT = 16
+"""Bytes, of each row that ``grouped_mm`` reads or writes."""
+_HOPPER = 9
+"""Major compute capability."""
+_BIAS, _FP8, _CALIBRATION, _DELAYED, _DEBUG, _ONE_WEIGHT = 0, 2, 3, 4, 20, 21
+"""Places in ``non_tensor_args``. ``install.py`` checks the code of Transformer Engine that fills
+them."""
 
 
 def ends_of(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Where each expert's rows end: int32 ``[experts]`` on ``device``."""
+    if counts.device == device:
+        return counts.cumsum(0).to(torch.int32)
+    if bool((counts == counts[0]).all()):
+        # As with drop and pad, where a graph may hold this: it cannot hold a copy from the host.
+        return torch.arange(1, len(counts) + 1, dtype=torch.int32, device=device) * int(counts[0])
+    # From pinned memory the copy does not wait for the device.
     ends = counts.cumsum(0).to(torch.int32)
-    if ends.device != device:
-        # From pinned memory the copy does not wait for the device.
-        ends = ends.pin_memory().to(device, non_blocking=True)
-    return ends
+    return ends.pin_memory().to(device, non_blocking=True)
+
+
+def refuse_other(settings: Any, weight: torch.Tensor) -> None:
+    """Raise ConfigurationError for a grouped GEMM of Transformer Engine that this one is not.
+
+    Args:
+        settings: Transformer Engine's ``non_tensor_args``.
+        weight: the first weight, ``[out, in]``.
+    """
+    remedy = "use Transformer Engine's: --cg-grouped-gemm te, or enable() without grouped_gemm"
+    broken = [
+        Violation("grouped-gemm", found, why, remedy) for found, why in _others(settings, weight)
+    ]
+    if broken:
+        raise ConfigurationError(broken)
+
+
+def _others(settings: Any, weight: torch.Tensor) -> Iterator[tuple[str, str]]:
+    """What was found, and why this grouped GEMM cannot be used with it."""
+    store = settings[_DELAYED]
+    for found, name in (
+        (settings[_BIAS], "a bias"),
+        (settings[_FP8] or settings[_CALIBRATION], "FP8"),
+        (store is not None and store.delay_wgrad_compute(), "delayed weight gradients"),
+        (settings[_DEBUG], "Transformer Engine's debug tools"),
+        (settings[_ONE_WEIGHT], "one parameter for all experts"),
+    ):
+        if found:
+            yield name, "torch's grouped GEMM computes unquantized weights, without biases, at once"
+    if any(size * weight.itemsize % _ALIGNMENT for size in weight.shape):
+        least = _ALIGNMENT // weight.itemsize
+        yield (
+            f"weights of {tuple(weight.shape)}",
+            f"torch's grouped GEMM takes sizes that are multiples of {least}",
+        )
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] != _HOPPER:
+        yield (
+            f"the GPU {torch.cuda.get_device_name(weight.device)}",
+            "torch's grouped GEMM is known to be right on Hopper alone: on Blackwell, weight "
+            "gradients of experts without tokens are wrong (pytorch/pytorch#172439), and older "
+            "GPUs read the counts on the CPU",
+        )
+
+
+def _dense(rows: torch.Tensor) -> torch.Tensor:
+    """With usual strides, which ``contiguous`` does not give to a single row or none."""
+    if rows.shape[0] > 1:
+        return rows.contiguous()
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 class GroupedGemm(torch.autograd.Function):
@@ -55,9 +117,10 @@ class GroupedGemm(torch.autograd.Function):
         """
         experts = len(m_splits)
         weights = weights_and_biases[:experts]
-        rows = inp.reshape(-1, inp.shape[-1])
+        refuse_other(non_tensor_args, weights[0])
+        rows = _dense(inp.reshape(-1, inp.shape[-1]))
         ends = ends_of(m_splits, rows.device)
-        result = grouped_mm(rows, as_one(weights).transpose(1, 2), offs=ends)
+        result = grouped_mm(rows, stacked(weights).transpose(1, 2), offs=ends)
         if ctx is not None:
             ctx.save_for_backward(rows, ends, *weights)
             ctx.shape = inp.shape
@@ -69,9 +132,9 @@ class GroupedGemm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Gradients of the rows and, as views of one tensor, of the weights."""
         rows, ends, *weights = ctx.saved_tensors
-        gradient = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
+        gradient = _dense(gradients[0].reshape(-1, gradients[0].shape[-1]))
         of_rows, of_weights = ctx.needed
-        d_rows = grouped_mm(gradient, as_one(weights), offs=ends) if of_rows else None
+        d_rows = grouped_mm(gradient, stacked(weights), offs=ends) if of_rows else None
         d_weights: Any = [None] * len(weights)
         if of_weights:
             d_weights = grouped_mm(gradient.t(), rows, offs=ends).unbind(0)

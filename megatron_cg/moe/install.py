@@ -7,12 +7,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from torch import nn
 
+from megatron_cg.arguments.rules_experts import router_violation
+from megatron_cg.errors import ArgumentError
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.upstream.patch import put_over, set_attribute
-from megatron_cg.upstream.symbols import Symbol, changed
+from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 
 _TE = "transformer_engine.pytorch.module.grouped_linear"
 _GEMM = Symbol(
@@ -24,6 +27,12 @@ _GEMM = Symbol(
         "weights_and_biases",
     ),
 )
+_LAYER_OF_TE = Symbol(
+    "transformer-engine",
+    f"{_TE}:GroupedLinear.forward",
+    "what passes settings to the grouped GEMM",
+    fingerprints=("2fdb193f2bdd91b2",),
+)
 _LAYER = "megatron.core.transformer.moe.moe_layer"
 _DISPATCHER = Symbol(
     "megatron-core", f"{_LAYER}:MoEAlltoAllTokenDispatcher", "the dispatcher that a layer makes"
@@ -33,7 +42,7 @@ _RULES = Symbol(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     "Megatron's rules of a model",
 )
-RELIES_ON = (_GEMM, _DISPATCHER, _RULES)
+RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER, _RULES)
 
 
 def use_device_counts() -> Callable[[], None]:
@@ -50,11 +59,12 @@ def use_device_counts() -> Callable[[], None]:
         UpstreamChangedError: Megatron or Transformer Engine lacks what this replaces, or a function
             that this replaces has another body. Then nothing is changed.
     """
-    _GEMM.find()
-    theirs, check = _DISPATCHER.find(), _RULES.find()
-    if getattr(getattr(check, "func", None), "__module__", None) == __name__:
+    if _GEMM.find() is GroupedGemm.forward:
         return lambda: None
-    for symbol in dispatcher.RELIES_ON:
+    theirs, check = _DISPATCHER.find(), _RULES.find()
+    # On the CPU the stand-in for Transformer Engine has no settings to pass.
+    of_te = (_LAYER_OF_TE,) if installed_version(_LAYER_OF_TE.distribution) else ()
+    for symbol in (*of_te, *dispatcher.RELIES_ON):
         unknown = symbol.unknown_body()
         if unknown is not None:
             raise changed(symbol.distribution, symbol.path, unknown)
@@ -84,13 +94,18 @@ def counts_on_device(model: nn.Module) -> bool:
 
 
 def captures_experts(config: Any) -> bool:
-    """Whether graphs of this model hold dropless experts."""
-    names = {getattr(module, "name", module) for module in config.cuda_graph_modules or ()}
+    """Whether graphs of this model hold dropless experts; Megatron may not have read its config."""
+    given = config.cuda_graph_scope
+    if given is None:
+        given = config.cuda_graph_modules
+    named = [getattr(one, "name", one) for one in given] if isinstance(given, list) else given
+    capacity = config.moe_expert_capacity_factor
+    if config.cuda_graph_impl != "transformer_engine" or not config.num_moe_experts:
+        return False
+    modules, _, _ = normalize_cuda_graph_modules(named)
     return (
-        config.cuda_graph_impl == "transformer_engine"
-        and bool(config.num_moe_experts)
-        and (not names or "moe" in names)
-        and config.moe_expert_capacity_factor is None
+        (not modules or any(module.name == "moe" for module in modules))
+        and (capacity is None or capacity < 0)
         and not config.moe_pad_expert_input_to_capacity
     )
 
@@ -100,6 +115,10 @@ def _check(config: Any, rules: Callable[[Any], None]) -> None:
     if not captures_experts(config):
         rules(config)
         return
+    balancing = config.moe_router_load_balancing_type
+    broken = router_violation(balancing if isinstance(balancing, list) else [balancing])
+    if broken is not None:
+        raise ArgumentError((broken,))
     config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
     try:
         rules(config)

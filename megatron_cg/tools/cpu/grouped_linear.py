@@ -13,6 +13,8 @@ from torch import nn
 from megatron_cg.tools.cpu.fakes import module_entry
 
 _REPLACED = "transformer_engine.pytorch.module.grouped_linear"
+SETTINGS = (None,) * 24
+"""What Transformer Engine passes besides tensors, of a layer that uses none of it."""
 
 
 @contextmanager
@@ -81,7 +83,7 @@ class GroupedLinear(nn.Module):
         """``[rows, in]``, sorted by expert, to ``[rows, out]``, and no bias."""
         splits = torch.as_tensor(m_splits, dtype=torch.int64)
         apply: Any = _GroupedLinear.apply
-        result, _ = apply(rows, splits, (), None, None, *self._parameters.values())
+        result, _ = apply(rows, splits, SETTINGS, None, None, *self._parameters.values())
         return result, None
 
     def backward_dw(self) -> None:

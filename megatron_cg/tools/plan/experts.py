@@ -25,7 +25,7 @@ def experts_of(graph: GraphArguments) -> Iterator[None]:
 
     with ExitStack() as undo:
         undo.callback(use_device_counts())
-        undo.enter_context(replaced(grouped_gemm, "as_one", _in_one_bucket))
+        undo.enter_context(replaced(grouped_gemm, "stacked", _in_one_bucket))
         yield
 
 

@@ -396,6 +396,34 @@ EXPERTS = (
             ("moe_router_padding_for_quantization", True),
         )
     ),
+    _torch(
+        "experts-router",
+        _DROPLESS,
+        {"moe_router_load_balancing_type": ("aux_loss", "quantile_balancing")},
+        *("quantile_balancing", "aux_loss, seq_aux_loss", "attn moe_router"),
+    ),
+    _torch(
+        "grouped-gemm-delayed-gradients",
+        _GROUPED,
+        {"delay_wgrad_compute": True},
+        *("--delay-wgrad-compute", "at once", "drop --delay-wgrad-compute"),
+    ),
+    _torch(
+        "experts-delayed-gradients",
+        _GROUPED,
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
+        *("--cg-grouped-gemm torch", "at once", "drop --overlap-dispatch"),
+    ),
+    Case(
+        "experts-delayed-gradients",
+        {
+            "cuda_graph_modules": ("attn", "moe"),
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+            "overlap_dispatch_backward_with_experts_wgrad": True,
+        },
+        *("experts in a graph", "does not run in a replay", "drop --overlap-dispatch"),
+    ),
 )
 """``--cg-grouped-gemm torch``."""
 

@@ -66,6 +66,8 @@ def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torc
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+    from megatron_cg.tools.cpu.grouped_linear import SETTINGS
+
     ranks, rank = dist.get_world_size(), dist.get_rank()
     experts, groups = chosen.shape[1], get_default_pg_collection()
     local = experts // ranks
@@ -80,7 +82,7 @@ def passed(kind: Any, gemm: Any, chosen: torch.Tensor, config: Any) -> list[torc
     rows, spread_probs = dispatcher.token_dispatch(rows, spread_probs)
     rows, counts, spread_probs = dispatcher.dispatch_postprocess(rows, spread_probs)
     counts = torch.as_tensor(counts.tolist())
-    rows, _ = gemm.apply(rows, counts, (), None, None, *weights)
+    rows, _ = gemm.apply(rows, counts, SETTINGS, None, None, *weights)
     rows = rows * spread_probs.unsqueeze(-1)
     rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
     output = dispatcher.combine_postprocess(rows)

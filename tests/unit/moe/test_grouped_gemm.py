@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_cg.moe import one_tensor
-from megatron_cg.moe.grouped_gemm import GroupedGemm
-from megatron_cg.tools.cpu.grouped_linear import _GroupedLinear
+from megatron_cg.errors import ConfigurationError
+from megatron_cg.moe import stacked_weights
+from megatron_cg.moe.grouped_gemm import GroupedGemm, ends_of, refuse_other
+from megatron_cg.moe.install import _LAYER_OF_TE
+from megatron_cg.tools.cpu.grouped_linear import SETTINGS, _GroupedLinear
+from megatron_cg.upstream.fingerprints import of_source
 
 COUNTS = ([3, 5, 4], [0, 12, 0], [12, 0, 0], [0, 0, 0], [1, 0, 11])
 IN, OUT = 16, 24
+MODULE = "transformer_engine.pytorch.module.grouped_linear"
 
 
 def weights_in_one_bucket(experts: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """As Megatron-FSDP's parameters lie in a bucket, with something between them."""
-    bucket = torch.randn(5 + experts * (OUT * IN + 8)).to(dtype)
-    starts = (5 + index * (OUT * IN + 8) for index in range(experts))
+    bucket = torch.randn(8 + experts * (OUT * IN + 8)).to(dtype)
+    starts = (8 + index * (OUT * IN + 8) for index in range(experts))
     parts = (bucket[start : start + OUT * IN].view(OUT, IN) for start in starts)
     return [part.detach().requires_grad_() for part in parts]
 
@@ -30,7 +39,7 @@ def results(function: Any, rows: torch.Tensor, counts: torch.Tensor, weights: An
     rows = rows.detach().clone().requires_grad_()
     for weight in weights:
         weight.grad = None
-    output, copies = function.apply(rows, counts, (), None, None, *weights)
+    output, copies = function.apply(rows, counts, SETTINGS, None, None, *weights)
     assert copies == [None] * len(weights)
     scale = torch.linspace(-1, 1, OUT).to(output.dtype)
     (output[:used] * scale).sum().backward()
@@ -53,7 +62,7 @@ def test_it_computes_what_one_gemm_per_expert_computes(
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_gradients_of_weights_are_views_of_one_tensor() -> None:
+def test_gradients_of_weights_are_views_of_stacked_weights() -> None:
     weights = weights_in_one_bucket(3, torch.bfloat16)
     results(GroupedGemm, torch.randn(6, IN).bfloat16(), torch.tensor([1, 2, 3]), weights)
     storages = {
@@ -66,11 +75,11 @@ def test_what_needs_no_gradient_gets_none() -> None:
     weights = [weight.detach() for weight in weights_in_one_bucket(2, torch.float32)]
     rows = torch.randn(4, IN, requires_grad=True)
     apply: Any = GroupedGemm.apply
-    output, _ = apply(rows, torch.tensor([1, 3]), (), None, None, *weights)
+    output, _ = apply(rows, torch.tensor([1, 3]), SETTINGS, None, None, *weights)
     output.sum().backward()
     assert rows.grad is not None
     trained = weights_in_one_bucket(2, torch.float32)
-    output, _ = apply(rows.detach(), torch.tensor([1, 3]), (), None, None, *trained)
+    output, _ = apply(rows.detach(), torch.tensor([1, 3]), SETTINGS, None, None, *trained)
     output.sum().backward()
     assert all(weight.grad is not None for weight in trained)
 
@@ -79,14 +88,14 @@ def test_without_autograd_it_takes_no_context() -> None:
     weights = weights_in_one_bucket(2, torch.float32)
     with torch.no_grad():
         output, _ = GroupedGemm.forward(
-            None, torch.randn(2, 2, IN), torch.tensor([1, 3]), (), None, None, *weights
+            None, torch.randn(2, 2, IN), torch.tensor([1, 3]), SETTINGS, None, None, *weights
         )
     assert output.shape == (2, 2, OUT)
 
 
 def test_weights_in_a_bucket_are_not_copied() -> None:
     weights = weights_in_one_bucket(3, torch.bfloat16)
-    whole = one_tensor.as_one(weights)
+    whole = stacked_weights.stacked(weights)
     assert whole.data_ptr() == weights[0].data_ptr()
     assert torch.equal(whole, torch.stack(weights))
 
@@ -104,18 +113,98 @@ def transposed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     return [square[0].t(), *square[1:]]
 
 
+def misaligned(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    bucket = torch.cat([torch.zeros(1).bfloat16(), *(weight.flatten() for weight in weights)])
+    return list(bucket[1:].view(3, OUT, IN).unbind())
+
+
 def overlapping(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     return [weights[0][:2], weights[0][1:3], weights[0][2:4]]
 
 
-@pytest.mark.parametrize("way", [shuffled, apart, transposed, overlapping])
+@pytest.mark.parametrize("way", [shuffled, apart, transposed, misaligned, overlapping])
 def test_weights_that_lie_otherwise_are_copied(
     way: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(one_tensor, "_copied", set())
+    monkeypatch.setattr(stacked_weights, "_copied", set())
     weights = way(weights_in_one_bucket(3, torch.bfloat16))
     with caplog.at_level(logging.INFO), torch.no_grad():
         for _ in range(2):
-            assert torch.equal(one_tensor.as_one(weights), torch.stack(weights))
+            assert torch.equal(stacked_weights.stacked(weights), torch.stack(weights))
     (message,) = caplog.messages
     assert "3 expert weights" in message and f"({3 * weights[0].nbytes} bytes)" in message
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "found"),
+    [
+        (0, True, "a bias"),
+        (2, True, "FP8"),
+        (3, True, "FP8"),
+        (4, SimpleNamespace(delay_wgrad_compute=lambda: True), "delayed weight gradients"),
+        (20, True, "debug tools"),
+        (21, True, "one parameter"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(place: int, value: Any, found: str) -> None:
+    settings = [*SETTINGS[:place], value, *SETTINGS[place + 1 :]]
+    with pytest.raises(ConfigurationError, match=f"{found}(?s:.)*--cg-grouped-gemm te"):
+        refuse_other(settings, torch.empty(OUT, IN))
+
+
+@pytest.mark.parametrize("shape", [(OUT, 12), (12, IN)])
+def test_sizes_that_a_row_cannot_have_are_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ConfigurationError, match="multiples of 8"):
+        refuse_other(SETTINGS, torch.empty(shape, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_only_hopper_is_known_to_be_right(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "such a GPU")
+    weight = SimpleNamespace(shape=(OUT, IN), itemsize=2, is_cuda=True, device="cuda:0")
+    broken = capability[0] != 9
+    with pytest.raises(ConfigurationError, match="such a GPU") if broken else nullcontext():
+        refuse_other(SETTINGS, weight)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_uses_nothing_else_is_not_refused() -> None:
+    store = SimpleNamespace(delay_wgrad_compute=lambda: False)
+    refuse_other([*SETTINGS[:4], store, *SETTINGS[5:]], torch.empty(OUT, IN))
+
+
+def test_the_settings_lie_where_transformer_engine_puts_them() -> None:
+    """Its source, since it cannot be imported without its compiled part."""
+    folders = [str(Path(sys.prefix, "te-source")), *sys.path]
+    files = [Path(folder, *MODULE.split(".")).with_suffix(".py") for folder in folders]
+    source = next(file for file in files if file.is_file()).read_text()
+    assert of_source(source, "GroupedLinear.forward") == _LAYER_OF_TE.fingerprints[0]
+    listed = re.search(r"non_tensor_args = \((.*?)\n\s*\)\n", source, re.S)
+    assert listed is not None
+    names = [name.strip() for name in listed[1].split(",\n") if name.strip(" \n,")]
+    assert len(names) == len(SETTINGS)
+    assert {names[place] for place in (0, 2, 3, 4, 20, 21)} == {
+        "self.apply_bias",
+        "self.fp8",
+        "self.fp8_calibration",
+        "self.wgrad_store",
+        "debug",
+        "self.single_grouped_weight",
+    }
+
+
+def test_a_gradient_of_one_row_may_have_any_strides() -> None:
+    weights = weights_in_one_bucket(1, torch.bfloat16)
+    rows = torch.randn(1, IN).bfloat16().as_strided((1, IN), (1, 1)).requires_grad_()
+    apply: Any = GroupedGemm.apply
+    output, _ = apply(rows, torch.tensor([1]), SETTINGS, None, None, *weights)
+    output.sum().backward()
+    assert rows.grad is not None and torch.equal(output, rows @ weights[0].t())
+
+
+def test_equal_counts_on_the_host_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    assert ends_of(torch.tensor([3, 3, 3]), torch.device("meta")).shape == (3,)
+    assert ends_of(torch.tensor([3, 3, 3]), torch.device("cpu")).tolist() == [3, 6, 9]

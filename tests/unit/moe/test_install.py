@@ -56,6 +56,27 @@ def test_dropless_experts_may_be_captured(used: None, kind: Any, modules: list[s
     assert [module.name for module in made.cuda_graph_modules] == modules
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cuda_graph_modules": "attn,moe"},
+        {"cuda_graph_modules": "moe"},
+        {"cuda_graph_modules": "full", "cuda_graph_scope": ["attn", "moe"]},
+        {"moe_expert_capacity_factor": -1.0},
+    ],
+    ids=str,
+)
+def test_the_config_may_be_written_as_megatron_allows(used: None, changes: dict[str, Any]) -> None:
+    made = config(**changes)
+    assert made.moe_expert_capacity_factor is None
+    assert "moe" in {module.name for module in made.cuda_graph_modules}
+
+
+def test_a_router_that_is_not_known_is_refused_by_its_name(used: None) -> None:
+    with pytest.raises(ArgumentError, match="quantile_balancing"):
+        config(moe_router_load_balancing_type="quantile_balancing")
+
+
 def test_megatrons_other_rules_hold(used: None) -> None:
     with pytest.raises(AssertionError, match="both moe and moe_router"):
         config(cuda_graph_modules=["moe", "moe_router"])

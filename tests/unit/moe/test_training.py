@@ -66,7 +66,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.moe import one_tensor
+    from megatron_cg.moe import stacked_weights
     from megatron_cg.moe.install import counts_on_device, use_device_counts
     from megatron_cg.replay.counters import Counters
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
@@ -75,7 +75,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
-    one_tensor._copied.clear()
+    stacked_weights._copied.clear()
     with ExitStack() as undo:
         if ours:
             undo.enter_context(in_place_of_te())
@@ -101,7 +101,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
             steps.append([number.hex() for number in trainer.step()])
         device = counts_on_device(trainer.model)
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
-        copied = bool(one_tensor._copied)
+        copied = bool(stacked_weights._copied)
         return {"copied": copied, "steps": steps, "device": device, "parts": list(parts), **shown}
 
 
