@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MOE, DENSE, MLA = "qwen3-moe-tiny", "llama-tiny", "deepseek-v3-tiny"
+MIXTRAL = "mixtral-tiny"
 ROUTER = ("attn", "moe_router")
 PREPROCESS = ("attn", "moe_router", "moe_preprocess")
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 FP8 = ("--fp8-format", "hybrid")
 RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
 TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+EVALUATED = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5")
 EP2 = ("--expert-model-parallel-size", "2")
 TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
@@ -65,20 +67,30 @@ def _grid() -> list[Case]:
     ]
 
 
+EXPERTS = ("attn", "moe")
+
+
 def _dropless() -> list[Case]:
     """Graphs that hold whole MoE layers without drop and pad."""
-    experts, router = ("attn", "moe"), PREPROCESS
     recompute = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
+    one = ("--expert-tensor-parallel-size", "1")
     rows = (
-        ("ep1", MOE, experts, ()),
-        ("ep2", MOE, experts, EP2),
-        ("ep2-tp2", MOE, experts, (*EP2, *TENSOR_PARALLEL, "--expert-tensor-parallel-size", "1")),
+        ("ep1", MOE, EXPERTS, ()),
+        ("ep1-tp2", MOE, EXPERTS, (*TENSOR_PARALLEL, *one)),
+        ("ep1-mixtral", MIXTRAL, EXPERTS, ()),
+        ("ep1-zero2", MOE, EXPERTS, ("--data-parallel-sharding-strategy", "optim_grads")),
+        ("ep2", MOE, EXPERTS, EP2),
+        ("ep2-tp2", MOE, EXPERTS, (*EP2, *TENSOR_PARALLEL, *one)),
+        ("ep2-mixtral", MIXTRAL, EXPERTS, EP2),
         ("ep2-whole-layer", MOE, (), EP2),
-        ("ep2-recompute", MOE, experts, (*EP2, *recompute)),
-        ("ep2-dropout", MOE, experts, (*EP2, *DROPOUT)),
-        ("ep2-permute-fusion", MOE, experts, (*EP2, "--moe-permute-fusion")),
-        ("ep2-shared-experts", MLA, experts, EP2),
-        ("router-ep2", MOE, router, EP2),
+        ("ep2-recompute", MOE, EXPERTS, (*EP2, *recompute)),
+        ("ep2-dropout", MOE, EXPERTS, (*EP2, *DROPOUT)),
+        ("ep2-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED)),
+        ("ep2-permute-fusion", MOE, EXPERTS, (*EP2, "--moe-permute-fusion")),
+        ("ep2-shared-experts", MLA, EXPERTS, EP2),
+        # In a graph as many rows as 192 of each expert, eagerly 96: grouped_mm takes other tiles.
+        ("ep2-few-rows", MOE, EXPERTS, (*EP2, "--seq-length", "192")),
+        ("router-ep2", MOE, PREPROCESS, EP2),
     )
     return [
         Case(f"dropless-{name}", preset, scopes, (*batch(8), *flags), graph_flags=TORCH_GEMM)
@@ -86,19 +98,48 @@ def _dropless() -> list[Case]:
     ]
 
 
+def _realistic() -> list[Case]:
+    """Widths of real models, two layers. Both runs have torch's grouped GEMM: see experts.md."""
+    mixtral = (
+        *("--hidden-size", "2048", "--ffn-hidden-size", "7168", "--moe-ffn-hidden-size", "7168"),
+        *("--num-attention-heads", "16", "--num-query-groups", "4", "--seq-length", "2048"),
+        *("--max-position-embeddings", "2048", "--micro-batch-size", "1"),
+    )
+    shapes = (
+        ("qwen3", "qwen3-moe", ()),
+        ("deepseek-v3", "deepseek-v3", ("--moe-layer-freq", "([0]*1+[1]*1)")),
+        ("mixtral", MIXTRAL, mixtral),
+    )
+    return [
+        Case(
+            f"dropless-realistic-{name}",
+            preset,
+            EXPERTS,
+            (*batch(4), *EP2, "--num-layers", "2", *flags, *TORCH_GEMM),
+            steps=12,
+        )
+        for name, preset, flags in shapes
+    ]
+
+
 CASES = [
     *_grid(),
     *_dropless(),
-    Case("dropless-same-gemm", MOE, ("attn", "moe"), (*batch(8), *EP2, *TORCH_GEMM)),
+    *_realistic(),
+    Case("dropless-same-gemm", MOE, EXPERTS, (*batch(8), *EP2, *TORCH_GEMM)),
     Case("router-dp2-together", MOE, ROUTER, batch(8)),
-    Case(
-        "capacity",
-        MOE,
-        ("attn", "moe"),
-        (
-            *batch(8),
-            *("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
-        ),
+    *(
+        Case(
+            f"capacity{name}",
+            MOE,
+            EXPERTS,
+            (
+                *batch(8),
+                *("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
+            ),
+            graph_flags=flags,
+        )
+        for name, flags in (("", ()), ("-torch-gemm", TORCH_GEMM))
     ),
     Case("dense", DENSE, ("attn", "mlp"), batch(8)),
     Case("whole-layer", DENSE, (), batch(8)),
@@ -140,7 +181,7 @@ CASES = [
         "evaluation",
         MOE,
         ROUTER,
-        (*batch(8), "--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5"),
+        (*batch(8), *EVALUATED),
     ),
     Case(
         "evaluation-tp2",
@@ -149,7 +190,7 @@ CASES = [
         (
             *batch(4),
             *TENSOR_PARALLEL,
-            *("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5"),
+            *EVALUATED,
         ),
     ),
     Case("ramp-up", MOE, ROUTER, (*batch(16), "--rampup-batch-size", "8", "8", "48")),
@@ -237,6 +278,14 @@ SAVED = ("--save", "{directory}/{run}/checkpoints")
 LIFE = {
     "dense": Case("dense", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
     "moe": Case("moe", MOE, ROUTER, batch(8)),
+    "experts": Case("experts", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=TORCH_GEMM),
+    "saved-experts": Case(
+        "saved-experts",
+        MOE,
+        EXPERTS,
+        (*batch(8), *EP2, *SAVED, "--save-interval", "6"),
+        graph_flags=TORCH_GEMM,
+    ),
     "tensor-parallel": Case(
         "tensor-parallel", DENSE, ("attn", "mlp"), (*batch(4), *TENSOR_PARALLEL)
     ),

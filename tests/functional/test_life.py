@@ -30,7 +30,7 @@ def numbers(run: Any) -> list[Any]:
     return [[(step["losses"], step["grad_norm"]) for step in run[r]["steps"]] for r in sorted(run)]
 
 
-@pytest.mark.parametrize("name", ["saved", "saved-dropout"])
+@pytest.mark.parametrize("name", ["saved", "saved-dropout", "saved-experts"])
 def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(name: str, align: Align) -> None:
     whole, rest = align(LIFE[name]), align(resumed(LIFE[name], 6))
     assert_identical(whole, 12)
@@ -41,7 +41,7 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(name: str, al
         assert all(one[rank]["parameters"] == two[rank]["parameters"] for rank in one)
 
 
-@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("name", ["dense", "moe", "experts"])
 def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
     case = replace(LIFE[name], name=f"{name}-recaptured")
     outcome = align(case, script=SCRIPT, mutation="recapture@6,7,10")
@@ -54,7 +54,7 @@ def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
         assert [counts["replayed"] for counts in rank["sessions"]] == [12, 6, 18, 18]
 
 
-@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("name", ["dense", "moe", "experts"])
 def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
     case = replace(LIFE[name], name=f"{name}-fifty")
     outcome = align(case, script=SCRIPT, mutation="capture-often@50")
