@@ -18,7 +18,7 @@ from megatron_cg.tools.plan.capture import (
     LayerCapture,
     simulate,
 )
-from megatron_cg.tools.plan.experts import experts_of
+from megatron_cg.tools.plan.experts import bits_note, experts_of
 from megatron_cg.tools.plan.fakes.te_modules import DotProductAttention
 from megatron_cg.tools.plan.fsdp_buffers import describe_buffers
 from megatron_cg.tools.plan.layers import describe_layers
@@ -49,6 +49,8 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
             f"{_VOCABULARY:,}, unless --vocab-size says otherwise. No graph holds the embedding or "
             "the output layer."
         )
+    if settings.graph.cg_grouped_gemm == "torch":
+        notes.append(bits_note(args))
     DotProductAttention.deterministic = (
         os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     )

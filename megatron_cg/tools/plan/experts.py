@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.tools.cpu.fakes import replaced
+
+EQUAL_UP_TO = 2_048
+"""Terms of a sum; see "Bits" in ``docs/experts.md``."""
 
 
 @contextmanager
@@ -27,6 +31,25 @@ def experts_of(graph: GraphArguments) -> Iterator[None]:
         undo.callback(use_device_counts())
         undo.enter_context(replaced(grouped_gemm, "stacked", _in_one_bucket))
         yield
+
+
+def bits_note(args: Any) -> str:
+    """With which eager run the bits of a model with torch's grouped GEMM are equal, and why."""
+    ffn = args.moe_ffn_hidden_size
+    # Output of fc1 and input gradient of fc2; output of fc2; input gradient of fc1.
+    longest = max(args.hidden_size, ffn * (2 if args.swiglu else 1))
+    always = "an eager run that has --cg-grouped-gemm torch too has equal bits"
+    if longest <= EQUAL_UP_TO:
+        return (
+            f"the experts' longest sum has {longest:,} terms. Up to {EQUAL_UP_TO:,}, torch's "
+            "grouped GEMM had the bits of Transformer Engine's default on H200s, with usual numbers "
+            f"of rows; and {always}."
+        )
+    return (
+        f"the experts' longest sum has {longest:,} terms. Beyond {EQUAL_UP_TO:,}, cuBLAS may split "
+        "it where an expert has few rows, so losses may differ from Transformer Engine's default "
+        f"in the last bits; {always}."
+    )
 
 
 def _in_one_bucket(weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.moe.grouped_gemm import GroupedGemm
+from megatron_cg.tools.cpu.grouped_linear import SETTINGS
 from megatron_cg.tools.plan.fakes import functions
 from megatron_cg.tools.plan.trace import launched
 
@@ -187,7 +188,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise refused("biases of experts in a graph")
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         if isinstance(m_splits, Tensor):  # counts on the device
-            rows, _ = functions.applied(GroupedGemm, inp, m_splits, (), None, None, *weights)
+            rows, _ = functions.applied(GroupedGemm, inp, m_splits, SETTINGS, None, None, *weights)
             return cast(Tensor, rows)
         out: Tensor = functions.applied(
             functions.GroupedLinear, inp, self.fuse_wgrad_accumulation, *weights
