@@ -272,4 +272,4 @@ def test_a_row_is_of_its_first_round(drifting: list[dict[str, Any]]) -> None:
     row = table(drifting[::-1])[GRAPHS]
     assert [result["key"]["round"] for result in row.rounds] == [1, 2, 3]
     assert row.result is row.rounds[0] and row.same_invocation
-    assert replace(row, eager=None).ratio(step_median) is None
+    assert replace(row, table={}).ratio(step_median) is None
