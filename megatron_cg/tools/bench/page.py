@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.files import write_text
+from megatron_cg.tools.bench import ablation
 from megatron_cg.tools.bench.bench_machine import described
 from megatron_cg.tools.bench.commands import CUTLASS
 from megatron_cg.tools.bench.configurations import EAGER, EXPERTS, GRAPHS
@@ -48,6 +49,7 @@ def page(results: Sequence[Result], trends: Sequence[Trend], files: Sequence[str
         machine="; ".join(dict.fromkeys(described(result["machine"]) for result in results)),
         verdict=_verdict(found),
         tiles=_tiles(found),
+        ablation=ablation,
         tables=[_table(f"table-{at}", rows, drawn) for at, rows in enumerate(found, 1)],
         trends=_trend_plots(trends) if drawn else [],
         notices=list(dict.fromkeys(notice for r in results if (notice := r.get("notice")))),
@@ -127,6 +129,7 @@ def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
         "head": summary_titles(rows),
         "rows": [summary_cells(row) for row in rows],
         "note": baseline_note(rows),
+        "left_out": [loss.cells() for loss in ablation.losses(rows)],
         "plots": plots,
         "names": [row.name for row in rows],
         "facts": parted([[fact, *(c.get(fact, "none") for c in columns)] for fact in names]),

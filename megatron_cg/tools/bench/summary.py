@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cg.tools.bench import ablation
 from megatron_cg.tools.bench.configurations import EAGER
 from megatron_cg.tools.bench.grids import NONE, number
 from megatron_cg.tools.bench.markdown import heading
@@ -65,25 +66,35 @@ def summary_cells(row: Row) -> list[str]:
 
 
 def print_summary(results: Sequence[Result], console: Console) -> None:
-    """Print a table for each shape and size; without lines and colours if not to a terminal."""
+    """Print a table for each shape and size; without lines and colours if not to a terminal.
+
+    Parts of the fast path that were left out have a table of their own.
+    """
     for rows in tables(results):
-        cells = [summary_cells(row) for row in rows]
-        titles, first = summary_titles(rows), rows[0].result
+        first = rows[0].result
         title = heading(first)
-        if console.is_terminal:
-            table = Table(title=title, title_justify="left")
-            for column in titles:
-                numeric = column not in (titles[0], titles[-1])
-                table.add_column(column, justify="right" if numeric else "left")
-            for row in cells:
-                table.add_row(*row)
-            console.print(table)
-        else:
-            for line in ("", title, *_aligned([titles, *cells])):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_table(title, summary_titles(rows), [summary_cells(row) for row in rows], console)
+        if losses := [loss.cells() for loss in ablation.losses(rows)]:
+            _print_table(f"{title}: {ablation.TITLE}", ablation.COLUMNS, losses, console)
         if first.get("notice"):
             notice = f"{first['notice']}. Its times say nothing about a GPU."
             console.print(notice, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_table(
+    title: str, titles: Sequence[str], cells: Sequence[Sequence[str]], console: Console
+) -> None:
+    if console.is_terminal:
+        table = Table(title=title, title_justify="left")
+        for column in titles:
+            words = column in ("configuration", "verdict", "left out")
+            table.add_column(column, justify="left" if words else "right")
+        for row in cells:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        for line in ("", title, *_aligned([titles, *cells])):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:

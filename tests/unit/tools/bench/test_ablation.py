@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatron_cg.arguments.fast_path_parts import PARTS, mistakes
 from megatron_cg.tools.bench import chosen_parts
-from megatron_cg.tools.bench.ablation import ablation_lines, bookkeeping, losses
+from megatron_cg.tools.bench.ablation import COLUMNS, TITLE, ablation_lines, bookkeeping, losses
 from megatron_cg.tools.bench.chosen_parts import EagerFastPath, given_parts, variable
 from megatron_cg.tools.bench.configurations import (
     ABLATIONS,
@@ -24,6 +27,8 @@ from megatron_cg.tools.bench.configurations import (
 )
 from megatron_cg.tools.bench.markdown import as_markdown
 from megatron_cg.tools.bench.metrics import tables
+from megatron_cg.tools.bench.page import page
+from megatron_cg.tools.bench.summary import print_summary
 from megatron_cg.tools.cli.main import main
 from tests.unit.tools.bench.test_command_line import TAPE, bench, runs_in
 
@@ -181,3 +186,23 @@ def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_it
 def test_the_parts_go_by_the_environment() -> None:
     assert given_parts(variable(("swap", "gathers"))) == ("swap", "gathers")
     assert given_parts(variable(())) == given_parts({}) == ()
+
+
+def test_the_page_and_the_terminal_have_the_table(rows: list[Any]) -> None:
+    made = [result for row in rows for result in row.rounds]
+    text = page(made, [], [])
+    found = re.findall(r"<table>.*?</table>", text, re.S)[1]
+    cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", found)
+    losing = [cell for loss in losses(rows) for cell in loss.cells()]
+    assert cells == [*COLUMNS, *losing] and "compared with fsdp-graphs in the same round" in text
+    for terminal in (False, True):
+        out = io.StringIO()
+        print_summary(made, Console(file=out, force_terminal=terminal, width=160))
+        assert TITLE in out.getvalue() and "+10.0 to +12.0" in out.getvalue()
+
+
+def test_the_page_and_the_terminal_have_no_table_without_such_runs(result: Make) -> None:
+    made = [result(EAGER), result(GRAPHS)]
+    out = io.StringIO()
+    print_summary(made, Console(file=out))
+    assert TITLE.capitalize() not in page(made, [], []) and TITLE not in out.getvalue()
