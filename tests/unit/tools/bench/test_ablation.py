@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from megatron_cg.arguments.fast_path_parts import PARTS, mistakes
-from megatron_cg.tools.bench import chosen_parts
+from megatron_cg.tools.bench import eager_fast_path
 from megatron_cg.tools.bench.ablation import COLUMNS, TITLE, ablation_lines, bookkeeping, losses
-from megatron_cg.tools.bench.chosen_parts import EagerFastPath, given_parts, variable
+from megatron_cg.tools.bench.bench_page import page
 from megatron_cg.tools.bench.configurations import (
     ABLATIONS,
     EAGER,
@@ -25,9 +25,9 @@ from megatron_cg.tools.bench.configurations import (
     PLAIN,
     ablation,
 )
+from megatron_cg.tools.bench.eager_fast_path import EagerFastPath, given_parts, variable
 from megatron_cg.tools.bench.markdown import as_markdown
 from megatron_cg.tools.bench.metrics import tables
-from megatron_cg.tools.bench.page import page
 from megatron_cg.tools.bench.summary import print_summary
 from megatron_cg.tools.cli.main import main
 from tests.unit.tools.bench.test_command_line import TAPE, bench, runs_in
@@ -57,10 +57,12 @@ def test_every_part_is_left_out_once_with_the_parts_that_need_it(
         assert part not in chosen and not list(mistakes(chosen))
     assert "--cg-no-fsdp-fast-path" in runs[PLAIN]
     assert not {"--cg-no-fsdp-fast-path", "--cg-fast-path"} & set(runs[GRAPHS])
-    installs = [name for name, words in runs.items() if f"{chosen_parts.VARIABLE}=" in str(words)]
+    installs = [
+        name for name, words in runs.items() if f"{eager_fast_path.VARIABLE}=" in str(words)
+    ]
     assert installs == [EAGER, EAGER_FAST_PATH]
-    assert f"{chosen_parts.VARIABLE}={','.join(PARTS)}" in runs[EAGER_FAST_PATH]
-    assert f"{chosen_parts.VARIABLE}=" in runs[EAGER]
+    assert f"{eager_fast_path.VARIABLE}={','.join(PARTS)}" in runs[EAGER_FAST_PATH]
+    assert f"{eager_fast_path.VARIABLE}=" in runs[EAGER]
 
 
 def test_parts_can_be_named_and_a_dense_model_has_no_grouped_gemm(
@@ -169,8 +171,8 @@ def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_it
         done.append((fsdp, given))
         return path
 
-    monkeypatch.setattr(chosen_parts, "install", installed)
-    monkeypatch.setattr(chosen_parts, "find_megatron_fsdp", lambda model: f"fsdp of {model}")
+    monkeypatch.setattr(eager_fast_path, "install", installed)
+    monkeypatch.setattr(eager_fast_path, "find_megatron_fsdp", lambda model: f"fsdp of {model}")
     model: Any = "model"
     fast_path = EagerFastPath(("swap", "gathers"), warmup_steps=2)
     for step in range(4):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_cg.tools.bench.bench_page import page, write_page
 from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.metrics import tables
-from megatron_cg.tools.bench.page import page, write_page
 from megatron_cg.tools.bench.scaling import trends
 from megatron_cg.tools.bench.store import read
 from megatron_cg.tools.bench.summary import summary_cells, summary_titles

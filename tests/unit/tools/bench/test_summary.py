@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megatron_cg.tools.bench.bench_page import page
 from megatron_cg.tools.bench.configurations import EAGER, EXPERTS, GRAPHS, TORCH_EAGER
 from megatron_cg.tools.bench.markdown import as_markdown
 from megatron_cg.tools.bench.metrics import Row, tables
-from megatron_cg.tools.bench.page import page
 from megatron_cg.tools.bench.store import FAILED, LEFT_OUT
 from megatron_cg.tools.bench.summary import print_summary, summary_cells, summary_titles, verdict
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +113,11 @@ def _tiles(found: Sequence[Sequence[Row]]) -> list[dict[str, str]]:
 def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
     """What the page shows of one table."""
     plots: Mapping[str, Any] = {}
-    # Of a scaling run, there is one plot of all its tables.
-    if drawn and not rows[0].result["key"]["dimension"]:
-        from megatron_cg.tools.bench.page_plots import of_table
+    if drawn:
+        from megatron_cg.tools.bench.bench_plots import of_table
+        from megatron_cg.tools.pages.figures import Plot
 
-        plots = of_table(name, rows)
+        plots = {kind: Plot(f"{name}-{kind}", draw) for kind, draw in of_table(rows).items()}
     columns = [_facts(row.result) for row in rows]
     names = dict.fromkeys(fact for column in columns for fact in column)
     failures = [(row.name, r["error"]) for row in rows for r in row.rounds if r["error"]]
@@ -159,13 +158,10 @@ def _facts(result: Result) -> dict[str, str]:
 
 def _trend_plots(trends: Sequence[Trend]) -> list[tuple[str, Any]]:
     """A title and a plot for each scaling run."""
-    from megatron_cg.tools.bench.page_plots import of_trends
+    from megatron_cg.tools.bench.bench_plots import of_trends
+    from megatron_cg.tools.pages.figures import Plot
 
-    def by(trend: Trend) -> tuple[str, str, str]:
-        return trend.shape, trend.grouped_gemm, trend.dimension
-
-    groups = [(key, list(group)) for key, group in groupby(sorted(trends, key=by), by)]
     return [
-        (f"{shape}, grouped GEMM {gemm}, by {dimension}", of_trends(f"scaling-{at}", group))
-        for at, ((shape, gemm, dimension), group) in enumerate(groups, 1)
+        (f"{shape}, grouped GEMM {gemm}, by {dimension}", Plot(f"scaling-{at}", draw))
+        for at, ((shape, gemm, dimension), draw) in enumerate(of_trends(trends).items(), 1)
     ]
