@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from itertools import islice
 
-from tools.mutate import PACKAGE, VARIABLE, install, mutants
+from tools.mutate import PACKAGE, VARIABLE, install
+from tools.mutations import mutants
 
 if VARIABLE in os.environ:
     name, _, number = os.environ[VARIABLE].rpartition(":")

@@ -16,7 +16,7 @@ Note [Wrappers are withheld]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -40,8 +40,6 @@ class UnitHooks:
     before_replay: tuple[tuple[Callable[..., None], tuple[nn.Module, ...]], ...] = ()
     """Unshard hooks of modules inside the graph, as (fn, its arguments). They run before each
     replay, because a replay runs no Python of these modules."""
-    user: tuple[HookRecord, ...] = field(default=())
-    """Hooks on the unit itself that are not FSDP's: they stay and run around the replay."""
 
 
 def transform(
@@ -65,13 +63,12 @@ def transform(
         HookError: a user's hook would not run as intended.
     """
     phases: CaptureTimeHooks = {key: {} for key in CAPTURE_TIME_KEYS}
-    user: list[HookRecord] = []
     inside = set(graphed)
     before_replay: list[tuple[Callable[..., None], tuple[nn.Module, ...]]] = []
     for record in unit_hooks:
         if classify(record) is None:
+            # It stays on the unit, and runs around the replay.
             _check_user_hook(unit, record, name)
-            user.append(record)
         else:
             _place(phases, record, target=None)
     for module, records in inner_hooks.items():
@@ -86,7 +83,7 @@ def transform(
             _place(phases, record, target=module)
             if role is FsdpRole.UNSHARD:
                 before_replay.append((_unshard_adapter(record.fn, None), (module,)))
-    return UnitHooks(phases, tuple(before_replay), tuple(user))
+    return UnitHooks(phases, tuple(before_replay))
 
 
 def _place(phases: CaptureTimeHooks, record: HookRecord, target: nn.Module | None) -> None:

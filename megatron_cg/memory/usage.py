@@ -69,10 +69,6 @@ class MemoryReport:
         """Bytes held, over all rows."""
         return sum(row.held for row in self.rows)
 
-    def of_kind(self, kind: str) -> int:
-        """Bytes held of one kind, over all holders."""
-        return sum(row.held for row in self.rows if row.kind == kind)
-
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {

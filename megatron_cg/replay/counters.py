@@ -55,12 +55,6 @@ class Counters:
         """The counts by name."""
         return asdict(self)
 
-    def expect(self, **counts: int) -> None:
-        """Raise AssertionError unless the named counts are as given; for tests."""
-        found = {name: getattr(self, name) for name in counts}
-        if found != counts:
-            raise AssertionError(f"counters are {self.as_dict()}, expected {counts}")
-
 
 def counts_text(counts: Mapping[str, int]) -> str:
     """The counts, by the names of :class:`Counters`, as one line of text; 1 MiB is 2**20 bytes."""

@@ -78,11 +78,9 @@ def graph_units(
             ``"tape"``); Transformer Engine if None.
         on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
         on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
-        verify_interval: compare replays with eager passes, bit for bit, once in so many steps; 0
-            means never.
-        fast_path: whether Megatron-FSDP's bookkeeping is shortened while graphs replay; False is as
-            ``--cg-no-fsdp-fast-path``. Names of parts, such as ``("unshard", "gradients")``, are as
-            ``--cg-fast-path``.
+        verify_interval: compare replays with eager passes once in so many steps; 0 means never.
+        fast_path: False is as ``--cg-no-fsdp-fast-path``; names of parts, such as
+            ``("unshard", "gradients")``, are as ``--cg-fast-path``.
 
     Raises:
         ArgumentError: with every argument that is wrong.
@@ -91,13 +89,10 @@ def graph_units(
         UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
     """
     wanted = several(units)
-    refuse(
-        [
-            *([] if wanted else [_NO_UNITS]),
-            *at_least("warmup_steps", warmup_steps, 1),
-            *check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path),
-        ]
-    )
+    broken = [] if wanted else [_NO_UNITS]
+    broken += at_least("warmup_steps", warmup_steps, 1)
+    broken += check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path)
+    refuse(broken)
     return GraphedUnits(
         model,
         wanted,

@@ -25,7 +25,6 @@ RELIES_ON = (_BUILDER,)
 
 END_OF_DOCUMENT = 256
 """The token after each file; tokens 0 to 255 are its bytes."""
-BYTE_VOCABULARY = 257
 _FORM = "one uint16 a byte, 256 after each file, megatron-core's indexed format"
 """The version of the format of a cached token stream. It is part of the file name."""
 DEFAULT_BYTES = 4 * 2**20

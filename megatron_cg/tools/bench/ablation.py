@@ -18,9 +18,10 @@ from megatron_cg.tools.bench.metrics import Row
 from megatron_cg.tools.bench.rounds import Ratio
 
 _LABELS = {PLAIN: "all parts", EAGER_FAST_PATH: "the graphs, but no part"}
+TITLE = "without a part of the fast path"
 _OTHER_PHASES = ("forward", "backward", "replay", "guard", "votes", "log")
-_COLUMNS = ("left out", "ms a step", "% of a step", "least to most, %", "host ms a step")
-_HOW = (
+COLUMNS = ("left out", "ms a step", "% of a step", "least to most, %", "host ms a step")
+HOW = (
     f"How much longer a step is when a part of the fast path is left out, compared with `{GRAPHS}` "
     "in the same round. Parts that need it are left out with it. Host time is that of "
     "Megatron-FSDP's and the optimizer's bookkeeping, in the probed steps of rank 0."
@@ -72,7 +73,7 @@ def ablation_lines(rows: Sequence[Row]) -> list[str]:
     found = losses(rows)
     if not found:
         return []
-    return [_HOW, "", *grid(_COLUMNS, [loss.cells() for loss in found]), ""]
+    return [HOW, "", *grid(COLUMNS, [loss.cells() for loss in found]), ""]
 
 
 def bookkeeping(row: Row) -> float | None:

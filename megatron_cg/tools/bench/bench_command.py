@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import shutil
@@ -24,7 +25,7 @@ from megatron_cg.tools.align.tape import TAPE_NOTICE, tape_shape
 from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
 from megatron_cg.tools.bench import INCOMPLETE
 from megatron_cg.tools.bench.bench_machine import machine
-from megatron_cg.tools.bench.bench_plots import PlotError, plot_all
+from megatron_cg.tools.bench.bench_page import write_page
 from megatron_cg.tools.bench.bench_schedule import (
     PlannedRun,
     Scale,
@@ -37,7 +38,6 @@ from megatron_cg.tools.bench.comparing import compare
 from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
 from megatron_cg.tools.bench.execute import Options, Start, execute
 from megatron_cg.tools.bench.markdown import as_markdown
-from megatron_cg.tools.bench.page import write_page
 from megatron_cg.tools.bench.sampling import PROGRAM
 from megatron_cg.tools.bench.scaling import trends
 from megatron_cg.tools.bench.shapes import SHAPES
@@ -57,6 +57,10 @@ from megatron_cg.tools.bench.windows import Windows
 
 TAPE_SHAPES = ("qwen3-moe-tiny",)
 REPORT = "bench.md"
+NO_PLOTS = (
+    "megatron-cg bench: no plots without matplotlib: pip install matplotlib, then draw what was "
+    "measured with megatron-cg bench --report and the same --out."
+)
 
 
 def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -236,10 +240,11 @@ def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> Non
         print(text)
     print(f"written: {out / 'bench.json'} and {out / REPORT}")
     print(f"written: {write_page(everything, lines, out)}")
-    try:
-        files = plot_all(everything, lines, out)
-    except PlotError as error:
-        print(f"megatron-cg bench: {error}", file=sys.stderr)
+    if importlib.util.find_spec("matplotlib") is None:
+        print(NO_PLOTS, file=sys.stderr)
     else:
+        from megatron_cg.tools.bench.bench_plots import write_pngs
+
+        files = write_pngs(everything, lines, out)
         print(f"drawn: {', '.join(map(str, files)) or 'nothing yet'}")
     print_summary(list(made) or everything, Console())

@@ -45,6 +45,8 @@ class Configuration:
     """The models that it makes sense for."""
     torch_gemm: bool = False
     """Whether experts compute by torch's grouped GEMM; graphs then hold them."""
+    baseline: str = EAGER
+    """The name of the configuration that its ratios are to."""
 
     @property
     def double_buffers(self) -> bool:
@@ -137,12 +139,12 @@ WITH_TORCH_GEMM = {
         Configuration(
             TORCH_EAGER,
             "Megatron-FSDP, eager, with torch's grouped GEMM",
-            *(True, "none", (), "MoE", True),
+            *(True, "none", (), "MoE", True, TORCH_EAGER),
         ),
         Configuration(
             EXPERTS,
             "Megatron-FSDP with graphs that hold whole MoE layers, by torch's grouped GEMM",
-            *(True, "partial", PARTS, "MoE", True),
+            *(True, "partial", PARTS, "MoE", True, TORCH_EAGER),
         ),
     )
 }

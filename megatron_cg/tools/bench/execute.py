@@ -17,6 +17,7 @@ from megatron_cg.tools.align.processes import Run, named_error
 from megatron_cg.tools.bench.bench_schedule import PlannedRun
 from megatron_cg.tools.bench.budget import Budget
 from megatron_cg.tools.bench.busy import busy_metrics
+from megatron_cg.tools.bench.configurations import KNOWN
 from megatron_cg.tools.bench.idle import analyse
 from megatron_cg.tools.bench.sampling import SUFFIX
 from megatron_cg.tools.bench.spreads import MetricsError
@@ -93,6 +94,7 @@ def execute(
 def _result(run: PlannedRun, options: Options, facts: Mapping[str, Any]) -> Result:
     return {
         "key": run.key,
+        "baseline": KNOWN[run.configuration].baseline,
         "invocation": options.invocation,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": run.settings.as_dict(),

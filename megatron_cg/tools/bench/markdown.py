@@ -15,23 +15,21 @@ from megatron_cg.tools.bench.overheads import overhead_lines
 from megatron_cg.tools.bench.rounds_text import (
     ELSEWHERE,
     against_lines,
+    baseline_note,
     failure_lines,
     has_ratios_from_elsewhere,
     in_several_rounds,
     medians_cell,
+    ratio_bases,
     ratio_cell,
+    ratio_titles,
     status_label,
 )
 from megatron_cg.tools.bench.scaling import Trend
 from megatron_cg.tools.bench.store import Result
 
-_STEP = (
-    "configuration",
-    "step ms, median",
-    "IQR",
-    "least to most",
-    "later / earlier",
-    "/ fsdp-eager",
+_TIMES = ("configuration", "step ms, median", "IQR", "least to most", "later / earlier")
+_GPU = (
     "GPU busy ms",
     "without NCCL",
     "exposed NCCL",
@@ -57,20 +55,6 @@ _WITH_HOST = (
     "Marked \u2021: in steps traced with all events of the host, which slow it. Idle time can be "
     "much longer than in the timed steps, and NCCL overlap less."
 )
-_MEMORY = (
-    "configuration",
-    "peak allocated MiB",
-    "/ fsdp-eager",
-    "peak reserved MiB",
-    "/ fsdp-eager",
-    "allocated MiB",
-    "peak in capture MiB",
-    "/ fsdp-eager",
-    "capture s",
-    "without warmup",
-    "bytes a replay",
-    "last loss",
-)
 
 
 def as_markdown(
@@ -82,7 +66,7 @@ def as_markdown(
         lines += [f"## {heading}", "", *_notes(rows)]
         usual = [row for row in rows if row.name not in ABLATIONS]
         lines += [*_step_lines(rows), "", *_step_notes(rows), *against_lines(usual)]
-        lines += [*grid(_MEMORY, [_memory_cells(row) for row in rows]), ""]
+        lines += [*grid(_memory_titles(rows), [_memory_cells(row) for row in rows]), ""]
         lines += ablation_lines(rows)
         lines += _phase_lines(usual)
         lines += overhead_lines(usual)
@@ -135,9 +119,10 @@ def _ratio(row: Row, value: float | None) -> str:
 def _step_lines(rows: Sequence[Row]) -> list[str]:
     """The table of steps, with each round's median if there are several."""
     cells = [_step_cells(row) for row in rows]
+    titles = [*_TIMES, *ratio_titles(rows), *_GPU]
     if not in_several_rounds(rows):
-        return grid(_STEP, cells)
-    columns = [*_STEP[:2], "of each round", *_STEP[2:]]
+        return grid(titles, cells)
+    columns = [*titles[:2], "of each round", *titles[2:]]
     joined = zip(rows, cells, strict=True)
     return grid(columns, [[*own[:2], medians_cell(row), *own[2:]] for row, own in joined])
 
@@ -150,7 +135,7 @@ def _step_cells(row: Row) -> list[str]:
         number(step.between if step else None, ",.2f"),
         f"{step.least:,.1f} to {step.most:,.1f}" if step else NONE,
         number(found.later_per_earlier, ".2f"),
-        ratio_cell(row.step_ratio(row.baseline)),
+        *(ratio_cell(row.step_ratio(base)) for base in ratio_bases(row)),
         _traced(row, found.busy),
         _traced(row, found.busy_without_nccl),
         _traced(row, found.exposed_nccl),
@@ -171,16 +156,26 @@ def _traced(row: Row, value: float | None, form: str = ",.1f") -> str:
 def _step_notes(rows: Sequence[Row]) -> list[str]:
     """Notes on which steps the metrics cover."""
     alone = {row.metrics.device_alone for row in rows if row.metrics.busy is not None}
-    lines = [_HALVES] if any(row.metrics.later_per_earlier for row in rows) else []
+    lines = [note] if (note := baseline_note(rows)) else []
+    lines += [_HALVES] if any(row.metrics.later_per_earlier for row in rows) else []
     lines += [_TRACED] if True in alone else []
     lines += [_WITH_HOST] if False in alone else []
     return [line for words in lines for line in (words, "")]
 
 
+def _memory_titles(rows: Sequence[Row]) -> list[str]:
+    ratio = ratio_titles(rows)[0]
+    return [
+        *("configuration", "peak allocated MiB", ratio, "peak reserved MiB", ratio),
+        *("allocated MiB", "peak in capture MiB", ratio, "capture s", "without warmup"),
+        *("bytes a replay", "last loss"),
+    ]
+
+
 def _memory_cells(row: Row) -> list[str]:
     found = row.metrics
-    eager_peak = row.baseline.metrics.peak_allocated if row.baseline else None
-    in_capture = found.capture_peak / eager_peak if found.capture_peak and eager_peak else None
+    base = row.baseline.metrics.peak_allocated if row.baseline else None
+    in_capture = found.capture_peak / base if found.capture_peak and base else None
     return [
         status_label(row),
         number(found.peak_allocated, ",.0f"),

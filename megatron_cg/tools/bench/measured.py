@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_cg.tools.align.run import example_script
 from megatron_cg.tools.bench.captures import CaptureMeter
-from megatron_cg.tools.bench.chosen_parts import EagerFastPath, given_parts
+from megatron_cg.tools.bench.eager_fast_path import EagerFastPath, given_parts
 from megatron_cg.tools.bench.measurement import Measurement
 from megatron_cg.tools.bench.windows import Windows, given
 from megatron_cg.upstream.patch import put_over

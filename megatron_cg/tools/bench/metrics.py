@@ -18,8 +18,8 @@ Note [Which trace]
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_cg.tools.bench.bench_schedule import table_key
@@ -129,7 +129,7 @@ def joined(rounds: Sequence[Result]) -> Metrics:
     """The joint metrics of one configuration's rounds. See Note [Rounds together]."""
     each = [metrics(result) for result in rounds]
     found: dict[str, float] = {}
-    for name in (field.name for field in fields(Metrics) if field.name not in _APART):
+    for name in (one.name for one in fields(Metrics) if one.name not in _APART):
         values = [value for one in each if (value := getattr(one, name)) is not None]
         if values:
             found[name] = _join(name, values)
@@ -168,8 +168,8 @@ class Row:
 
     rounds: tuple[Result, ...]
     metrics: Metrics
-    eager: Row | None
-    """fsdp-eager in the same table; None if the table lacks it, and for that row itself."""
+    table: Mapping[str, Row] = field(repr=False, compare=False)
+    """All rows of the same table by name."""
 
     @property
     def result(self) -> Result:
@@ -182,18 +182,28 @@ class Row:
         return str(self.result["key"]["contender"])
 
     @property
-    def baseline(self) -> Row | None:
+    def eager(self) -> Row | None:
         """fsdp-eager of this table."""
-        return self if self.name == EAGER else self.eager
+        return self.table.get(EAGER)
+
+    @property
+    def baseline_name(self) -> str:
+        """The configuration that the ratios of this one are to."""
+        return KNOWN[self.name].baseline
+
+    @property
+    def baseline(self) -> Row | None:
+        """Its baseline in this table."""
+        return self.table.get(self.baseline_name)
 
     @property
     def same_invocation(self) -> bool:
-        """Whether fsdp-eager was run side by side with this one."""
+        """Whether its baseline was run side by side with this one."""
         base = self.baseline
         return base is not None and base.result["invocation"] == self.result["invocation"]
 
     def ratio(self, read: Callable[[Metrics], float | None]) -> float | None:
-        """A metric relative to that of fsdp-eager."""
+        """A metric relative to that of its baseline."""
         own = read(self.metrics)
         base = read(self.baseline.metrics) if self.baseline else None
         return own / base if own is not None and base else None
@@ -215,14 +225,16 @@ def _table(group: Sequence[Result]) -> list[Row]:
     order = list(KNOWN)
     configurations = by_configuration(group)
     configurations.sort(key=lambda rounds: order.index(rounds[0]["key"]["contender"]))
-    eager = None
-    rows = []
+    table: dict[str, Row] = {}
     for rounds in configurations:
-        row = Row(tuple(rounds), joined(rounds), eager)
-        # The first of all configurations, so it exists before the others need it.
-        eager = row if row.name == EAGER else eager
-        rows.append(row)
-    return rows
+        row = Row(tuple(rounds), joined(rounds), table)
+        table[row.name] = row
+    return list(table.values())
+
+
+def has_other_baselines(rows: Iterable[Row]) -> bool:
+    """Whether a configuration of this table has another baseline than fsdp-eager."""
+    return any(row.baseline_name != EAGER for row in rows)
 
 
 def step_median(found: Metrics) -> float | None:

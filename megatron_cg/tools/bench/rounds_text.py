@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_cg.tools.bench.bench_schedule import round_of
+from megatron_cg.tools.bench.configurations import EAGER
 from megatron_cg.tools.bench.grids import NONE, grid, number
-from megatron_cg.tools.bench.metrics import Row
+from megatron_cg.tools.bench.metrics import Row, has_other_baselines
 from megatron_cg.tools.bench.rounds import Ratio
 from megatron_cg.tools.bench.store import OK, Result
 
@@ -37,6 +38,29 @@ def ratio_cell(found: Ratio | None) -> str:
     if found.least < found.most:
         text += f" ({found.least:.3f} to {found.most:.3f})"
     return text + ("" if found.side_by_side else ELSEWHERE)
+
+
+def ratio_titles(rows: Iterable[Row]) -> list[str]:
+    """The columns of ratios of steps: to the baseline, and to fsdp-eager where that is another."""
+    return ["/ baseline", f"/ {EAGER}"] if has_other_baselines(rows) else [f"/ {EAGER}"]
+
+
+def ratio_bases(row: Row) -> list[Row | None]:
+    """What the ratios in these columns are to."""
+    return [row.baseline, row.eager] if has_other_baselines(row.table.values()) else [row.eager]
+
+
+def baseline_note(rows: Sequence[Row]) -> str:
+    """Which configurations are compared with which, if not all with fsdp-eager."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        groups.setdefault(row.baseline_name, []).append(row.name)
+    others = [
+        f"for {' and '.join(names)} it is the ratio to {name}"
+        for name, names in groups.items()
+        if name != EAGER
+    ]
+    return f'"/ baseline" is the ratio to {EAGER}; {"; ".join(others)}.' if others else ""
 
 
 def has_ratios_from_elsewhere(rows: Sequence[Row]) -> bool:

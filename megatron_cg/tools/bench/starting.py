@@ -15,9 +15,9 @@ from megatron_cg.tools.align.run import gpu_count, torch_cudnn
 from megatron_cg.tools.align.tape import tape_shape
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.bench_schedule import PlannedRun, ScheduleError
-from megatron_cg.tools.bench.chosen_parts import variable
 from megatron_cg.tools.bench.commands import command, run_environment
 from megatron_cg.tools.bench.configurations import KNOWN
+from megatron_cg.tools.bench.eager_fast_path import variable
 from megatron_cg.tools.bench.execute import Start
 from megatron_cg.tools.bench.shapes import is_hybrid
 from megatron_cg.tools.bench.windows import VARIABLE

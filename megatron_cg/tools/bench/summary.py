@@ -7,40 +7,46 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cg.tools.bench import ablation
 from megatron_cg.tools.bench.configurations import EAGER
 from megatron_cg.tools.bench.grids import NONE, number
 from megatron_cg.tools.bench.markdown import heading
 from megatron_cg.tools.bench.metrics import Row, tables
-from megatron_cg.tools.bench.rounds_text import ratio_cell
+from megatron_cg.tools.bench.rounds_text import ratio_bases, ratio_cell, ratio_titles
 from megatron_cg.tools.bench.store import OK, Result
 
-COLUMNS = ("configuration", "step, ms", f"/ {EAGER}", "peak allocated, MiB", "verdict")
 STEADY = (0.95, 1.05)
 """The range of the later to the earlier half of the timed steps in which steps are steady."""
 
 
 def verdict(row: Row) -> str:
-    """Whether this configuration is faster than the baseline of its table, in a few words."""
+    """Whether this configuration is faster than its baseline, in a few words."""
     bad = next((result for result in row.rounds if result["status"] != OK), None)
     if row.metrics.step is None:
         return str(bad["status"]) if bad else "not measured"
     found = row.step_ratio(row.baseline)
-    if row.name == EAGER:
-        words = "the baseline"
+    if row is row.baseline:
+        words = "the baseline" if row.name == EAGER else "a baseline"
     elif found is None:
-        words = f"no {EAGER} to compare with"
+        words = f"no {row.baseline_name} to compare with"
     elif found.rounds > 1 and found.least <= 1 <= found.most:
         words = f"no clear difference in {found.rounds} rounds"
     else:
         percent = abs(1 - found.median)
         less = found.median < 1
         words = f"{percent:.1%} {'less' if less else 'more'} time a step"
+        words += f" than {row.baseline_name}" if row.baseline_name != EAGER else ""
         if found.rounds < 2:
             words += ", of one round" if found.rounds else ", of another invocation"
     steadiness = row.metrics.later_per_earlier
     if steadiness is not None and not STEADY[0] <= steadiness <= STEADY[1]:
         words += "; steps are not steady"
     return f"{words}; a run {bad['status']}" if bad else words
+
+
+def summary_titles(rows: Sequence[Row]) -> list[str]:
+    """The titles of the columns."""
+    return ["configuration", "step, ms", *ratio_titles(rows), "peak allocated, MiB", "verdict"]
 
 
 def summary_cells(row: Row) -> list[str]:
@@ -53,32 +59,42 @@ def summary_cells(row: Row) -> list[str]:
     return [
         row.name,
         number(metrics.step.median if metrics.step else None),
-        NONE if row is base else ratio_cell(row.step_ratio(base)),
+        *(NONE if row is to else ratio_cell(row.step_ratio(to)) for to in ratio_bases(row)),
         memory,
         verdict(row),
     ]
 
 
 def print_summary(results: Sequence[Result], console: Console) -> None:
-    """Print a table for each shape and size; without lines and colours if not to a terminal."""
+    """Print a table for each shape and size; without lines and colours if not to a terminal.
+
+    Parts of the fast path that were left out have a table of their own.
+    """
     for rows in tables(results):
-        cells = [summary_cells(row) for row in rows]
         first = rows[0].result
         title = heading(first)
-        if console.is_terminal:
-            table = Table(title=title, title_justify="left")
-            for column in COLUMNS:
-                numeric = column not in (COLUMNS[0], COLUMNS[-1])
-                table.add_column(column, justify="right" if numeric else "left")
-            for row in cells:
-                table.add_row(*row)
-            console.print(table)
-        else:
-            for line in ("", title, *_aligned([COLUMNS, *cells])):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_table(title, summary_titles(rows), [summary_cells(row) for row in rows], console)
+        if losses := [loss.cells() for loss in ablation.losses(rows)]:
+            _print_table(f"{title}: {ablation.TITLE}", ablation.COLUMNS, losses, console)
         if first.get("notice"):
             notice = f"{first['notice']}. Its times say nothing about a GPU."
             console.print(notice, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_table(
+    title: str, titles: Sequence[str], cells: Sequence[Sequence[str]], console: Console
+) -> None:
+    if console.is_terminal:
+        table = Table(title=title, title_justify="left")
+        for column in titles:
+            words = column in ("configuration", "verdict", "left out")
+            table.add_column(column, justify="left" if words else "right")
+        for row in cells:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        for line in ("", title, *_aligned([titles, *cells])):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -37,7 +37,7 @@ def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:
 
 def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
     from megatron_cg.tools.bench.captures import CaptureMeter
-    from megatron_cg.tools.bench.chosen_parts import EagerFastPath, given_parts
+    from megatron_cg.tools.bench.eager_fast_path import EagerFastPath, given_parts
     from megatron_cg.tools.bench.measurement import Measurement
     from megatron_cg.tools.bench.windows import given
     from megatron_cg.tools.cpu.voting import VotingTrainer, train

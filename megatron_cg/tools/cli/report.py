@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotsError("the figures need matplotlib: pip install 'megatron-cg[report]'.")
     from megatron_cg.files import write_text
-    from megatron_cg.tools.report.page import page, write_pngs
+    from megatron_cg.tools.report.report_page import page, write_pngs
     from megatron_cg.tools.report.story import read_story
 
     story = read_story(args.directory, args.against)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
+from types import MappingProxyType
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,6 +17,8 @@ LONGEST = 22
 
 Bars = Mapping[str, Mapping[str, float]]
 """Values by row, then by the name in the legend. A row need not have every name."""
+Marks = Mapping[str, Mapping[str, Sequence[float]]]
+"""Further values beside those of :data:`Bars`, as ticks."""
 
 
 def stacked(bars: Bars, unit: str) -> Draw:
@@ -37,8 +40,10 @@ def stacked(bars: Bars, unit: str) -> Draw:
     return draw
 
 
-def side_by_side(bars: Bars, unit: str, form: str = "%.0f") -> Draw:
-    """A group of bars for each row, with their values in ``form``."""
+def side_by_side(
+    bars: Bars, unit: str, form: str = "%.0f", marks: Marks = MappingProxyType({})
+) -> Draw:
+    """A group of bars for each row, with their values in ``form``, and with ``marks`` on them."""
 
     def draw(figure: Figure, look: Look) -> None:
         filled = _filled(bars, look.palette)
@@ -47,13 +52,18 @@ def side_by_side(bars: Bars, unit: str, form: str = "%.0f") -> Draw:
         axes = figure.subplots()
         for number, (name, (colour, hatch)) in enumerate(filled.items()):
             offset = (number - (len(filled) - 1) / 2) * height
-            there = [row for row, values in enumerate(bars.values()) if name in values]
-            values = [found[name] for found in bars.values() if name in found]
-            drawn = axes.barh(
-                [row + offset for row in there], values, height=0.95 * height, color=colour,
-                hatch=hatch, edgecolor=look.palette.page, label=name,
+            there = {row: found[name] for row, found in enumerate(bars.values()) if name in found}
+            axes.barh(
+                [row + offset for row in there], list(there.values()), height=0.95 * height,
+                color=colour, hatch=hatch, edgecolor=look.palette.page, label=name,
             )  # fmt: skip
-            axes.bar_label(drawn, fmt=form, padding=3, color=look.palette.ink)
+            for row, value in there.items():
+                ticks = marks.get(list(bars)[row], {}).get(name, ())
+                axes.plot(ticks, [row + offset] * len(ticks), "|", color=look.palette.ink)
+                axes.annotate(
+                    form % value, (max([value, *ticks]), row + offset), (3, 0),
+                    textcoords="offset points", va="center", color=look.palette.ink,
+                )  # fmt: skip
         axes.margins(x=0.16)
         _finish(figure, axes, bars, unit, look)
 

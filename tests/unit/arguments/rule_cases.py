@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Case:
-    """What breaks ``rule``, alone, and the words its violation must say."""
-
-    rule: str
-    change: dict[str, Any] = field(default_factory=dict)
-    found: str = ""
-    reason: str = ""
-    remedy: str = ""
-    layers: tuple[str, ...] = ()
-    graph: dict[str, Any] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str | None] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        changed = {**self.change, **self.variables, **self.versions}
-        flags = (str(value) for value in self.graph.values())
-        return f"{self.rule}:{','.join([*changed, *self.layers, *flags])}"
-
-
-_SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
-_DROP_AND_PAD: dict[str, Any] = {
-    "moe_expert_capacity_factor": 1.0,
-    "moe_pad_expert_input_to_capacity": True,
-}
-
-
-def _modules(*names: str, **others: Any) -> dict[str, Any]:
-    return {"cuda_graph_modules": names, **others}
-
+from tests.unit.arguments.rule_case import DROP_AND_PAD, Case, modules
+from tests.unit.arguments.rule_cases_numerics import NUMERICS, RECOMPUTE
+from tests.unit.arguments.rule_cases_scopes import SCOPES, SCOPES_BEYOND_MEGATRON
 
 FSDP = (
     Case(
@@ -116,135 +87,6 @@ FAST_PATH = (
     ),
 )
 
-SCOPES = (
-    Case(
-        "moe-and-router",
-        _modules("moe", "moe_router", **_DROP_AND_PAD),
-        "both moe and moe_router",
-        "captured twice",
-        "--cuda-graph-modules attn moe_router",
-    ),
-    Case(
-        "preprocess-without-router",
-        _modules("attn", "moe_preprocess"),
-        "moe_preprocess without moe_router",
-        "continuation of the router's graph",
-        "--cuda-graph-modules attn moe_router moe_preprocess",
-    ),
-    Case(
-        "moe-without-experts",
-        {"num_experts": None},
-        "moe_router in a model without experts",
-        "parts of a MoE layer",
-        "--num-experts 8",
-    ),
-    Case(
-        "moe-without-drop-and-pad",
-        _modules("attn", "moe"),
-        "moe without drop-and-pad",
-        "reads it on the CPU",
-        "--cg-grouped-gemm torch",
-    ),
-    Case(
-        "moe-without-drop-and-pad",
-        _modules("attn", "moe"),
-        "moe without drop-and-pad",
-        "differs from step to step",
-        "--moe-pad-expert-input-to-capacity",
-    ),
-    Case(
-        "moe-without-drop-and-pad",
-        _modules("attn", "moe", moe_expert_capacity_factor=1.0),
-        "moe without drop-and-pad",
-        "differs from step to step",
-        "--moe-expert-capacity-factor 1.0",
-    ),
-    Case(
-        "preprocess-synchronizes",
-        _modules("moe_router", "moe_preprocess", moe_expert_capacity_factor=1.0),
-        "dispatcher-type alltoall",
-        "waits for them",
-        "drop moe_preprocess",
-    ),
-    Case(
-        "preprocess-synchronizes",
-        _modules("moe_router", "moe_preprocess", moe_router_padding_for_fp8=True),
-        "router padding for FP8",
-        "waits for them",
-        "drop moe_preprocess",
-    ),
-    Case(
-        "scope-selects-nothing",
-        _modules("attn", "mlp"),
-        "--cuda-graph-modules mlp",
-        "none of the model's 4 layers has a dense MLP",
-        "drop mlp",
-    ),
-    Case(
-        "scope-selects-nothing",
-        _modules("attn", "mlp", moe_layer_freq=(1, 1, 1, 1)),
-        "--cuda-graph-modules mlp",
-        "none of the model's 4 layers",
-        "drop mlp",
-    ),
-)
-
-SCOPES_BEYOND_MEGATRON = (
-    Case(
-        "preprocess-synchronizes",
-        _modules("moe_router", "moe_preprocess", moe_router_padding_for_quantization=True),
-        "router padding for FP8 or FP4",
-        "waits for them",
-        "drop moe_preprocess",
-    ),
-    Case(
-        "scope-selects-nothing",
-        _modules("attn", "mamba"),
-        "--cuda-graph-modules mamba",
-        "has a Mamba mixer",
-        "drop mamba from --cuda-graph-modules",
-    ),
-    Case(
-        "scope-selects-nothing",
-        _modules("attn", "moe_router", hybrid_layer_pattern="E|E/**"),
-        "--cuda-graph-modules attn",
-        "none of the model's 2 layers has attention",
-        "drop attn",
-    ),
-    Case(
-        "scope-selects-nothing",
-        {"moe_layer_freq": (0, 0, 1, 1)},
-        "leaves moe_router on no layer",
-        "first layer with it is layer 2",
-        "--cg-layers moe_router:2-",
-        layers=("moe_router:0-1",),
-    ),
-    Case(
-        "whole-moe-layer",
-        _modules(),
-        "4 of them MoE layers",
-        "read back to the CPU",
-        "--cuda-graph-modules attn moe_router",
-    ),
-    Case(
-        "whole-moe-layer",
-        _modules(moe_layer_freq=(0, 1, 1, 1)),
-        "the first is layer 2",
-        "read back to the CPU",
-        "--cg-layers layer:0",
-        layers=("layer:0,2-",),
-    ),
-    Case("cg-layers", {}, "--cg-layers attn", "no colon", "attn:0-23", layers=("attn",)),
-    Case(
-        "cg-layers",
-        {},
-        "--cg-layers moe_router:2-9",
-        "last index is 3",
-        "--cg-layers moe_router:2-",
-        layers=("moe_router:2-9",),
-    ),
-)
-
 LAYERS = (
     Case(
         "sinkhorn-router",
@@ -262,25 +104,25 @@ LAYERS = (
     ),
     Case(
         "dispatcher-reads-counts",
-        _modules("attn", "moe", moe_token_dispatcher_type="allgather", **_DROP_AND_PAD),
+        modules("attn", "moe", moe_token_dispatcher_type="allgather", **DROP_AND_PAD),
         "dispatcher-type allgather in",
         "with drop-and-pad too",
         "--moe-token-dispatcher-type alltoall",
     ),
     Case(
         "dispatcher-reads-counts",
-        _modules(moe_token_dispatcher_type="allgather", **_DROP_AND_PAD),
+        modules(moe_token_dispatcher_type="allgather", **DROP_AND_PAD),
         "dispatcher-type allgather in",
         "with drop-and-pad too",
         "--cuda-graph-modules attn moe_router",
     ),
     Case(
         "dispatcher-reads-counts",
-        _modules(
+        modules(
             "moe",
             moe_token_dispatcher_type="flex",
             moe_flex_dispatcher_backend="ncclep",
-            **_DROP_AND_PAD,
+            **DROP_AND_PAD,
         ),
         "--moe-flex-dispatcher-backend ncclep",
         "with drop-and-pad too",
@@ -288,7 +130,7 @@ LAYERS = (
     ),
     Case(
         "hybridep-uneven-inputs",
-        _modules(
+        modules(
             "moe_router",
             "moe_preprocess",
             moe_token_dispatcher_type="flex",
@@ -426,157 +268,6 @@ EXPERTS = (
     ),
 )
 """``--cg-grouped-gemm torch``."""
-
-RECOMPUTE = (
-    Case(
-        "full-recompute",
-        {"recompute_granularity": "full"},
-        "granularity full",
-        "whole layers",
-        "--recompute-granularity selective",
-    ),
-    Case(
-        "moe-recompute-around-router",
-        {**_SELECTIVE, "recompute_modules": ("moe",)},
-        "--recompute-modules moe with",
-        "wholly inside or wholly outside",
-        "--recompute-modules moe_act",
-    ),
-    Case(
-        "dropout-in-recomputed-attention",
-        {**_SELECTIVE},
-        "--attention-dropout 0.1",
-        "same random numbers",
-        "--attention-dropout 0",
-    ),
-    Case(
-        "dropout-in-recomputed-mlp",
-        {**_SELECTIVE, **_modules("mlp"), "recompute_modules": ("mlp",), "num_experts": None},
-        "--hidden-dropout 0.1",
-        "same random numbers",
-        "--hidden-dropout 0",
-    ),
-    Case(
-        "dropout-in-recomputed-mlp",
-        {**_SELECTIVE, **_modules("moe"), **_DROP_AND_PAD, "recompute_modules": ("moe",)},
-        "--hidden-dropout 0.1",
-        "same random numbers",
-        "leave mlp and moe out",
-    ),
-    Case(
-        "jitter-in-recomputed-moe",
-        {
-            **_SELECTIVE,
-            **_modules("moe"),
-            **_DROP_AND_PAD,
-            "recompute_modules": ("moe",),
-            "hidden_dropout": 0.0,
-            "moe_input_jitter_eps": 0.01,
-        },
-        "--moe-input-jitter-eps 0.01",
-        "same random numbers",
-        "drop --moe-input-jitter-eps",
-    ),
-    Case(
-        "cpu-offloading",
-        {"cpu_offloading": True},
-        "--cpu-offloading-num-layers",
-        "Python code that a replay does not run",
-        "drop --cpu-offloading-num-layers",
-    ),
-)
-
-NUMERICS = (
-    Case(
-        "activation-offloading",
-        {"fine_grained_activation_offloading": True},
-        "--fine-grained-activation-offloading",
-        "streams outside of the graph",
-        "drop --fine-grained-activation-offloading",
-    ),
-    Case(
-        "fp16",
-        {"bf16": False, "fp16": True},
-        "--fp16 with --use-megatron-fsdp",
-        "'NoneType' object has no attribute 'data'",
-        "type --bf16",
-    ),
-    Case(
-        "fp8-without-bf16",
-        {"bf16": False, "fp8": "hybrid"},
-        "--fp8-format hybrid without --bf16",
-        "another type than bfloat16",
-        "add --bf16",
-    ),
-    Case(
-        "fp8-primary-weights",
-        {"fp8": "hybrid", "fp8_param_gather": True},
-        "--fp8-param-gather without --keep-fp8-transpose-cache",
-        "the gradient norm is NaN",
-        "add --keep-fp8-transpose-cache",
-    ),
-    Case(
-        "fp8-primary-weights-recipe",
-        {
-            "fp8": "e4m3",
-            "fp8_recipe": "blockwise",
-            "fp8_param_gather": True,
-            "keep_fp8_transpose_cache": True,
-        },
-        "--fp8-param-gather with --fp8-recipe blockwise",
-        "No buffer found for bucket_id",
-        "--fp8-recipe tensorwise",
-    ),
-    Case(
-        "shared-expert-overlap",
-        {"moe_shared_expert_overlap": True},
-        "with a captured MoE router",
-        "not idle in the warmup",
-        "drop --moe-shared-expert-overlap",
-    ),
-    Case(
-        "optimizer-graph",
-        {"optimizer_cuda_graph": True},
-        "--optimizer-cuda-graph",
-        "invalid argument",
-        "drop --optimizer-cuda-graph",
-    ),
-    Case(
-        "repeated-prediction-layer",
-        {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
-        "--mtp-use-repeated-layer",
-        "activations of the last run only",
-        "--mtp-num-layers 1",
-    ),
-    Case(
-        "packed-sequences",
-        {"sft": True},
-        "--sft",
-        "differ from step to step",
-        "--cuda-graph-impl none",
-    ),
-    Case(
-        "packed-sequences",
-        {"rl_use_sequence_packing": True},
-        "--rl-use-sequence-packing",
-        "differ from step to step",
-        "--cuda-graph-impl none",
-    ),
-    Case(
-        "hybrid-context-parallel",
-        {"hybrid_context_parallel": True},
-        "--hybrid-context-parallel",
-        "several lengths",
-        "drop --hybrid-context-parallel",
-    ),
-    Case(
-        "inference-rng-tracker",
-        {"inference_rng_tracker": True},
-        "--inference-rng-tracker",
-        "no random states",
-        "add --te-rng-tracker",
-    ),
-)
 
 ENVIRONMENT = (
     Case(

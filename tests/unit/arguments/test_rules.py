@@ -13,7 +13,8 @@ from megatron_cg.arguments.rule import Rule
 from megatron_cg.arguments.validation import RULES
 from megatron_cg.errors import Violation
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN, megatron_parser
-from tests.unit.arguments.rule_cases import ALL, Case
+from tests.unit.arguments.rule_case import Case
+from tests.unit.arguments.rule_cases import ALL
 
 
 def configured(case: Case) -> tuple[RunArguments, GraphArguments, Environment]:

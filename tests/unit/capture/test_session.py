@@ -19,6 +19,7 @@ from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseE
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from tests.unit.counted import expect
 from tests.unit.identity import Same
 
 
@@ -147,7 +148,7 @@ def test_training_goes_on_and_capture_works_after_a_failure(trainer: Any) -> Non
     trainer.step()
     session = trainer.capture(TapeBackend())
     trainer.step()
-    session.counters.expect(captured=2, replayed=2, eager=0)
+    expect(session.counters, captured=2, replayed=2, eager=0)
 
 
 def test_close_puts_everything_back_and_is_safe_to_run_twice(trainer: Any) -> None:
@@ -219,14 +220,14 @@ def test_another_capture_is_asked_for_only_once_the_last_one_has_replayed(traine
     session.mismatches.captured_again = True
     hook = layers_of(trainer)[0].self_attention.register_forward_hook(lambda *_: None)
     trainer.step()
-    session.counters.expect(replayed=1, mismatched=1)
+    expect(session.counters, replayed=1, mismatched=1)
     assert not session.mismatches.wants_recapture
     hook.remove()
     trainer.step()
-    session.counters.expect(replayed=3, mismatched=1)
+    expect(session.counters, replayed=3, mismatched=1)
     layers_of(trainer)[0].self_attention.register_forward_hook(lambda *_: None)
     trainer.step()
-    session.counters.expect(replayed=4, mismatched=2)
+    expect(session.counters, replayed=4, mismatched=2)
     assert session.mismatches.wants_recapture
 
 
@@ -300,9 +301,9 @@ def test_evaluation_takes_the_eager_path(trainer: Any) -> None:
     with torch.no_grad():
         trainer._forward()
     trainer.model.train()
-    session.counters.expect(replayed=0, eager=2)
+    expect(session.counters, replayed=0, eager=2)
     trainer.step()
-    session.counters.expect(replayed=2, eager=2)
+    expect(session.counters, replayed=2, eager=2)
 
 
 def test_a_session_captures_once(trainer: Any) -> None:
@@ -350,7 +351,7 @@ def test_a_user_hook_on_the_layer_runs_around_every_replay(trainer: Any) -> None
     assert calls == []
     trainer.step()
     assert calls == ["forward"]
-    session.counters.expect(replayed=2)
+    expect(session.counters, replayed=2)
 
 
 def test_work_that_failed_before_capture_is_not_blamed_on_capture(

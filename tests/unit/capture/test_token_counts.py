@@ -11,6 +11,7 @@ import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from tests.unit.counted import expect
 
 EXPERTS, TOPK, BEFORE, AFTER, LAYERS = 4, 2, 2, 3, 2
 
@@ -59,11 +60,11 @@ def test_what_warmup_and_capture_count_is_taken_back(train: Any) -> None:
     eager, _ = train(graphs=False)
     graphed, counters = train(graphs=True)
     assert graphed == eager
-    counters.expect(captured=LAYERS, replayed=LAYERS * AFTER, eager=0)
+    expect(counters, captured=LAYERS, replayed=LAYERS * AFTER, eager=0)
 
 
 def test_what_a_verification_counts_is_taken_back(train: Any) -> None:
     eager, _ = train(graphs=False)
     verified, counters = train(graphs=True, policy=ReplayPolicy(verify_interval=1))
     assert verified == eager
-    counters.expect(replayed=LAYERS * AFTER, verified=LAYERS * AFTER, mismatched=0)
+    expect(counters, replayed=LAYERS * AFTER, verified=LAYERS * AFTER, mismatched=0)

@@ -86,7 +86,6 @@ def test_wrappers_are_withheld_and_handlers_change_phase(unit: nn.Module) -> Non
         "backward_pre_hooks": [records[FsdpRole.WRAPS_PRE_BACKWARD].hook_id],
         "backward_hooks": [records[FsdpRole.WRAPS_POST_BACKWARD].hook_id],
     }
-    assert hooks.user == ()
 
 
 def test_adapters_take_the_module_alone_and_return_nothing(dense_model: Any) -> None:
@@ -150,9 +149,9 @@ def test_user_hooks_on_the_unit_stay_out_of_capture(dense_model: Any) -> None:
         unit.register_full_backward_hook(user_hook),
     ]
     hooks = read_hooks(Unit("layer 0", unit, tuple(unit.children())))
-    assert [record.hook_id for record in hooks.user] == [handle.id for handle in handles]
-    captured = [key for phase in hooks.capture_time.values() for key in phase]
-    assert not {handle.id for handle in handles} & set(captured)
+    ours = {handle.id for handle in handles}
+    assert ours <= {record.hook_id for record in module_hooks(unit)}
+    assert not ours & {key for phase in hooks.capture_time.values() for key in phase}
 
 
 @pytest.mark.parametrize(
@@ -176,5 +175,6 @@ def test_user_hooks_that_would_lie_or_fall_silent_are_refused_by_name(
 
 def test_a_user_hook_on_a_module_that_stays_eager_is_left_alone(dense_model: Any) -> None:
     unit = layers_of(dense_model)[0]
-    unit.mlp.register_forward_hook(user_hook)
-    assert read_hooks(Unit("layer 0", unit, (unit.self_attention,))).user == ()
+    handle = unit.mlp.register_forward_hook(user_hook)
+    hooks = read_hooks(Unit("layer 0", unit, (unit.self_attention,)))
+    assert handle.id not in {key for phase in hooks.capture_time.values() for key in phase}

@@ -11,6 +11,8 @@ import torch
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.memory.release import drop_gradients, gradient_copies, let_gradients_go
 from megatron_cg.memory.usage import INPUTS, report
+from tests.unit.counted import expect
+from tests.unit.memory.held import held
 
 LENGTH, BATCH, STEPS = 16, 2, 3
 
@@ -110,14 +112,14 @@ def trained(trainer: Any, before_capture: Callable[[Any], object]) -> tuple[Run,
     before_capture(trainer._fsdp)
     session = trainer.capture(TapeBackend())
     run += [trainer.step() for _ in range(STEPS)]
-    session.counters.expect(replayed=2 * STEPS, eager=0)
-    assert report(session).of_kind(INPUTS) > 0
+    expect(session.counters, replayed=2 * STEPS, eager=0)
+    assert held(report(session), INPUTS) > 0
     session.close()
     trainer._fsdp.zero_grad_buffer()
     left = report(session)
     # All that is left is what FSDP had in the first place.
     assert {row.holder for row in left.rows} == {"FSDP"}
-    assert left.of_kind("gradients left on parameters") == 0
+    assert held(left, "gradients left on parameters") == 0
     return run, weights(trainer)
 
 
@@ -204,7 +206,7 @@ def test_only_without_a_mask_graphs_train_as_eager_layers_do(
     mask = 0 if leave_out else BATCH * LENGTH * LENGTH
     assert inputs[1] == hidden + mask
     found = [trainer.first] + [trainer.step() for _ in range(STEPS)]
-    helper.session.counters.expect(replayed=2 * STEPS, eager=0)
+    expect(helper.session.counters, replayed=2 * STEPS, eager=0)
     # Megatron's zeros say "mask nothing" to an attention that reads its mask, as this one does.
     assert (found == expected) is leave_out
     helper.delete_cuda_graphs()
@@ -222,7 +224,7 @@ def test_a_mask_that_comes_later_is_not_left_aside(unmasked: Callable[[], Any]) 
     helper, undo = captured(trainer, leave_out=True)
     trainer.masks[0] = mask
     assert trainer.step() == expected
-    helper.session.counters.expect(replayed=0, eager=2)
+    expect(helper.session.counters, replayed=0, eager=2)
     helper.delete_cuda_graphs()
     undo()
 

@@ -42,6 +42,7 @@ from megatron_cg.memory.usage import (
 )
 from megatron_cg.telemetry.record import Recorder
 from megatron_cg.tools.align.compare import read_run
+from tests.unit.memory.held import held
 
 MIB = 2**20
 
@@ -197,12 +198,12 @@ def test_a_session_is_walked_from_graphs_to_buffers(
     # A layer's own hidden states and mask; parameters are FSDP's and not counted here.
     mask = shape.sequence_length**2
     assert inputs[1].held >= hidden + mask and inputs[1].held < 3 * (hidden + mask)
-    assert found.of_kind(OUTPUTS) >= 2 * hidden
+    assert held(found, OUTPUTS) >= 2 * hidden
     store = trainer._fsdp.param_and_grad_buffer
     numel = sum(group.main_grad_buffer.data_size for group in store.parameter_groups)
-    assert found.of_kind("weights") == found.of_kind("main gradients") == 2 * numel
-    assert found.of_kind("main weights") == 4 * numel
-    assert found.of_kind("states") >= 8 * numel
+    assert held(found, "weights") == held(found, "main gradients") == 2 * numel
+    assert held(found, "main weights") == 4 * numel
+    assert held(found, "states") >= 8 * numel
     text = found.text()
     assert "graphs" in text and "layer 1" not in text
     with caplog.at_level(logging.INFO, "megatron_cg.memory.usage"):
@@ -219,7 +220,7 @@ def test_closed_graphs_hold_nothing(trainer: Any) -> None:
     assert any(any(tensors) for tensors in map(static_tensors, graphs))
     session.close()
     assert all(not list(kind) for graph in graphs for kind in static_tensors(graph).values())
-    assert report(session).of_kind(INPUTS) == 0
+    assert held(report(session), INPUTS) == 0
 
 
 def stage(name: str, step: int, peak: int, reserved: int) -> dict[str, Any]:

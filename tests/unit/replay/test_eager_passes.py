@@ -23,6 +23,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.counted import expect
 from tests.unit.runs.test_one_rank_failures import no_hang
 
 pytest.importorskip("megatron_fsdp")
@@ -174,11 +175,11 @@ def test_each_eager_pass_is_counted() -> None:
     passes = EagerPasses(UNIT, mismatches, collectives=False)
     for eager in (1, 2):
         passes.for_no_replay("it is in evaluation mode")
-        mismatches.counters.expect(eager=eager, mismatched=0)
+        expect(mismatches.counters, eager=eager, mismatched=0)
     passes.replay_follows()
     for mismatched in (1, 2):
         passes.for_mismatch(WRONG)
-        mismatches.counters.expect(eager=2 + mismatched, mismatched=mismatched)
+        expect(mismatches.counters, eager=2 + mismatched, mismatched=mismatched)
 
 
 def alone(root: Path, change: Callable[[Any], None]) -> None:

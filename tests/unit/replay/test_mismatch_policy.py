@@ -19,6 +19,7 @@ from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.counted import expect
 
 SHAPE = Mismatch("shape", "shape of argument x", "(2,)", "(3,)", "Cause.")
 
@@ -33,7 +34,7 @@ def test_a_mismatch_is_counted_each_time_and_reported_once(
     mismatches = MismatchPolicy(ReplayPolicy(), Counters())
     for layer in ("layer 0", "layer 0", "layer 1"):
         mismatches.mismatched(SHAPE, layer, 0, collectives=False, fresh=False)
-    mismatches.counters.expect(mismatched=3)
+    expect(mismatches.counters, mismatched=3)
     assert [r.getMessage().split(",")[0] for r in caplog.records] == [
         "megatron_cg: no replay of layer 0",
         "megatron_cg: no replay of layer 1",

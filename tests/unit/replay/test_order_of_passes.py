@@ -13,6 +13,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_graphs import Recorded
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from tests.unit.counted import expect
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def another_between(trainer: Any) -> None:
 @pytest.mark.parametrize("passes", [in_turn, discarded])
 def test_passes_in_turn_are_none_of_it(trainer: Any, passes: Callable[[Any], None]) -> None:
     passes(trainer)
-    trainer.session.counters.expect(replayed=4, mismatched=0)
+    expect(trainer.session.counters, replayed=4, mismatched=0)
 
 
 @pytest.mark.parametrize("passes", [in_reverse, as_they_came, another_between])

@@ -16,6 +16,7 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import _first_difference, verify
+from tests.unit.counted import expect
 from tests.unit.fastpath.test_deferred_prefetch import noted
 
 STEPS, LAYERS = 6, 2
@@ -92,7 +93,7 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 def all_of(counters: Any, steps: int) -> None:
-    counters.expect(verified=steps, gradients_verified=steps, gradients_unstable=0, mismatched=0)
+    expect(counters, verified=steps, gradients_verified=steps, gradients_unstable=0, mismatched=0)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -106,7 +107,7 @@ def test_verification_finds_nothing_and_changes_nothing(
     assert numbers == eager and metrics == eager_metrics
     assert bool(metrics) == bool(experts)
     all_of(counters, LAYERS * STEPS // 2)
-    counters.expect(replayed=LAYERS * STEPS)
+    expect(counters, replayed=LAYERS * STEPS)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -130,7 +131,7 @@ def test_one_wrong_bit_is_found_and_the_part_run_eagerly(
     policy = ReplayPolicy("eager", 1)
     numbers, counters, _ = run(policy, corrupt=corrupt, fast_path=fast_path)
     assert numbers == eager
-    counters.expect(mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
+    expect(counters, mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
 
 
 @pytest.mark.parametrize(

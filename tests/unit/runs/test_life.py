@@ -27,6 +27,7 @@ from megatron_cg.telemetry.record import Recorder
 from megatron_cg.telemetry.record_schema import CAPTURED_AFTER
 from megatron_cg.telemetry.record_shards import parameter_digests
 from megatron_cg.tools.align.compare import Comparison, Run, compare, read_run
+from tests.unit.counted import expect
 
 STEPS, WARMUP, LAYERS, RANKS = 8, 2, 2, 2
 
@@ -316,8 +317,8 @@ def test_two_models_in_one_process_do_not_disturb_each_other(
                 first.session.close()
             numbers += [trainer.step() for trainer in (first, second)]
         if graphs:
-            first.session.counters.expect(captured=2, replayed=4)
-            second.session.counters.expect(captured=1, replayed=4)
+            expect(first.session.counters, captured=2, replayed=4)
+            expect(second.session.counters, captured=1, replayed=4)
             second.session.close()
         return [*numbers, *(parameter_digests(trainer.model) for trainer in (first, second))]
 
@@ -371,7 +372,7 @@ def test_capturing_fifty_times_leaves_nothing_behind(one_rank: None) -> None:
     def cycle() -> None:
         session = trainer.capture(TapeBackend())
         trainer.step()
-        session.counters.expect(captured=1, replayed=1)
+        expect(session.counters, captured=1, replayed=1)
         session.close()
         trainer.session = None
 

@@ -18,6 +18,7 @@ from megatron_cg.telemetry import capture_report as reporting
 from megatron_cg.telemetry.capture_report import summary
 from megatron_cg.telemetry.coverage_lines import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED, coverage
 from megatron_cg.telemetry.record import Recorder, recording
+from tests.unit.counted import expect
 
 MIB = 2**20
 
@@ -122,7 +123,7 @@ def test_graphs_stay_where_their_map_cannot_be_drawn(
     monkeypatch.setattr(reporting, "coverage", gone)
     session = trainer.capture(TapeBackend())
     trainer.step()
-    session.counters.expect(replayed=2)
+    expect(session.counters, replayed=2)
     assert recorder.data["captures"][0]["coverage"] == []
     assert "what was graphed is not recorded" in recorder.data["events"][0]["text"]
 

@@ -17,6 +17,7 @@ from megatron_cg.hooks.hook_records import FLAG_REGISTRIES, HookKind
 from megatron_cg.memory.storage_reference import StorageReference
 from megatron_cg.upstream.copies import look_before
 from megatron_cg.upstream.patch import set_attribute
+from tests.unit.counted import expect
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
@@ -205,7 +206,7 @@ def test_an_average_of_the_weights_is_that_of_an_eager_run(
     eager = averaged(make(scopes), graphs=False)
     trainer = make(scopes)
     assert averaged(trainer, graphs=True) == eager
-    trainer.session.counters.expect(captured=2, replayed=2 * STEPS, eager=0)
+    expect(trainer.session.counters, captured=2, replayed=2 * STEPS, eager=0)
 
 
 def test_a_whole_model_is_copied_and_trains_on_without_its_graphs(make: Callable[..., Any]) -> None:
@@ -243,4 +244,4 @@ def test_a_graph_itself_is_not_copied(make: Callable[..., Any]) -> None:
         with pytest.raises(TypeError, match=r"the graph of layer 0 cannot be copied or pickled"):
             way(graph)
     trainer.step()
-    trainer.session.counters.expect(replayed=2, eager=0)
+    expect(trainer.session.counters, replayed=2, eager=0)

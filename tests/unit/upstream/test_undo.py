@@ -27,6 +27,7 @@ from megatron_cg.upstream.patch import (
     run_before,
     set_attribute,
 )
+from tests.unit.counted import expect
 
 Events = list[str]
 
@@ -275,7 +276,7 @@ def test_a_unit_whose_forward_somebody_wrapped_is_closed(
         torch.set_rng_state(state)
         assert torch.equal(run.step(), expected)
     assert vars(layer)["forward"] is theirs and events == ["theirs"] * 2
-    graphs.counters.expect(replayed=6)
+    expect(graphs.counters, replayed=6)
     assert any("Block.forward is left as it is" in text for text in warned(caplog))
 
 

@@ -27,6 +27,18 @@ TE_VERSION = "2.20.2"
 MAMBA_VERSION = "2.3.2"
 _TE = "transformer_engine"
 _NAMES = (_TE, "mamba_ssm", "causal_conv1d")
+_GRAPH_FUNCTIONS = (
+    "make_graphed_callables",
+    "restore_fp8_tensors",
+    "save_fp8_tensors",
+    "set_capture_end",
+    "set_capture_start",
+)
+_FUSED_ROUTERS = (
+    "fused_topk_with_score_function",
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+)
 
 
 def install() -> Callable[[], None]:
@@ -68,17 +80,26 @@ def _is_ours(name: str) -> bool:
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Every module by name, parents first, with the attributes that Megatron reads."""
-    base = {"TransformerEngineBaseModule": modules.TransformerEngineBaseModule}
-    state = {
-        "FP8GlobalStateManager": FP8GlobalStateManager,
-        "fp8_autocast": _no_context,
-        "fp8_model_init": _no_context,
-    }
     return {
         _TE: {"__version__": TE_VERSION},
-        f"{_TE}.common": {},
-        f"{_TE}.common.recipe": {"DelayedScaling": _Recipe, "Format": _Recipe, "Recipe": _Recipe},
-        f"{_TE}.pytorch": {
+        **{f"{_TE}.{name}": attributes for name, attributes in _of_te().items()},
+        "mamba_ssm": {"__version__": MAMBA_VERSION},
+        "mamba_ssm.ops": {},
+        "mamba_ssm.ops.triton": {},
+        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": mamba.RMSNorm},
+        "mamba_ssm.ops.triton.ssd_combined": {
+            "mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined,
+            "mamba_split_conv1d_scan_combined": mamba.mamba_split_conv1d_scan_combined,
+        },
+    }
+
+
+def _of_te() -> dict[str, dict[str, Any]]:
+    """The modules below Transformer Engine."""
+    return {
+        "common": {},
+        "common.recipe": {"DelayedScaling": _Recipe, "Format": _Recipe, "Recipe": _Recipe},
+        "pytorch": {
             "Linear": modules.Linear,
             "LayerNormLinear": modules.LayerNormLinear,
             "GroupedLinear": modules.GroupedLinear,
@@ -89,49 +110,29 @@ def _contents() -> dict[str, dict[str, Any]]:
             "quantized_model_init": _no_context,
             "autocast": _no_context,
         },
-        f"{_TE}.pytorch.fp8": state,
-        f"{_TE}.pytorch.tensor": {"QuantizedTensor": _QuantizedTensor},
-        f"{_TE}.pytorch.ops": {"__getattr__": _absent_operation},
-        f"{_TE}.pytorch.module": {},
-        f"{_TE}.pytorch.module.base": base,
-        f"{_TE}.pytorch.module.grouped_linear": {"_GroupedLinear": _GroupedLinear},
-        f"{_TE}.pytorch.distributed": {
+        "pytorch.fp8": {
+            "FP8GlobalStateManager": FP8GlobalStateManager,
+            "fp8_autocast": _no_context,
+            "fp8_model_init": _no_context,
+        },
+        "pytorch.tensor": {"QuantizedTensor": _QuantizedTensor},
+        "pytorch.ops": {"__getattr__": _absent_operation},
+        "pytorch.module": {},
+        "pytorch.module.base": {"TransformerEngineBaseModule": modules.TransformerEngineBaseModule},
+        "pytorch.module.grouped_linear": {"_GroupedLinear": _GroupedLinear},
+        "pytorch.distributed": {
             "CudaRNGStatesTracker": modules.CudaRNGStatesTracker,
             "activation_recompute_forward": _no_context,
             "is_fp8_activation_recompute_enabled": lambda: False,
             "checkpoint": _absent("activation checkpoints of TE"),
             "get_all_rng_states": dict,
         },
-        f"{_TE}.pytorch.graph": {
-            name: _absent(f"TE's {name}")
-            for name in (
-                "make_graphed_callables",
-                "restore_fp8_tensors",
-                "save_fp8_tensors",
-                "set_capture_end",
-                "set_capture_start",
-            )
-        },
-        f"{_TE}.pytorch.utils": {"make_weak_ref": _absent("TE's make_weak_ref")},
-        f"{_TE}.pytorch.attention": {"_SplitAlongDim": functions.Split},
-        f"{_TE}.pytorch.attention.rope": {"apply_rotary_pos_emb": modules.apply_rotary_pos_emb},
-        f"{_TE}.pytorch.cpp_extensions": {"general_gemm": modules.general_gemm},
-        f"{_TE}.pytorch.router": {
-            name: _absent(f"TE's {name}")
-            for name in (
-                "fused_topk_with_score_function",
-                "fused_compute_score_for_moe_aux_loss",
-                "fused_moe_aux_loss",
-            )
-        },
-        "mamba_ssm": {"__version__": MAMBA_VERSION},
-        "mamba_ssm.ops": {},
-        "mamba_ssm.ops.triton": {},
-        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": mamba.RMSNorm},
-        "mamba_ssm.ops.triton.ssd_combined": {
-            "mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined,
-            "mamba_split_conv1d_scan_combined": mamba.mamba_split_conv1d_scan_combined,
-        },
+        "pytorch.graph": {name: _absent(f"TE's {name}") for name in _GRAPH_FUNCTIONS},
+        "pytorch.utils": {"make_weak_ref": _absent("TE's make_weak_ref")},
+        "pytorch.attention": {"_SplitAlongDim": functions.Split},
+        "pytorch.attention.rope": {"apply_rotary_pos_emb": modules.apply_rotary_pos_emb},
+        "pytorch.cpp_extensions": {"general_gemm": modules.general_gemm},
+        "pytorch.router": {name: _absent(f"TE's {name}") for name in _FUSED_ROUTERS},
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
+from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
 
 LENGTH, BATCH = 16, 2
@@ -71,13 +72,13 @@ def test_capture_replay_and_deletion(trainer: Any) -> None:
     assert helper.capture_finished() and helper.graphs_created()
     session = helper.session
     trainer.step()
-    session.counters.expect(captured=3, replayed=3, eager=0)
+    expect(session.counters, captured=3, replayed=3, eager=0)
     helper.delete_cuda_graphs()
     assert not helper.graphs_created()
     assert all(layer.cuda_graphs == [] for layer in layers_of(trainer))
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
-    session.counters.expect(replayed=3)
+    expect(session.counters, replayed=3)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_model_in_fp32_replays(trainer: Any) -> None:
     helper = helper_for(trainer)
     helper.create_cudagraphs()
     trainer.step()
-    helper.session.counters.expect(captured=3, replayed=3, eager=0, mismatched=0)
+    expect(helper.session.counters, captured=3, replayed=3, eager=0, mismatched=0)
     helper.delete_cuda_graphs()
 
 
@@ -131,7 +132,7 @@ def test_a_second_capture_after_deletion_replays_again(trainer: Any) -> None:
         helper = helper_for(trainer)
         helper.create_cudagraphs()
         trainer.step()
-        helper.session.counters.expect(captured=3, replayed=3, eager=0)
+        expect(helper.session.counters, captured=3, replayed=3, eager=0)
         helper.delete_cuda_graphs()
 
 
@@ -178,7 +179,7 @@ def test_layers_are_captured_as_selected(trainer: Any) -> None:
     assert scopes[:2] == [["attn"], ["attn", "mlp"]]
     assert [len(layer.cuda_graphs) for layer in layers_of(trainer)] == [1, 1, 0]
     trainer.step()
-    helper.session.counters.expect(captured=2, replayed=2)
+    expect(helper.session.counters, captured=2, replayed=2)
     helper.delete_cuda_graphs()
     assert all(layer.config is config for layer in layers_of(trainer))
     assert all(layer.mlp.config is config for layer in layers_of(trainer))
@@ -188,7 +189,7 @@ def test_a_layer_without_its_attention_gets_no_rotary_table(trainer: Any) -> Non
     helper = helper_for(trainer, "attn:0", "mlp:0-1")
     helper.create_cudagraphs()
     trainer.step()
-    helper.session.counters.expect(captured=2, replayed=2)
+    expect(helper.session.counters, captured=2, replayed=2)
     helper.delete_cuda_graphs()
 
 

@@ -17,6 +17,7 @@ import megatron_cg
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
 
 LENGTH, BATCH, LAYERS = 16, 2, 2
@@ -60,12 +61,12 @@ def test_steps_are_followed_by_the_optimizer(trainer: Any) -> None:
     session = helper.session
     for _ in range(3):
         trainer.step()
-    session.counters.expect(captured=LAYERS, replayed=3 * LAYERS, eager=0, mismatched=0)
+    expect(session.counters, captured=LAYERS, replayed=3 * LAYERS, eager=0, mismatched=0)
     # Four steps, and the two votes of the capture.
     assert helper.counted()[1].votes == 4 + 2
     helper.delete_cuda_graphs()
     trainer.step()
-    session.counters.expect(replayed=3 * LAYERS)
+    expect(session.counters, replayed=3 * LAYERS)
 
 
 def test_a_wish_to_capture_again_is_done_between_two_steps(
@@ -84,7 +85,7 @@ def test_a_wish_to_capture_again_is_done_between_two_steps(
     trainer.step()
     assert helper.session is not first
     trainer.step()
-    helper.session.counters.expect(captured=LAYERS, replayed=LAYERS, recaptured=1, eager=0)
+    expect(helper.session.counters, captured=LAYERS, replayed=LAYERS, recaptured=1, eager=0)
     helper.delete_cuda_graphs()
 
 
@@ -120,7 +121,7 @@ def test_a_helper_that_nobody_holds_votes_until_the_end(trainer: Any) -> None:
     before = agreement.time.votes
     trainer.step()
     assert agreement.time.votes == before + 1
-    session.counters.expect(replayed=LAYERS)
+    expect(session.counters, replayed=LAYERS)
     megatron_cg.disable()
     trainer.step()
     assert agreement.time.votes == before + 1
@@ -138,7 +139,7 @@ def test_a_second_helper_of_a_model_replaces_the_first(trainer: Any) -> None:
     second.create_cudagraphs()
     trainer.step()
     assert first.counted()[1].votes == before
-    second.session.counters.expect(captured=LAYERS, replayed=LAYERS, eager=0)
+    expect(second.session.counters, captured=LAYERS, replayed=LAYERS, eager=0)
     second.close()
     second.close()
     assert open_sessions() == 0 and trainer._optimizer.step == step

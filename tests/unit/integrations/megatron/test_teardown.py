@@ -17,6 +17,7 @@ import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import Phase, close_all_sessions
 from megatron_cg.integrations.megatron import teardown
+from tests.unit.counted import expect
 
 ROOT = Path(__file__).parents[4]
 
@@ -80,7 +81,7 @@ def test_another_group_leaves_the_graphs(trainer: Any, destroyed: list[tuple[Any
     torch.distributed.destroy_process_group(group)
     assert destroyed == [(group, Phase.REPLAYING)]
     trainer.step()
-    trainer.session.counters.expect(replayed=2)
+    expect(trainer.session.counters, replayed=2)
 
 
 def test_the_group_is_destroyed_also_when_closing_fails(

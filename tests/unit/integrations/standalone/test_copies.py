@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.counted import expect
 from tests.unit.integrations.standalone.networks import BATCH, WIDTH, Run
 from tests.unit.upstream.test_copies import shown, without_hooks
 
@@ -50,4 +51,4 @@ def test_an_average_of_the_weights_is_that_of_an_eager_run(one_rank: None) -> No
     run = Run()
     with run.with_graphs() as graphs:
         assert averaged(run) == eager
-        graphs.counters.expect(captured=3, replayed=9, eager=0)
+        expect(graphs.counters, captured=3, replayed=9, eager=0)

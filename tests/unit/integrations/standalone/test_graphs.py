@@ -11,6 +11,7 @@ import torch
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, ConfigurationError
+from tests.unit.counted import expect
 from tests.unit.integrations.standalone.networks import BATCH, WIDTH, Run, assert_equal
 
 pytest.importorskip("megatron_fsdp")
@@ -49,7 +50,7 @@ def train_both(eager: Run, graphed: Run, steps: int, passes: int = 1) -> None:
 def test_replays_train_the_same_numbers(runs: Any, strategy: str) -> None:
     eager, graphed = runs(zero_dp_strategy=strategy)
     train_both(eager, graphed, 4, passes=2)
-    graphed.graphs.counters.expect(captured=3, replayed=3 * 2 * 3, eager=0, mismatched=0)
+    expect(graphed.graphs.counters, captured=3, replayed=3 * 2 * 3, eager=0, mismatched=0)
 
 
 def test_units_by_class_module_and_name_are_the_same(one_rank: None) -> None:
@@ -59,7 +60,7 @@ def test_units_by_class_module_and_name_are_the_same(one_rank: None) -> None:
         with run.with_graphs(units) as graphs:
             run.step()
             run.step()
-            graphs.counters.expect(captured=3, replayed=3)
+            expect(graphs.counters, captured=3, replayed=3)
 
 
 def test_one_pattern_alone_and_a_backend_by_name(one_rank: None) -> None:
@@ -67,7 +68,7 @@ def test_one_pattern_alone_and_a_backend_by_name(one_rank: None) -> None:
     with run.with_graphs("layers.*", backend="tape") as graphs:
         run.step()
         run.step()
-        graphs.counters.expect(captured=3, replayed=3)
+        expect(graphs.counters, captured=3, replayed=3)
 
 
 def test_a_loop_that_enters_no_step_is_told_once(
@@ -90,7 +91,7 @@ def test_a_loop_that_enters_no_step_is_told_once(
 def test_units_that_are_not_named_stay_eager(runs: Any) -> None:
     eager, graphed = runs({"units": ["layers.1"]})
     train_both(eager, graphed, 3)
-    graphed.graphs.counters.expect(captured=1, replayed=2, eager=0)
+    expect(graphed.graphs.counters, captured=1, replayed=2, eager=0)
 
 
 def test_closing_leaves_nothing_behind(one_rank: None) -> None:
@@ -148,7 +149,7 @@ def test_what_was_not_captured_runs_eagerly_and_bit_equal(runs: Any) -> None:
         before = graphed.graphs.counters.eager
         train_both(eager, graphed, 1)
         assert graphed.graphs.counters.eager == before + passes, change
-    graphed.graphs.counters.expect(mismatched=sum(changes.values()))
+    expect(graphed.graphs.counters, mismatched=sum(changes.values()))
 
 
 def test_a_second_forward_before_the_first_backward_runs_eagerly(runs: Any) -> None:
@@ -161,7 +162,7 @@ def test_a_second_forward_before_the_first_backward_runs_eagerly(runs: Any) -> N
             (run.loss() + run.loss()).backward()
             run.optimizer.step()
     assert_equal(eager, graphed)
-    graphed.graphs.counters.expect(replayed=3, eager=3, mismatched=3)
+    expect(graphed.graphs.counters, replayed=3, eager=3, mismatched=3)
 
 
 def test_a_pass_whose_loss_was_let_go_is_no_obstacle(runs: Any) -> None:
@@ -171,7 +172,7 @@ def test_a_pass_whose_loss_was_let_go_is_no_obstacle(runs: Any) -> None:
         loss = graphed.loss()
         del loss
         graphed.loss().backward()
-    graphed.graphs.counters.expect(replayed=6, eager=0)
+    expect(graphed.graphs.counters, replayed=6, eager=0)
 
 
 def test_evaluation_runs_eagerly(runs: Any) -> None:
@@ -184,9 +185,9 @@ def test_evaluation_runs_eagerly(runs: Any) -> None:
             losses.append(run.loss())
         run.model.train()
     assert torch.equal(*losses)
-    graphed.graphs.counters.expect(eager=3, mismatched=0)
+    expect(graphed.graphs.counters, eager=3, mismatched=0)
     train_both(eager, graphed, 1)
-    graphed.graphs.counters.expect(replayed=6, eager=3)
+    expect(graphed.graphs.counters, replayed=6, eager=3)
 
 
 def test_graphs_compute_under_the_autocast_that_was_seen(runs: Any) -> None:
@@ -194,13 +195,13 @@ def test_graphs_compute_under_the_autocast_that_was_seen(runs: Any) -> None:
     for run in (eager, graphed):
         run.autocast = torch.bfloat16
     train_both(eager, graphed, 3)
-    graphed.graphs.counters.expect(replayed=3 * 2, mismatched=0)
+    expect(graphed.graphs.counters, replayed=3 * 2, mismatched=0)
 
 
 def test_replays_are_verified_when_asked_for(runs: Any) -> None:
     eager, graphed = runs({"verify_interval": 2})
     train_both(eager, graphed, 3)
-    graphed.graphs.counters.expect(replayed=6, verified=3, mismatched=0)
+    expect(graphed.graphs.counters, replayed=6, verified=3, mismatched=0)
 
 
 def test_a_mask_that_never_changes_is_read_in_place(one_rank: None) -> None:
@@ -209,7 +210,7 @@ def test_a_mask_that_never_changes_is_read_in_place(one_rank: None) -> None:
     with run.with_graphs(warmup_steps=3) as graphs:
         for _ in range(5):
             run.step()
-        graphs.counters.expect(replayed=6, inputs_in_place=6, inputs_copied=6, mismatched=0)
+        expect(graphs.counters, replayed=6, inputs_in_place=6, inputs_copied=6, mismatched=0)
 
 
 def test_a_mismatch_captures_again_where_asked_for(runs: Any) -> None:
@@ -219,7 +220,7 @@ def test_a_mismatch_captures_again_where_asked_for(runs: Any) -> None:
         another_module(run)
     train_both(eager, graphed, 4)
     # The changed unit runs eagerly in the two steps that a vote takes.
-    graphed.graphs.counters.expect(captured=6, eager=2, mismatched=2, replayed=3 + 2 * 2 + 2 * 3)
+    expect(graphed.graphs.counters, captured=6, eager=2, mismatched=2, replayed=3 + 2 * 2 + 2 * 3)
 
 
 class Broken(TapeBackend):
@@ -233,7 +234,7 @@ class Broken(TapeBackend):
 def test_a_failed_capture_goes_on_eagerly_where_asked_for(runs: Any) -> None:
     eager, graphed = runs({"backend": Broken(), "on_failure": "eager"})
     train_both(eager, graphed, 3)
-    graphed.graphs.counters.expect(captured=0, replayed=0)
+    expect(graphed.graphs.counters, captured=0, replayed=0)
     assert graphed.graphs.session is None
 
 

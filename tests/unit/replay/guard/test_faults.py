@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from tests.unit.counted import expect
 from tests.unit.replay.guard.faults import FAULTS, Case, layer_of, switched_off
 
 BEFORE, AFTER = 2, 2
@@ -47,7 +48,7 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
             session = trainer.capture(trainer.backend)
         numbers += [trainer.step() for _ in range(BEFORE)]
         if session is not None:
-            session.counters.expect(mismatched=0, replayed=2 * BEFORE)
+            expect(session.counters, mismatched=0, replayed=2 * BEFORE)
         with case.fault(trainer) or nullcontext():
             numbers += [trainer.step() for _ in range(AFTER)]
         return numbers, session.counters if session else None

@@ -31,9 +31,31 @@ def _result(
     """One run's result; ``changes`` whose names are the key's go there."""
     key = KEY | {"contender": configuration}
     key |= {name: changes.pop(name) for name in list(changes) if name in NAMES}
-    memory = {"allocated": 800, "reserved": 1200, "peak_allocated": 1000, "peak_reserved": 1200}
     graphs = configuration != EAGER
-    rank = {
+    rank = _rank(steps, graphs)
+    result = {
+        "key": key,
+        "invocation": "one",
+        "began": "2026-01-01T00:00:00+00:00",
+        "settings": {"scopes": ["attn", "mlp"]},
+        "machine": {"gpus": ["NVIDIA H200"] * 2, "driver": "580.1", "processor": "a CPU"},
+        "backend": "transformer_engine",
+        "notice": "",
+        "status": "ok",
+        "error": "",
+        "tail": [],
+        "seconds": 40.0,
+        "ranks": [rank, {**rank, "rank": 1}],
+        "device_trace": _device_trace(graphs),
+        "trace": _trace_with_host_events(graphs),
+        "notes": [],
+    }
+    return result | changes
+
+
+def _rank(steps: tuple[float, ...], graphs: bool) -> dict[str, Any]:
+    memory = {"allocated": 800, "reserved": 1200, "peak_allocated": 1000, "peak_reserved": 1200}
+    return {
         "rank": 0,
         "versions": {"torch": "2.11.0", "mamba-ssm": None},
         "device": {"name": "NVIDIA H200", "cuda": "13.0", "nccl": "2.28.9"},
@@ -66,7 +88,10 @@ def _result(
             "not_there": [],
         },
     }
-    alone = {
+
+
+def _device_trace(graphs: bool) -> dict[str, Any]:
+    return {
         "steps": 2,
         "busy_ms": 50.0,
         "busy_without_nccl_ms": 45.0,
@@ -78,8 +103,11 @@ def _result(
         "graph_launches": 16.0 if graphs else 0.0,
         "longest_gaps": [{"us": 2500.0}],
     }
-    # As earlier versions wrote it, without exposed_nccl_ms.
-    trace = {
+
+
+def _trace_with_host_events(graphs: bool) -> dict[str, Any]:
+    """As earlier versions wrote it, without exposed_nccl_ms."""
+    return {
         "steps": 2,
         "busy_ms": 52.0,
         "busy_without_nccl_ms": 40.0,
@@ -103,24 +131,6 @@ def _result(
             {"thread": "main", "phase": "unshard", "what": "aten::empty", "ms": 20.0}
         ],
     }
-    result = {
-        "key": key,
-        "invocation": "one",
-        "began": "2026-01-01T00:00:00+00:00",
-        "settings": {"scopes": ["attn", "mlp"]},
-        "machine": {"gpus": ["NVIDIA H200"] * 2, "driver": "580.1", "processor": "a CPU"},
-        "backend": "transformer_engine",
-        "notice": "",
-        "status": "ok",
-        "error": "",
-        "tail": [],
-        "seconds": 40.0,
-        "ranks": [rank, {**rank, "rank": 1}],
-        "device_trace": alone,
-        "trace": trace,
-        "notes": [],
-    }
-    return result | changes
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatron_cg.arguments.fast_path_parts import PARTS, mistakes
-from megatron_cg.tools.bench import chosen_parts
-from megatron_cg.tools.bench.ablation import ablation_lines, bookkeeping, losses
-from megatron_cg.tools.bench.chosen_parts import EagerFastPath, given_parts, variable
+from megatron_cg.tools.bench import eager_fast_path
+from megatron_cg.tools.bench.ablation import COLUMNS, TITLE, ablation_lines, bookkeeping, losses
+from megatron_cg.tools.bench.bench_page import page
 from megatron_cg.tools.bench.configurations import (
     ABLATIONS,
     EAGER,
@@ -22,8 +25,10 @@ from megatron_cg.tools.bench.configurations import (
     PLAIN,
     ablation,
 )
+from megatron_cg.tools.bench.eager_fast_path import EagerFastPath, given_parts, variable
 from megatron_cg.tools.bench.markdown import as_markdown
 from megatron_cg.tools.bench.metrics import tables
+from megatron_cg.tools.bench.summary import print_summary
 from megatron_cg.tools.cli.main import main
 from tests.unit.tools.bench.test_command_line import TAPE, bench, runs_in
 
@@ -52,10 +57,12 @@ def test_every_part_is_left_out_once_with_the_parts_that_need_it(
         assert part not in chosen and not list(mistakes(chosen))
     assert "--cg-no-fsdp-fast-path" in runs[PLAIN]
     assert not {"--cg-no-fsdp-fast-path", "--cg-fast-path"} & set(runs[GRAPHS])
-    installs = [name for name, words in runs.items() if f"{chosen_parts.VARIABLE}=" in str(words)]
+    installs = [
+        name for name, words in runs.items() if f"{eager_fast_path.VARIABLE}=" in str(words)
+    ]
     assert installs == [EAGER, EAGER_FAST_PATH]
-    assert f"{chosen_parts.VARIABLE}={','.join(PARTS)}" in runs[EAGER_FAST_PATH]
-    assert f"{chosen_parts.VARIABLE}=" in runs[EAGER]
+    assert f"{eager_fast_path.VARIABLE}={','.join(PARTS)}" in runs[EAGER_FAST_PATH]
+    assert f"{eager_fast_path.VARIABLE}=" in runs[EAGER]
 
 
 def test_parts_can_be_named_and_a_dense_model_has_no_grouped_gemm(
@@ -164,8 +171,8 @@ def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_it
         done.append((fsdp, given))
         return path
 
-    monkeypatch.setattr(chosen_parts, "install", installed)
-    monkeypatch.setattr(chosen_parts, "find_megatron_fsdp", lambda model: f"fsdp of {model}")
+    monkeypatch.setattr(eager_fast_path, "install", installed)
+    monkeypatch.setattr(eager_fast_path, "find_megatron_fsdp", lambda model: f"fsdp of {model}")
     model: Any = "model"
     fast_path = EagerFastPath(("swap", "gathers"), warmup_steps=2)
     for step in range(4):
@@ -181,3 +188,23 @@ def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_it
 def test_the_parts_go_by_the_environment() -> None:
     assert given_parts(variable(("swap", "gathers"))) == ("swap", "gathers")
     assert given_parts(variable(())) == given_parts({}) == ()
+
+
+def test_the_page_and_the_terminal_have_the_table(rows: list[Any]) -> None:
+    made = [result for row in rows for result in row.rounds]
+    text = page(made, [], [])
+    found = re.findall(r"<table>.*?</table>", text, re.S)[1]
+    cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", found)
+    losing = [cell for loss in losses(rows) for cell in loss.cells()]
+    assert cells == [*COLUMNS, *losing] and "compared with fsdp-graphs in the same round" in text
+    for terminal in (False, True):
+        out = io.StringIO()
+        print_summary(made, Console(file=out, force_terminal=terminal, width=160))
+        assert TITLE in out.getvalue() and "+10.0 to +12.0" in out.getvalue()
+
+
+def test_the_page_and_the_terminal_have_no_table_without_such_runs(result: Make) -> None:
+    made = [result(EAGER), result(GRAPHS)]
+    out = io.StringIO()
+    print_summary(made, Console(file=out))
+    assert TITLE.capitalize() not in page(made, [], []) and TITLE not in out.getvalue()

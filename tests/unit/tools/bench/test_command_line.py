@@ -89,8 +89,9 @@ def test_results_are_reported_and_compared_again(
     printed, _, files = capsys.readouterr().out.partition("written: ")
     assert printed.strip() == report.strip()
     assert f"{tmp_path / 'bench.json'} and {tmp_path / 'bench.md'}\n" in files
-    # Where there is no matplotlib nothing is drawn.
-    assert all(f"drawn: {picture}\n" in files for picture in tmp_path.glob("*.png"))
+    drawn = files.partition("drawn: ")[2].splitlines()[0].split(", ")
+    assert sorted(drawn) == sorted(map(str, tmp_path.glob("*.png")))
+    assert {name.split(".")[-2] for name in drawn} == {"step", "host"}
     # The last lines are short.
     title, heads, *rows, notice = files[files.index("llama-tiny: ") :].splitlines()
     assert title.startswith("llama-tiny: 3 layers") and heads.split()[:2] == [
@@ -99,6 +100,17 @@ def test_results_are_reported_and_compared_again(
     ]
     assert [row.split()[0] for row in rows] == [EAGER, GRAPHS]
     assert rows[0].endswith("the baseline") and "nothing about a GPU" in notice
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(made / "runs", tmp_path / "runs")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert bench("--report", tmp_path) == 0
+    printed = capsys.readouterr()
+    assert "pip install matplotlib, then draw" in printed.err and "drawn" not in printed.out
+    assert not list(tmp_path.glob("*.png"))
 
 
 def test_a_dry_run_prints_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ def test_a_configuration_that_fails_is_shown_and_the_others_go_on(
     ]
     assert results[1]["tail"][0] == "before"
     assert results[0]["ranks"] == [RANK] and results[0]["key"] == RUNS[0].key
+    assert results[0]["baseline"] == EAGER
 
 
 def test_a_run_that_did_not_finish_failed_and_keeps_its_metrics(

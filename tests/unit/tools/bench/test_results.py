@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.bench_plots import PlotError, host_stack, plot_all
+from megatron_cg.tools.bench.bench_plots import host_stack, write_pngs
 from megatron_cg.tools.bench.comparing import compare
 from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.grids import grid
@@ -290,19 +289,13 @@ def test_host_time_is_stacked_with_what_is_left(result: Make) -> None:
     assert host_stack(row) == {}
 
 
-def test_without_matplotlib_it_says_what_to_install(
-    result: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PlotError, match="pip install matplotlib"):
-        plot_all([result(EAGER)], [], tmp_path)
-
-
 def test_pictures_are_drawn_of_tables_and_scaling_runs(result: Make, tmp_path: Path) -> None:
     runs = [result(EAGER), result(GRAPHS), *scaled(result)]
-    files = plot_all(runs, trends(runs), tmp_path)
+    files = write_pngs(runs, trends(runs), tmp_path)
     assert [path.name for path in files] == [
-        "llama.default.8layers-2mb-2gpus.table.png",
+        "llama.default.8layers-2mb-2gpus.step.png",
+        "llama.default.8layers-2mb-2gpus.memory.png",
+        "llama.default.8layers-2mb-2gpus.host.png",
         "scaling.llama.default.layers.png",
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
+from megatron_cg.tools.bench.bench_page import page
+from megatron_cg.tools.bench.configurations import EAGER, EXPERTS, GRAPHS, TORCH_EAGER
+from megatron_cg.tools.bench.markdown import as_markdown
 from megatron_cg.tools.bench.metrics import Row, tables
 from megatron_cg.tools.bench.store import FAILED, LEFT_OUT
-from megatron_cg.tools.bench.summary import print_summary, summary_cells, verdict
+from megatron_cg.tools.bench.summary import print_summary, summary_cells, summary_titles, verdict
 
 Make = Callable[..., dict[str, Any]]
 STEADY = (100.0,) * 8
@@ -92,3 +94,35 @@ def test_it_is_plain_text_unless_for_a_terminal(result: Make, terminal: bool) ->
             if word in line
         }
         assert len(columns) == 1
+
+
+def test_a_configuration_is_compared_with_its_own_baseline(result: Make) -> None:
+    steps = {EAGER: 200.0, TORCH_EAGER: 150.0, EXPERTS: 75.0, GRAPHS: 100.0}
+    made = [result(name, (step,) * 8) for name, step in steps.items()]
+    (rows,) = tables(made)
+    assert summary_titles(rows)[2:4] == ["/ baseline", "/ fsdp-eager"]
+    found = {row.name: summary_cells(row) for row in rows}
+    one = "time a step{}, of one round"
+    assert found[EAGER][2:] == ["-", "-", "1,000", "the baseline"]
+    assert found[GRAPHS][2:4] == ["0.500", "0.500"]
+    assert found[GRAPHS][-1] == "50.0% less " + one.format("")
+    assert found[TORCH_EAGER][2:] == ["-", "0.750", "1,000", "a baseline"]
+    assert found[EXPERTS][2:4] == ["0.500", "0.375"]
+    assert found[EXPERTS][-1] == "50.0% less " + one.format(f" than {TORCH_EAGER}")
+    own = f"for {TORCH_EAGER} and {EXPERTS} it is the ratio to {TORCH_EAGER}"
+    note = f'"/ baseline" is the ratio to {EAGER}; {own}.'
+    text = as_markdown(made)
+    assert note in text and note.replace('"', "&#34;") in page(made, [], [])
+    lines = [line for line in text.splitlines() if line.startswith(f"| {EXPERTS} |")]
+    assert "| 1.00 | 0.500 | 0.375 | 50.0 |" in next(line for line in lines if "| 75.0 |" in line)
+    titles = "later / earlier | / baseline | / fsdp-eager | GPU busy ms"
+    assert titles in text and "peak allocated MiB | / baseline |" in text
+    head = page(made, [], []).partition('class="verdict')[2].partition("</div>")[0]
+    assert f"{GRAPHS} against {EAGER}; {EXPERTS} against {TORCH_EAGER}" in " ".join(head.split())
+
+
+def test_without_its_own_baseline_a_configuration_has_no_verdict(result: Make) -> None:
+    (rows,) = tables([result(EAGER, STEADY), result(EXPERTS, STEADY)])
+    assert verdict(rows[1]) == f"no {TORCH_EAGER} to compare with"
+    assert summary_cells(rows[1])[2:4] == ["-", "1.000"]
+    assert summary_cells(rows[0])[2:4] == ["-", "-"] and not rows[1].same_invocation

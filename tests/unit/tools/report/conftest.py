@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.report.page import page
+from megatron_cg.tools.report.report_page import page
 from megatron_cg.tools.report.story import read_story
 from tests.unit.tools.report.made_up import make_record, write
 from tests.unit.tools.report.tape_runs import make_pair

@@ -16,7 +16,7 @@ from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.tools.pages.figures import Plot
 from megatron_cg.tools.pages.theme import DARK, LIGHT, STYLED, Palette, as_styled
 from megatron_cg.tools.report.coverage import read_coverage
-from megatron_cg.tools.report.page import page
+from megatron_cg.tools.report.report_page import page
 from megatron_cg.tools.report.report_plots import of_coverage
 from megatron_cg.tools.report.story import Story, read_story
 from tests.unit.tools.report.made_up import make_record, write

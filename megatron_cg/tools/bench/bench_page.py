@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.files import write_text
+from megatron_cg.tools.bench import ablation
 from megatron_cg.tools.bench.bench_machine import described
 from megatron_cg.tools.bench.commands import CUTLASS
-from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
+from megatron_cg.tools.bench.configurations import EAGER, EXPERTS, GRAPHS
 from megatron_cg.tools.bench.markdown import heading
 from megatron_cg.tools.bench.metrics import Row, tables
 from megatron_cg.tools.bench.rounds import Ratio
+from megatron_cg.tools.bench.rounds_text import baseline_note
 from megatron_cg.tools.bench.scaling import Trend
 from megatron_cg.tools.bench.store import FILE, Result
-from megatron_cg.tools.bench.summary import COLUMNS, summary_cells, verdict
+from megatron_cg.tools.bench.summary import summary_cells, summary_titles, verdict
 from megatron_cg.tools.pages.columns import own_words, parted
 from megatron_cg.tools.pages.templates import render
 
@@ -47,7 +48,7 @@ def page(results: Sequence[Result], trends: Sequence[Trend], files: Sequence[str
         machine="; ".join(dict.fromkeys(described(result["machine"]) for result in results)),
         verdict=_verdict(found),
         tiles=_tiles(found),
-        head=COLUMNS,
+        ablation=ablation,
         tables=[_table(f"table-{at}", rows, drawn) for at, rows in enumerate(found, 1)],
         trends=_trend_plots(trends) if drawn else [],
         notices=list(dict.fromkeys(notice for r in results if (notice := r.get("notice")))),
@@ -61,9 +62,9 @@ def _title(results: Sequence[Result]) -> str:
 
 
 def _compared(found: Sequence[Sequence[Row]]) -> Iterator[tuple[Row, Ratio]]:
-    """What the page is about: graphs, with their ratio to the baseline of their table."""
+    """What the page is about: graphs, with their ratio to their baseline."""
     for row in (row for rows in found for row in rows):
-        ratio = row.step_ratio(row.baseline) if row.name == GRAPHS else None
+        ratio = row.step_ratio(row.baseline) if row.name in (GRAPHS, EXPERTS) else None
         if ratio is not None and not row.result["key"]["dimension"]:
             yield row, ratio
 
@@ -74,10 +75,11 @@ def _verdict(found: Sequence[Sequence[Row]]) -> dict[str, str]:
     if not compared:
         text = f"A ratio needs {EAGER} and {GRAPHS} at the same size."
         return {"kind": "note", "head": "No ratio of graphs to eager was measured", "text": text}
+    names = dict.fromkeys(f"{row.name} against {row.baseline_name}" for row, _ in compared)
     kinds = {_kind(ratio) for _, ratio in compared}
     return {
         "kind": kinds.pop() if len(kinds) == 1 else "note",
-        "head": f"{GRAPHS} against {EAGER}",
+        "head": "; ".join(names),
         "text": "; ".join(f"{_short(row)}: {verdict(row)}" for row, _ in compared) + ".",
     }
 
@@ -92,15 +94,17 @@ def _kind(ratio: Ratio) -> str:
 
 def _short(row: Row) -> str:
     key = row.result["key"]
-    return str(key["shape"]) + (", CUTLASS" if key["grouped_gemm"] == CUTLASS else "")
+    words = [str(key["shape"])] + (["CUTLASS"] if key["grouped_gemm"] == CUTLASS else [])
+    return ", ".join(words + (["experts in graphs"] if row.name == EXPERTS else []))
 
 
 def _tiles(found: Sequence[Sequence[Row]]) -> list[dict[str, str]]:
     tiles = []
     for row, ratio in _compared(found):
-        note = "of eager, one round"
+        base = "eager" if row.baseline_name == EAGER else row.baseline_name
+        note = f"of {base}, one round"
         if ratio.rounds > 1:
-            note = f"of eager, {ratio.least:.2f} to {ratio.most:.2f} in {ratio.rounds} rounds"
+            note = f"of {base}, {ratio.least:.2f} to {ratio.most:.2f} in {ratio.rounds} rounds"
         label = f"step with graphs, {_short(row)}"
         tiles.append({"label": label, "value": f"{ratio.median:.2f}", "note": note})
     return tiles
@@ -109,11 +113,11 @@ def _tiles(found: Sequence[Sequence[Row]]) -> list[dict[str, str]]:
 def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
     """What the page shows of one table."""
     plots: Mapping[str, Any] = {}
-    # Of a scaling run, there is one plot of all its tables.
-    if drawn and not rows[0].result["key"]["dimension"]:
-        from megatron_cg.tools.bench.page_plots import of_table
+    if drawn:
+        from megatron_cg.tools.bench.bench_plots import of_table
+        from megatron_cg.tools.pages.figures import Plot
 
-        plots = of_table(name, rows)
+        plots = {kind: Plot(f"{name}-{kind}", draw) for kind, draw in of_table(rows).items()}
     columns = [_facts(row.result) for row in rows]
     names = dict.fromkeys(fact for column in columns for fact in column)
     failures = [(row.name, r["error"]) for row in rows for r in row.rounds if r["error"]]
@@ -121,7 +125,10 @@ def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
     return {
         "name": name,
         "title": heading(rows[0].result),
+        "head": summary_titles(rows),
         "rows": [summary_cells(row) for row in rows],
+        "note": baseline_note(rows),
+        "left_out": [loss.cells() for loss in ablation.losses(rows)],
         "plots": plots,
         "names": [row.name for row in rows],
         "facts": parted([[fact, *(c.get(fact, "none") for c in columns)] for fact in names]),
@@ -151,13 +158,10 @@ def _facts(result: Result) -> dict[str, str]:
 
 def _trend_plots(trends: Sequence[Trend]) -> list[tuple[str, Any]]:
     """A title and a plot for each scaling run."""
-    from megatron_cg.tools.bench.page_plots import of_trends
+    from megatron_cg.tools.bench.bench_plots import of_trends
+    from megatron_cg.tools.pages.figures import Plot
 
-    def by(trend: Trend) -> tuple[str, str, str]:
-        return trend.shape, trend.grouped_gemm, trend.dimension
-
-    groups = [(key, list(group)) for key, group in groupby(sorted(trends, key=by), by)]
     return [
-        (f"{shape}, grouped GEMM {gemm}, by {dimension}", of_trends(f"scaling-{at}", group))
-        for at, ((shape, gemm, dimension), group) in enumerate(groups, 1)
+        (f"{shape}, grouped GEMM {gemm}, by {dimension}", Plot(f"scaling-{at}", draw))
+        for at, ((shape, gemm, dimension), draw) in enumerate(of_trends(trends).items(), 1)
     ]

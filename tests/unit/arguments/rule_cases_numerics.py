@@ -1,0 +1,160 @@
+"""Cases of recomputation, offloading, precision, and inputs that change their shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.arguments.rule_case import DROP_AND_PAD, Case, modules
+
+_SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
+
+RECOMPUTE = (
+    Case(
+        "full-recompute",
+        {"recompute_granularity": "full"},
+        "granularity full",
+        "whole layers",
+        "--recompute-granularity selective",
+    ),
+    Case(
+        "moe-recompute-around-router",
+        {**_SELECTIVE, "recompute_modules": ("moe",)},
+        "--recompute-modules moe with",
+        "wholly inside or wholly outside",
+        "--recompute-modules moe_act",
+    ),
+    Case(
+        "dropout-in-recomputed-attention",
+        {**_SELECTIVE},
+        "--attention-dropout 0.1",
+        "same random numbers",
+        "--attention-dropout 0",
+    ),
+    Case(
+        "dropout-in-recomputed-mlp",
+        {**_SELECTIVE, **modules("mlp"), "recompute_modules": ("mlp",), "num_experts": None},
+        "--hidden-dropout 0.1",
+        "same random numbers",
+        "--hidden-dropout 0",
+    ),
+    Case(
+        "dropout-in-recomputed-mlp",
+        {**_SELECTIVE, **modules("moe"), **DROP_AND_PAD, "recompute_modules": ("moe",)},
+        "--hidden-dropout 0.1",
+        "same random numbers",
+        "leave mlp and moe out",
+    ),
+    Case(
+        "jitter-in-recomputed-moe",
+        {
+            **_SELECTIVE,
+            **modules("moe"),
+            **DROP_AND_PAD,
+            "recompute_modules": ("moe",),
+            "hidden_dropout": 0.0,
+            "moe_input_jitter_eps": 0.01,
+        },
+        "--moe-input-jitter-eps 0.01",
+        "same random numbers",
+        "drop --moe-input-jitter-eps",
+    ),
+    Case(
+        "cpu-offloading",
+        {"cpu_offloading": True},
+        "--cpu-offloading-num-layers",
+        "Python code that a replay does not run",
+        "drop --cpu-offloading-num-layers",
+    ),
+)
+
+NUMERICS = (
+    Case(
+        "activation-offloading",
+        {"fine_grained_activation_offloading": True},
+        "--fine-grained-activation-offloading",
+        "streams outside of the graph",
+        "drop --fine-grained-activation-offloading",
+    ),
+    Case(
+        "fp16",
+        {"bf16": False, "fp16": True},
+        "--fp16 with --use-megatron-fsdp",
+        "'NoneType' object has no attribute 'data'",
+        "type --bf16",
+    ),
+    Case(
+        "fp8-without-bf16",
+        {"bf16": False, "fp8": "hybrid"},
+        "--fp8-format hybrid without --bf16",
+        "another type than bfloat16",
+        "add --bf16",
+    ),
+    Case(
+        "fp8-primary-weights",
+        {"fp8": "hybrid", "fp8_param_gather": True},
+        "--fp8-param-gather without --keep-fp8-transpose-cache",
+        "the gradient norm is NaN",
+        "add --keep-fp8-transpose-cache",
+    ),
+    Case(
+        "fp8-primary-weights-recipe",
+        {
+            "fp8": "e4m3",
+            "fp8_recipe": "blockwise",
+            "fp8_param_gather": True,
+            "keep_fp8_transpose_cache": True,
+        },
+        "--fp8-param-gather with --fp8-recipe blockwise",
+        "No buffer found for bucket_id",
+        "--fp8-recipe tensorwise",
+    ),
+    Case(
+        "shared-expert-overlap",
+        {"moe_shared_expert_overlap": True},
+        "with a captured MoE router",
+        "not idle in the warmup",
+        "drop --moe-shared-expert-overlap",
+    ),
+    Case(
+        "optimizer-graph",
+        {"optimizer_cuda_graph": True},
+        "--optimizer-cuda-graph",
+        "invalid argument",
+        "drop --optimizer-cuda-graph",
+    ),
+    Case(
+        "repeated-prediction-layer",
+        {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
+        "--mtp-use-repeated-layer",
+        "activations of the last run only",
+        "--mtp-num-layers 1",
+    ),
+    Case(
+        "packed-sequences",
+        {"sft": True},
+        "--sft",
+        "differ from step to step",
+        "--cuda-graph-impl none",
+    ),
+    Case(
+        "packed-sequences",
+        {"rl_use_sequence_packing": True},
+        "--rl-use-sequence-packing",
+        "differ from step to step",
+        "--cuda-graph-impl none",
+    ),
+    Case(
+        "hybrid-context-parallel",
+        {"hybrid_context_parallel": True},
+        "--hybrid-context-parallel",
+        "several lengths",
+        "drop --hybrid-context-parallel",
+    ),
+    Case(
+        "inference-rng-tracker",
+        {"inference_rng_tracker": True},
+        "--inference-rng-tracker",
+        "no random states",
+        "add --te-rng-tracker",
+    ),
+)

@@ -1,0 +1,11 @@
+"""What counters of graphs are expected to be."""
+
+from __future__ import annotations
+
+from megatron_cg.replay.counters import Counters
+
+
+def expect(counters: Counters, **counts: int) -> None:
+    """Assert that the named counts are as given."""
+    found = counters.as_dict()
+    assert found | counts == found
