@@ -42,7 +42,7 @@ def bits_note(args: Any) -> str:
     if longest <= EQUAL_UP_TO:
         return (
             f"the experts' longest sum has {longest:,} terms. Up to {EQUAL_UP_TO:,}, torch's "
-            "grouped GEMM had the bits of Transformer Engine's default on H200s, with usual numbers "
+            "grouped GEMM had the bits of Transformer Engine's default on H200s, with usual counts "
             f"of rows; and {always}."
         )
     return (
