@@ -6,7 +6,8 @@
 #       bash examples/recipes/run.sh PRESET [more of Megatron's flags]
 #   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/run.sh qwen3-moe-tiny
 #
-# The second tries it on made-up data. GRAPHS=0 is the same run without graphs.
+# The second tries it on made-up data. GRAPHS=0 is the same run without graphs. EXPERTS_IN_GRAPHS=1
+# captures whole MoE layers, which drop no token (docs/experts.md).
 set -euo pipefail
 
 fail() { echo "$0: $*" >&2; exit 2; }
@@ -24,7 +25,7 @@ for name in NODES GPUS_PER_NODE TRAIN_ITERS GLOBAL_BATCH_SIZE TENSOR_PARALLEL CO
     EXPERT_PARALLEL; do
     [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name} is no whole number of 1 or more"
 done
-for name in GRAPHS MOCK_DATA EXPANDABLE_SEGMENTS; do
+for name in GRAPHS EXPERTS_IN_GRAPHS MOCK_DATA EXPANDABLE_SEGMENTS; do
     [[ ${!name:-1} == [01] ]] || fail "$name=${!name} is neither 0 nor 1"
 done
 nodes=${NODES:-1}
@@ -81,8 +82,16 @@ parallel=(
     --tensor-model-parallel-size "${TENSOR_PARALLEL:-1}"
     --context-parallel-size "${CONTEXT_PARALLEL:-1}"
 )
+experts=()
 if [[ " ${model[*]} " == *" --num-experts "* ]]; then
     parallel+=(--expert-model-parallel-size "${EXPERT_PARALLEL:-1}")
+    if [[ ${EXPERTS_IN_GRAPHS:-0} == 1 ]]; then
+        mapfile -t scopes < <(printf '%s\n' "${scopes[@]}" moe | grep -v '^moe_')
+        # One grouped GEMM for all experts, in a run with GRAPHS=0 too, so that its bits are equal.
+        experts=(--cg-grouped-gemm torch --expert-tensor-parallel-size 1)
+    fi
+elif [[ ${EXPERTS_IN_GRAPHS:-0} == 1 ]]; then
+    fail "EXPERTS_IN_GRAPHS=1 needs a MoE model, and $preset is none"
 fi
 if ((${TENSOR_PARALLEL:-1} > 1)); then parallel+=(--sequence-parallel); fi
 training=(
@@ -123,4 +132,4 @@ if ((nodes > 1)); then
 fi
 exec "$python" -m torch.distributed.run "${launch[@]}" --nproc-per-node "$gpus" \
     -m megatron_cg "$script" "${model[@]}" "${parallel[@]}" "${training[@]}" "${fsdp[@]}" \
-    "${graphs[@]}" "${data[@]}" "$@"
+    ${experts[@]+"${experts[@]}"} "${graphs[@]}" "${data[@]}" "$@"

@@ -10,12 +10,15 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_cg.moe.install import use_device_counts
 from megatron_cg.tools.align.presets import load_preset, preset_names
+from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN, SUBMIT = (ROOT / "examples" / "recipes" / name for name in ("run.sh", "submit.sbatch"))
@@ -78,6 +81,7 @@ def test_the_scripts_are_good_shell() -> None:
         ({"MOCK_DATA": "1", "NODES": "2"}, "for 2 nodes set RENDEZVOUS"),
         ({"PYTHON": "/nowhere/python"}, "there is no /nowhere/python: set PYTHON"),
         ({"GRAPHS": "yes"}, "GRAPHS=yes is neither 0 nor 1"),
+        ({"EXPERTS_IN_GRAPHS": "yes"}, "EXPERTS_IN_GRAPHS=yes is neither 0 nor 1"),
         ({"TENSOR_PARALLEL": "abc"}, "TENSOR_PARALLEL=abc is no whole number of 1 or more"),
         ({"NODES": "two"}, "NODES=two is no whole number of 1 or more"),
         ({"TRAIN_ITERS": "0"}, "TRAIN_ITERS=0 is no whole number of 1 or more"),
@@ -179,24 +183,46 @@ def two_gpus(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
 
 
-@pytest.mark.parametrize("name", preset_names())
+MOE = [name for name in preset_names() if "num-experts" in load_preset(name).flags]
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"), [*((name, "0") for name in preset_names()), *((name, "1") for name in MOE)]
+)
 def test_megatron_and_our_rules_accept_it(
-    shell: Any, tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch, name: str
+    shell: Any,
+    tmp_path: Path,
+    two_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    whole: str,
 ) -> None:
     from megatron.training import arguments as megatron
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    found = shell(RUN, name, MOCK_DATA="1", TENSOR_PARALLEL="2")
+    found = shell(RUN, name, MOCK_DATA="1", TENSOR_PARALLEL="2", EXPERTS_IN_GRAPHS=whole)
     assert found.returncode == 0, found.stderr
     words, _ = recorded(tmp_path)
     at = words.index("megatron_cg")
     assert words[:2] == ["-m", "torch.distributed.run"] and Path(words[at + 1]).is_file()
     monkeypatch.setattr(sys, "argv", words[at + 1 :])
-    args = megatron.parse_args()
-    megatron.validate_args(args)
-    config = core_transformer_config_from_args(args)
-    captured = [module.name for module in config.cuda_graph_modules]
-    assert captured == list(load_preset(name).scopes)
+    with ExitStack() as undo:
+        if whole == "1":
+            undo.enter_context(in_place_of_te())
+            undo.callback(use_device_counts())
+        args = megatron.parse_args()
+        megatron.validate_args(args)
+        config = core_transformer_config_from_args(args)
+    captured = tuple(module.name for module in config.cuda_graph_modules)
+    own = load_preset(name).scopes
+    without_router = tuple(scope for scope in own if not scope.startswith("moe_"))
+    assert captured == ((*without_router, "moe") if whole == "1" else own)
+
+
+def test_a_dense_preset_has_no_experts_to_capture(shell: Any, tmp_path: Path) -> None:
+    found = shell(RUN, "llama-tiny", MOCK_DATA="1", EXPERTS_IN_GRAPHS="1")
+    assert found.returncode == 2 and "needs a MoE model, and llama-tiny is none" in found.stderr
+    assert not (tmp_path / "record").exists()
 
 
 def test_the_same_run_without_graphs(shell: Any, tmp_path: Path) -> None:
