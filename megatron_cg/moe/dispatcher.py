@@ -18,13 +18,12 @@ Note [Order of rows]
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_cg.moe.slots import move, places
+from megatron_cg.moe.slots import Places, exchange, find_places
 from megatron_cg.replay.region import is_capturing
 from megatron_cg.upstream.symbols import Symbol
 
@@ -55,13 +54,6 @@ class DeviceCounts:
         return self._counts
 
 
-class _Places(NamedTuple):
-    """The results of :func:`places` for the rows that this rank sends and for those it receives."""
-
-    sent: tuple[torch.Tensor, torch.Tensor]
-    received: tuple[torch.Tensor, torch.Tensor]
-
-
 class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Dispatches without reading a count on the host while graphs are captured.
 
@@ -69,8 +61,9 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """
 
     tokens_per_expert: torch.Tensor | None
-    _places: _Places | None = None
-    """Of the layer's pass; None with one expert-parallel rank, whose rows are sorted already."""
+    _sent: Places
+    _received: Places
+    """Of the current pass, with several expert-parallel ranks. One rank has sorted rows already."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
         if is_capturing():
@@ -83,7 +76,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """Send tokens and probabilities to their experts' ranks. A collective call.
 
         Returns:
-            ``[rows, hidden]`` and ``[rows]``; in a capture in slots, see Note [Slots].
+            ``[rows, hidden]`` and ``[rows]``; in a capture sorted by local expert.
         """
         if not is_capturing():
             sent: Any = super().token_dispatch(permutated_local_input_tokens, permuted_probs)
@@ -91,35 +84,33 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()
+        rows, probs = permutated_local_input_tokens, permuted_probs
         if self.ep_size > 1:
-            self._places = self._find_places(permutated_local_input_tokens.shape[0])
-        tokens = self._send(permutated_local_input_tokens)
+            self._find_places(rows.shape[0])
+            rows = exchange(rows, self._sent, self._received, self.ep_group)
         if shared is not None:
-            shared.linear_fc1_forward_and_act(tokens)
-        return tokens, self._send(permuted_probs)
+            shared.linear_fc1_forward_and_act(rows)
+        if self.ep_size > 1:
+            probs = exchange(probs, self._sent, self._received, self.ep_group)
+        return rows, probs
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """Sort rows by local expert."""
+        """In a capture rows are sorted by local expert already."""
         if not is_capturing():
             processed: Any = super().dispatch_postprocess(global_input_tokens, global_probs)
             return processed  # type: ignore[no-any-return]
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         assert counts is not None
-        if self._places is not None:
-            global_input_tokens = move(global_input_tokens, *self._places.received)
-            global_probs = move(global_probs, *self._places.received)
         return global_input_tokens, DeviceCounts(counts), global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Undo the sorting of :meth:`dispatch_postprocess`."""
-        if not is_capturing():
-            restored: Any = super().combine_preprocess(hidden_states)
-            return restored  # type: ignore[no-any-return]
-        if self._places is None:
+        """In a capture :meth:`token_combine` takes rows as they are."""
+        if is_capturing():
             return hidden_states
-        return move(hidden_states, *reversed(self._places.received))
+        restored: torch.Tensor = super().combine_preprocess(hidden_states)
+        return restored
 
     def token_combine(
         self, hidden_states: torch.Tensor, *others: Any, **named: Any
@@ -132,29 +123,20 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         if shared is not None:
             shared.wait_current_stream()
         results = hidden_states
-        if self._places is not None:
-            results = move(all_to_all(self.ep_group, results), *self._places.sent)
-            self._places = None
+        if self.ep_size > 1:
+            results = exchange(hidden_states, self._received, self._sent, self.ep_group)
+            del self._sent, self._received
         if shared is not None:
             shared.linear_fc2_forward(results)
             shared.post_forward_comm()
         return results
 
-    def _send(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank to the slots of all ranks; a collective call."""
-        if self._places is None:
-            return rows
-        sent: torch.Tensor = all_to_all(self.ep_group, move(rows, *reversed(self._places.sent)))
-        return sent
-
-    def _find_places(self, sent: int) -> _Places:
-        """Places in slots that have room for any routing of ``sent`` rows."""
+    def _find_places(self, sent: int) -> None:
+        """Find places in slots that have room for any routing of ``sent`` rows."""
         topk: int = self.config.moe_router_topk
         slot = sent // topk * min(topk, self.num_local_experts)
         received = self.output_splits.unsqueeze(1)
         if self.num_local_experts > 1:
             received = self.num_global_tokens_per_local_expert
-        return _Places(
-            places(self.input_splits.unsqueeze(1), slot, sent),
-            places(received, slot, self.ep_size * slot),
-        )
+        self._sent = find_places(self.input_splits.unsqueeze(1), slot, sent)
+        self._received = find_places(received, slot, self.ep_size * slot)

@@ -1,76 +1,112 @@
-"""Where rows lie before and after an all-to-all of a fixed size.
+"""An exchange of rows between ranks by counts that stay on the device.
 
 Note [Slots]
     An all-to-all takes its counts on the host, which a graph cannot. So here each rank sends the
-    same number of rows to each rank: a slot, with room for any routing. The rows come first in
-    their slot, and the rest of it is padding. Rows are packed again by indices that are computed
-    on the device. The same collective works on NCCL and gloo, inside a graph too.
+    same number of rows to each rank: a slot. The rows come first in their slot, and the rest of it
+    is padding. Before and after the collective, rows are moved by indices that are computed on the
+    device. It works on NCCL and gloo, inside a graph too.
 
 Note [Padding]
-    Padding repeats some row. It is never computed with: packing leaves it behind. So it may hold
-    anything, and its gradient is not used.
+    Padding repeats some row, so it may be anything. No result has it: a row that came from no rank
+    is zero.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 
-def places(counts: torch.Tensor, slot: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each packed row lies in the slots, and the inverse.
+class Places(NamedTuple):
+    """Where the rows of one rank lie, packed and in slots; see :func:`find_places`."""
 
-    In its slot, the rows of a rank lie by expert. Packed rows lie by expert, then by rank.
+    packed: torch.Tensor
+    """Int64 ``[ranks * slot]``: of each place in the slots, its packed row."""
+    in_slots: torch.Tensor
+    """Int64 ``[rows]``: of each packed row, its place in the slots; ``ranks * slot`` if none."""
+
+
+def find_places(counts: torch.Tensor, slot: int, rows: int) -> Places:
+    """Find where rows lie that are packed by expert, then by rank, and by expert in each slot.
 
     Args:
-        counts: int64 ``[ranks, experts]``: rows of each rank for each expert.
-        slot: rows of a slot.
+        counts: int64 ``[ranks, experts]``: rows for each expert that are exchanged with each rank.
+        slot: rows of a slot. What a rank has beyond it has no place in the slots.
         rows: the number of packed rows, at least as many as all counts add up to.
-
-    Returns:
-        int64 ``[rows]`` and int64 ``[ranks * slot]``, each in the range of the other.
     """
     ranks, experts = counts.shape
     device = counts.device
     ends_in_slot = counts.cumsum(1)
+    starts_in_slot = ends_in_slot - counts
     lengths = counts.t().reshape(-1)
     ends = lengths.cumsum(0)
     starts = ends - lengths
     # Of a packed row: its chunk, which is of one expert and one rank.
-    place = torch.arange(rows, device=device)
-    chunk = torch.searchsorted(ends, place, right=True).clamp_(max=ranks * experts - 1)
-    of_slots = slot * torch.arange(ranks, device=device).unsqueeze(1)
-    starts_in_slots = (ends_in_slot - counts + of_slots).t().reshape(-1)
-    in_slots = starts_in_slots[chunk] + place - starts[chunk]
-    # Of a row in a slot: its expert.
-    inside = torch.arange(slot, device=device).repeat(ranks, 1)
-    expert = torch.searchsorted(ends_in_slot, inside, right=True).clamp_(max=experts - 1)
-    before = starts.view(experts, ranks).t() - (ends_in_slot - counts)
-    packed = (before.gather(1, expert) + inside).where(inside < ends_in_slot[:, -1:], 0)
-    return in_slots.where(place < ends[-1], 0), packed.view(-1)
+    row = torch.arange(rows, device=device)
+    chunk = torch.searchsorted(ends, row, right=True).clamp_(max=ranks * experts - 1)
+    inside = row - starts[chunk] + starts_in_slot.t().reshape(-1)[chunk]
+    exchanged = (row < ends[-1]) & (inside < slot)
+    in_slots = torch.where(exchanged, chunk % ranks * slot + inside, ranks * slot)
+    # Of a place in a slot: its expert.
+    place = torch.arange(slot, device=device).repeat(ranks, 1)
+    expert = torch.searchsorted(ends_in_slot, place, right=True).clamp_(max=experts - 1)
+    before = starts.view(experts, ranks).t() - starts_in_slot
+    packed = (before.gather(1, expert) + place).where(place < ends_in_slot[:, -1:], 0)
+    return Places(packed.view(-1), in_slots)
 
 
-def move(rows: torch.Tensor, source: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """``rows[source]``, with autograd: the gradient is moved by ``inverse``.
+def exchange(
+    rows: torch.Tensor, here: Places, there: Places, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send packed rows to the ranks of ``group``, with autograd. A collective call.
 
-    Autograd's own backward function of indexing adds up rows. Here each row that counts appears
-    once; see Note [Padding].
+    Args:
+        rows: ``[rows, ...]``, packed as ``here`` says.
+        here: places of the rows that this rank sends.
+        there: places of the rows that it receives.
+        group: the ranks. All have slots of the same size.
+
+    Returns:
+        ``[rows, ...]``, packed as ``there`` says.
     """
-    apply: Any = _Move.apply
-    result: torch.Tensor = apply(rows, source, inverse)
+    apply: Any = _Exchange.apply
+    result: torch.Tensor = apply(rows, *here, *there, group)
     return result
 
 
-class _Move(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Its backward function is the exchange in the other direction.
+
+    Autograd's own backward function of indexing would add up rows, though each appears once.
+    """
+
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, source: torch.Tensor, inverse: torch.Tensor
+    def forward(  # noqa: PLR0917 - tensors that autograd has to see
+        ctx: Any,
+        rows: torch.Tensor,
+        packed_here: torch.Tensor,
+        in_slots_here: torch.Tensor,
+        packed_there: torch.Tensor,
+        in_slots_there: torch.Tensor,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, source)
+        ctx.save_for_backward(packed_there, in_slots_here)
+        ctx.group = group
+        return _exchanged(rows, packed_here, in_slots_there, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return gradients[0].index_select(0, inverse), None, None
+        back = _exchanged(gradients[0], *ctx.saved_tensors, ctx.group)
+        return back, None, None, None, None, None
+
+
+def _exchanged(
+    rows: torch.Tensor, packed: torch.Tensor, in_slots: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    sent = rows.index_select(0, packed)
+    received = rows.new_empty((len(sent) + 1, *sent.shape[1:]))
+    dist.all_to_all_single(received[:-1], sent, group=group)
+    received[-1].zero_()
+    return received.index_select(0, in_slots)

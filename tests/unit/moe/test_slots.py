@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from megatron_cg.moe.slots import move, places
+from megatron_cg.moe.slots import find_places
+from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.moe.exchanges import check
 
 COUNTS = (
     [[2, 1, 3], [1, 2, 2]],
@@ -34,41 +41,41 @@ def chunks(counts: list[list[int]]) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("given", COUNTS, ids=str)
 def test_rows_are_packed_by_expert_then_by_rank(given: list[list[int]]) -> None:
     order = chunks(given)
-    in_slots, packed = places(torch.tensor(given), SLOT, len(order) + MORE)
+    packed, in_slots = find_places(torch.tensor(given), SLOT, len(order) + MORE)
     expected = [SLOT * rank + inside for _, rank, inside in order]
     assert in_slots[: len(order)].tolist() == expected
     assert packed[torch.tensor(expected, dtype=torch.long)].tolist() == list(range(len(order)))
 
 
 @pytest.mark.parametrize("given", COUNTS, ids=str)
-def test_places_without_a_row_are_in_range(given: list[list[int]]) -> None:
-    rows = sum(map(sum, given)) + MORE
-    in_slots, packed = places(torch.tensor(given), SLOT, rows)
-    assert in_slots.shape == (rows,) and packed.shape == (len(given) * SLOT,)
-    assert int(in_slots.min()) >= 0 and int(in_slots.max()) < len(given) * SLOT
-    assert int(packed.min()) >= 0 and int(packed.max()) < rows
+def test_padding_has_some_row_and_rows_that_nobody_sent_have_no_place(
+    given: list[list[int]],
+) -> None:
+    used = sum(map(sum, given))
+    packed, in_slots = find_places(torch.tensor(given), SLOT, used + MORE)
+    assert packed.shape == (len(given) * SLOT,) and in_slots.shape == (used + MORE,)
+    assert set(packed.tolist()) <= set(range(max(used, 1)))
+    assert set(in_slots[used:].tolist()) == {len(given) * SLOT}
 
 
 def test_a_slot_may_be_full() -> None:
-    in_slots, packed = places(torch.tensor([[2, 1], [0, 3]]), 3, 6)
-    assert in_slots.tolist() == [0, 1, 2, 3, 4, 5]
-    assert packed.tolist() == [0, 1, 2, 3, 4, 5]
-    in_slots, packed = places(torch.tensor([[2, 1], [1, 2]]), 3, 6)
-    assert in_slots.tolist() == [0, 1, 3, 2, 4, 5]
-    assert packed.tolist() == [0, 1, 3, 2, 4, 5]
+    assert_places([[2, 1], [0, 3]], 3, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
+    assert_places([[2, 1], [1, 2]], 3, [0, 1, 3, 2, 4, 5], [0, 1, 3, 2, 4, 5])
 
 
-def test_the_gradient_of_moved_rows_is_autograds_and_padding_adds_nothing() -> None:
-    counts = torch.tensor([[2, 0, 3], [1, 4, 0]])
-    used = int(counts.sum())
-    in_slots, packed = places(counts, SLOT, used + MORE)
-    ours = torch.randn(2 * SLOT, 3, requires_grad=True)
-    theirs = ours.detach().clone().requires_grad_()
-    gradient = torch.randn(used + MORE, 3)
-    gradient[used:] = torch.nan
-    move(ours, in_slots, packed).backward(gradient)
-    theirs[in_slots[:used]].backward(gradient[:used])
-    assert ours.grad is not None and theirs.grad is not None
-    real = in_slots[:used]
-    assert torch.equal(ours.grad[real], theirs.grad[real])
-    assert ours.grad.isfinite().all()
+def test_what_a_slot_has_no_room_for_has_no_place() -> None:
+    # The first rank has four rows for a slot of three, the second has two.
+    assert_places([[4], [2]], 3, [0, 1, 2, 4, 5, 0], [0, 1, 2, 6, 3, 4])
+    assert_places([[2, 2], [1, 0]], 3, [0, 1, 3, 2, 0, 0], [0, 1, 3, 2, 6])
+
+
+def assert_places(counts: list[list[int]], slot: int, packed: Any, in_slots: Any) -> None:
+    found = find_places(torch.tensor(counts), slot, sum(map(sum, counts)))
+    assert (found.packed.tolist(), found.in_slots.tolist()) == (packed, in_slots)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_and_gradients_arrive_as_with_counts_on_the_host(ranks: int, tmp_path: Path) -> None:
+    run_processes(partial(check, tmp_path), ranks)
+    for rank in range(ranks):
+        assert json.loads((tmp_path / f"{rank} of {ranks}.json").read_text()) == []
