@@ -24,6 +24,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_cg.moe.exchange import exchange, gather_counts
+from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.moe.rows import order, reorder
 from megatron_cg.replay.region import is_capturing
 from megatron_cg.upstream.symbols import Symbol
@@ -44,6 +45,11 @@ RELIES_ON = tuple(
 )
 
 
+def most_rows(sent: int, topk: int, ranks: int, local: int) -> int:
+    """Rows that a rank with ``local`` experts receives at most, when each rank sends ``sent``."""
+    return ranks * (sent // topk) * min(topk, local)
+
+
 class DeviceCounts:
     """Rows of each local expert, for ``TEGroupedMLP``, which asks for them by ``tolist``."""
 
@@ -61,6 +67,8 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     Outside of captures it is Megatron's. One expert tensor-parallel rank only.
     """
 
+    bound: RowBound | None = None
+    """Bounds what a capture has room for; None is room for any routing."""
     tokens_per_expert: torch.Tensor | None
     _counts: torch.Tensor
     """Rows from each rank to each; see :func:`gather_counts`."""
@@ -78,7 +86,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """Send tokens and probabilities to their experts' ranks. A collective call.
 
         Returns:
-            ``[rows, hidden]`` and ``[rows]``; in a capture with as many rows as any routing needs.
+            ``[rows, hidden]`` and ``[rows]``; in a capture with as many rows as there is room for.
         """
         if not is_capturing():
             sent: Any = super().token_dispatch(permutated_local_input_tokens, permuted_probs)
@@ -89,7 +97,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         rows = permutated_local_input_tokens.shape[0]
         if self.ep_size > 1:
             self._counts = gather_counts(self.input_splits, self.ep_group)
-            rows = self._most_rows(rows)
+            rows = self._room(rows)
         tokens = self._exchange(permutated_local_input_tokens, rows)
         if shared is not None:
             shared.linear_fc1_forward_and_act(tokens)
@@ -139,12 +147,24 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             shared.post_forward_comm()
         return results
 
-    def _most_rows(self, sent: int) -> int:
-        """Rows that this rank receives at most, when each rank sends ``sent``."""
-        topk: int = self.config.moe_router_topk
-        ranks: int = self.ep_size
-        local: int = self.num_local_experts
-        return ranks * (sent // topk) * min(topk, local)
+    def _room(self, sent: int) -> int:
+        """Rows that this rank has room for, when each rank sends ``sent``.
+
+        If a rank receives more, nothing is exchanged; see Note [Beyond the bound] in
+        ``row_bound.py``.
+        """
+        worst = most_rows(sent, self.config.moe_router_topk, self.ep_size, self.num_local_experts)
+        rows = worst if self.bound is None else self.bound.rows(sent, worst)
+        if self.bound is not None and rows < worst:
+            fits = self.bound.fits(self._counts, rows)
+            self._counts = self._counts * fits
+            assert self.tokens_per_expert is not None
+            self.tokens_per_expert = self.tokens_per_expert * fits
+            if self.num_local_experts > 1:
+                self.num_global_tokens_per_local_expert = (
+                    self.num_global_tokens_per_local_expert * fits
+                )
+        return rows
 
     def _exchange(self, rows: torch.Tensor, received: int, *, back: bool = False) -> torch.Tensor:
         if self.ep_size == 1:

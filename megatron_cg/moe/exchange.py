@@ -7,8 +7,8 @@ Note [By an all-gather]
     selection. It works wherever the process group works, inside a graph too.
 
 Note [Rows beyond those received]
-    The result has a fixed number of rows. Those beyond the received ones repeat row 0, so that
-    they hold finite numbers. The backward pass does not send them.
+    The result has a fixed number of rows. Those beyond the received ones are zero. The backward
+    pass does not send them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ def _exchanged(
 ) -> torch.Tensor:
     """See Note [By an all-gather]."""
     ranks, me = group.size(), group.rank()
-    gathered = rows.new_empty((ranks * rows.shape[0], *rows.shape[1:]))
-    dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+    last = ranks * rows.shape[0]
+    gathered = rows.new_empty((last + 1, *rows.shape[1:]))
+    dist.all_gather_into_tensor(gathered[:last], rows.contiguous(), group=group)
+    gathered[last].zero_()
     lengths = counts[:, me]
     starts = (counts.cumsum(1) - counts)[:, me] + rows.shape[0] * torch.arange(
         ranks, device=counts.device
@@ -76,4 +78,4 @@ def _exchanged(
     place = torch.arange(received, device=counts.device)
     source = torch.searchsorted(ends, place, right=True).clamp_(max=ranks - 1)
     index = starts[source] + place - (ends - lengths)[source]
-    return gathered.index_select(0, torch.where(place < ends[-1], index, 0))
+    return gathered.index_select(0, torch.where(place < ends[-1], index, last))

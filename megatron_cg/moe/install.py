@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
+from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.patch import put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -36,12 +37,16 @@ _RULES = Symbol(
 RELIES_ON = (_GEMM, _DISPATCHER, _RULES)
 
 
-def use_device_counts() -> Callable[[], None]:
+def use_device_counts(bound: RowBound | None = None) -> Callable[[], None]:
     """Let models built from now on have experts whose token counts stay on the device.
 
     Experts compute by :class:`GroupedGemm`. A model whose config captures whole MoE layers (``moe``
     in ``cuda_graph_modules``) without drop and pad gets :class:`DeviceDispatcher`, and Megatron's
     rule against it does not apply. A second call changes nothing.
+
+    Args:
+        bound: bounds the rows that a graph has room for. Whoever passes it repeats the steps that
+            exceed it.
 
     Returns:
         The undo.
@@ -62,8 +67,13 @@ def use_device_counts() -> Callable[[], None]:
     owner = getattr(sys.modules[_RULES.path.partition(":")[0]], config)
 
     def make_dispatcher(*args: Any, **named: Any) -> Any:
-        kind = dispatcher.DeviceDispatcher if captures_experts(named["config"]) else theirs
-        return kind(*args, **named)
+        if not captures_experts(named["config"]):
+            return theirs(*args, **named)
+        made = dispatcher.DeviceDispatcher(*args, **named)
+        if bound is not None:
+            bound.place()
+            made.bound = bound
+        return made
 
     def __post_init__(self: Any) -> None:
         _check(self, check)

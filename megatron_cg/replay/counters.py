@@ -32,6 +32,8 @@ class Counters:
     """Inputs that were copied into the graph's own memory, over all replays."""
     bytes_copied: int = 0
     """Bytes of the copied inputs."""
+    repeated: int = 0
+    """Steps that were repeated eagerly, since a rank received more rows than its graphs hold."""
     guard_ns: int = 0
     """Host time spent in guards, in nanoseconds."""
 
