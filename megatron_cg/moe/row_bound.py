@@ -90,8 +90,8 @@ class RowBound:
         self._shared.synchronize()
         return int(self._host)
 
-    def exceeded_so_far(self) -> bool:
-        """Whether any rank has exceeded the bound in this step. A collective call; waits."""
+    def holds(self) -> bool:
+        """Whether no rank has exceeded the bound in this step so far. A collective call; waits."""
         most = self._most.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return bool(most)
+        return not most

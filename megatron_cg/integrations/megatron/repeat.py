@@ -115,7 +115,8 @@ class _Repeatable:
         options[_DATA] = batches if isinstance(data, list) else batches[0]
         self._state.save()
         self._bound.begin_step()
-        result = self._function(**options | {_FORWARD: self._sharing(options)})
+        with self._policies_have("numbers_hold", self._bound.holds):
+            result = self._function(**options | {_FORWARD: self._sharing(options)})
         rows = self._bound.exceeded()
         if not rows:
             return result
@@ -125,11 +126,16 @@ class _Repeatable:
         for one in batches:
             one.rewind()
         self._clear()
-        with ExitStack() as undo:
-            for policy in self._policies:
-                policy.counters.repeated += 1
-                undo.callback(set_attribute(policy, "repeats", True))
+        for policy in self._policies:
+            policy.counters.repeated += 1
+        with self._policies_have("repeats", True):
             return self._function(**options)
+
+    def _policies_have(self, name: str, value: Any) -> ExitStack:
+        undo = ExitStack()
+        for policy in self._policies:
+            undo.callback(set_attribute(policy, name, value))
+        return undo
 
     def _sharing(self, options: dict[str, Any]) -> Callable[..., Any]:
         """The function of a microbatch's forward pass; see Note [When the host knows]."""

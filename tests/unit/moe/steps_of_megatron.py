@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 
 from megatron_cg.tools.cpu.train import Trainer
@@ -30,8 +32,8 @@ class MegatronTrainer(Trainer):
         self.steps = 0
         self.norm = 0.0
         self.forward_passes = 0
-        self.between: Any = lambda: None
-        """Runs before each forward pass."""
+        self.before: Callable[[int], None] = lambda microbatch: None
+        """Runs before each forward pass of training."""
 
     def _step(self) -> tuple[float, float]:
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -59,15 +61,18 @@ class MegatronTrainer(Trainer):
     def _forward_step(self, batches: Iterator[Any], model: Any) -> Any:
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-        self.between()
+        if model.training:
+            self.before(self.forward_passes % self.plan.microbatches)
         self.forward_passes += 1
         tokens, labels = next(batches)
         length = tokens.shape[1]
         positions = torch.arange(length).expand_as(tokens)
         mask = ~torch.tril(torch.ones(length, length, dtype=torch.bool)).reshape(1, 1, length, -1)
+        # As a forward function of somebody's own may draw.
+        scale = 1.0 + (random.random() + numpy.random.rand() + float(torch.rand(()))) / 8
 
         def loss_of(output: torch.Tensor) -> Any:
-            total = output.float().sum()
+            total = output.float().sum() * scale
             machine = get_rerun_state_machine()
             machine.validate_result(
                 total.detach(),
@@ -81,6 +86,15 @@ class MegatronTrainer(Trainer):
             return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
 
         return model(tokens, positions, mask, labels=labels), loss_of
+
+
+    def evaluate(self) -> float:
+        """The loss of the next batch, without training."""
+        self.model.eval()
+        with torch.no_grad():
+            output, loss_of = self._forward_step(self._batches, self.model)
+        self.model.train()
+        return float(output.sum())
 
 
 @contextmanager
