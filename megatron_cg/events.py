@@ -81,11 +81,13 @@ class StepRepeated:
     """A rank received more rows than the graphs have room for; the step begins once more."""
 
     step: int | None
-    """The step, as the training loop counts it."""
+    """The step, as the training loop's log counts it, from 1; None if the loop does not say."""
     rows: int
     """The most rows that a rank received."""
     bound: int
     """Rows that the graphs have room for."""
+    enough: float
+    """The factor of ``--cg-moe-rows`` with which this step fits."""
 
 
 Event = (

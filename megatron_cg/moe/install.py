@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,16 +37,12 @@ _RULES = Symbol(
 RELIES_ON = (_GEMM, _DISPATCHER, _RULES)
 
 
-def use_device_counts(bound: RowBound | None = None) -> Callable[[], None]:
+def use_device_counts() -> Callable[[], None]:
     """Let models built from now on have experts whose token counts stay on the device.
 
     Experts compute by :class:`GroupedGemm`. A model whose config captures whole MoE layers (``moe``
     in ``cuda_graph_modules``) without drop and pad gets :class:`DeviceDispatcher`, and Megatron's
     rule against it does not apply. A second call changes nothing.
-
-    Args:
-        bound: bounds the rows that a graph has room for. Whoever passes it repeats the steps that
-            exceed it.
 
     Returns:
         The undo.
@@ -67,13 +63,8 @@ def use_device_counts(bound: RowBound | None = None) -> Callable[[], None]:
     owner = getattr(sys.modules[_RULES.path.partition(":")[0]], config)
 
     def make_dispatcher(*args: Any, **named: Any) -> Any:
-        if not captures_experts(named["config"]):
-            return theirs(*args, **named)
-        made = dispatcher.DeviceDispatcher(*args, **named)
-        if bound is not None:
-            bound.place()
-            made.bound = bound
-        return made
+        kind = dispatcher.DeviceDispatcher if captures_experts(named["config"]) else theirs
+        return kind(*args, **named)
 
     def __post_init__(self: Any) -> None:
         _check(self, check)
@@ -85,12 +76,39 @@ def use_device_counts(bound: RowBound | None = None) -> Callable[[], None]:
         return undo.pop_all().close
 
 
+def bound_rows(bound: RowBound) -> Callable[[], None]:
+    """Bound the rows of layers that dispatch by counts on the device and are built from now on.
+
+    Whoever calls it repeats the steps that exceed the bound. Call :func:`use_device_counts` first.
+    Returns the undo.
+    """
+    make = _DISPATCHER.find()
+
+    def make_bounded(*args: Any, **named: Any) -> Any:
+        made = make(*args, **named)
+        if isinstance(made, dispatcher.DeviceDispatcher):
+            bound.place()
+            made.bound = bound
+        return made
+
+    return put_over(sys.modules[_LAYER], _DISPATCHER.path.partition(":")[2], make_bounded)
+
+
 def counts_on_device(model: nn.Module) -> bool:
     """Whether a layer of the model dispatches tokens by counts on the device."""
-    return any(
-        isinstance(getattr(module, "token_dispatcher", None), dispatcher.DeviceDispatcher)
-        for module in model.modules()
-    )
+    return any(_dispatchers(model))
+
+
+def rows_are_bounded(model: nn.Module) -> bool:
+    """Whether graphs of the model may have room for fewer rows than the worst case."""
+    return any(one.bound is not None for one in _dispatchers(model))
+
+
+def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:
+    for module in model.modules():
+        found = getattr(module, "token_dispatcher", None)
+        if isinstance(found, dispatcher.DeviceDispatcher):
+            yield found
 
 
 def captures_experts(config: Any) -> bool:

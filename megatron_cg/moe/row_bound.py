@@ -37,8 +37,8 @@ class RowBound:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self.bound = 0
-        """The bound that applies, in rows; 0 if the worst case is not larger in any capture."""
+        self.bound = self._sent = 0
+        """The bound of the last exchange that was captured, in rows."""
         self._most = torch.empty(0)
         self._host = torch.empty(0)
         self._shared: torch.cuda.Event | None = None
@@ -51,7 +51,9 @@ class RowBound:
 
     def rows(self, sent: int, worst: int) -> int:
         """Rows that a rank has room for if each rank sends ``sent``; ``worst`` at most."""
-        return min(worst, math.ceil(self._factor * sent / MULTIPLE) * MULTIPLE)
+        self._sent = sent
+        self.bound = min(worst, math.ceil(self._factor * sent / MULTIPLE) * MULTIPLE)
+        return self.bound
 
     def fits(self, counts: torch.Tensor, rows: int) -> torch.Tensor:
         """1 if no rank receives more than ``rows``, otherwise 0, on the device.
@@ -60,12 +62,15 @@ class RowBound:
             counts: int64 ``[from, to]``; see :func:`megatron_cg.moe.exchange.gather_counts`.
             rows: what :meth:`rows` returned.
         """
-        self.bound = rows
         most = counts.sum(0).amax()
         fits = most <= rows
         exceeded = torch.where(fits, 0, most).to(self._most.dtype)
         self._most.copy_(torch.maximum(self._most, exceeded))
         return fits.to(counts.dtype)
+
+    def enough(self, rows: int) -> float:
+        """The factor with which ``rows`` would have fitted, rounded up to hundredths."""
+        return math.ceil(100 * rows / self._sent) / 100
 
     def begin_step(self) -> None:
         """Forget what earlier passes exceeded, such as those of a capture."""

@@ -82,7 +82,8 @@ def repeat_steps(helpers: Sequence[Graphed], bound: RowBound) -> Callable[[], No
             given["optimizer"].zero_grad()
 
         run = _Repeatable(given[_FUNCTION], bound, sessions, states[sessions[0]], clear)
-        run.step = given.get("iteration")
+        if given.get("iteration") is not None:
+            run.step = given["iteration"] + 1
         place = names.index(_FUNCTION)
         if len(args) > place:
             return old(*args[:place], run, *args[place + 1 :], **kwargs)
@@ -106,13 +107,11 @@ class _Repeatable:
         self._policies = [session.mismatches for session in sessions]
         self._clear = clear
         self.step: int | None = None
-        """The step, as Megatron counts it."""
+        """The step, as Megatron's log counts it: from 1."""
 
     def __call__(self, **options: Any) -> Any:
         """Megatron's function, with its arguments."""
-        data = options[_DATA]
-        batches = [_Batches(one) for one in (data if isinstance(data, list) else [data])]
-        options[_DATA] = batches if isinstance(data, list) else batches[0]
+        options[_DATA] = batches = _readable_again(options[_DATA])
         self._state.save()
         self._bound.begin_step()
         with self._policies_have("numbers_hold", self._bound.holds):
@@ -121,10 +120,11 @@ class _Repeatable:
         if not rows:
             return result
         del result
-        emit(StepRepeated(self.step, rows, self._bound.bound))
+        emit(StepRepeated(self.step, rows, self._bound.bound, self._bound.enough(rows)))
         self._state.restore()
-        for one in batches:
-            one.rewind()
+        for one in batches if isinstance(batches, list) else [batches]:
+            if one is not None:
+                one.rewind()
         self._clear()
         for policy in self._policies:
             policy.counters.repeated += 1
@@ -151,6 +151,13 @@ class _Repeatable:
             return result
 
         return forward_step
+
+
+def _readable_again(data: Any) -> Any:
+    """``train_step``'s ``data_iterator``: an iterator, a list of them, or None."""
+    if isinstance(data, list):
+        return [_readable_again(one) for one in data]
+    return None if data is None else _Batches(data)
 
 
 class _Batches:

@@ -31,8 +31,8 @@ class MegatronTrainer(Trainer):
         self.helpers: list[Any] = [self]
         self.steps = 0
         self.norm = 0.0
-        self.forward_passes = 0
-        self.before: Callable[[int], None] = lambda microbatch: None
+        self.forward_passes = self.trained = 0
+        self.before: Callable[[int, int], None] = lambda step, microbatch: None
         """Runs before each forward pass of training."""
 
     def _step(self) -> tuple[float, float]:
@@ -62,7 +62,8 @@ class MegatronTrainer(Trainer):
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
         if model.training:
-            self.before(self.forward_passes % self.plan.microbatches)
+            self.before(self.steps, self.trained % self.plan.microbatches)
+            self.trained += 1
         self.forward_passes += 1
         tokens, labels = next(batches)
         length = tokens.shape[1]

@@ -94,7 +94,7 @@ CASES = {
 }
 
 
-def forced_bound(trainer: MegatronTrainer, exceeds: Callable[[Pass], bool]) -> Any:
+def forced_bound(exceeds: Callable[[Pass], bool]) -> Any:
     """A bound that counts as exceeded in these passes."""
     from megatron_cg.moe.row_bound import RowBound
 
@@ -103,20 +103,19 @@ def forced_bound(trainer: MegatronTrainer, exceeds: Callable[[Pass], bool]) -> A
         switches = torch.zeros(LAYERS, dtype=torch.int64)
 
         def rows(self, sent: int, worst: int) -> int:
-            return worst - 1
+            return super().rows(sent, worst - 1)
 
         def fits(self, counts: torch.Tensor, rows: int) -> torch.Tensor:
             switch = self.switches[self.called % LAYERS]
             self.called += 1
             return super().fits(counts * (1 + 1000 * switch), rows)
 
-    def before(microbatch: int) -> None:
-        here = trainer.steps, dist.get_rank(), microbatch
-        on = [exceeds(Pass(*here, layer)) for layer in range(LAYERS)]
-        Forced.switches.copy_(torch.tensor(on))
+        def before(self, step: int, microbatch: int) -> None:
+            here = step, dist.get_rank(), microbatch
+            on = [exceeds(Pass(*here, layer)) for layer in range(LAYERS)]
+            self.switches.copy_(torch.tensor(on))
 
-    trainer.before = before
-    return Forced(1.0)
+    return Forced(1000.0)
 
 
 def digest(tensors: Any) -> str:
@@ -165,7 +164,8 @@ def train(case: Case, ours: bool) -> dict[str, Any]:
     from megatron_cg.events import StepRepeated, subscribe
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe import row_bound
-    from megatron_cg.moe.install import use_device_counts
+    from megatron_cg.moe.install import bound_rows, use_device_counts
+    from megatron_cg.moe.row_bound import RowBound
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
@@ -185,15 +185,14 @@ def train(case: Case, ours: bool) -> dict[str, Any]:
     numpy.random.seed(1)
     with ExitStack() as undo:
         undo.enter_context(patch.object(row_bound, "MULTIPLE", 1))
-        bound: Any = row_bound.RowBound(FACTOR)
         if ours:
             undo.enter_context(in_place_of_te())
-            undo.callback(use_device_counts(_Later(lambda: bound)))
+            undo.callback(use_device_counts())
+            bound = RowBound(FACTOR) if case.exceeds is None else forced_bound(case.exceeds)
+            undo.callback(bound_rows(bound))
         trainer = undo.enter_context(trainer_of(plan))
         if ours:
-            if case.exceeds is not None:
-                bound = forced_bound(trainer, case.exceeds)
-                bound.place()
+            trainer.before = getattr(bound, "before", trainer.before)
             undo.callback(subscribe(events.append))
             undo.callback(repeat_steps(trainer.helpers, bound))
         steps, states = [], []
@@ -218,21 +217,11 @@ def train(case: Case, ours: bool) -> dict[str, Any]:
         return {
             "steps": steps,
             "states": states,
-            "repeated": [one.step for one in repeated],
+            "repeated": [one.step - 1 for one in repeated],
             "told": all(one.rows > one.bound > 0 for one in repeated),
             "passes": trainer.forward_passes,
             "counts": trainer.session.counters.as_dict() if trainer.session is not None else {},
         }
-
-
-class _Later:
-    """Stands for a bound that is made once the trainer is."""
-
-    def __init__(self, bound: Callable[[], Any]) -> None:
-        self._bound = bound
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bound(), name)
 
 
 def train_all(folder: Path) -> None:
