@@ -58,11 +58,7 @@ def row_bound(
             "every step would be repeated",
             "type --cg-moe-rows 1.25, or more",
         )
-    if (
-        graph.cg_grouped_gemm != "torch"
-        or not captures_experts(run, graph)
-        or drops_and_pads(run)
-    ):
+    if graph.cg_grouped_gemm != "torch" or not captures_experts(run, graph) or drops_and_pads(run):
         yield Violation(
             "rows-without-experts",
             f"{given} in a run whose graphs hold no dropless experts",

@@ -52,7 +52,8 @@ class RowBound:
     def rows(self, sent: int, worst: int) -> int:
         """Rows that a rank has room for if each rank sends ``sent``; ``worst`` at most."""
         self._sent = sent
-        self.bound = min(worst, math.ceil(self._factor * sent / MULTIPLE) * MULTIPLE)
+        multiples = math.ceil(min(self._factor * sent, worst) / MULTIPLE)
+        self.bound = min(multiples * MULTIPLE, worst)
         return self.bound
 
     def fits(self, counts: torch.Tensor, rows: int) -> torch.Tensor:

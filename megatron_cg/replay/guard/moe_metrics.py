@@ -37,7 +37,12 @@ def metric_entries() -> list[Entry]:
     if tracker is None:
         return []
     found: list[Entry] = [
-        (vars(sys.modules[_MODULE]), "_MOE_METRICS_TRACKER", "metrics", "Megatron's MoE metrics tracker")
+        (
+            vars(sys.modules[_MODULE]),
+            "_MOE_METRICS_TRACKER",
+            "metrics",
+            "Megatron's MoE metrics tracker",
+        )
     ]
     for name, entry in tracker.metrics.items():
         what = f"the tensor of the MoE metric {name}"

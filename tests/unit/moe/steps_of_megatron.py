@@ -88,7 +88,6 @@ class MegatronTrainer(Trainer):
 
         return model(tokens, positions, mask, labels=labels), loss_of
 
-
     def evaluate(self) -> float:
         """The loss of the next batch, without training."""
         self.model.eval()
