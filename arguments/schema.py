@@ -93,9 +93,10 @@ class GraphArguments:
     )
     cg_moe_rows: float | None = _flag(
         None,
-        "Let graphs with dropless experts have room for this many times the rows that a rank "
-        "receives on average, instead of the most that it can receive. No token is dropped: a step "
-        "in which a rank receives more is repeated eagerly. At least 1.0; needs expert parallelism.",
+        "Graphs with dropless experts have room for FACTOR times the rows that a rank receives on "
+        "average. By default they have room for the most that a rank can receive. A step in which "
+        "a rank receives more is repeated eagerly, so no token is dropped. FACTOR is at least 1.0; "
+        "the flag needs expert parallelism.",
         type=float,
         metavar="FACTOR",
     )

@@ -15,7 +15,8 @@ class Counters:
     replayed: int = 0
     """Forward passes that were replayed."""
     eager: int = 0
-    """Forward passes of a graphed layer that ran eagerly: in evaluation, or after a mismatch."""
+    """Forward passes of a graphed layer that ran eagerly: in evaluation, after a mismatch, or in a
+    step that is repeated."""
     mismatched: int = 0
     """Times that a guard forbade a replay."""
     recaptured: int = 0

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -32,10 +31,9 @@ from megatron_cg.capture.session import Session
 from megatron_cg.events import StepRepeated, emit
 from megatron_cg.integrations.megatron.step_state import StepState
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
-
-logger = logging.getLogger(__name__)
 
 _FUNCTION, _FORWARD, _DATA = "forward_backward_func", "forward_step_func", "data_iterator"
 _LOOP = Symbol("megatron-core", "megatron.training.training", "Megatron's training loop")
@@ -114,7 +112,7 @@ class _Repeatable:
         options[_DATA] = batches = _readable_again(options[_DATA])
         self._state.save()
         self._bound.begin_step()
-        with self._policies_have("numbers_hold", self._bound.holds):
+        with _set(self._policies, "numbers_hold", self._bound.holds):
             result = self._function(**options | {_FORWARD: self._sharing(options)})
         rows = self._bound.exceeded()
         if not rows:
@@ -128,14 +126,8 @@ class _Repeatable:
         self._clear()
         for policy in self._policies:
             policy.counters.repeated += 1
-        with self._policies_have("repeats", True):
+        with _set(self._policies, "repeats", True):
             return self._function(**options)
-
-    def _policies_have(self, name: str, value: Any) -> ExitStack:
-        undo = ExitStack()
-        for policy in self._policies:
-            undo.callback(set_attribute(policy, name, value))
-        return undo
 
     def _sharing(self, options: dict[str, Any]) -> Callable[..., Any]:
         """The function of a microbatch's forward pass; see Note [When the host knows]."""
@@ -151,6 +143,18 @@ class _Repeatable:
             return result
 
         return forward_step
+
+
+@contextmanager
+def _set(policies: Sequence[MismatchPolicy], name: str, value: Any) -> Iterator[None]:
+    before = [getattr(policy, name) for policy in policies]
+    for policy in policies:
+        setattr(policy, name, value)
+    try:
+        yield
+    finally:
+        for policy, old in zip(policies, before, strict=True):
+            setattr(policy, name, old)
 
 
 def _readable_again(data: Any) -> Any:

@@ -13,7 +13,7 @@ from megatron_cg.tools.cpu.fakes import replaced
 
 @contextmanager
 def experts_of(graph: GraphArguments) -> Iterator[None]:
-    """Apply ``--cg-grouped-gemm`` and ``--cg-moe-rows`` to models that are built and run in the block.
+    """Apply ``--cg-grouped-gemm`` and ``--cg-moe-rows`` to models that are built in the block.
 
     Weights on the meta device lie nowhere, so those of a layer are taken to lie in one bucket.
     """

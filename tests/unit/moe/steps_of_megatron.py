@@ -92,7 +92,7 @@ class MegatronTrainer(Trainer):
         """The loss of the next batch, without training."""
         self.model.eval()
         with torch.no_grad():
-            output, loss_of = self._forward_step(self._batches, self.model)
+            output, _ = self._forward_step(self._batches, self.model)
         self.model.train()
         return float(output.sum())
 

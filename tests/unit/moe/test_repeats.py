@@ -1,4 +1,4 @@
-"""Steps that exceed a bound of rows train bit for bit as eager steps, and are repeated just then."""
+"""Steps that exceed a bound of rows are repeated, and train bit for bit as eager steps."""
 
 from __future__ import annotations
 

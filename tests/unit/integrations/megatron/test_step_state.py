@@ -86,7 +86,10 @@ def test_states_of_megatrons_tracker_that_it_replaces(state: Any, tracker: Any) 
         torch.rand(())
         tracker.states_["bytes"] = torch.get_rng_state()
 
-    restored(state, lambda: tracker.states_["bytes"].tolist(), draw)
+    def seen() -> Any:
+        return tracker.states_["bytes"].tolist()
+
+    restored(state, seen, draw)
 
 
 def test_generators_of_megatrons_tracker_stay_those_of_graphs(state: Any, tracker: Any) -> None:
@@ -160,7 +163,11 @@ def test_sums_of_losses_for_the_log(
     state.restore()
     assert tracker == {} and helper.tracker is tracker
     tracker.update(values=torch.ones(2), reduce_group=None)
-    restored(state, lambda: tracker["values"].tolist(), lambda: tracker["values"].add_(1))
+
+    def seen() -> Any:
+        return tracker["values"].tolist()
+
+    restored(state, seen, lambda: tracker["values"].add_(1))
     state.save()
     tracker["reduce_group"] = "a group"
     state.restore()
