@@ -34,6 +34,7 @@ TRANSFORMER: Mapping[str, str] = {
     "moe_flex_dispatcher_backend": "moe_flex_dispatcher_backend",
     "moe_hybridep_pad_uneven_dispatch_inputs": "moe_hybridep_pad_uneven_dispatch_inputs",
     "moe_ncclep_static_shape": "moe_ncclep_static_shape",
+    "expert_model_parallel_size": "expert_model_parallel_size",
     "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     "add_bias_linear": "add_bias_linear",
     "use_transformer_engine_op_fuser": "use_transformer_engine_op_fuser",
@@ -79,6 +80,7 @@ ELSEWHERE: Mapping[str, str] = {
     "optimizer_cuda_graph": "a field of OptimizerConfig, read from the optimizer's config",
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",
+    "logs_passes": "flags of megatron.training's train_step",
     "sft": "of megatron.training's data loader; other loops pack sequences themselves",
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
 }

@@ -35,6 +35,7 @@ _DERIVED = {
     "recompute_modules",
     "cpu_offloading",
     "expert_tensor_parallel_size",
+    "logs_passes",
 }
 _UNCHANGED = tuple(
     field.name for field in dataclasses.fields(RunArguments) if field.name not in _DERIVED
@@ -123,6 +124,13 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         ),
         expert_tensor_parallel_size=_get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
+        logs_passes=_any(
+            namespace,
+            "save_activations_interval",
+            "save_tokens_per_expert_interval",
+            "save_dgrads_interval",
+            "moe_routing_trace_path",
+        ),
         cpu_offloading=_get(namespace, "cpu_offloading_num_layers") > 0,
     )
 

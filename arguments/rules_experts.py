@@ -89,6 +89,47 @@ def _delayed_gradients(
         )
 
 
+def row_bound(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """A bound of rows needs rows that vary, and steps that can be repeated."""
+    if graph.cg_moe_rows is None or not run.wants_graphs:
+        return
+    given = f"--cg-moe-rows {graph.cg_moe_rows:g}"
+    if not graph.cg_moe_rows >= 1:
+        yield Violation(
+            "rows-below-average",
+            given,
+            "it is a multiple of the rows that a rank receives on average, so with less than 1 "
+            "every step would be repeated",
+            "type --cg-moe-rows 1.25, or more",
+        )
+    if graph.cg_grouped_gemm != "torch" or not captures_experts(run, graph) or drops_and_pads(run):
+        yield Violation(
+            "rows-without-experts",
+            f"{given} in a run whose graphs hold no dropless experts",
+            "it bounds the rows for which such graphs have room",
+            "add --cg-grouped-gemm torch and --cuda-graph-modules attn moe, without drop and pad, "
+            "or drop --cg-moe-rows",
+        )
+    elif run.expert_model_parallel_size == 1:
+        yield Violation(
+            "rows-without-expert-parallel",
+            f"{given} with --expert-model-parallel-size 1",
+            "a rank with all experts always receives tokens x top-k rows, and its graphs have room "
+            "for exactly these",
+            "drop --cg-moe-rows",
+        )
+    if run.logs_passes:
+        yield Violation(
+            "rows-logged-passes",
+            f"{given} with --save-activations-interval, --save-tokens-per-expert-interval, "
+            "--save-dgrads-interval or --moe-routing-trace-path",
+            "a step that is repeated would be saved twice",
+            "drop these options, or drop --cg-moe-rows",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     _WithGemm(
         "grouped-gemm-without-experts",
@@ -156,4 +197,5 @@ RULES: tuple[Rule, ...] = (
     ),
     _delayed_gradients,
     _router,
+    row_bound,
 )

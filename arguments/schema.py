@@ -91,6 +91,15 @@ class GraphArguments:
         "torch, --cuda-graph-modules moe captures whole MoE layers without drop and pad.",
         choices=("te", "torch"),
     )
+    cg_moe_rows: float | None = _flag(
+        None,
+        "Graphs with dropless experts have room for FACTOR times the rows that a rank receives on "
+        "average. By default they have room for the most that a rank can receive. A step in which "
+        "a rank receives more is repeated eagerly, so no token is dropped. FACTOR is at least 1.0; "
+        "the flag needs expert parallelism.",
+        type=float,
+        metavar="FACTOR",
+    )
     cg_fast_path: str | None = _flag(
         None,
         f"Install only these parts of the fast path: {', '.join(PARTS)}. docs/fast_path.md "
@@ -156,6 +165,7 @@ class RunArguments:
     moe_shared_expert_overlap: bool = _setting(False, "shared expert runs beside communication")
     moe_input_jitter_eps: float | None = _setting(None, "random noise on a MoE layer's input")
 
+    expert_model_parallel_size: int = _setting(1, "ranks that share the experts")
     expert_tensor_parallel_size: int = _setting(1, "tensor-parallel ranks of an expert")
     add_bias_linear: bool = _setting(True, "linear layers have a bias")
     use_transformer_engine_op_fuser: bool = _setting(False, "TE fuses the experts' operations")
@@ -189,6 +199,7 @@ class RunArguments:
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
     mtp_use_repeated_layer: bool = _setting(False, "one prediction layer is run at every depth")
 
+    logs_passes: bool = _setting(False, "activations, tokens of experts or gradients are saved")
     sft: bool = _setting(False, "fine-tuning, on packed sequences")
     rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")

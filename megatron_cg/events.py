@@ -1,4 +1,4 @@
-"""Events that the core emits during a capture, and their subscribers.
+"""Events that the core emits, most of them during a capture, and their subscribers.
 
 The core does not know its subscribers. Progress bar, log and record subscribe (``telemetry``). A
 subscriber runs in the thread that captures, so it must not queue work on the GPU or wait for it. An
@@ -76,8 +76,29 @@ class GraphsDeleted:
     """The time that votes have cost this rank (``AgreementTime``)."""
 
 
+@dataclass(frozen=True)
+class StepRepeated:
+    """A rank had more rows for another than graphs have room for; the step begins once more."""
+
+    step: int | None
+    """The step, as the training loop's log counts it, from 1; None if the loop does not say."""
+    rows: int
+    """The most rows that a rank had for another."""
+    bound: int
+    """Rows that the graphs have room for."""
+    enough: float
+    """The factor of ``--cg-moe-rows`` with which this step fits."""
+
+
 Event = (
-    CaptureBegan | PassesBegin | PassBegan | PassEnded | PassesDone | CaptureEnded | GraphsDeleted
+    CaptureBegan
+    | PassesBegin
+    | PassBegan
+    | PassEnded
+    | PassesDone
+    | CaptureEnded
+    | GraphsDeleted
+    | StepRepeated
 )
 
 _subscribers: list[Callable[[Event], None]] = []

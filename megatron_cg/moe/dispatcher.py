@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_cg.moe.row_bound import RowBound, clipped
 from megatron_cg.moe.slots import Places, exchange, find_places
 from megatron_cg.replay.region import is_capturing
 from megatron_cg.upstream.symbols import Symbol
@@ -43,6 +44,11 @@ RELIES_ON = tuple(
 )
 
 
+def largest_slot(sent: int, topk: int, local: int) -> int:
+    """Rows that a rank sends to one with ``local`` experts at most, of ``sent`` rows."""
+    return sent // topk * min(topk, local)
+
+
 class DeviceCounts:
     """Rows of each local expert, for ``TEGroupedMLP``, which asks for them by ``tolist``."""
 
@@ -60,6 +66,8 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     Outside of captures it is Megatron's. One expert tensor-parallel rank only.
     """
 
+    bound: RowBound | None = None
+    """Bounds what a slot has room for; None is room for any routing."""
     tokens_per_expert: torch.Tensor | None
     _sent: Places
     _received: Places
@@ -132,11 +140,15 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return results
 
     def _find_places(self, sent: int) -> None:
-        """Find places in slots that have room for any routing of ``sent`` rows."""
-        topk: int = self.config.moe_router_topk
-        slot = sent // topk * min(topk, self.num_local_experts)
+        """Find the places of ``sent`` rows in slots, and of those that this rank receives."""
+        slot = largest_slot(sent, self.config.moe_router_topk, self.num_local_experts)
         received = self.output_splits.unsqueeze(1)
         if self.num_local_experts > 1:
             received = self.num_global_tokens_per_local_expert
+        if self.bound is not None:
+            slot = self.bound.slot(sent, self.ep_size, slot)
+            self.bound.watch(self.input_splits)
+            received = clipped(received, slot)
+            self.tokens_per_expert = received.sum(0)
         self._sent = find_places(self.input_splits.unsqueeze(1), slot, sent)
         self._received = find_places(received, slot, self.ep_size * slot)

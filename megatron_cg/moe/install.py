@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_cg.arguments.rules_experts import router_violation
 from megatron_cg.errors import ArgumentError
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
+from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.patch import put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 
@@ -85,12 +86,39 @@ def use_device_counts() -> Callable[[], None]:
         return undo.pop_all().close
 
 
+def bound_rows(bound: RowBound) -> Callable[[], None]:
+    """Bound the rows of layers that dispatch by counts on the device and are built from now on.
+
+    Whoever calls it repeats the steps that exceed the bound. Call :func:`use_device_counts` first.
+    Returns the undo.
+    """
+    make = _DISPATCHER.find()
+
+    def make_bounded(*args: Any, **named: Any) -> Any:
+        made = make(*args, **named)
+        if isinstance(made, dispatcher.DeviceDispatcher):
+            bound.place()
+            made.bound = bound
+        return made
+
+    return put_over(sys.modules[_LAYER], _DISPATCHER.path.partition(":")[2], make_bounded)
+
+
 def counts_on_device(model: nn.Module) -> bool:
     """Whether a layer of the model dispatches tokens by counts on the device."""
-    return any(
-        isinstance(getattr(module, "token_dispatcher", None), dispatcher.DeviceDispatcher)
-        for module in model.modules()
-    )
+    return any(_dispatchers(model))
+
+
+def rows_are_bounded(model: nn.Module) -> bool:
+    """Whether graphs of the model may have room for fewer rows than the worst case."""
+    return any(one.bound is not None for one in _dispatchers(model))
+
+
+def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:
+    for module in model.modules():
+        found = getattr(module, "token_dispatcher", None)
+        if isinstance(found, dispatcher.DeviceDispatcher):
+            yield found
 
 
 def captures_experts(config: Any) -> bool:

@@ -15,7 +15,8 @@ class Counters:
     replayed: int = 0
     """Forward passes that were replayed."""
     eager: int = 0
-    """Forward passes of a graphed layer that ran eagerly: in evaluation, or after a mismatch."""
+    """Forward passes of a graphed layer that ran eagerly: in evaluation, after a mismatch, or in a
+    step that is repeated."""
     mismatched: int = 0
     """Times that a guard forbade a replay."""
     recaptured: int = 0
@@ -32,6 +33,8 @@ class Counters:
     """Inputs that were copied into the graph's own memory, over all replays."""
     bytes_copied: int = 0
     """Bytes of the copied inputs."""
+    repeated: int = 0
+    """Steps that were repeated eagerly, since a rank had more rows than its graphs have room for."""
     guard_ns: int = 0
     """Host time spent in guards, in nanoseconds."""
 

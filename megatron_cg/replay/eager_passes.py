@@ -61,6 +61,11 @@ class EagerPasses:
         self._turn(f"eager passes, since {why}", "eager", replays=False)
         self._mismatches.counters.eager += 1
 
+    def for_repeat(self) -> None:
+        """Prepare this pass to run eagerly in a step that all ranks have agreed to repeat."""
+        self._mismatches.issue_held()
+        self._mismatches.counters.eager += 1
+
     def replay_follows(self) -> None:
         """Prepare a replay of the unit. Raises as :meth:`for_no_replay`."""
         if not self._replays:

@@ -62,6 +62,9 @@ class GuardedGraph:
 
         Raises ReplayMismatchError; see :class:`MismatchPolicy`.
         """
+        if self._mismatches.repeats:
+            self.eager_passes.for_repeat()
+            return self._unit.run(self._unit.layer, args, kwargs)
         counters = self._mismatches.counters
         began = time.perf_counter_ns()
         mismatch = self._guard.broken(args, kwargs)
@@ -70,6 +73,8 @@ class GuardedGraph:
             counters.verified += 1
             self._mismatches.issue_held()
             mismatch = self._verify(args, kwargs)
+            if self.eager_passes.collectives and not self._mismatches.numbers_hold():
+                mismatch = None
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=not self._replayed)
             return self._unit.run(self._unit.layer, args, kwargs)

@@ -53,6 +53,11 @@ class MismatchPolicy:
         """Whether a mismatch led to this capture. Another is requested only if this one helped."""
         self.issue_held: Callable[[], None] = _nothing
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
+        self.repeats = False
+        """Whether all ranks repeat a step, so that every unit runs eagerly."""
+        self.numbers_hold: Callable[[], bool] = _yes
+        """Whether the numbers of graphs with collectives hold in this step so far. A call of all
+        ranks; see ``integrations/megatron/repeat.py``."""
         self._policy = policy
         self._all_fall_back = all_fall_back
         self._reported: set[tuple[str, tuple[str, str]]] = set()
@@ -131,3 +136,7 @@ class MismatchPolicy:
 
 def _nothing() -> None:
     return None
+
+
+def _yes() -> bool:
+    return True

@@ -25,6 +25,7 @@ from megatron_cg.events import (
     PassEnded,
     PassesBegin,
     PassesDone,
+    StepRepeated,
     subscribe,
 )
 from megatron_cg.replay.counters import Counters, counts_text
@@ -179,6 +180,15 @@ def follow_captures() -> None:
         _following.append(subscribe(_hear))
 
 
+def repeated(event: StepRepeated) -> str:
+    """A line about a step that was repeated."""
+    step = "a step" if event.step is None else f"step {event.step}"
+    return (
+        f"{step} repeated: a rank had {event.rows:,} rows for another in a MoE layer, bound "
+        f"{event.bound:,}. With --cg-moe-rows {event.enough:g} or more it would have fitted."
+    )
+
+
 def _hear(event: Event) -> None:
     if isinstance(event, CaptureBegan):
         _under_way[:] = [CaptureReport(event)]
@@ -188,6 +198,9 @@ def _hear(event: Event) -> None:
         if is_first_rank():
             counts = counts_text(event.counters.as_dict())
             print(f"megatron_cg: graphs of rank 0: {counts}. {event.votes.text()}.", flush=True)
+    elif isinstance(event, StepRepeated):
+        if is_first_rank():
+            logger.warning("megatron_cg: %s", repeated(event))
     elif _under_way:
         _under_way[0].hear(event)
         if isinstance(event, CaptureEnded):

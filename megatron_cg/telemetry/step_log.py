@@ -37,6 +37,7 @@ _WANDB = Symbol("megatron-core", f"{_VARIABLES}:get_wandb_writer", "a writer or 
 RELIES_ON = (_LOOP, _LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
 _COUNTS = ("captured", "replayed", "eager", "mismatched", "recaptured", "verified")
+_REPEATED = "repeated"
 _COPIES = ("inputs_copied", "bytes_copied")
 _TIMES = ("waiting_ms", "exchanging_ms")
 Totals = dict[str, float]
@@ -112,12 +113,17 @@ class _Log:
 
 
 def totals(counted: Sequence[tuple[Counters, AgreementTime]]) -> Totals:
-    """The values to show, by name, summed over models: since the run began, on this rank."""
-    found: Totals = dict.fromkeys((*_COUNTS, *_COPIES, *_TIMES), 0)
+    """The values to show, by name, summed over models: since the run began, on this rank.
+
+    Repeated steps are among them once there are any.
+    """
+    found: Totals = dict.fromkeys((*_COUNTS, _REPEATED, *_COPIES, *_TIMES), 0)
     for counters, votes in counted:
         for name, value in (counters.as_dict() | votes.as_dict()).items():
             if name in found:
                 found[name] += value
+    if not found[_REPEATED]:
+        del found[_REPEATED]
     return found
 
 
@@ -125,6 +131,8 @@ def log_line(last: Totals, now: Totals) -> str:
     """One line in Megatron's format: the increments since the previous line, on this rank."""
     new = {name: value - last.get(name, 0) for name, value in now.items()}
     counts = " | ".join(f"{name}: {new[name]:.0f}" for name in _COUNTS)
+    if _REPEATED in new:
+        counts += f" | {_REPEATED}: {new[_REPEATED]:.0f}"
     copied = f"copied: {new['inputs_copied']:.0f} tensors, {new['bytes_copied'] / 2**20:.1f} MiB"
     votes = f"votes (ms): {new['waiting_ms']:.1f} waiting, {new['exchanging_ms']:.1f} exchanging"
     return f" megatron_cg | {counts} | {copied} | {votes} |"

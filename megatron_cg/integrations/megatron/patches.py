@@ -174,10 +174,15 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
     """After :func:`enable` and validation: install the recorder and our helper, if asked for."""
     if _active is None:
         return
+    bound = None
     if settings.cg_grouped_gemm == "torch":
-        from megatron_cg.moe.install import use_device_counts
+        from megatron_cg.moe.install import bound_rows, use_device_counts
+        from megatron_cg.moe.row_bound import RowBound
 
         _active.callback(use_device_counts())
+        if settings.cg_moe_rows is not None:
+            bound = RowBound(settings.cg_moe_rows)
+            _active.callback(bound_rows(bound))
     if settings.cg_record is not None:
         from megatron_cg.telemetry.record import install_recorder
 
@@ -187,14 +192,14 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
         _active.callback(install_report(settings.cg_report, args.log_interval))
     if wants_graphs:
-        _active.callback(_replace_helper(settings))
+        _active.callback(_replace_helper(settings, bound))
     elif settings.cg_record is not None or settings.cg_report is not None:
         from megatron_cg.telemetry.step_log import follow_log
 
         _active.callback(follow_log(()))
 
 
-def _replace_helper(settings: Any) -> Callable[[], None]:
+def _replace_helper(settings: Any, bound: Any) -> Callable[[], None]:
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
@@ -206,6 +211,10 @@ def _replace_helper(settings: Any) -> Callable[[], None]:
     with ExitStack() as undo:
         undo.callback(settings_for_own_loops(members))
         undo.callback(_replace(_HELPER, lambda _old: helper))
+        if bound is not None:
+            from megatron_cg.integrations.megatron.repeat import repeat_steps
+
+            undo.callback(repeat_steps(live, bound))
         undo.callback(follow_steps(live))
         undo.callback(follow_log(live))
         return undo.pop_all().close

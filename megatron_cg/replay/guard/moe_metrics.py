@@ -26,14 +26,23 @@ RELIES_ON = (
 )
 
 
+def metrics_tracker() -> Any:
+    """Megatron's MoE metrics tracker; None before a router has recorded anything."""
+    return getattr(sys.modules.get(_MODULE), "_MOE_METRICS_TRACKER", None)
+
+
 def metric_entries() -> list[Entry]:
     """The tensors that accumulate MoE metrics, for the guard's table; none without MoE."""
-    module = sys.modules.get(_MODULE)
-    tracker = getattr(module, "_MOE_METRICS_TRACKER", None)
+    tracker = metrics_tracker()
     if tracker is None:
         return []
     found: list[Entry] = [
-        (vars(module), "_MOE_METRICS_TRACKER", "metrics", "Megatron's MoE metrics tracker")
+        (
+            vars(sys.modules[_MODULE]),
+            "_MOE_METRICS_TRACKER",
+            "metrics",
+            "Megatron's MoE metrics tracker",
+        )
     ]
     for name, entry in tracker.metrics.items():
         what = f"the tensor of the MoE metric {name}"
@@ -45,7 +54,7 @@ def metric_entries() -> list[Entry]:
 @contextmanager
 def metrics_kept() -> Iterator[None]:
     """Restore the sums of MoE metrics on exit, in place."""
-    tracker: Any = getattr(sys.modules.get(_MODULE), "_MOE_METRICS_TRACKER", None)
+    tracker = metrics_tracker()
     entries = list(tracker.metrics.values()) if tracker is not None else []
     saved = [(entry.values, entry.values.clone()) for entry in entries]
     try:

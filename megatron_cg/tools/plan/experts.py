@@ -17,7 +17,7 @@ EQUAL_UP_TO = 2_048
 
 @contextmanager
 def experts_of(graph: GraphArguments) -> Iterator[None]:
-    """Apply ``--cg-grouped-gemm`` to models that are built and run in the block.
+    """Apply ``--cg-grouped-gemm`` and ``--cg-moe-rows`` to models that are built in the block.
 
     Weights on the meta device lie nowhere, so those of a layer are taken to lie in one bucket.
     """
@@ -25,10 +25,13 @@ def experts_of(graph: GraphArguments) -> Iterator[None]:
         yield
         return
     from megatron_cg.moe import grouped_gemm
-    from megatron_cg.moe.install import use_device_counts
+    from megatron_cg.moe.install import bound_rows, use_device_counts
+    from megatron_cg.moe.row_bound import RowBound
 
     with ExitStack() as undo:
         undo.callback(use_device_counts())
+        if graph.cg_moe_rows is not None:
+            undo.callback(bound_rows(RowBound(graph.cg_moe_rows)))
         undo.enter_context(replaced(grouped_gemm, "stacked", _in_one_bucket))
         yield
 

@@ -269,6 +269,61 @@ EXPERTS = (
 )
 """``--cg-grouped-gemm torch``."""
 
+_BOUNDED: dict[str, Any] = {**_DROPLESS, "expert_model_parallel_size": 2}
+
+
+def _rows(
+    rule: str, change: dict[str, Any], *words: str, factor: float = 1.25, gemm: str = "torch"
+) -> Case:
+    """A run with ``--cg-moe-rows`` that breaks ``rule``."""
+    graph = {"cg_moe_rows": factor, "cg_grouped_gemm": gemm}
+    found, reason, remedy = words
+    return Case(rule, {**_BOUNDED, **change}, found, reason, remedy, graph=graph)
+
+
+ROWS = (
+    _rows(
+        "rows-below-average",
+        {},
+        *("--cg-moe-rows 0.9", "every step would be repeated", "--cg-moe-rows 1.25"),
+        factor=0.9,
+    ),
+    _rows(
+        "rows-below-average",
+        {},
+        *("--cg-moe-rows nan", "on average", "--cg-moe-rows 1.25"),
+        factor=float("nan"),
+    ),
+    _rows(
+        "rows-without-experts",
+        {"cuda_graph_modules": ("attn", "moe_router")},
+        *("1.25 in a run whose graphs hold", "such graphs have room", "attn moe"),
+    ),
+    _rows(
+        "rows-without-experts",
+        {"cuda_graph_modules": ("attn", "moe_router")},
+        *("hold no dropless experts", "bounds the rows", "--cg-grouped-gemm torch"),
+        gemm="te",
+    ),
+    _rows(
+        "rows-without-experts",
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        *("hold no dropless experts", "bounds the rows", "without drop and pad"),
+    ),
+    _rows(
+        "rows-without-expert-parallel",
+        {"expert_model_parallel_size": 1},
+        *("--expert-model-parallel-size 1", "exactly these", "drop --cg-moe-rows"),
+    ),
+    _rows(
+        "rows-logged-passes",
+        {"logs_passes": True},
+        *("--save-activations-interval", "saved twice", "drop these options"),
+    ),
+)
+"""``--cg-moe-rows``."""
+
+
 ENVIRONMENT = (
     Case(
         "transformer-engine-version",
@@ -333,6 +388,7 @@ ALL = (
     *SCOPES_BEYOND_MEGATRON,
     *LAYERS,
     *EXPERTS,
+    *ROWS,
     *RECOMPUTE,
     *NUMERICS,
     *ENVIRONMENT,

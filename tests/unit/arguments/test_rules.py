@@ -118,6 +118,16 @@ def test_torchs_grouped_gemm_lets_graphs_hold_experts(change: dict[str, Any]) ->
     assert violations(dataclasses.replace(DROPLESS, **change), TORCH, GOOD_ENVIRONMENT) == ()
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.25, 8.0])
+@pytest.mark.parametrize("scopes", [("attn", "moe"), ()], ids=str)
+def test_rows_of_experts_on_several_ranks_may_be_bounded(
+    factor: float, scopes: tuple[str, ...]
+) -> None:
+    run = dataclasses.replace(DROPLESS, cuda_graph_modules=scopes, expert_model_parallel_size=2)
+    given = dataclasses.replace(TORCH, cg_moe_rows=factor)
+    assert violations(run, given, GOOD_ENVIRONMENT) == ()
+
+
 def test_torchs_grouped_gemm_is_checked_without_graphs_too() -> None:
     eager = dataclasses.replace(DROPLESS, cuda_graph_impl="none")
     assert violations(eager, TORCH, GOOD_ENVIRONMENT) == ()

@@ -115,3 +115,42 @@ def compare(folder: Path) -> None:
             equal[f"{experts} {routing.__name__}"] = [torch.equal(*pair) for pair in pairs]
     (folder / f"{rank}.json").write_text(json.dumps(equal))
     parallel_state.destroy_model_parallel()
+
+
+def overflow(folder: Path) -> None:
+    """Exchange more rows than fit; write what is wrong with outputs and gradients."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.moe import row_bound
+    from megatron_cg.moe.dispatcher import DeviceDispatcher
+    from megatron_cg.moe.grouped_gemm import GroupedGemm
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    row_bound.MULTIPLE, most = 1, TOKENS * TOPK
+    wrong: list[str] = []
+    # Memory that is not initialized holds NaN.
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    for experts in (ranks, 2 * ranks):
+        config = make_config(ranks, experts)
+        for routing in ROUTINGS:
+            chosen = routing_map(routing, experts, rank)
+            unbounded = passed(DeviceDispatcher, GroupedGemm, chosen, config)
+            for factor in (1.0, 1.5, 100.0):
+                bound = row_bound.RowBound(factor)
+                bound.place()
+                bounded = type("Bounded", (DeviceDispatcher,), {"bound": bound})
+                found = passed(bounded, GroupedGemm, chosen, config)
+                name = f"{routing.__name__} of {experts}, {factor}"
+                if not all(tensor.isfinite().all() for tensor in found):
+                    wrong.append(f"{name}: not finite")
+                over = bound.exceeded()
+                if not over and not all(map(torch.equal, found, unbounded)):
+                    wrong.append(f"{name}: other numbers than without a bound")
+                if factor == 100.0 and over:
+                    wrong.append(f"{name}: {over} rows are too many")
+                # With two local experts, all tokens choose both of rank 0.
+                if (routing, factor, experts) == (to_first, 1.0, 2 * ranks) and over != most:
+                    wrong.append(f"{name}: {over} rows are found")
+    (folder / f"{rank}.json").write_text(json.dumps(wrong))
+    parallel_state.destroy_model_parallel()

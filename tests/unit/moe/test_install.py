@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_cg
-from megatron_cg.errors import ArgumentError, UpstreamChangedError
+from megatron_cg.arguments.schema import GraphArguments
+from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
 from megatron_cg.moe.grouped_gemm import GroupedGemm
-from megatron_cg.moe.install import use_device_counts
+from megatron_cg.moe.install import bound_rows, use_device_counts
+from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.tools.cpu import grouped_linear
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
@@ -167,3 +171,66 @@ def test_an_unknown_grouped_gemm_is_refused() -> None:
     from megatron_cg.integrations.megatron import patches
 
     assert patches._active is None
+
+
+def dispatcher(**changes: Any) -> Any:
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    groups = get_default_pg_collection()
+    return moe_layer.MoEAlltoAllTokenDispatcher(
+        4, list(range(4)), config=config(**changes), pg_collection=groups
+    )
+
+
+def test_only_dispatchers_in_graphs_are_bounded(one_rank: None, used: None) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    before = moe_layer.MoEAlltoAllTokenDispatcher
+    assert dispatcher().bound is None
+    bound = RowBound(1.25)
+    undo = bound_rows(bound)
+    assert dispatcher().bound is bound
+    assert not hasattr(dispatcher(cuda_graph_impl="none"), "bound")
+    undo()
+    assert moe_layer.MoEAlltoAllTokenDispatcher is before and dispatcher().bound is None
+
+
+@pytest.mark.parametrize("factor", [1.25, None])
+def test_with_the_flag_and_not_without_it_steps_are_repeated(
+    one_rank: None, in_place_of_te: None, factor: float | None
+) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_cg.integrations.megatron import patches
+
+    parallel_state.initialize_model_parallel()
+    undone: list[str] = []
+    with patch("megatron_cg.integrations.megatron.repeat.repeat_steps") as repeats:
+        repeats.return_value = lambda: undone.append("undone")
+        try:
+            megatron_cg.enable()
+            given = GraphArguments(cg_grouped_gemm="torch", cg_moe_rows=factor)
+            patches.start(given, SimpleNamespace(), wants_graphs=True)
+            bound = dispatcher().bound
+        finally:
+            megatron_cg.disable()
+    assert [call.args[1] for call in repeats.call_args_list] == [bound] * (factor is not None)
+    assert (bound is not None) == bool(undone) == (factor is not None)
+    assert moe_layer.MoEAlltoAllTokenDispatcher is MoEAlltoAllTokenDispatcher
+
+
+def test_a_loop_of_ones_own_refuses_a_bound(one_rank: None, used: None) -> None:
+    from megatron_cg.integrations.megatron.model_rules import check_model
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    shape = CpuModelConfig(layers=1, experts=4, grouped=True, graph_modules=("attn", "moe"))
+    undo = bound_rows(RowBound(1.25))
+    trainer = Trainer(TrainingPlan(shape))
+    undo()
+    with pytest.raises(ConfigurationError) as error:
+        check_model(trainer.model, None, GraphArguments(), "tape")
+    rules = [violation.rule for violation in error.value.violations]
+    assert rules == ["rows-in-own-loop"]
+    assert "drop --cg-moe-rows" in str(error.value)

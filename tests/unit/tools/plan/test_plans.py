@@ -40,6 +40,7 @@ REQUESTS = {
     "selected": read_request("qwen3-moe-tiny", [], cg_layers=SELECTED),
     "dropless, one rank": dropless(),
     "dropless, two ranks": dropless("--expert-model-parallel-size", "2"),
+    "dropless, bounded": dropless("--expert-model-parallel-size", "2", "--cg-moe-rows", "1.25"),
     "whole layers": on_preset("", scopes=[]),
     "twice as long": on_preset("--seq-length 1024 --max-position-embeddings 1024"),
     "more microbatches": on_preset("--global-batch-size 16"),
@@ -254,6 +255,17 @@ def test_dropless_experts_are_captured_with_room_for_any_routing(plans: dict[str
     for small, large in zip(one["layers"], two["layers"], strict=True):
         saved = [row["memory"]["saved_activations"] for row in (small, large)]
         assert saved[1] - saved[0] > more
+
+
+def test_a_bound_of_rows_saves_its_part_of_their_memory(plans: dict[str, Plan]) -> None:
+    one, bounded, worst = (
+        plans[f"dropless, {name}"] for name in ("one rank", "bounded", "two ranks")
+    )
+    assert not bounded["violations"]
+    for layers in zip(one["layers"], bounded["layers"], worst["layers"], strict=True):
+        small, middle, large = (row["memory"]["saved_activations"] for row in layers)
+        # 1.25 times the average lies at a quarter of the way to the worst case, which is twice it.
+        assert abs((middle - small) / (large - small) - 0.25) < 0.05
 
 
 def test_microbatches_share_their_graphs(plans: dict[str, Plan]) -> None:

@@ -1,0 +1,139 @@
+"""What a step changes before its optimizer does, saved and restored.
+
+Gradients are not among it: ``train_step`` clears them before it begins. Megatron's own
+``RerunStateMachine`` (megatron-core 0.19.2) saves random states and batches alone, since it expects
+the same numbers again. Here the numbers of the first attempt were wrong, so whatever counts or sums
+up numbers has to be as before:
+
+- random states: Python's, NumPy's, torch's on the host and on the device, Megatron's tracker
+- buffers of modules: counts of tokens and biases of experts, which routers and
+  ``finalize_model_grads`` change
+- the largest attention logits (``--qk-clip``), an attribute of the attention
+- sums for the log: MoE metrics, and losses of multi-token prediction and of the DSA indexer
+- ``RerunStateMachine``'s own counts, which the loss function changes
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from megatron_cg.replay.guard.moe_metrics import metrics_tracker
+from megatron_cg.upstream.symbols import Symbol
+
+_LOGITS = "current_max_attn_logits"
+_HELPERS = {
+    "megatron.core.transformer.multi_token_prediction": "MTPLossLoggingHelper",
+    "megatron.core.transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper",
+}
+_RNG = Symbol(
+    "megatron-core",
+    "megatron.core.tensor_parallel.random:get_cuda_rng_tracker",
+    "Megatron's random states",
+)
+_MACHINE = Symbol(
+    "megatron-core",
+    "megatron.core.rerun_state_machine:get_rerun_state_machine",
+    "Megatron's checks of results",
+)
+_TRACKERS = tuple(
+    Symbol("megatron-core", f"{module}:{name}.tracker", "sums of losses for the log")
+    for module, name in _HELPERS.items()
+)
+RELIES_ON = (_RNG, _MACHINE, *_TRACKERS)
+
+
+class StepState:
+    """What a step of ``model`` changes, in memory that is reused by later steps."""
+
+    def __init__(self, model: Sequence[nn.Module]) -> None:
+        modules = [module for chunk in model for module in chunk.modules()]
+        self._attention = [module for module in modules if hasattr(module, _LOGITS)]
+        self._buffers = list({id(b): b for chunk in model for b in chunk.buffers()}.values())
+        self._copies = [torch.empty_like(buffer) for buffer in self._buffers]
+
+    def save(self) -> None:
+        """Save everything, before the step begins."""
+        self._random = _random_states()
+        self._logits = [getattr(module, _LOGITS) for module in self._attention]
+        _copy(self._copies, self._buffers)
+        tracker = metrics_tracker()
+        entries = tracker.metrics if tracker is not None else {}
+        self._metrics = {name: entry.values.clone() for name, entry in entries.items()}
+        self._sums = [
+            (sums, {key: _cloned(value) for key, value in sums.items()}) for sums in _sums()
+        ]
+        self._machine = {key: _copied(value) for key, value in vars(_MACHINE.find()()).items()}
+
+    def restore(self) -> None:
+        """Put back what :meth:`save` saved; once for each call of it."""
+        _set_random_states(self._random)
+        for module, logits in zip(self._attention, self._logits, strict=True):
+            setattr(module, _LOGITS, logits)
+        _copy(self._buffers, self._copies)
+        tracker = metrics_tracker()
+        for name, entry in list(tracker.metrics.items()) if tracker is not None else ():
+            if name in self._metrics:
+                # In place, since graphs write to this tensor.
+                entry.values.copy_(self._metrics[name])
+            else:
+                del tracker.metrics[name]
+        for sums, saved in self._sums:
+            sums.clear()
+            sums.update(saved)
+        vars(_MACHINE.find()()).update(self._machine)
+
+
+def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    if tensors:
+        with torch.no_grad():
+            torch._foreach_copy_(into, tensors)
+
+
+def _sums() -> list[dict[str, Any]]:
+    helpers = (getattr(sys.modules.get(module), name, None) for module, name in _HELPERS.items())
+    return [helper.tracker for helper in helpers if helper is not None]
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, dict | list) else value
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _random_states() -> tuple[Any, ...]:
+    # A generator of Megatron's tracker may be in graphs, which keep it: its state is copied.
+    tracked = {
+        name: state.get_state() if isinstance(state, torch.Generator) else state
+        for name, state in _RNG.find()().states_.items()
+    }
+    return (
+        random.getstate(),
+        numpy.random.get_state(),
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state(),
+        tracked,
+    )
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    python, arrays, host, device, tracked = states
+    random.setstate(python)
+    numpy.random.set_state(arrays)
+    torch.set_rng_state(host)
+    torch.cuda.set_rng_state(device)
+    current = _RNG.find()().states_
+    for name, state in tracked.items():
+        if isinstance(current[name], torch.Generator):
+            current[name].set_state(state)
+        else:
+            current[name] = state

@@ -1,0 +1,107 @@
+"""A bound of the rows that ranks exchange, below the worst case.
+
+Note [Beyond the bound]
+    A slot (``slots.py``) has room for a fixed number of rows. If a rank has more rows for another
+    one, those beyond are not exchanged: both ranks clip their counts alike, and the result of such
+    a row is zero. So every index stays in range and every number is finite, but the numbers of
+    this step are wrong, and the optimizer must not see them. The bound keeps the largest number of
+    rows until the step's end.
+
+Note [When the host knows]
+    A forward pass counts rows and a backward pass does not count others. So ranks share what they
+    found after the last forward pass of a step. The host reads it after the last backward pass is
+    queued, and does not wait for that pass.
+
+Note [A multiple of 128]
+    A grouped GEMM computes 128 rows of an expert at a time, so a slot with some rows more takes
+    hardly more time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+MULTIPLE = 128
+"""See Note [A multiple of 128]."""
+
+
+def clipped(counts: torch.Tensor, slot: int) -> torch.Tensor:
+    """``counts`` without rows beyond a slot: int64 ``[ranks, experts]``, of rows in slots."""
+    ends = counts.cumsum(1).clamp_(max=slot)
+    return ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))
+
+
+class RowBound:
+    """The bound of all models that are built with it, and whether a step exceeded it.
+
+    Args:
+        factor: how many times the rows that a rank sends to each on average; at least 1.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self.bound = 0
+        """Rows of a slot, in the last exchange that was captured."""
+        self._average = 0.0
+        self._most = torch.empty(0)
+        self._host = torch.empty(0)
+        self._shared: torch.cuda.Event | None = None
+
+    def place(self) -> None:
+        """Make the memory that graphs write to. A second call does nothing."""
+        if not self._most.numel():
+            self._most = torch.zeros(1, dtype=torch.int32, device="cuda")
+            self._host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    def slot(self, sent: int, ranks: int, worst: int) -> int:
+        """Rows of a slot if a rank sends ``sent`` to ``ranks``; ``worst`` at most."""
+        self._average = sent / ranks
+        multiples = math.ceil(min(self._factor * self._average, worst) / MULTIPLE)
+        self.bound = min(multiples * MULTIPLE, worst)
+        return self.bound
+
+    def watch(self, counts: torch.Tensor) -> None:
+        """Notice rows beyond the bound, on the device.
+
+        Args:
+            counts: int64 ``[ranks]``: rows that this rank sends to each.
+        """
+        most = counts.amax()
+        exceeded = torch.where(most > self.bound, most, 0).to(self._most.dtype)
+        self._most.copy_(torch.maximum(self._most, exceeded))
+
+    def enough(self, rows: int) -> float:
+        """The factor with which ``rows`` would have fitted, rounded up to hundredths."""
+        return math.ceil(100 * rows / self._average) / 100
+
+    def begin_step(self) -> None:
+        """Forget what earlier passes exceeded, such as those of a capture."""
+        self._most.zero_()
+        self._shared = None
+
+    def share(self) -> None:
+        """Let all ranks know the largest number of rows. A collective call; nothing waits."""
+        dist.all_reduce(self._most, op=dist.ReduceOp.MAX)
+        self._host.copy_(self._most, non_blocking=True)
+        self._shared = torch.cuda.Event()
+        self._shared.record()
+
+    def exceeded(self) -> int:
+        """The largest number of rows beyond the bound on any rank in this step; 0 if none is.
+
+        Waits for what :meth:`share` queued, and calls it first unless this step did.
+        """
+        if self._shared is None:
+            self.share()
+        assert self._shared is not None
+        self._shared.synchronize()
+        return int(self._host)
+
+    def holds(self) -> bool:
+        """Whether no rank has exceeded the bound in this step so far. A collective call; waits."""
+        most = self._most.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return not most

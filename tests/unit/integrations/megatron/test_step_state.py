@@ -1,0 +1,200 @@
+"""Each thing that a step changes is restored, apart from all others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_max_attn_logits: torch.Tensor | None = None
+        self.register_buffer("sums", torch.ones(3))
+        self.register_buffer("counts", torch.ones(3, dtype=torch.int64))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
+    """The GPU's generator, which is not the host's."""
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: generator.get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, *_: generator.set_state(state))
+    return generator
+
+
+@pytest.fixture
+def tracker() -> Iterator[Any]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    before = tracker.states_
+    tracker.states_ = {"bytes": torch.get_rng_state(), "generator": torch.Generator()}
+    yield tracker
+    tracker.states_ = before
+
+
+@pytest.fixture
+def state(device: torch.Generator, tracker: Any) -> Any:
+    from megatron_cg.integrations.megatron.step_state import StepState
+
+    model = nn.ModuleList([Attention(), nn.Linear(2, 2)])
+    made = StepState([model])
+    made.model = model  # type: ignore[attr-defined]
+    return made
+
+
+def restored(state: Any, seen: Callable[[], Any], change: Callable[[], Any]) -> None:
+    for _ in range(2):
+        change()
+        before = seen()
+        state.save()
+        change()
+        assert seen() != before
+        state.restore()
+        assert seen() == before
+
+
+def test_random_states_of_the_host(state: Any) -> None:
+    draws = (random.random, numpy.random.rand, lambda: float(torch.rand(())))
+    seen = (
+        random.getstate,
+        lambda: repr(numpy.random.get_state()),
+        lambda: torch.get_rng_state().tolist(),
+    )
+    for draw, see in zip(draws, seen, strict=True):
+        restored(state, see, draw)
+
+
+def test_random_states_of_the_device(state: Any, device: torch.Generator) -> None:
+    def draw() -> None:
+        torch.rand((), generator=device)
+
+    restored(state, lambda: device.get_state().tolist(), draw)
+
+
+def test_states_of_megatrons_tracker_that_it_replaces(state: Any, tracker: Any) -> None:
+    def draw() -> None:
+        torch.rand(())
+        tracker.states_["bytes"] = torch.get_rng_state()
+
+    def seen() -> Any:
+        return tracker.states_["bytes"].tolist()
+
+    restored(state, seen, draw)
+
+
+def test_generators_of_megatrons_tracker_stay_those_of_graphs(state: Any, tracker: Any) -> None:
+    generator = tracker.states_["generator"]
+
+    def draw() -> None:
+        torch.rand((), generator=generator)
+
+    restored(state, lambda: generator.get_state().tolist(), draw)
+    assert tracker.states_["generator"] is generator
+
+
+@pytest.mark.parametrize("name", ["sums", "counts"])
+def test_buffers_in_place(state: Any, name: str) -> None:
+    attention = state.model[0]
+    buffer = getattr(attention, name)
+    restored(state, buffer.tolist, lambda: buffer.add_(1))
+    assert getattr(attention, name) is buffer
+
+
+def test_the_largest_logits(state: Any) -> None:
+    attention = state.model[0]
+    found: list[Any] = [None, torch.ones(2), torch.zeros(2)]
+
+    def change() -> None:
+        found.append(found.pop(0))
+        attention.current_max_attn_logits = found[0]
+
+    restored(state, lambda: id(attention.current_max_attn_logits), change)
+
+
+def test_moe_metrics_in_place_and_new_ones_go() -> None:
+    from megatron.core.transformer.moe.moe_logging import (
+        destroy_moe_metrics_tracker,
+        get_moe_metrics_tracker,
+    )
+
+    from megatron_cg.integrations.megatron.step_state import StepState
+
+    destroy_moe_metrics_tracker()
+    state = StepState([])
+    state.save()
+    state.restore()
+    tracker = get_moe_metrics_tracker()
+    tracker.record("one", torch.tensor(1.5), 1, 2)
+    values = tracker.metrics["one"].values
+    state.save()
+    tracker.record("one", torch.tensor(1.5), 2, 2)
+    tracker.record("two", torch.tensor(1.5), 2, 2)
+    state.restore()
+    assert set(tracker.metrics) == {"one"}
+    assert tracker.metrics["one"].values is values and values.tolist() == [1.5, 0.0]
+
+
+def helpers() -> list[Any]:
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    return [multi_token_prediction.MTPLossLoggingHelper, dsa.DSAIndexerLossLoggingHelper]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_sums_of_losses_for_the_log(
+    state: Any, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = helpers()[index]
+    monkeypatch.setattr(helper, "tracker", {})
+    tracker = helper.tracker
+    state.save()
+    tracker["values"] = torch.ones(2)
+    state.restore()
+    assert tracker == {} and helper.tracker is tracker
+    tracker.update(values=torch.ones(2), reduce_group=None)
+
+    def seen() -> Any:
+        return tracker["values"].tolist()
+
+    restored(state, seen, lambda: tracker["values"].add_(1))
+    state.save()
+    tracker["reduce_group"] = "a group"
+    state.restore()
+    assert tracker["reduce_group"] is None
+
+
+def test_checks_of_results(state: Any) -> None:
+    from megatron.core.rerun_state_machine import (
+        destroy_rerun_state_machine,
+        get_rerun_state_machine,
+    )
+
+    destroy_rerun_state_machine()
+    machine = get_rerun_state_machine()
+    values = iter((1.0, 2.0, 3.0, 4.0, 5.0))
+
+    def change() -> None:
+        machine.is_unexpectedly_large(torch.tensor(next(values)), 10, "loss")
+        machine.rerun_requested = not machine.rerun_requested
+
+    restored(
+        state,
+        lambda: (
+            dict(machine.large_value_counts),
+            dict(machine.max_values),
+            machine.rerun_requested,
+        ),
+        change,
+    )
+    destroy_rerun_state_machine()

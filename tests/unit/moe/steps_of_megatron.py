@@ -1,0 +1,140 @@
+"""Megatron's own ``train_step`` on the CPU: its schedule, and its functions for gradients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_cg.tools.cpu.train import Trainer
+from megatron_cg.tools.cpu.training_plan import TrainingPlan
+
+
+class MegatronTrainer(Trainer):
+    """A trainer whose steps are those of ``megatron.training``."""
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        super().__init__(plan)
+        config: Any = self.model.config
+        config.finalize_model_grads_func = finalize_model_grads
+        config.no_sync_func = self.model.no_sync
+        config.timers = None
+        self.config = config
+        self.helpers: list[Any] = [self]
+        self.steps = 0
+        self.norm = 0.0
+        self.forward_passes = self.trained = 0
+        self.before: Callable[[int, int], None] = lambda step, microbatch: None
+        """Runs before each forward pass of training."""
+
+    def _step(self) -> tuple[float, float]:
+        from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+        from megatron.training import training
+
+        optimizer = SimpleNamespace(zero_grad=self._optimizer.zero_grad, step=self._update)
+        losses, *_ = training.train_step(
+            self._forward_step,
+            self._batches,
+            [self.model],
+            optimizer,
+            SimpleNamespace(step=lambda increment: None),
+            self.config,
+            forward_backward_no_pipelining,
+            iteration=self.steps,
+        )
+        self.steps += 1
+        return float(losses["lm loss"]), self.norm
+
+    def _update(self) -> tuple[bool, float, int]:
+        self.norm = self._gradient_norm()
+        self._optimizer.step(sync_grad_before_optimizer_step=False)
+        return True, self.norm, 0
+
+    def _forward_step(self, batches: Iterator[Any], model: Any) -> Any:
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        if model.training:
+            self.before(self.steps, self.trained % self.plan.microbatches)
+            self.trained += 1
+        self.forward_passes += 1
+        tokens, labels = next(batches)
+        length = tokens.shape[1]
+        positions = torch.arange(length).expand_as(tokens)
+        mask = ~torch.tril(torch.ones(length, length, dtype=torch.bool)).reshape(1, 1, length, -1)
+        # As a forward function of somebody's own may draw.
+        scale = 1.0 + (random.random() + numpy.random.rand() + float(torch.rand(()))) / 8
+
+        def loss_of(output: torch.Tensor) -> Any:
+            total = output.float().sum() * scale
+            machine = get_rerun_state_machine()
+            machine.validate_result(
+                total.detach(),
+                rejection_func=partial(
+                    machine.is_unexpectedly_large, threshold=1e9, context="loss"
+                ),
+                message="loss",
+                fatal=False,
+            )
+            count = torch.tensor(output.numel(), dtype=torch.int)
+            return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
+
+        return model(tokens, positions, mask, labels=labels), loss_of
+
+    def evaluate(self) -> float:
+        """The loss of the next batch, without training."""
+        self.model.eval()
+        with torch.no_grad():
+            output, _ = self._forward_step(self._batches, self.model)
+        self.model.train()
+        return float(output.sum())
+
+
+@contextmanager
+def trainer_of(plan: TrainingPlan) -> Iterator[MegatronTrainer]:
+    """A trainer, with what ``train_step`` finds in Megatron's global variables."""
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.timers import Timers
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training import global_vars
+
+    destroy_moe_metrics_tracker()
+    rerun_state_machine.initialize_rerun_state_machine(
+        mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS
+    )
+    args = SimpleNamespace(
+        **dict.fromkeys(
+            (
+                *("save_params_interval", "save_activations_interval", "save_dgrads_interval"),
+                *("save_tokens_per_expert_interval", "save_wgrads_interval"),
+                *("reuse_grad_buf_for_mxfp8_param_ag", "vision_pretraining", "qk_clip"),
+                *("log_max_attention_logit", "log_num_zeros_in_grad", "decoder_seq_length"),
+            )
+        ),
+        empty_unused_memory_level=0,
+        barrier_with_L1_time=False,
+        gtp_weight_remat_size=1,
+        data_parallel_size=1,
+        seq_length=plan.model.sequence_length,
+        micro_batch_size=plan.micro_batch_size,
+    )
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        0, None, plan.microbatches * plan.micro_batch_size, plan.micro_batch_size, 1
+    )
+    with ExitStack() as undo:
+        undo.callback(rerun_state_machine.destroy_rerun_state_machine)
+        undo.callback(num_microbatches_calculator.destroy_num_microbatches_calculator)
+        undo.callback(global_vars.destroy_global_vars)
+        global_vars.set_args(args)
+        global_vars._GLOBAL_TIMERS = Timers(0, "minmax")
+        trainer = MegatronTrainer(plan)
+        trainer._batches = rerun_state_machine.RerunDataIterator(trainer._batches)
+        undo.callback(parallel_state.destroy_model_parallel)
+        yield trainer
