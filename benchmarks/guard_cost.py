@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cg.replay.counters import counts_text
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.tools.bench.spreads import MetricsError
 from megatron_cg.tools.cpu.launch import run_processes
@@ -54,7 +55,7 @@ class TimedGuard:
                 "requires_grad": partial(inputs._gradients, tensors),
                 "static input": partial(inputs._borrowed, tensors),
                 **{_name(clause): clause.broken for clause in self._guard._unit},
-                "addresses, forward": self._guard._addresses.broken_in_forward,
+                "addresses, forward": partial(self._guard.addresses.broken, forward=True),
                 "all, forward": partial(self._guard.broken, args, kwargs),
                 "counting inputs (no clause)": partial(inputs.copied, args, kwargs),
             }
@@ -98,7 +99,9 @@ def measure(experts: int, calls: int) -> Costs:
             graph: Any = transformer_layers(trainer.model)[0].cuda_graphs[0]
             graph._guard = timed = TimedGuard(graph._guard, calls)
             trainer.step()
-            session.counters.expect(mismatched=0, replayed=2)
+            counters = session.counters
+            if counters.mismatched or counters.replayed != 2:
+                raise MetricsError(f"the step was not replayed: {counts_text(counters.as_dict())}")
         return timed.costs
     finally:
         parallel_state.destroy_model_parallel()

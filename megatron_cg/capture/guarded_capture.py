@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,7 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.events import PassesBegin, PassesDone, emit
 from megatron_cg.fsdp.fsdp_model import training_states
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.hooks.capture_schedule import schedule
 from megatron_cg.replay.eager_passes import EagerPasses
-from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.moe_metrics import metric_entries, metrics_kept
 from megatron_cg.replay.guarded_graph import GuardedGraph
@@ -89,8 +88,6 @@ class GuardedCapture:
         Raises:
             OutOfStepError: capture failed in a way that leaves other ranks waiting.
         """
-        numbers_of = self._samples_of_units(len(args), options)
-        borrowed = self._borrow(numbers_of, kwargs)
         order = HookOrder(
             [unit.layer for unit in self._units],
             len(args),
@@ -98,6 +95,8 @@ class GuardedCapture:
             options,
             (PassEvents([unit.name for unit in self._units]), self._guards),
         )
+        numbers_of = [order.samples_of(index) for index in range(len(self._units))]
+        borrowed = self._borrow(numbers_of, kwargs)
         for guard in self._guards:
             guard.watch_memory(self._fsdp)
         forget_accumulators(module for unit in self._units for module in unit.graphed)
@@ -153,17 +152,6 @@ class GuardedCapture:
             logger.exception("megatron_cg: the place of a failed capture could not be found")
             return None
 
-    def _samples_of_units(self, samples: int, options: Mapping[str, Any]) -> list[list[int]]:
-        """Which samples belong to each unit, by microbatch."""
-        passes = schedule(
-            len(self._units), samples, options.get("_order"), options.get("_num_layers_per_chunk")
-        )
-        numbers: list[list[int]] = [[] for _ in self._units]
-        for step in passes:
-            if step.forward:
-                numbers[step.layer].append(step.sample)
-        return numbers
-
     def _borrow(self, numbers_of: Sequence[Sequence[int]], kwargs: Kwargs) -> list[torch.Tensor]:
         """Replace samples that never change by the model's own tensors; returns these tensors."""
         borrowed: list[torch.Tensor] = []
@@ -186,33 +174,29 @@ class GuardedCapture:
     ) -> tuple[GuardedGraph, ...]:
         made: list[GuardedGraph | None] = [None] * len(graphs)
         for index, numbers in enumerate(numbers_of):
-            names = self._units[index].inputs
-            inputs = [Inputs(args[n], kwargs[n], borrowed, names) for n in numbers]
+            unit = self._units[index]
+            inputs = [Inputs(args[n], kwargs[n], borrowed, unit.inputs) for n in numbers]
             guards = self._guards[index].guards(
                 inputs,
                 args[numbers[0]][0].device.type,
                 self._backend.numerics,
                 self._backend.captured_numerics(index, options),
-                [*metric_entries(), *self._backend.entries(self._units[index].graphed)],
+                [*metric_entries(), *self._backend.entries(unit.graphed)],
             )
             for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
-                made[number] = self._guarded(index, microbatch, graphs[number], guard)
+                made[number] = GuardedGraph(
+                    graphs[number],
+                    guard,
+                    unit,
+                    microbatch,
+                    self._mismatches,
+                    index=index,
+                    in_flight=self._in_flight[microbatch],
+                    eager_passes=self.eager_passes[index],
+                    replay=self._backend.replay_function(graphs[number]),
+                    kept=partial(self._kept, unit),
+                )
         return tuple(graph for graph in made if graph is not None)
-
-    def _guarded(self, index: int, microbatch: int, graph: Any, guard: Guard) -> GuardedGraph:
-        unit = self._units[index]
-        return GuardedGraph(
-            graph,
-            guard,
-            unit,
-            microbatch,
-            self._mismatches,
-            index=index,
-            in_flight=self._in_flight[microbatch],
-            eager_passes=self.eager_passes[index],
-            replay=self._backend.replay_function(graph),
-            kept=lambda: self._kept(unit),
-        )
 
     @contextmanager
     def _kept(self, unit: Unit) -> Iterator[None]:

@@ -72,7 +72,7 @@ class HookOrder:
         options: Mapping[str, Any],
         observers: Sequence[PassObserver] = (),
     ) -> None:
-        steps = schedule(
+        self._steps = steps = schedule(
             len(callables), samples, options.get("_order"), options.get("_num_layers_per_chunk")
         )
         keys = {True: _OF_FORWARD, False: CAPTURE_TIME_KEYS[2:]}
@@ -90,6 +90,10 @@ class HookOrder:
             {key: {0: partial(self._called, layer, key)} for key in CAPTURE_TIME_KEYS}
             for layer in range(len(self._callables))
         ]
+
+    def samples_of(self, layer: int) -> list[int]:
+        """The samples of a callable, by microbatch."""
+        return [step.sample for step in self._steps if step.forward and step.layer == layer]
 
     @property
     def finished(self) -> bool:

@@ -49,7 +49,6 @@ from megatron_cg.replay.attach import attach_replay
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
-from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import run_before, set_attribute
 
@@ -230,8 +229,12 @@ class Session:
             self._fsdp,
             self._backend.scratch(),
             self._optimizers,
-            self._graphed(),
-            self._replay_functions(),
+            {module for unit in self._units for top in unit.graphed for module in top.modules()},
+            [
+                self._backend.replay_function(graph.graph)
+                for unit in self._units
+                for graph in _graphs(unit.layer)
+            ],
             model=self._model,
             parts=self._parts,
             together=agreement.undo_together if agreement is not None else None,
@@ -300,14 +303,6 @@ class Session:
                 f"this session is {self.phase.value}, and has to be {phase.value} for that. To "
                 "capture again, delete its graphs and open a new session"
             )
-
-    def _graphed(self) -> set[nn.Module]:
-        """All modules inside of graphs."""
-        return {module for unit in self._units for top in unit.graphed for module in top.modules()}
-
-    def _replay_functions(self) -> list[ReplayFunction]:
-        graphs = (graph for unit in self._units for graph in _graphs(unit.layer))
-        return [self._backend.replay_function(graph.graph) for graph in graphs]
 
     def _wait_for_earlier_work(self) -> None:
         """Wait for the GPU, so that an earlier error is not reported as an error of capture."""

@@ -87,7 +87,12 @@ def _quiet_modules(units: Sequence[Unit], modules: Sequence[nn.Module]) -> Calla
         made_by_fsdp = any(fsdp_package_of(record.fn) for record in snapshot.records)
         if snapshot.module in captured or made_by_fsdp:
             snapshot.clear()
-    return _restore_all(snapshots)
+
+    def restore() -> None:
+        for snapshot in snapshots:
+            snapshot.restore()
+
+    return restore
 
 
 def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
@@ -95,14 +100,6 @@ def _quiet_parameters(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
     snapshot = ParameterHookSnapshot(parameters)
     snapshot.clear()
     return snapshot.restore
-
-
-def _restore_all(snapshots: Sequence[HookSnapshot]) -> Callable[[], None]:
-    def restore() -> None:
-        for snapshot in snapshots:
-            snapshot.restore()
-
-    return restore
 
 
 @contextmanager

@@ -43,10 +43,7 @@ class UnitGuard:
 
     def pass_begins(self, *, forward: bool) -> None:
         """Record the addresses that this pass reads and writes."""
-        if forward:
-            self._addresses.note_forward()
-        else:
-            self._addresses.note_backward()
+        self._addresses.note(forward=forward)
         self._before = collectives_so_far()
 
     def pass_ended(self) -> None:

@@ -28,31 +28,26 @@ class HookSnapshot:
     """All hooks of one module (not of its children), as they were when the snapshot was made."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._saved: dict[str, list[tuple[int, Any]]] = {
             name: list(getattr(module, name).items()) for name in _MODULE_REGISTRIES
         }
         self._is_full_backward_hook = module._is_full_backward_hook
         self.records: tuple[HookRecord, ...] = tuple(module_hooks(module))
 
-    @property
-    def module(self) -> nn.Module:
-        """The module whose hooks these are."""
-        return self._module
-
     def clear(self) -> None:
         """Remove all hooks from the module; :meth:`restore` installs them again."""
         for name in _MODULE_REGISTRIES:
-            getattr(self._module, name).clear()
-        self._module._is_full_backward_hook = None
+            getattr(self.module, name).clear()
+        self.module._is_full_backward_hook = None
 
     def restore(self) -> None:
         """Restore the same hooks in the same order, with their flags. Safe to run twice."""
         for name, items in self._saved.items():
-            registry = getattr(self._module, name)
+            registry = getattr(self.module, name)
             registry.clear()
             registry.update(items)
-        self._module._is_full_backward_hook = self._is_full_backward_hook
+        self.module._is_full_backward_hook = self._is_full_backward_hook
 
 
 class ParameterHookSnapshot:
@@ -69,9 +64,6 @@ class ParameterHookSnapshot:
                 registry = getattr(parameter, name, None)
                 if registry:
                     self._saved.append((registry, list(registry.items())))
-
-    def __len__(self) -> int:
-        return sum(len(items) for _, items in self._saved)
 
     def clear(self) -> None:
         """Remove the hooks."""

@@ -159,7 +159,7 @@ def static_tensors(graph: Any) -> dict[str, Sequence[torch.Tensor | None]]:
 
     Empty for a callable that was reset or is of another type.
     """
-    inner = vars(graph).get("_graph", graph)
+    inner = vars(graph).get("graph", graph)
     recorded = vars(inner).get("_recorded")
     if recorded is not None:
         return {kind: getattr(recorded, name) for name, kind in _TAPE.items()}

@@ -46,16 +46,11 @@ class GuardedGraph:
         kept: Kept,
     ) -> None:
         self.eager_passes = eager_passes
-        self._graph, self._guard = graph, guard
+        self.graph, self._guard = graph, guard
         self._unit, self._index, self._microbatch = unit, index, microbatch
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
         self._replayed = False
-
-    @property
-    def graph(self) -> Any:
-        """What the backend returned."""
-        return self._graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, or run the region eagerly.
@@ -80,13 +75,13 @@ class GuardedGraph:
             return self._unit.run(self._unit.layer, args, kwargs)
         self._replayed = True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
-        outputs = self._graph(*args, **kwargs)
+        outputs = self.graph(*args, **kwargs)
         self._guard_backward(outputs)
         return outputs
 
     def __getattr__(self, name: str) -> Any:
         # For backward_dw: Megatron checks with hasattr whether the backend's callable has it.
-        return getattr(self._graph, name)
+        return getattr(self.graph, name)
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(
@@ -100,18 +95,19 @@ class GuardedGraph:
 
     def reset(self) -> None:
         """Release the graph."""
-        self._graph.reset()
+        self.graph.reset()
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
-        counters, gradients = self._mismatches.counters, self._guard.is_as_in_backward()
+        counters = self._mismatches.counters
+        gradients = self._guard.addresses.are_as_in_backward()
         counters.gradients_verified += gradients
         # With the backend's own function, not the one that the fast path installs instead.
         undo = self._replay.replace(self._replay.function)
         try:
             return verify(
                 self._unit,
-                self._graph,
+                self.graph,
                 args,
                 kwargs,
                 self._kept,

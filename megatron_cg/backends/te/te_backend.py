@@ -10,7 +10,7 @@ Note [A generator can stay in a capture]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -138,16 +138,14 @@ class TransformerEngineBackend:
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
         """Scales and amax histories of delayed scaling, which graphs read and write in place."""
         found: list[Entry] = []
-        module: Any
-        for module in modules:
-            if hasattr(module, "get_fp8_meta_tensors") and _has_delayed_scaling(module):
-                for key in ("scaling_fwd", "scaling_bwd"):
-                    what = f"{key} of a {type(module).__name__}"
-                    found.append((module.fp8_meta, key, "fp8 state", what))
-                    found += [
-                        (vars(module.fp8_meta[key]), name, "fp8 state", f"{name} of {what}")
-                        for name in ("scale", "amax_history")
-                    ]
+        for module in _with_delayed_scaling(modules):
+            for key in ("scaling_fwd", "scaling_bwd"):
+                what = f"{key} of a {type(module).__name__}"
+                found.append((module.fp8_meta, key, "fp8 state", what))
+                found += [
+                    (vars(module.fp8_meta[key]), name, "fp8 state", f"{name} of {what}")
+                    for name in ("scale", "amax_history")
+                ]
         return found
 
     def synchronize(self) -> None:
@@ -266,12 +264,8 @@ def _class_calls_kept(classes: set[type]) -> Iterator[None]:
 @contextmanager
 def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
     """Restore scales and amax histories of delayed scaling in all TE modules of the callables."""
-    saved: list[tuple[Any, Any]] = []
-    for root in callables:
-        module: Any
-        for module in root.modules():
-            if hasattr(module, "get_fp8_meta_tensors") and _has_delayed_scaling(module):
-                saved.append((module, module.get_fp8_meta_tensors()))
+    modules = (module for root in callables for module in root.modules())
+    saved = [(found, found.get_fp8_meta_tensors()) for found in _with_delayed_scaling(modules)]
     try:
         yield
     finally:
@@ -280,6 +274,11 @@ def _fp8_kept(callables: Sequence[nn.Module]) -> Iterator[None]:
                 module.reset_fp8_meta_tensors(tensors)
 
 
-def _has_delayed_scaling(module: Any) -> bool:
-    meta = getattr(module, "fp8_meta", {})
-    return all(hasattr(meta.get(key), "amax_history") for key in ("scaling_fwd", "scaling_bwd"))
+def _with_delayed_scaling(modules: Iterable[Any]) -> Iterator[Any]:
+    for module in modules:
+        meta = getattr(module, "fp8_meta", {})
+        keys = ("scaling_fwd", "scaling_bwd")
+        if hasattr(module, "get_fp8_meta_tensors") and all(
+            hasattr(meta.get(key), "amax_history") for key in keys
+        ):
+            yield module

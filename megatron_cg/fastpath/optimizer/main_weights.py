@@ -149,21 +149,20 @@ class _GradientTable:
         return (
             self._scratch is not None
             and not self._store.use_decoupled_grad
-            and all(name in known or self._buffer_of(p) is None for name, p in self._named())
+            and all(
+                name in known or self._buffer_of(p) is None
+                for name, p in self._store.optimizer_named_parameters
+            )
         )
 
     def _read_in_place(self) -> list[_GroupGradients]:
         """See Note [Once by Megatron-FSDP, then from a table]."""
         with ExitStack() as undo:
             undo.callback(set_attribute(self._store, "use_decoupled_grad", True))
-            for _, parameter in self._named():
+            for _, parameter in self._store.optimizer_named_parameters:
                 undo.callback(set_attribute(parameter, "decoupled_grad", None, shared=True))
             self._original()
             return self._read(cast=True)
-
-    def _named(self) -> list[tuple[str, Any]]:
-        named: list[tuple[str, Any]] = self._store.optimizer_named_parameters
-        return named
 
     def _buffer_of(self, parameter: Any) -> Any:
         number = self._store.param_to_param_group[parameter.orig_param]
@@ -172,8 +171,9 @@ class _GradientTable:
     def _read(self, *, cast: bool) -> list[_GroupGradients]:
         """Read how Megatron-FSDP has just attached the gradients."""
         store = self._store
+        sharded = store.bucketing_policy.data_parallel_sharding_strategy != "no_shard"
         rows: dict[int, list[_Row]] = {}
-        for name, parameter in self._named():
+        for name, parameter in self._store.optimizer_named_parameters:
             number = store.param_to_param_group[parameter.orig_param]
             buffer = self._buffer_of(parameter)
             if buffer is None:
@@ -181,7 +181,7 @@ class _GradientTable:
             gradient = store.dist_main_grad[name]
             shape = gradient._local_tensor.shape
             item = buffer.param_idx[parameter.orig_param]
-            piece = buffer.get_item(item, only_shard=self._shards_only())
+            piece = buffer.get_item(item, only_shard=sharded)
             start = piece.storage_offset() - buffer.data.storage_offset()
             row = _Row(parameter, gradient if shape.numel() else None, start, shape)
             rows.setdefault(number, []).append(row)
@@ -189,10 +189,6 @@ class _GradientTable:
             _GroupGradients(store.parameter_groups[number], found, cast=cast)
             for number, found in rows.items()
         ]
-
-    def _shards_only(self) -> bool:
-        strategy = self._store.bucketing_policy.data_parallel_sharding_strategy
-        return bool(strategy != "no_shard")
 
 
 class _GroupGradients:

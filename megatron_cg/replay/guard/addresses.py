@@ -42,24 +42,12 @@ class Addresses:
         self._read: tuple[Callable[[], object], ...] = tuple(
             _reader(item.tensor) for item in self._watched
         )
-        self.forward: list[object] = []
-        self.backward: list[object] = []
+        self._at: dict[bool, list[object]] = {True: [], False: []}
+        """The addresses in the forward pass, and in the backward pass."""
 
-    def note_forward(self) -> None:
-        """Record all addresses as the forward pass begins; the last call counts."""
-        self.forward = self._now()
-
-    def note_backward(self) -> None:
-        """As :meth:`note_forward`, as the backward pass begins."""
-        self.backward = self._now()
-
-    def broken_in_forward(self) -> Mismatch | None:
-        """The first tensor that has moved, before a forward replay."""
-        return self._compare(self.forward, "forward")
-
-    def broken_in_backward(self) -> Mismatch | None:
-        """The first tensor that has moved, before a backward replay."""
-        return self._compare(self.backward, "backward")
+    def note(self, *, forward: bool) -> None:
+        """Record all addresses as a forward or a backward pass begins; the last call counts."""
+        self._at[forward] = self._now()
 
     def are_as_in_backward(self) -> bool:
         """Whether all weights are already at the addresses that the backward pass reads.
@@ -68,17 +56,15 @@ class Addresses:
         the backward pass (megatron-fsdp 0.6.1, ``fp8_create_transpose_cache``).
         """
         quantized = any(map(_is_quantized, (item.tensor for item in self._watched)))
-        return not quantized and self._now() == self.backward
+        return not quantized and self._now() == self._at[False]
 
-    def _now(self) -> list[object]:
-        return [read() for read in self._read]
-
-    def _compare(self, expected: list[object], phase: str) -> Mismatch | None:
-        now = self._now()
+    def broken(self, *, forward: bool) -> Mismatch | None:
+        """The first tensor that has moved, before a replay of that pass."""
+        expected, now = self._at[forward], self._now()
         if now == expected:
             return None
         index = next(n for n, (a, b) in enumerate(zip(expected, now, strict=True)) if a != b)
-        item = self._watched[index]
+        item, phase = self._watched[index], "forward" if forward else "backward"
         return Mismatch(
             "address",
             f"the memory of {item.name} in the {phase} pass",
@@ -86,6 +72,9 @@ class Addresses:
             _hex(now[index]),
             item.cause,
         )
+
+    def _now(self) -> list[object]:
+        return [read() for read in self._read]
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ class Guard:
         unit: Sequence[Training | Autograd | Autocast | Numerics | Objects | Hooks],
     ) -> None:
         self.inputs = inputs
-        self._addresses = addresses
+        self.addresses = addresses
         self._unit = tuple(unit)
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
@@ -34,12 +34,8 @@ class Guard:
             found = clause.broken()
             if found is not None:
                 return found
-        return self._addresses.broken_in_forward()
-
-    def is_as_in_backward(self) -> bool:
-        """Whether a backward replay could read the unit's weights now, before its forward pass."""
-        return self._addresses.are_as_in_backward()
+        return self.addresses.broken(forward=True)
 
     def broken_in_backward(self) -> Mismatch | None:
         """What forbids the backward replay that is about to begin, or None."""
-        return self._addresses.broken_in_backward()
+        return self.addresses.broken(forward=False)

@@ -100,7 +100,6 @@ def test_parameter_hooks_are_quiet_and_come_back() -> None:
     parameter.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
     parameter.register_hook(lambda gradient: calls.append("gradient"))
     snapshot = ParameterHookSnapshot([parameter])
-    assert len(snapshot) == 2
     snapshot.clear()
     parameter.sum().backward()
     assert calls == []
@@ -115,7 +114,6 @@ def test_a_parameter_without_hooks_is_left_alone() -> None:
     snapshot = ParameterHookSnapshot([parameter])
     snapshot.clear()
     snapshot.restore()
-    assert len(snapshot) == 0
     assert parameter._post_accumulate_grad_hooks is None
 
 

@@ -179,12 +179,18 @@ def switched_off(clause: str) -> Iterator[None]:
         "autocast": (Autocast, "broken"),
         "fp8": (Numerics, "broken"),
         "hooks": (Hooks, "broken"),
-        "address": (Addresses, "broken_in_forward"),
         "object": (replay, "_no_tensor"),
     }
     with pytest.MonkeyPatch.context() as patch:
         if clause in whole:
             patch.setattr(*whole[clause], _nothing)
+        elif clause == "address":
+            broken = Addresses.broken
+
+            def in_backward(self: Addresses, *, forward: bool) -> Mismatch | None:
+                return None if forward else broken(self, forward=False)
+
+            patch.setattr(Addresses, "broken", in_backward)
         elif clause in inputs_module.FIELDS:
             read, index = inputs_module.fields, inputs_module.FIELDS.index(clause)
 

@@ -113,10 +113,10 @@ def test_all_memory_of_a_quantized_tensor_is_followed_and_told_in_hex(moved: str
     weight = Quantized()
     where = Addresses([Watched(weight, "a weight", "It moved.")])  # type: ignore[arg-type]
     before = [weight._data, weight._transpose]
-    where.note_forward()
-    assert where.broken_in_forward() is None
+    where.note(forward=True)
+    assert where.broken(forward=True) is None
     setattr(weight, moved, torch.zeros(4))
-    words = said(where.broken_in_forward())
+    words = said(where.broken(forward=True))
     assert f"was {hex(before[0].data_ptr())}, {hex(before[1].data_ptr())} at capture" in words
     assert hex(getattr(weight, moved).data_ptr()) in words
 
@@ -124,10 +124,10 @@ def test_all_memory_of_a_quantized_tensor_is_followed_and_told_in_hex(moved: str
 def test_the_address_of_a_plain_tensor_is_told_in_hex() -> None:
     weight = nn.Parameter(torch.zeros(4))
     where = Addresses([Watched(weight, "a weight", "It moved.")])
-    where.note_backward()
+    where.note(forward=False)
     before, weight.data = weight.data, torch.zeros(4)
     expected = f"was {hex(before.data_ptr())} at capture and is {hex(weight.data_ptr())} now"
-    assert expected in said(where.broken_in_backward())
+    assert expected in said(where.broken(forward=False))
 
 
 def test_a_mismatch_is_known_by_its_clause_and_subject() -> None:
