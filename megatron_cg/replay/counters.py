@@ -34,7 +34,7 @@ class Counters:
     bytes_copied: int = 0
     """Bytes of the copied inputs."""
     repeated: int = 0
-    """Steps that were repeated eagerly, since a rank had more rows than its graphs have room for."""
+    """Steps that were repeated eagerly: a rank had more rows than its graphs have room for."""
     guard_ns: int = 0
     """Host time spent in guards, in nanoseconds."""
 

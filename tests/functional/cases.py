@@ -279,6 +279,9 @@ LIFE = {
     "dense": Case("dense", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
     "moe": Case("moe", MOE, ROUTER, batch(8)),
     "experts": Case("experts", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=TORCH_GEMM),
+    "bounded": Case(
+        "bounded", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1")
+    ),
     "saved-experts": Case(
         "saved-experts",
         MOE,

@@ -64,6 +64,15 @@ def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
         assert len(rank["memory"]) == 50 and rank["memory"][4] == rank["memory"][-1]
 
 
+def test_steps_with_more_rows_than_graphs_have_room_for_are_repeated(
+    align: Align, log: Log
+) -> None:
+    """With room for the average alone, nearly every step is."""
+    case = LIFE["bounded"]
+    assert_identical(align(case), 12)
+    assert "repeated: a rank had" in log(case)
+
+
 def test_skipped_iterations(align: Align) -> None:
     assert_identical(align(LIFE["skipped"]), 10)
 
