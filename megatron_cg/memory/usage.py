@@ -134,7 +134,11 @@ def report(session: Session, optimizers: Iterable[Any] = ()) -> MemoryReport:
     # FSDP first: its memory that a graph only reads does not belong to the graph.
     _add_fsdp(tally, fsdp)
     for unit in session._units:
-        add_graphs(tally, unit.name, getattr(unit.layer, "cuda_graphs", ()))
+        for graph in getattr(unit.layer, "cuda_graphs", ()):
+            for kind, tensors in static_tensors(graph).items():
+                # Graphs do not own the parameters among them.
+                own = (t for t in tensors if t is not None and not isinstance(t, nn.Parameter))
+                tally.add(unit.name, kind, own)
     for optimizer in optimizers:
         tally.add("optimizer", "states", optimizer_tensors(optimizer))
     return MemoryReport(tally.rows(), tuple(pools(segments)))
@@ -144,14 +148,6 @@ def log_report(session: Session, when: str, level: int = logging.DEBUG) -> None:
     """Log a report; does nothing if that level is not logged."""
     if logger.isEnabledFor(level):
         logger.log(level, "memory %s:\n%s", when, report(session).text())
-
-
-def add_graphs(tally: Tally, holder: str, graphs: Sequence[Any]) -> None:
-    """Count what a layer's graphs keep, except parameters, which they do not own."""
-    for graph in graphs:
-        for kind, tensors in static_tensors(graph).items():
-            own = (t for t in tensors if t is not None and not isinstance(t, nn.Parameter))
-            tally.add(holder, kind, own)
 
 
 def static_tensors(graph: Any) -> dict[str, Sequence[torch.Tensor | None]]:

@@ -51,7 +51,7 @@ class MismatchPolicy:
         self.wants_recapture = False
         self.captured_again = False
         """Whether a mismatch led to this capture. Another is requested only if this one helped."""
-        self.issue_held: Callable[[], None] = _nothing
+        self.issue_held: Callable[[], None] = lambda: None
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self.repeats = False
         """Whether all ranks repeat a step, so that every unit runs eagerly."""
@@ -132,10 +132,6 @@ class MismatchPolicy:
             self._reported.add((layer, mismatch.key))
             logger.warning("megatron_cg: no replay of %s Reported once.", text)
         return text
-
-
-def _nothing() -> None:
-    return None
 
 
 def _yes() -> bool:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import CellType
 from typing import Any
 
-from megatron_cg.upstream.patch import Undo, change, described, passing
+from megatron_cg.upstream.patch import Place, Undo, change, described, passing
 
 
-class _Cell:
-    def __init__(self, cell: CellType) -> None:
-        self._cell = cell
-        self.name = "a closure variable of Megatron-FSDP's or Transformer Engine's functions"
-        self.package = ""
-        self.key = (id(cell), "")
-
-    def get(self) -> Any:
-        return self._cell.cell_contents
-
-    def put(self, value: Any) -> None:
-        self._cell.cell_contents = value
+def _place(cell: CellType) -> Place:
+    return Place(
+        "a closure variable of Megatron-FSDP's or Transformer Engine's functions",
+        "",
+        (id(cell), ""),
+        lambda: cell.cell_contents,
+        partial(setattr, cell, "cell_contents"),
+    )
 
 
 def cells_of(function: Any) -> dict[str, CellType]:
@@ -30,7 +27,7 @@ def cells_of(function: Any) -> dict[str, CellType]:
 
 def set_cell(cell: CellType, value: Any) -> Undo:
     """Set a closure variable for all functions that share it; returns the undo."""
-    return change(_Cell(cell), value)
+    return change(_place(cell), value)
 
 
 def put_over_cell(cell: CellType, function: Any) -> Undo:
@@ -39,7 +36,7 @@ def put_over_cell(cell: CellType, function: Any) -> Undo:
     Returns the undo; see Note [Only what is still ours] in ``megatron_cg/upstream/patch.py``.
     """
     over, pass_on = passing(function, cell.cell_contents)
-    restore = change(_Cell(cell), over, label=described(function))
+    restore = change(_place(cell), over, label=described(function))
 
     def undo() -> None:
         pass_on()

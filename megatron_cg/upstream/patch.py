@@ -24,10 +24,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from types import MethodType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from megatron_cg.upstream.copies import ABSENT, leave_out
@@ -37,57 +38,40 @@ logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
 
 
-class Place(Protocol):
+@dataclass(frozen=True)
+class Place:
     """A place that holds a value."""
 
-    @property
-    def name(self) -> str:
-        """What it is, for messages."""
-
-    @property
-    def package(self) -> str:
-        """The top-level package that it belongs to; empty if that is not known."""
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """Identifies the place, as long as it exists."""
-
-    def get(self) -> Any:
-        """The value there; ``ABSENT`` if there is none."""
-
-    def put(self, value: Any) -> None:
-        """Set ``value`` there; ``ABSENT`` removes the current value."""
+    name: str
+    """What it is, for messages."""
+    package: str
+    """The top-level package that it belongs to; empty if that is not known."""
+    key: tuple[int, str]
+    """Identifies the place, as long as it exists."""
+    get: Callable[[], Any]
+    """Returns the value there; ``ABSENT`` if there is none."""
+    put: Callable[[Any], None]
+    """Sets a value there; ``ABSENT`` removes the current value."""
 
 
-class _Attribute:
+def _attribute(owner: Any, name: str) -> Place:
     """An entry in an object's own dictionary."""
+    kind = owner if isinstance(owner, type | ModuleType) else type(owner)
+    home = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self._owner, self._name = owner, name
-        self.key = (id(owner), name)
-
-    @property
-    def name(self) -> str:
-        owner = self._owner
-        named = isinstance(owner, type | ModuleType)
-        return f"{owner.__name__ if named else type(owner).__name__}.{self._name}"
-
-    @property
-    def package(self) -> str:
-        owner = self._owner
-        if not isinstance(owner, ModuleType):
-            owner = owner if isinstance(owner, type) else type(owner)
-            return str(owner.__module__).partition(".")[0]
-        return owner.__name__.partition(".")[0]
-
-    def get(self) -> Any:
-        return vars(self._owner).get(self._name, ABSENT)
-
-    def put(self, value: Any) -> None:
+    def put(value: Any) -> None:
         if value is not ABSENT:
-            setattr(self._owner, self._name, value)
-        elif self._name in vars(self._owner):
-            delattr(self._owner, self._name)
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+    return Place(
+        f"{kind.__name__}.{name}",
+        str(home).partition(".")[0],
+        (id(owner), name),
+        lambda: vars(owner).get(name, ABSENT),
+        put,
+    )
 
 
 _numbers = count()
@@ -185,7 +169,7 @@ def set_attribute(
     A copy of a module that is made before the undo has the old value; see ``copies.py``.
     ``shared`` and ``label`` are as in :func:`change`. For functions see :func:`put_over`.
     """
-    place = _Attribute(owner, name)
+    place = _attribute(owner, name)
     before = place.get()
     with ExitStack() as undo:
         undo.callback(change(place, value, shared=shared, label=label))

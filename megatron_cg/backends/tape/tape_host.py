@@ -55,6 +55,8 @@ class Host:
         # Holds the storages themselves, so that no other storage gets one of their keys.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._making = 0
+        self._read: Refuse = RuntimeError
+        self._upload: Refuse = RuntimeError
 
     @property
     def makes(self) -> bool:
@@ -96,23 +98,28 @@ class Host:
             read: makes the error for a copy to the host, given the name of the call.
             upload: the same for a copy to the device.
         """
+        self._read, self._upload = read, upload
         with ExitStack() as undo:
 
-            def put(owner: Any, name: str, make: Callable[..., Any], *more: Any) -> None:
+            def put(owner: Any, name: str, make: Callable[[Any, str], Any]) -> None:
                 label = f"{'torch' if owner is torch else 'Tensor'}.{name}"
-                wrapped = make(getattr(owner, name), label, *more)
-                undo.callback(set_attribute(owner, name, wrapped))
+                undo.callback(set_attribute(owner, name, make(getattr(owner, name), label)))
 
             for name in _READS:
-                put(torch.Tensor, name, self._reading, read)
-            put(torch.Tensor, "cuda", self._moving, read, upload)
-            put(torch.Tensor, "to", self._moving, read, upload)
-            put(torch.Tensor, "new_tensor", self._like_this, upload)
+                put(torch.Tensor, name, self._reading)
+            for name in ("cuda", "to"):
+                put(torch.Tensor, name, self._moving)
+            put(torch.Tensor, "new_tensor", self._like_this)
             for name in _OF_DATA:
-                put(torch, name, self._of_data, read, upload)
+                put(torch, name, self._of_data)
             for name in _FACTORIES:
                 put(torch, name, self._made)
             yield
+
+    def _refuse_copy(self, label: str, *, is_here: bool, comes_here: bool) -> None:
+        """Raise if a call copies between the host, which is here, and the device."""
+        if is_here is not comes_here:
+            raise (self._upload if is_here else self._read)(label)
 
     @contextmanager
     def _on_host(self) -> Iterator[None]:
@@ -122,24 +129,18 @@ class Host:
         finally:
             self._making -= 1
 
-    def _reading(self, original: Callable[..., Any], label: str, read: Refuse) -> Any:
+    def _reading(self, original: Callable[..., Any], label: str) -> Any:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self.has(tensor):
-                raise read(label)
+            self._refuse_copy(label, is_here=self.has(tensor), comes_here=True)
             return original(tensor, *args, **kwargs)
 
         return call
 
-    def _moving(
-        self, original: Callable[..., Any], label: str, read: Refuse, upload: Refuse
-    ) -> Any:
+    def _moving(self, original: Callable[..., Any], label: str) -> Any:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             is_here = self.has(tensor)
             comes_here = self._goes_to_host(label, is_here, args, kwargs)
-            if comes_here and not is_here:
-                raise read(label)
-            if is_here and not comes_here:
-                raise upload(label)
+            self._refuse_copy(label, is_here=is_here, comes_here=comes_here)
             return original(tensor, *args, **kwargs)
 
         return call
@@ -158,12 +159,12 @@ class Host:
             return is_here
         return is_here if first is None else _is_host(first)
 
-    def _like_this(self, original: Callable[..., Any], label: str, upload: Refuse) -> Any:
+    def _like_this(self, original: Callable[..., Any], label: str) -> Any:
         def call(tensor: torch.Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
             here = self.has(tensor) if device is None else _is_host(device)
-            if not here and not isinstance(data, torch.Tensor):
-                raise upload(label)
+            if not isinstance(data, torch.Tensor):
+                self._refuse_copy(label, is_here=True, comes_here=here)
             return original(tensor, data, *args, **kwargs)
 
         return call
@@ -176,18 +177,13 @@ class Host:
         self.add([made])
         return made
 
-    def _of_data(
-        self, original: Callable[..., Any], label: str, read: Refuse, upload: Refuse
-    ) -> Any:
+    def _of_data(self, original: Callable[..., Any], label: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
             device = kwargs.get("device")
             is_here = self.has(data) if isinstance(data, torch.Tensor) else True
             comes_here = is_here if device is None else _is_host(device)
-            if comes_here and not is_here:
-                raise read(label)
-            if is_here and not comes_here:
-                raise upload(label)
+            self._refuse_copy(label, is_here=is_here, comes_here=comes_here)
             if not comes_here:
                 return original(*args, **kwargs)
             return self._on_host_made(original, args, kwargs)

@@ -49,7 +49,7 @@ class _DetachedReplay:
         self, detached: DetachedWeights, replay: ReplayFunction, launched: Callable[[], None]
     ) -> None:
         self._detached, self._replay, self._launched = detached, replay, launched
-        self._borrowing = _Borrowing(replay)
+        self.forward = replay.function.forward
         self._ended = False
 
     def end(self) -> None:
@@ -68,19 +68,12 @@ class _DetachedReplay:
         if weights is None:
             outputs = self._replay.function.apply(*args)
         else:
-            outputs = call_detached(self._borrowing, weights, args[:first], tail, borrowed=True)
+            outputs = call_detached(self, weights, args[:first], tail, borrowed=True)
         self._launched()
         return outputs
 
-
-class _Borrowing:
-    """The function, but its ``backward`` returns gradients in the graph's own memory."""
-
-    def __init__(self, replay: ReplayFunction) -> None:
-        self.forward, self._replay = replay.function.forward, replay
-
     def backward(self, ctx: Any, *gradients: Any) -> Any:
-        """See :class:`.ReplayFunction`."""
+        """Return gradients in the graph's own memory; see :class:`.ReplayFunction`."""
         end_borrowing = self._replay.borrow()
         try:
             return self._replay.function.backward(ctx, *gradients)
