@@ -88,6 +88,12 @@ class MegatronTrainer(Trainer):
 
         return model(tokens, positions, mask, labels=labels), loss_of
 
+    @property
+    def read(self) -> int:
+        """How many batches were read, in the unit of ``Batches``."""
+        batches: Any = self._batches
+        return int(batches.iterable._next)
+
     def evaluate(self) -> float:
         """The loss of the next batch, without training."""
         self.model.eval()
@@ -135,6 +141,7 @@ def trainer_of(plan: TrainingPlan) -> Iterator[MegatronTrainer]:
         global_vars.set_args(args)
         global_vars._GLOBAL_TIMERS = Timers(0, "minmax")
         trainer = MegatronTrainer(plan)
-        trainer._batches = rerun_state_machine.RerunDataIterator(trainer._batches)
+        batches: Any = rerun_state_machine.RerunDataIterator(trainer._batches)
+        trainer._batches = batches
         undo.callback(parallel_state.destroy_model_parallel)
         yield trainer

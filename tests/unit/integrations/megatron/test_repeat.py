@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,9 +58,11 @@ class Loop:
         self.module: Any = training
         self.bound, self.session = Bound(self.events), Session()
         self.helper = SimpleNamespace(session=self.session)
-        self.chunk: Any = torch.nn.Linear(1, 1)
-        self.chunk.zero_grad_buffer = lambda: self.events.append("zero")
+        chunk: Any = torch.nn.Linear(1, 1)
+        chunk.zero_grad_buffer = lambda: self.events.append("zero")
+        self.chunk = chunk
         self.optimizer = SimpleNamespace(zero_grad=lambda: self.events.append("optimizer's zero"))
+        self.forward: Callable[[Any], Any] = self.take
         self.microbatches, self.given = 2, {"seq_length": 7}
 
         def train_step(
@@ -90,7 +92,7 @@ class Loop:
         self.events.append(policy.numbers_hold())
         return [forward_step_func(data_iterator) for _ in range(given["num_microbatches"])]
 
-    def forward(self, data_iterator: Any) -> Any:
+    def take(self, data_iterator: Any) -> Any:
         one = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         batch = next(one) if one is not None else {}
         self.events.append(dict(batch))
@@ -153,7 +155,7 @@ def test_an_iterators_other_members_are_there(loop: Loop) -> None:
             return {}
 
     found = []
-    loop.forward = lambda data: found.append((data.name, iter(data) is data))  # type: ignore[method-assign]
+    loop.forward = lambda data: found.append((data.name, iter(data) is data))
     loop.step(Data())
     assert found == [("a name", True)] * 2
 
@@ -165,7 +167,7 @@ def test_a_failed_step_leaves_no_mode_behind(loop: Loop) -> None:
         if loop.session.mismatches.repeats:
             raise ValueError("failed")
 
-    loop.forward = fail  # type: ignore[method-assign]
+    loop.forward = fail
     with pytest.raises(ValueError, match="failed"):
         loop.step(batches())
     assert not loop.session.mismatches.repeats
