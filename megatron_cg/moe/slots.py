@@ -98,7 +98,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        back = _exchanged(gradients[0], *ctx.saved_tensors, ctx.group)
+        packed, in_slots = ctx.saved_tensors
+        back = _exchanged(gradients[0], packed, in_slots, ctx.group)
         return back, None, None, None, None, None
 
 
