@@ -40,7 +40,8 @@ REQUESTS = {
     "selected": read_request("qwen3-moe-tiny", [], cg_layers=SELECTED),
     "dropless, one rank": dropless(),
     "dropless, two ranks": dropless("--expert-model-parallel-size", "2"),
-    "dropless, bounded": dropless("--expert-model-parallel-size", "2", "--cg-moe-rows", "1.25"),
+    "dropless, average": dropless("--expert-model-parallel-size", "2", "--cg-moe-rows", "1"),
+    "dropless, bounded": dropless("--expert-model-parallel-size", "2", "--cg-moe-rows", "1.5"),
     "whole layers": on_preset("", scopes=[]),
     "twice as long": on_preset("--seq-length 1024 --max-position-embeddings 1024"),
     "more microbatches": on_preset("--global-batch-size 16"),
@@ -258,14 +259,14 @@ def test_dropless_experts_are_captured_with_room_for_any_routing(plans: dict[str
 
 
 def test_a_bound_of_rows_saves_its_part_of_their_memory(plans: dict[str, Plan]) -> None:
-    one, bounded, worst = (
-        plans[f"dropless, {name}"] for name in ("one rank", "bounded", "two ranks")
+    average, bounded, worst = (
+        plans[f"dropless, {name}"] for name in ("average", "bounded", "two ranks")
     )
-    assert not bounded["violations"]
-    for layers in zip(one["layers"], bounded["layers"], worst["layers"], strict=True):
+    assert not average["violations"] and not bounded["violations"]
+    for layers in zip(average["layers"], bounded["layers"], worst["layers"], strict=True):
         small, middle, large = (row["memory"]["saved_activations"] for row in layers)
-        # 1.25 times the average lies at a quarter of the way to the worst case, which is twice it.
-        assert abs((middle - small) / (large - small) - 0.25) < 0.05
+        # 1.5 times the average lies halfway to the worst case, which is twice the average.
+        assert abs((middle - small) / (large - small) - 0.5) < 0.01
 
 
 def test_microbatches_share_their_graphs(plans: dict[str, Plan]) -> None:
