@@ -3,7 +3,8 @@
 ``torchrun ... -m megatron_cg pretrain_gpt.py ...`` runs an unchanged Megatron script.
 :func:`enable` does the same from inside a script, before its arguments are parsed. A custom
 training loop uses :class:`GraphedLayers` for a megatron-core model and :func:`graph_units` for a
-model under the standalone Megatron-FSDP. Both import torch; ``import megatron_cg`` alone does not.
+model under the standalone Megatron-FSDP. :func:`compile_together` lets all ranks decide together at
+the guards of ``torch.compile``. They import torch; ``import megatron_cg`` alone does not.
 """
 
 from __future__ import annotations
@@ -15,24 +16,29 @@ from megatron_cg.errors import CaptureError, ConfigurationError, MegatronCGError
 from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from megatron_cg.consensus.compiled_regions import CompiledRegions, compile_together
     from megatron_cg.integrations.call_arguments import GroupedGemm
     from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
 
 __all__ = [
     "CaptureError",
+    "CompiledRegions",
     "ConfigurationError",
     "GraphedLayers",
     "GraphedUnits",
     "MegatronCGError",
+    "compile_together",
     "disable",
     "enable",
     "graph_units",
 ]
 
 _LATER = {
+    "CompiledRegions": "megatron_cg.consensus.compiled_regions",
     "GraphedLayers": "megatron_cg.integrations.megatron.loop",
     "GraphedUnits": "megatron_cg.integrations.standalone.graphs",
+    "compile_together": "megatron_cg.consensus.compiled_regions",
     "graph_units": "megatron_cg.integrations.standalone.graphs",
 }
 

@@ -41,6 +41,15 @@ class Kind(IntEnum):
     CAPTURE_END = 2
     STEP = 3
     MISMATCH = 4
+    GUARD = 5
+    """Whether a compiled region's guards pass (``consensus/compiled_regions.py``)."""
+    COMPILE = 6
+    """Which function is being compiled."""
+    SIZE = 7
+    """The static size that a rank needs."""
+
+
+_OF_COMPILED_REGIONS = {Kind.GUARD, Kind.COMPILE, Kind.SIZE}
 
 
 class Exchange(IntEnum):
@@ -152,9 +161,15 @@ def _mixed_up(heads: list[list[int]]) -> str:
         f"{ranks_text(ranks)} to {name_of(Kind(kind))} {serial} ({name_of(Exchange(exchange))})"
         for (kind, serial, exchange), ranks in votes.items()
     )
+    instead = (
+        "Call the same compiled regions, in the same order, on all ranks, and enter "
+        "compile_together() before the first of them"
+        if any(kind in _OF_COMPILED_REGIONS for kind, _, _ in votes)
+        else "To train without graphs: --cuda-graph-impl none"
+    )
     return (
         f"ranks came to different votes: {found}. They no longer do the same, so this run ends on "
-        "all of them. To train without graphs: --cuda-graph-impl none"
+        f"all of them. {instead}"
     )
 
 

@@ -61,7 +61,7 @@ class AgreementTime:
     waiting_ms: float = 0.0
     """Waiting for the last rank; for asynchronous votes, the time blocked in ``collect``."""
     exchanging_ms: float = 0.0
-    """Exchanging votes once all ranks have arrived; synchronous votes only."""
+    """Exchanging votes once all ranks have arrived, and objects; synchronous votes only."""
 
     def as_dict(self) -> dict[str, float]:
         """The values by field name."""
@@ -194,6 +194,22 @@ class Agreement:
             return None
         with self.time.measure("waiting_ms"):
             return self._finish(pending, timeout)
+
+    def gather(self, mine: Any) -> list[Any]:
+        """An object of each rank, in rank order; all ranks call this after a vote.
+
+        Args:
+            mine: can be pickled.
+
+        Raises AgreementError and PhaseError as :meth:`agree`.
+        """
+        _require_no_capture()
+        group = self._require_sound()
+        found = [None] * group.size()
+        _gloo(group).set_timeout(self._timeout)
+        with self._naming_lost_ranks(), self.time.measure("exchanging_ms"):
+            dist.all_gather_object(found, mine, group=group)
+        return found
 
     def begin_capture(self) -> None:
         """Open the next capture; a new agreement has opened its first. Not a vote.
@@ -369,11 +385,15 @@ def _gloo(group: dist.ProcessGroup) -> Any:
     return getattr(backend, "wrapped_pg", backend)
 
 
-def _require_no_capture() -> None:
+def under_capture() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
     try:
-        capturing = torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
     except RuntimeError:
         # No CUDA, or a CUDA error: a rank with such an error must still be able to vote.
-        return
-    if capturing:
+        return False
+
+
+def _require_no_capture() -> None:
+    if under_capture():
         raise PhaseError("ranks cannot vote while a CUDA graph is captured: vote before or after")
