@@ -15,7 +15,7 @@ Note [Unsharded parameters for the whole capture]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -62,6 +62,7 @@ class FullyShard:
 
     def __init__(self, root: nn.Module) -> None:
         self.wrapped = self.network = root
+        self._at_once: set[Any] = set()
 
     def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
         """Units that ``fully_shard`` was not called on, or whose parameters it cannot keep."""
@@ -101,9 +102,18 @@ class FullyShard:
         name = getattr(inner, "__qualname__", "")
         return home.startswith("torch.distributed.fsdp.") and name.startswith(_HOOKS)
 
+    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+        """Learn which units are unsharded at the same time; they cannot share a buffer.
+
+        The others may be unsharded because of ``set_reshard_after_backward(False)``, which users
+        call for all microbatches but the last one.
+        """
+        beside = {group_of(unit) for unit in units if unit is not layer}
+        self._at_once.update(group for group in beside if group.is_unsharded)
+
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [One buffer for many units] in ``fully_shard_memory.py``."""
-        return StableMemory([group_of(layer) for layer in layers]).close
+        return StableMemory(map(group_of, layers), apart=self._at_once).close
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:

@@ -9,8 +9,8 @@ Note [One buffer for many units]
     ``wait_for_unshard`` copies from there on the stream that computes (torch 2.11,
     ``foreach_all_gather_copy_out``). By then the unit that had the buffer before has been
     resharded, and its kernels are earlier on the same stream. So the buffers take the memory of one
-    unit of each kind. A unit that is not resharded after its forward or backward pass has a buffer
-    of its own.
+    unit of each kind. A unit has a buffer of its own if it is not resharded after each pass: by its
+    settings, or as was seen in the steps before capture.
 
 Note [A buffer in use]
     If a unit is gathered while another one is still unsharded in the same buffer, since resharding
@@ -20,7 +20,7 @@ Note [A buffer in use]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -79,13 +79,14 @@ class StableMemory:
 
     Args:
         groups: the ``FSDPParamGroup`` of each unit. They are resharded.
+        apart: those among them that get a buffer of their own.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = tuple(groups)
+    def __init__(self, groups: Iterable[Any], apart: Container[Any] = ()) -> None:
+        self._apart = apart
         self._buffers: dict[Any, _Buffer] = {}
         with ExitStack() as undo:
-            for group in self._groups:
+            for group in groups:
                 group.reshard()
                 undo.callback(self._hold(group))
             self._undo = undo.pop_all()
@@ -105,7 +106,8 @@ class StableMemory:
         self._undo.close()
 
     def _hold(self, group: Any) -> Callable[[], None]:
-        shares = group._reshard_after_forward and group.reshard_after_backward
+        resharded = group._reshard_after_forward and group.reshard_after_backward
+        shares = resharded and group not in self._apart
         key = tuple(_layout(output) for outputs in _outputs(group) for output in outputs)
         owner = (key, None if shares else id(group))
         if owner not in self._buffers:

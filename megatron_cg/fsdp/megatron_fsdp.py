@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -85,6 +85,9 @@ class MegatronFsdp:
     def made(self, hook: Callable[..., Any]) -> bool:
         """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
+
+    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+        """Nothing to learn."""
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """Nothing to do: double buffers keep their addresses."""

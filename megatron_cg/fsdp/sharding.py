@@ -7,7 +7,7 @@ they are (``unsharded.py``). ``find_sharding.py`` finds the one of a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -47,6 +47,9 @@ class Sharding(Protocol):
 
     def made(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook on a module belongs to the sharding."""
+
+    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+        """Called before each forward pass of one of ``units`` in the steps before capture."""
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """Make unsharded parameters of ``layers`` keep their addresses; returns the undo.

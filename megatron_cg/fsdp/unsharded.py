@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
@@ -62,6 +62,9 @@ class Unsharded:
     def made(self, hook: Callable[..., object]) -> bool:
         """No hook on a module."""
         return False
+
+    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+        """Nothing to learn."""
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """Nothing to do."""

@@ -127,7 +127,7 @@ class GraphedUnits:
         self._model, self._backend = model, backend
         self._warmup_steps, self._on_failure, self._policy = warmup_steps, on_failure, policy
         self._fast_path = fast_path
-        self._observer = Observer(self._units)
+        self._observer = Observer(self._units, self._sharding)
         follow_captures()
         with ExitStack() as undo:
             undo.callback(graphs_close_in_time())
