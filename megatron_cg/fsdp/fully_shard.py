@@ -3,14 +3,13 @@
 Note [FSDP2's hooks stay where they are]
     FSDP2 hooks the call of a module and the autograd graph around it, and a replay replaces
     ``forward`` alone. So in training its hooks gather, free and reduce around a replay as around an
-    eager forward pass. Only the capture calls units without hooks: there ``unshard`` and
-    ``reshard`` of the unit take their place.
+    eager forward pass. Only the capture calls units without hooks. It computes with synthetic
+    inputs, but with real weights, of this unit or of one that shares its buffer.
 
 Note [Unsharded parameters for the whole capture]
     Between two steps a module holds its sharded parameters. A backend reads the list of a unit's
     parameters before the first hook runs, and the guards read it after the last one. So modules
-    hold the unsharded ones for the whole capture, while the hooks of each pass gather and free
-    what is in them.
+    hold the unsharded ones for the whole capture.
 """
 
 from __future__ import annotations
@@ -27,21 +26,14 @@ from megatron_cg.errors import Violation
 from megatron_cg.fsdp.fully_shard_memory import StableMemory, group_of
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.fsdp.unsharded import hooks_without_sharding, watched_tensors
-from megatron_cg.hooks.hook_records import innermost
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import Symbol
 
-_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 RELIES_ON = (
-    Symbol("torch", f"{_STATE}._pre_forward", "the hook that gathers a unit"),
-    Symbol("torch", f"{_STATE}._post_forward", "the hook that frees it"),
-    Symbol(
-        "torch", f"{_PARAM}._setattr_on_modules", "what sets a parameter", parameters=("param",)
-    ),
+    Symbol("torch", f"{_PARAM}._setattr_on_modules", "what sets it", parameters=("param",)),
 )
-_HOOKS = ("FSDPState._pre_forward", "FSDPState._post_forward")
 _MOVED = (
     "The memory of a unit under fully_shard moved after capture. Either its parameters were "
     "replaced, or it was gathered while another unit was still unsharded in the same buffer. Call "
@@ -84,23 +76,14 @@ class FullyShard:
         return isinstance(module, FSDPModule)
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:
-        """``unshard`` before each pass and ``reshard`` after it."""
+        """Before each forward pass, gather the unit's weights."""
         hooks = hooks_without_sharding(unit, self.made)
-        for key, hook in (
-            ("forward_pre_hooks", _unshard),
-            ("forward_hooks", _reshard),
-            ("backward_pre_hooks", _unshard),
-            ("backward_hooks", _reshard),
-        ):
-            hooks.capture_time[key][0] = hook
+        hooks.capture_time["forward_pre_hooks"][0] = _fill
         return hooks
 
     def made(self, hook: Callable[..., Any]) -> bool:
-        """Whether FSDP2 registered this hook."""
-        inner = innermost(hook)
-        home = getattr(inner, "__module__", "")
-        name = getattr(inner, "__qualname__", "")
-        return home.startswith("torch.distributed.fsdp.") and name.startswith(_HOOKS)
+        """No hook that matters: capture removes all hooks of units, and no unit is in another."""
+        return False
 
     def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
         """Learn which units are unsharded at the same time; they cannot share a buffer.
@@ -133,11 +116,9 @@ class FullyShard:
         return nullcontext()
 
 
-def _unshard(layer: Any) -> None:
+def _fill(layer: Any) -> None:
+    """Gather a unit into its buffer, where its weights stay until others need the buffer."""
     layer.unshard()
-
-
-def _reshard(layer: Any) -> None:
     layer.reshard()
     _hold_unsharded(layer)
 
@@ -147,8 +128,7 @@ def _hold_unsharded(layer: nn.Module) -> None:
         param._setattr_on_modules(param._unsharded_param)
 
 
-def _hold_sharded(layer: Any) -> None:
-    layer.reshard()
+def _hold_sharded(layer: nn.Module) -> None:
     for param in group_of(layer).fsdp_params:
         param._setattr_on_modules(param.sharded_param)
 

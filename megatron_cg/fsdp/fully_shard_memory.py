@@ -9,8 +9,8 @@ Note [One buffer for many units]
     ``wait_for_unshard`` copies from there on the stream that computes (torch 2.11,
     ``foreach_all_gather_copy_out``). By then the unit that had the buffer before has been
     resharded, and its kernels are earlier on the same stream. So the buffers take the memory of one
-    unit of each kind. A unit has a buffer of its own if it is not resharded after each pass: by its
-    settings, or as was seen in the steps before capture.
+    unit of each kind. A unit has a buffer of its own if it stayed unsharded beside another one in
+    the steps before capture.
 
 Note [A buffer in use]
     If a unit is gathered while another one is still unsharded in the same buffer, since resharding
@@ -106,10 +106,8 @@ class StableMemory:
         self._undo.close()
 
     def _hold(self, group: Any) -> Callable[[], None]:
-        resharded = group._reshard_after_forward and group.reshard_after_backward
-        shares = resharded and group not in self._apart
-        key = tuple(_layout(output) for outputs in _outputs(group) for output in outputs)
-        owner = (key, None if shares else id(group))
+        layout = tuple(_layout(output) for outputs in _outputs(group) for output in outputs)
+        owner = (layout, id(group) if group in self._apart else None)
         if owner not in self._buffers:
             self._buffers[owner] = _Buffer(group)
         buffer = self._buffers[owner]

@@ -97,8 +97,17 @@ class Run:
         self.graphs: GraphedUnits | None = None
         self.losses: list[torch.Tensor] = []
 
-    def train(self, steps: int = STEPS, *, graphed: bool = False) -> None:
-        """Train, with graphs that are closed at the end or without; dropout differs by rank."""
+    def train(
+        self,
+        steps: int = STEPS,
+        *,
+        graphed: bool = False,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Train, with graphs that are closed at the end or without; dropout differs by rank.
+
+        ``then`` is called before graphs are closed.
+        """
         torch.manual_seed(1 + dist.get_rank())
         if not graphed:
             for step in range(steps):
@@ -108,6 +117,7 @@ class Run:
         with graph_units(self.model, ["layers.*"], **options) as self.graphs:
             for step in range(steps):
                 self._step(step)
+            then()
 
     def _step(self, step: int) -> None:
         self.case.before_step(self, step)

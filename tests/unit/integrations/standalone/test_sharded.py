@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from megatron_cg import graph_units
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.fsdp.fully_shard_memory import group_of
 from megatron_cg.tools.cpu.launch import run_processes
@@ -37,6 +40,12 @@ def prefetch(run: Run, step: int) -> None:
         one, two, three = cast(list[Any], run.network.layers)
         one.set_modules_to_forward_prefetch([two, three])
         three.set_modules_to_backward_prefetch([two, one])
+
+
+def unshard_first(run: Run, step: int) -> None:
+    """As a user does to gather the first unit while something else runs."""
+    first: Any = run.network.layers[0]
+    first.unshard()
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -67,6 +76,7 @@ CASES = {
     ),
     "FSDP2, one reduction a step": Case(under_fsdp2(mp_policy=IN_BF16), microbatch=without_sync),
     "FSDP2, explicit prefetch": Case(under_fsdp2(), before_step=prefetch),
+    "FSDP2, a unit is unsharded before the step": Case(under_fsdp2(), before_step=unshard_first),
     "FSDP2, replicas of whole shards": Case(under_fsdp2(mesh=(2, 1))),
     "FSDP2, units of two shapes": Case(under_fsdp2(), inner=(16, 24, 16)),
     "FSDP2, evaluation": Case(under_fsdp2(), before_step=evaluate),
@@ -103,14 +113,31 @@ def memory() -> dict[str, Any]:
         if run.graphs is not None and step == LATER:
             found["addresses"] = [[p._unsharded_param.data_ptr() for p in of] for of in params(run)]
 
-    run = Run(Case(under_fsdp2(), inner=(16, 16, 24), before_step=look))
+    def begins(model: Any, _last: bool) -> Any:
+        held = next(iter(model.layers[0].parameters()))
+        found.setdefault("sharded", []).append(isinstance(held, DTensor))
+        return nullcontext()
+
+    case = Case(under_fsdp2(), inner=(16, 16, 24), before_step=look, microbatch=begins)
+    run = Run(case)
     run.train(graphed=True)
     every = [param for of in params(run) for param in of]
     found["held"] = sum(p.all_gather_outputs[0].untyped_storage().nbytes() for p in every)
     found["patched"] = [name for p in every for name in vars(p) if name.startswith("free_")]
-    run.graphs = None
-    run.train(1)
     return found
+
+
+def closed_while_unsharded() -> bool:
+    """Whether training goes on as an eager run does after graphs were closed in that state."""
+    case = Case(under_fsdp2())
+    eager, graphed = Run(case), Run(case)
+    eager.train()
+    graphed.train(graphed=True, then=partial(unshard_first, graphed, 0))
+    unshard_first(eager, 0)
+    graphed.graphs = None
+    for run in (eager, graphed):
+        run.train(1)
+    return equal(eager, graphed)
 
 
 def kept_after_backward_later() -> str:
@@ -131,6 +158,7 @@ def run_all(folder: Path) -> None:
     """Every case on this rank, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
     found |= {"moved": trained(MOVED), "memory": memory(), "error": kept_after_backward_later()}
+    found["closed while unsharded"] = closed_while_unsharded()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
@@ -170,6 +198,16 @@ def test_closing_gives_the_memory_back(reports: list[dict[str, Any]]) -> None:
         assert report["memory"]["held"] == 0 and report["memory"]["patched"] == []
 
 
+def test_between_steps_modules_hold_their_shards(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["memory"]["sharded"] == [True] * STEPS * MICROBATCHES
+
+
+def test_graphs_are_closed_while_a_unit_is_unsharded(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["closed while unsharded"]
+
+
 def test_a_unit_whose_buffer_is_in_use_runs_eagerly(reports: list[dict[str, Any]]) -> None:
     """The first unit keeps the buffer, and the other two get memory that no graph reads."""
     for report in reports:
@@ -184,8 +222,6 @@ def test_a_buffer_in_use_in_the_backward_pass_ends_the_run(reports: list[dict[st
 
 
 def test_a_process_without_process_groups_is_one_rank() -> None:
-    from megatron_cg import graph_units
-
     assert not dist.is_initialized()
     found = []
     for graphed in (False, True):
