@@ -53,7 +53,10 @@ class Network(nn.Module):
 
 
 def under_fsdp2(
-    *, mesh: tuple[int, ...] = (2,), after_forward: Mapping[int, bool] | None = None, **options: Any
+    *,
+    mesh: tuple[int, ...] = (2,),
+    after_forward: Mapping[int, bool | int] | None = None,
+    **options: Any,
 ) -> Callable[[Network], Any]:
     """``fully_shard`` on each layer and on the whole; ``after_forward`` is a layer's choice."""
 

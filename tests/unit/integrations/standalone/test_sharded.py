@@ -89,6 +89,13 @@ CASES = {
     "DDP, evaluation": Case(under_ddp(), before_step=evaluate),
 }
 """Every pass after the capture is replayed in these."""
+OF_FOUR = {
+    "FSDP2, two replicas of two shards": Case(under_fsdp2(mesh=(2, 2))),
+    "FSDP2, resharded to pairs after forward": Case(
+        under_fsdp2(mesh=(4,), after_forward={0: 2, 1: 2, 2: 2})
+    ),
+}
+"""The same on four ranks."""
 MOVED = Case(under_fsdp2(), before_step=keep_after_forward_later)
 
 
@@ -155,11 +162,25 @@ def kept_after_backward_later() -> str:
 
 
 def run_all(folder: Path) -> None:
-    """Every case on this rank, in turn."""
+    """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
     found |= {"moved": trained(MOVED), "memory": memory(), "error": kept_after_backward_later()}
     found["closed while unsharded"] = closed_while_unsharded()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def run_four(folder: Path) -> None:
+    """Every case for four ranks, in turn."""
+    found = {name: trained(case) for name, case in OF_FOUR.items()}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def assert_replayed(report: dict[str, Any]) -> None:
+    """Whether a case was equal, and every pass after the capture a replay."""
+    assert report["equal"]
+    counters, passes = report["counters"], (STEPS - WARMUP) * MICROBATCHES
+    assert counters["captured"] == 3 and counters["replayed"] == 3 * passes
+    assert counters["mismatched"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +194,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_replays_train_the_same_bits(reports: list[dict[str, Any]], name: str) -> None:
     for report in reports:
-        assert report[name]["equal"]
-        counters = report[name]["counters"]
-        units = len(CASES[name].inner)
-        assert counters["captured"] == units
-        assert counters["replayed"] == units * (STEPS - WARMUP) * MICROBATCHES
-        assert counters["mismatched"] == 0
+        assert_replayed(report[name])
+
+
+def test_replays_train_the_same_bits_on_four_ranks(tmp_path: Path) -> None:
+    run_processes(partial(run_four, tmp_path), 4)
+    for rank in range(4):
+        for report in json.loads((tmp_path / f"{rank}.json").read_text()).values():
+            assert_replayed(report)
 
 
 def test_a_verified_replay_compares_gradients_too(reports: list[dict[str, Any]]) -> None:
