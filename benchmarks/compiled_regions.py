@@ -46,7 +46,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def measure(calls: int) -> dict[str, tuple[float, float]]:
-    """Microseconds of a call by way: the first decile and the median. All ranks call it together."""
+    """Microseconds of a call by way, first decile and median; all ranks call this together."""
     batch = torch.ones(8)
     costs = {}
     for name, way in WAYS.items():

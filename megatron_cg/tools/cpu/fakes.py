@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cg.backends.host_reads import host_waits
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
-from megatron_cg.tools.cpu.gloo import one_worker_a_group, sizes_as_lists
+from megatron_cg.tools.cpu.gloo import averages_as_sums, one_worker_a_group, sizes_as_lists
 from megatron_cg.upstream.patch import set_attribute
 
 #: Functions of ``torch`` that take ``device=`` and make a tensor.
@@ -223,6 +223,10 @@ def _stream_context(_stream: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def _device_context(_device: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def _cuda_names() -> dict[str, object]:
     """Return the CPU replacement of each name of ``torch.cuda``."""
     stream = FakeStream()
@@ -231,6 +235,7 @@ def _cuda_names() -> dict[str, object]:
         "Stream": FakeStream,
         "Event": FakeEvent,
         "stream": _stream_context,
+        "device": _device_context,
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
         "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),
@@ -370,6 +375,7 @@ def cpu_fakes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(one_worker_a_group())
         stack.enter_context(sizes_as_lists())
+        stack.enter_context(averages_as_sums())
         _factories(stack)
         for name, value in _cuda_names().items():
             stack.enter_context(replaced(torch.cuda, name, value))

@@ -16,13 +16,15 @@ all. These threads then took more CPU time than the training.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_cg.upstream.patch import put_over
@@ -69,6 +71,38 @@ def sizes_as_lists() -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+@contextmanager
+def averages_as_sums() -> Iterator[None]:
+    """Let ``all_reduce`` and ``reduce_scatter_tensor`` take ``ReduceOp.AVG``; gloo has no such one.
+
+    The sum is divided after it. An asynchronous call with it is refused.
+    """
+    with ExitStack() as undo:
+        undo.callback(put_over(dist, "all_reduce", _with_averages(dist.all_reduce)))
+        scatter = _with_averages(dist.reduce_scatter_tensor)
+        undo.callback(put_over(dist, "reduce_scatter_tensor", scatter))
+        yield
+
+
+def _with_averages(original: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(original)
+
+    @wraps(original)
+    def reduce(*args: Any, **named: Any) -> Any:
+        given = parameters.bind(*args, **named)
+        if given.arguments.get("op") != dist.ReduceOp.AVG:
+            return original(*args, **named)
+        if given.arguments.get("async_op"):
+            raise NotImplementedError("gloo: an average that is not waited for is not faked")
+        given.arguments["op"] = dist.ReduceOp.SUM
+        original(*given.args, **given.kwargs)
+        output: torch.Tensor = given.args[0]
+        output.div_(dist.get_world_size(given.arguments.get("group")))
+        return None
+
+    return reduce
 
 
 def _with_lists(original: Callable[..., Any]) -> Callable[..., Any]:
