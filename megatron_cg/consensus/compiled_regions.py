@@ -38,6 +38,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
@@ -47,7 +48,7 @@ from megatron_cg.consensus.decision import (
     digest,
     ranks_text,
 )
-from megatron_cg.consensus.exchange import TIMEOUT, Agreement, AgreementTime, under_capture
+from megatron_cg.consensus.exchange import TIMEOUT, Agreement, under_capture
 from megatron_cg.errors import PhaseError, StaticShapeError, UpstreamChangedError
 from megatron_cg.upstream.patch import Undo, put_over
 from megatron_cg.upstream.symbols import Symbol, installed_version, lookup

@@ -17,16 +17,16 @@ Note [Two exchanges]
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
@@ -49,40 +49,6 @@ takes minutes, and ranks differ."""
 FALLING_BACK = timedelta(seconds=60)
 """How long a rank waits for the others to fall back to eager after a mismatch. They find the same
 mismatch at the same call."""
-
-
-@dataclass
-class AgreementTime:
-    """Time that votes cost this rank's main thread, in milliseconds, summed over all votes."""
-
-    votes: int = 0
-    issuing_ms: float = 0.0
-    """Posting asynchronous votes."""
-    waiting_ms: float = 0.0
-    """Waiting for the last rank; for asynchronous votes, the time blocked in ``collect``."""
-    exchanging_ms: float = 0.0
-    """Exchanging votes once all ranks have arrived, and objects; synchronous votes only."""
-
-    def as_dict(self) -> dict[str, float]:
-        """The values by field name."""
-        return asdict(self)
-
-    def text(self) -> str:
-        """The values in one readable line."""
-        return (
-            f"{self.votes} votes: {self.issuing_ms:.1f} ms posting, {self.waiting_ms:.1f} ms "
-            f"waiting, {self.exchanging_ms:.1f} ms exchanging"
-        )
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to the field ``name``, also when the block raises."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = (time.perf_counter() - start) * 1e3
-            setattr(self, name, getattr(self, name) + spent)
 
 
 @dataclass(frozen=True)
@@ -217,6 +183,8 @@ class Agreement:
         """
         _require_no_capture()
         group = self._require_sound()
+        if isinstance(group, _OneRank):
+            return [mine]
         found = [None] * group.size()
         _gloo(group).set_timeout(self._timeout)
         with self._naming_lost_ranks(), self.time.measure("exchanging_ms"):

@@ -10,6 +10,7 @@ from megatron_cg.errors import HookError
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.fully_shard import FullyShard
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
+from megatron_cg.fsdp.megatron_fsdp_v2 import MegatronFsdpV2, sharded_modules
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.unsharded import Unsharded
 
@@ -27,6 +28,8 @@ def find_sharding(model: nn.Module) -> Sharding:
     found: list[Sharding] = [] if fsdp is None else [MegatronFsdp(fsdp)]
     if roots:
         found.append(FullyShard(roots[0]))
+    if sharded_modules(model):
+        found.append(MegatronFsdpV2(model))
     found += map(Unsharded, ddp)
     if len(found) > 1:
         names = " and ".join(sharding.name for sharding in found)

@@ -46,6 +46,20 @@ def fsdp_function(
     return _in_both(path, expected, parameters=parameters, fingerprints=fingerprints)
 
 
+def fsdp_v2(path: str, expected: str, *attributes: str) -> tuple[Symbol, ...]:
+    """A class or function of Megatron-FSDP v2, in each package that ships it.
+
+    Args:
+        path: ``module:name`` below its folder ``experimental``.
+        expected: see :class:`Symbol`.
+        attributes: of a class, or of its instances.
+    """
+    return tuple(
+        Symbol(distribution, f"{package}.experimental.{path}", expected, attributes=attributes)
+        for distribution, package in _PLACES
+    )
+
+
 def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
     module = "megatron_fsdp" if path.startswith("MegatronFSDP") else "param_and_grad_buffer"
     return tuple(

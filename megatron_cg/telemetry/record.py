@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.consensus.exchange import AgreementTime
+from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.files import write_text
 from megatron_cg.replay.counters import Counters
 from megatron_cg.telemetry.machine_load import machine, variables

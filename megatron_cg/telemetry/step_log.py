@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Protocol
 
-from megatron_cg.consensus.exchange import AgreementTime
+from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.replay.counters import Counters
 from megatron_cg.telemetry.record import note_step
 from megatron_cg.telemetry.step_phases import StepPhases

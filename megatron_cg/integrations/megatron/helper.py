@@ -23,7 +23,8 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
-from megatron_cg.consensus.exchange import Agreement, AgreementTime
+from megatron_cg.consensus.agreement_time import AgreementTime
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import set_debug_level_from_env
 
+from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest
-from megatron_cg.consensus.exchange import Agreement, AgreementTime
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.tools.cpu.launch import run_processes
 

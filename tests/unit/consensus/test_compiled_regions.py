@@ -20,6 +20,7 @@ from megatron_cg.consensus.compiled_regions import CompiledRegions
 from megatron_cg.errors import PhaseError, UpstreamChangedError
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream import patch
+from megatron_cg.upstream.symbols import Symbol
 
 SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
 """For a vote to which a rank does not come; for one to which all come, however slow the machine."""
@@ -161,11 +162,14 @@ def different_regions(rank: int) -> Any:
     def other(batch: torch.Tensor) -> torch.Tensor:
         return batch + 1
 
-    region = Region() if rank != SLOW else torch.compile(other, backend="eager")
+    region, another = Region(), torch.compile(other, backend="eager")
 
     def block() -> None:
         with compile_together(timeout=LONG):
-            region(USUAL if rank != SLOW else torch.ones(2))
+            if rank == SLOW:
+                another(torch.ones(2))
+            else:
+                region(USUAL)
 
     return said(block)
 
@@ -241,9 +245,13 @@ def in_each_other(rank: int) -> Any:
     torch.compiler.set_enable_guard_collectives(True)
     over_torchs = said(enter)
     kept = torch.compiler.set_enable_guard_collectives(False)
+
+    def hook(cache_hit: bool) -> bool:
+        return cache_hit
+
     with compile_together(timeout=LONG):
-        set_hook(bool)
-    later = set_hook(None) is bool
+        set_hook(hook)
+    later = set_hook(None) is hook
     return second, over_torchs, kept, later, len(patch.applied()) - changes
 
 
@@ -397,7 +405,7 @@ def test_process_groups_come_first() -> None:
 
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = compiled_regions.Symbol(
+    changed = Symbol(
         "torch", compiled_regions._EXCHANGE.path, "exchanges sizes", fingerprints=("0",)
     )
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -11,10 +11,12 @@ import megatron_cg
 
 NAMES = {
     "CaptureError",
+    "CompiledRegions",
     "ConfigurationError",
     "GraphedLayers",
     "GraphedUnits",
     "MegatronCGError",
+    "compile_together",
     "disable",
     "enable",
     "graph_units",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.consensus.exchange import AgreementTime
+from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.telemetry.step_log import follow_log, log_line, totals

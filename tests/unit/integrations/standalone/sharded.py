@@ -87,6 +87,8 @@ class Case:
     before_step: Callable[[Run, int], object] = lambda _run, _step: None
     microbatch: Callable[[Any, bool], Any] = lambda _model, _last: nullcontext()
     """A context for the passes of a microbatch; it is told whether the microbatch is the last."""
+    adapt: Callable[[torch.optim.Optimizer], object] = lambda _optimizer: None
+    """What the sharding does to the optimizer."""
 
 
 class Run:
@@ -97,6 +99,7 @@ class Run:
         self.case, self.network = case, Network(case.inner)
         self.model = case.wrap(self.network)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        case.adapt(self.optimizer)
         self.graphs: GraphedUnits | None = None
         self.losses: list[torch.Tensor] = []
 

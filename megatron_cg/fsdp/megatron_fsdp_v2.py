@@ -1,0 +1,160 @@
+"""Megatron-FSDP v2 (``megatron_fsdp.experimental``) as a way of sharding.
+
+Note [v2's hooks stay where they are]
+    v2 hooks the call of a module, the gradient of its output and the gradients of its parameters,
+    and a replay replaces ``forward`` alone. So in training its hooks gather, prefetch, reduce and
+    reshard around a replay as around an eager pass: the graph returns each parameter's gradient to
+    autograd, which fires the parameter's hook. Only the capture calls units without hooks.
+
+Note [Unsharded parameters for the whole capture]
+    As under FSDP2: between two steps a module holds sharded parameters, and a backend needs the
+    others before the first hook runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.errors import Violation
+from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
+from megatron_cg.fsdp.megatron_fsdp_v2_memory import StableMemory
+from megatron_cg.fsdp.roles import fsdp_package_of
+from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.fsdp.unsharded import hooks_without_sharding, watched_tensors
+from megatron_cg.replay.guard.addresses import Watched
+from megatron_cg.replay.unit import Unit
+
+_MODULE, _GROUP = "module:FsdpModule", "parameter_group:FsdpParameterGroup"
+RELIES_ON = (
+    *fsdp_v2(_MODULE, "a sharded module", "_unshard_event", "_parameter_groups", "_context"),
+    *fsdp_v2(f"{_GROUP}.unshard_parameters", "gathers them"),
+    *fsdp_v2(f"{_GROUP}.release_unsharded_storage", "releases them"),
+    *fsdp_v2(f"{_GROUP}._switch_to_unsharded_parameters", "sets them on their modules"),
+    *fsdp_v2(f"{_GROUP}._switch_to_sharded_parameters", "sets the sharded ones"),
+)
+_MOVED = (
+    "The memory of a unit under Megatron-FSDP v2 moved after capture. Either its parameters were "
+    "replaced, or it was gathered while another unit still had its buffer, since modules run in "
+    "another order than they were registered in. Register them in the order in which they run."
+)
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` on which v2's ``fully_shard`` was called, the outermost first."""
+    return [module for module in model.modules() if _is_sharded(module)]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    kinds: tuple[Any, ...] = type(module).__mro__
+    return any(
+        kind.__name__ == "FsdpModule" and fsdp_package_of(kind.__init__) is not None
+        for kind in kinds
+    )
+
+
+class MegatronFsdpV2:
+    """See :class:`megatron_cg.fsdp.sharding.Sharding`.
+
+    Args:
+        model: a model with sharded modules.
+    """
+
+    name = "Megatron-FSDP v2"
+    megatron_fsdp = None
+    renews_accumulators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        sharded = sharded_modules(model)
+        below = set(sharded[0].modules())
+        root = sharded[0] if all(module in below for module in sharded) else model
+        self.wrapped = self.network = root
+        self._at_once: set[nn.Module] = set()
+
+    def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
+        """Units that ``fully_shard`` was not called on, or whose memory is a special one."""
+        for name, module in units.items():
+            if not self.is_unit(module):
+                yield Violation(
+                    "no-fsdp-unit",
+                    f"unit {name} is a {type(module).__name__} without fully_shard of its own",
+                    "its parameters are gathered and freed with those of a module around it, into "
+                    "memory that moves",
+                    "call fully_shard on it before the module around it, or name the module that "
+                    "fully_shard was called on",
+                )
+            elif any(group._symm_mem_pool is not None for group in _groups(module)):
+                yield Violation(
+                    "fsdp-v2-symmetric-memory",
+                    f"unit {name} was sharded with use_symm_mem=True",
+                    "it is gathered into symmetric memory, which has not been tried with graphs",
+                    "fully_shard(..., use_symm_mem=False), or leave the unit out of units",
+                )
+
+    def is_unit(self, module: nn.Module) -> bool:
+        """Whether ``fully_shard`` was called on it."""
+        return _is_sharded(module)
+
+    def unit_hooks(self, unit: Unit) -> UnitHooks:
+        """Before each forward pass of the capture, gather the unit's weights."""
+        hooks = hooks_without_sharding(unit, self.made)
+        hooks.capture_time["forward_pre_hooks"][0] = _fill
+        return hooks
+
+    def made(self, hook: Callable[..., Any]) -> bool:
+        """Whether Megatron-FSDP made this hook."""
+        return fsdp_package_of(hook) is not None
+
+    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+        """Learn which units are gathered beside this one and the one that it prefetches."""
+        prefetched = _next(layer)
+        self._at_once.update(
+            unit
+            for unit in units
+            if unit is not layer and unit is not prefetched and _is_gathered(unit)
+        )
+
+    def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
+        """See Note [Two buffers for many units] in ``megatron_fsdp_v2_memory.py``."""
+        return StableMemory(layers, apart=self._at_once).close
+
+    @contextmanager
+    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """See Note [Unsharded parameters for the whole capture]."""
+        with ExitStack() as stack:
+            for layer in layers:
+                for group in _groups(layer):
+                    stack.callback(group._switch_to_sharded_parameters)
+                    group._switch_to_unsharded_parameters()
+            yield
+
+    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
+        """All parameters and buffers."""
+        return watched_tensors(layer, graphed, lambda _parameter: _MOVED)
+
+    def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Nothing to restore: only hooks change states."""
+        return nullcontext()
+
+
+def _fill(layer: nn.Module) -> None:
+    """Gather a unit into its buffer, where its weights stay until others need the buffer."""
+    for group in _groups(layer):
+        group.unshard_parameters()
+        group.release_unsharded_storage()
+
+
+def _groups(layer: Any) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = layer._parameter_groups
+    return found
+
+
+def _next(layer: Any) -> Any:
+    return layer._context.forward_order.next_item(layer)
+
+
+def _is_gathered(layer: Any) -> bool:
+    return layer._unshard_event is not None

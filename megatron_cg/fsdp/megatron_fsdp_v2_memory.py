@@ -1,0 +1,138 @@
+"""Unsharded parameters of Megatron-FSDP v2 that keep their addresses.
+
+Megatron-FSDP v2 gathers the parameters of a module into a buffer whose storage it grows before each
+gather, and shrinks to nothing when the module is resharded. A graph needs the same addresses in
+each step.
+
+Note [Two buffers for many units]
+    A module prefetches the next one: the gather of the next writes while this one computes, and it
+    writes into the very buffer that the next will read. So neighbours in the order of prefetching
+    need different buffers, and two are enough for any number of units with equal parameters. While
+    graphs exist, such units alternate between two that are never freed. Graphs therefore add the
+    parameters of two units of each shape, which v2 holds at its peak anyhow.
+    A unit waits for the one that had the buffer before: resharding makes the stream of gathers wait
+    for the stream that computes (megatron-fsdp 0.6.1, ``FsdpModule._reshard_parameter_groups``).
+    Modules below different roots gather on different streams, so they share no buffer.
+
+Note [A buffer in use]
+    If a unit is gathered while another one still holds its buffer, since modules run in another
+    order than they were registered in, it gets other memory. The guard of its graphs then sees that
+    its parameters moved. All ranks see the same. A unit that began beside another one in the steps
+    before capture gets a buffer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
+from megatron_cg.upstream.patch import put_over
+
+RELIES_ON = (
+    *fsdp_v2("module:FsdpModule", "a sharded module", "_parameter_groups", "_context"),
+    *fsdp_v2("module:FsdpModule", "whether it is gathered", "_unshard_event"),
+    *fsdp_v2("module:FsdpModule._reshard_parameter_groups", "reshards a module"),
+    *fsdp_v2("module:FsdpContext", "what the modules below one root share", "forward_order"),
+    *fsdp_v2(
+        "parameter_group:FsdpParameterGroup",
+        "parameters that are gathered together",
+        "unsharded_parameters",
+        "_unsharded_model_weight",
+        "_symm_mem_pool",
+    ),
+    *fsdp_v2("dbuffer:DBuffer", "memory of a group", "local_buffer"),
+    *fsdp_v2("dbuffer:DBuffer.get_local_tensor", "a parameter in that memory"),
+    *fsdp_v2("dbuffer:DBuffer.reallocate_storage", "called before each gather"),
+    *fsdp_v2("dbuffer:DBuffer.release_storage", "called when parameters are resharded"),
+)
+
+
+class _Buffer:
+    """Memory for the unsharded parameters of one group at a time."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.storage = torch.empty_like(weights).untyped_storage()
+        self.holder: Any = None
+
+
+class StableMemory:
+    """Buffers for the unsharded parameters of some units, until :meth:`close`.
+
+    Args:
+        layers: modules that v2 shards, after at least one forward pass. They are resharded.
+        apart: those among them that get buffers of their own.
+    """
+
+    def __init__(self, layers: Iterable[Any], apart: Container[Any] = ()) -> None:
+        self._buffers: dict[Any, _Buffer] = {}
+        with ExitStack() as undo:
+            for layer in layers:
+                _reshard(layer)
+                undo.callback(_reshard, layer)
+                order = list(layer._context.forward_order)
+                place = id(layer) if layer in apart else order.index(layer) % 2
+                for number, group in enumerate(layer._parameter_groups):
+                    weights = group._unsharded_model_weight.local_buffer
+                    layout = (weights.numel(), weights.dtype, weights.device)
+                    owner = (id(layer._context), place, number, layout)
+                    if owner not in self._buffers:
+                        self._buffers[owner] = _Buffer(weights)
+                    undo.callback(_hold(group, self._buffers[owner]))
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Let v2 grow and shrink its storages again. Call it between two steps. Safe twice."""
+        self._undo.close()
+
+
+def _reshard(layer: Any) -> None:
+    """Reshard a module that is gathered: one that was prefetched, or whose pass was cut short."""
+    if layer._unshard_event is not None:
+        layer._reshard_parameter_groups()
+
+
+def _hold(group: Any, buffer: _Buffer) -> Callable[[], None]:
+    weights = group._unsharded_model_weight
+    own = weights.local_buffer.untyped_storage()
+    _point(group, buffer.storage)
+    with ExitStack() as undo:
+        # Pointing at a storage that is too small makes it grow.
+        undo.callback(weights.release_storage)
+        undo.callback(_point, group, own)
+        undo.callback(put_over(weights, "release_storage", partial(_release, group, buffer)))
+        take = partial(_take, group, buffer)
+        undo.callback(put_over(weights, "reallocate_storage", take))
+        return undo.pop_all().close
+
+
+def _take(group: Any, buffer: _Buffer) -> None:
+    """In place of ``DBuffer.reallocate_storage``; see Note [A buffer in use]."""
+    if buffer.holder in (None, group):
+        buffer.holder = group
+        storage = buffer.storage
+    else:
+        storage = _Buffer(group._unsharded_model_weight.local_buffer).storage
+    if group._unsharded_model_weight.local_buffer.data_ptr() != storage.data_ptr():
+        _point(group, storage)
+
+
+def _release(group: Any, buffer: _Buffer) -> None:
+    """In place of ``DBuffer.release_storage``: another unit may have the buffer now."""
+    if buffer.holder is group:
+        buffer.holder = None
+
+
+def _point(group: Any, storage: torch.UntypedStorage) -> None:
+    """Make the group's unsharded parameters, as the same objects, lie in other memory."""
+    weights = group._unsharded_model_weight
+    old = weights.local_buffer
+    weights.local_buffer = torch.empty(0, dtype=old.dtype, device=old.device).set_(
+        storage, 0, old.size(), old.stride()
+    )
+    for index, parameter in enumerate(group.unsharded_parameters):
+        parameter.data = weights.get_local_tensor(index)
