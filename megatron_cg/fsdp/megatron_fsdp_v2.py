@@ -30,7 +30,8 @@ from megatron_cg.replay.unit import Unit
 
 _MODULE, _GROUP = "module:FsdpModule", "parameter_group:FsdpParameterGroup"
 RELIES_ON = (
-    *fsdp_v2(_MODULE, "a sharded module", "_unshard_event", "_parameter_groups", "_context"),
+    *fsdp_v2(_MODULE, "a sharded module", "_parameter_groups"),
+    *fsdp_v2(_GROUP, "parameters that are gathered together", "_symm_mem_pool"),
     *fsdp_v2(f"{_GROUP}.unshard_parameters", "gathers them"),
     *fsdp_v2(f"{_GROUP}.release_unsharded_storage", "releases them"),
     *fsdp_v2(f"{_GROUP}._switch_to_unsharded_parameters", "sets them on their modules"),
@@ -72,7 +73,6 @@ class MegatronFsdpV2:
         below = set(sharded[0].modules())
         root = sharded[0] if all(module in below for module in sharded) else model
         self.wrapped = self.network = root
-        self._at_once: set[nn.Module] = set()
 
     def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
         """Units that ``fully_shard`` was not called on, or whose memory is a special one."""
@@ -109,17 +109,11 @@ class MegatronFsdpV2:
         return fsdp_package_of(hook) is not None
 
     def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
-        """Learn which units are gathered beside this one and the one that it prefetches."""
-        prefetched = _next(layer)
-        self._at_once.update(
-            unit
-            for unit in units
-            if unit is not layer and unit is not prefetched and _is_gathered(unit)
-        )
+        """Nothing to learn."""
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [Two buffers for many units] in ``megatron_fsdp_v2_memory.py``."""
-        return StableMemory(layers, apart=self._at_once).close
+        return StableMemory(layers).close
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
@@ -150,11 +144,3 @@ def _fill(layer: nn.Module) -> None:
 def _groups(layer: Any) -> tuple[Any, ...]:
     found: tuple[Any, ...] = layer._parameter_groups
     return found
-
-
-def _next(layer: Any) -> Any:
-    return layer._context.forward_order.next_item(layer)
-
-
-def _is_gathered(layer: Any) -> bool:
-    return layer._unshard_event is not None

@@ -15,15 +15,14 @@ Note [Two buffers for many units]
     Modules below different roots gather on different streams, so they share no buffer.
 
 Note [A buffer in use]
-    If a unit is gathered while another one still holds its buffer, since modules run in another
-    order than they were registered in, it gets other memory. The guard of its graphs then sees that
-    its parameters moved. All ranks see the same. A unit that began beside another one in the steps
-    before capture gets a buffer of its own.
+    If a unit is gathered while another one still holds its buffer, it gets other memory. The guard
+    of its graphs then sees that its parameters moved. All ranks see the same. With v2's own hooks
+    this happens only if modules run in another order than they were registered in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -43,7 +42,6 @@ RELIES_ON = (
         "parameters that are gathered together",
         "unsharded_parameters",
         "_unsharded_model_weight",
-        "_symm_mem_pool",
     ),
     *fsdp_v2("dbuffer:DBuffer", "memory of a group", "local_buffer"),
     *fsdp_v2("dbuffer:DBuffer.get_local_tensor", "a parameter in that memory"),
@@ -65,17 +63,16 @@ class StableMemory:
 
     Args:
         layers: modules that v2 shards, after at least one forward pass. They are resharded.
-        apart: those among them that get buffers of their own.
     """
 
-    def __init__(self, layers: Iterable[Any], apart: Container[Any] = ()) -> None:
+    def __init__(self, layers: Iterable[Any]) -> None:
         self._buffers: dict[Any, _Buffer] = {}
         with ExitStack() as undo:
             for layer in layers:
                 _reshard(layer)
                 undo.callback(_reshard, layer)
                 order = list(layer._context.forward_order)
-                place = id(layer) if layer in apart else order.index(layer) % 2
+                place = order.index(layer) % 2
                 for number, group in enumerate(layer._parameter_groups):
                     weights = group._unsharded_model_weight.local_buffer
                     layout = (weights.numel(), weights.dtype, weights.device)

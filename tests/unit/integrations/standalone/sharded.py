@@ -154,7 +154,7 @@ class Run:
     def tensors(self) -> Iterator[torch.Tensor]:
         """All losses, then this rank's part of every parameter and of its moments."""
         yield from self.losses
-        for parameter in self.model.parameters():
+        for parameter in self.optimizer.param_groups[0]["params"]:
             for one in (parameter, *self.optimizer.state[parameter].values()):
                 yield getattr(one, "_local_tensor", one).detach().clone()
 
