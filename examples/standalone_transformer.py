@@ -86,6 +86,21 @@ def under_megatron_fsdp(network: Transformer, device: str) -> tuple[Any, Any]:
     return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
+def under_megatron_fsdp_v2(network: Transformer, device: str) -> tuple[Any, Any]:
+    """The network under Megatron-FSDP v2, and its optimizer."""
+    from megatron_fsdp.experimental import Flat, Placements, fully_shard, fully_shard_optimizer
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    placements = Placements(["dp"], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()])
+    for layer in network.layers:
+        fully_shard(layer, mesh, placements)
+    fully_shard(network, mesh, placements)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    fully_shard_optimizer(optimizer)
+    return network, optimizer
+
+
 def under_fsdp2(network: Transformer, device: str) -> tuple[Any, Any]:
     """The network under torch's ``fully_shard``, and its optimizer."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -104,7 +119,12 @@ def under_ddp(network: Transformer, device: str) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-SHARDINGS = {"megatron-fsdp": under_megatron_fsdp, "fsdp2": under_fsdp2, "ddp": under_ddp}
+SHARDINGS = {
+    "megatron-fsdp": under_megatron_fsdp,
+    "megatron-fsdp-v2": under_megatron_fsdp_v2,
+    "fsdp2": under_fsdp2,
+    "ddp": under_ddp,
+}
 
 
 def build(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
@@ -133,7 +153,7 @@ def train(args: argparse.Namespace, device: str, *, graphed: bool) -> list[torch
     from megatron_cg.backends.tape.tape_backend import TapeBackend
 
     model, optimizer = build(args, device)
-    # FSDP2 and DistributedDataParallel average gradients over ranks by themselves.
+    # The others average gradients over ranks by themselves.
     summed = dist.get_world_size() if args.sharding == "megatron-fsdp" else 1
     losses = []
     graphs: Any = nullcontext()

@@ -9,6 +9,12 @@ Note [v2's hooks stay where they are]
 Note [Unsharded parameters for the whole capture]
     As under FSDP2: between two steps a module holds sharded parameters, and a backend needs the
     others before the first hook runs.
+
+Note [The order of registration]
+    v2 prefetches modules in the order in which they were registered. If they run in another order,
+    some are prefetched at the end of the backward pass and stay gathered over the optimizer's step:
+    they compute with the weights of the step before, eagerly too (seen with megatron-fsdp 0.6.1 on
+    two CPU ranks). A capture would gather them again, so such a model is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.errors import Violation
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
 from megatron_cg.fsdp.megatron_fsdp_v2_memory import StableMemory
 from megatron_cg.fsdp.roles import fsdp_package_of
@@ -30,7 +36,9 @@ from megatron_cg.replay.unit import Unit
 
 _MODULE, _GROUP = "module:FsdpModule", "parameter_group:FsdpParameterGroup"
 RELIES_ON = (
-    *fsdp_v2(_MODULE, "a sharded module", "_parameter_groups"),
+    *fsdp_v2(_MODULE, "a sharded module", "_parameter_groups", "_context"),
+    *fsdp_v2(f"{_MODULE}.name", "its name below the root"),
+    *fsdp_v2("module:FsdpContext", "what the modules below one root share", "forward_order"),
     *fsdp_v2(_GROUP, "parameters that are gathered together", "_symm_mem_pool"),
     *fsdp_v2(f"{_GROUP}.unshard_parameters", "gathers them"),
     *fsdp_v2(f"{_GROUP}.release_unsharded_storage", "releases them"),
@@ -39,8 +47,8 @@ RELIES_ON = (
 )
 _MOVED = (
     "The memory of a unit under Megatron-FSDP v2 moved after capture. Either its parameters were "
-    "replaced, or it was gathered while another unit still had its buffer, since modules run in "
-    "another order than they were registered in. Register them in the order in which they run."
+    "replaced, or it was gathered while another unit still had its buffer. Call units in the order "
+    "in which they ran at capture, which must be that of their registration."
 )
 
 
@@ -112,7 +120,11 @@ class MegatronFsdpV2:
         """Nothing to learn."""
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
-        """See Note [Two buffers for many units] in ``megatron_fsdp_v2_memory.py``."""
+        """See Note [Two buffers for many units] in ``megatron_fsdp_v2_memory.py``.
+
+        Raises ConfigurationError; see Note [The order of registration].
+        """
+        _require_order(layers)
         return StableMemory(layers).close
 
     @contextmanager
@@ -132,6 +144,28 @@ class MegatronFsdpV2:
     def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Nothing to restore: only hooks change states."""
         return nullcontext()
+
+
+def _require_order(layers: Sequence[Any]) -> None:
+    contexts = {id(layer._context): layer._context for layer in layers}
+    for context in contexts.values():
+        run = [layer for layer in layers if layer._context is context]
+        registered = [layer for layer in context.forward_order if layer in run]
+        if run != registered:
+            raise ConfigurationError(
+                [
+                    Violation(
+                        "fsdp-v2-order",
+                        f"units run in the order {', '.join(layer.name for layer in run)}, and "
+                        f"were registered in the order "
+                        f"{', '.join(layer.name for layer in registered)}",
+                        "Megatron-FSDP v2 prefetches modules in the order of registration; a unit "
+                        "that is prefetched after it ran keeps old weights over the optimizer's "
+                        "step, without graphs too",
+                        "register the modules in the order in which they run",
+                    )
+                ]
+            )
 
 
 def _fill(layer: nn.Module) -> None:

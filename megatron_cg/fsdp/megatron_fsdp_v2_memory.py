@@ -17,7 +17,7 @@ Note [Two buffers for many units]
 Note [A buffer in use]
     If a unit is gathered while another one still holds its buffer, it gets other memory. The guard
     of its graphs then sees that its parameters moved. All ranks see the same. With v2's own hooks
-    this happens only if modules run in another order than they were registered in.
+    this happens only if units run in another order than at capture.
 """
 
 from __future__ import annotations

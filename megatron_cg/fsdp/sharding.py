@@ -1,8 +1,9 @@
 """What a capture has to know about how a model is sharded.
 
 Each way of sharding is one class with the members of :class:`Sharding`: Megatron-FSDP
-(``megatron_fsdp.py``), torch's FSDP2 (``fully_shard.py``), and models whose parameters stay where
-they are (``unsharded.py``). ``find_sharding.py`` finds the one of a model.
+(``megatron_fsdp.py``), its version 2 (``megatron_fsdp_v2.py``), torch's FSDP2
+(``fully_shard.py``), and models whose parameters stay where they are (``unsharded.py``).
+``find_sharding.py`` finds the one of a model.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from tests.functional.conftest import skip_without
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "standalone_transformer.py"
 
 
-def test_the_example_trains_the_eager_numbers_though_its_loop_keeps_the_loss() -> None:
-    compare("megatron-fsdp")
+@pytest.mark.parametrize("sharding", ["megatron-fsdp", "megatron-fsdp-v2"])
+def test_the_example_trains_the_eager_numbers_though_its_loop_keeps_the_loss(sharding: str) -> None:
+    compare(sharding)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp2", "ddp"])

@@ -55,8 +55,9 @@ def graph_units(
 ) -> GraphedUnits:
     """Replay CUDA graphs of ``units`` of a model while it trains.
 
-    The model may be sharded by Megatron-FSDP's ``fully_shard_model``, by torch's ``fully_shard``
-    (FSDP2), wrapped by DistributedDataParallel, or neither.
+    The model may be sharded by Megatron-FSDP's ``fully_shard_model``, by Megatron-FSDP v2
+    (``megatron_fsdp.experimental``), by torch's ``fully_shard`` (FSDP2), wrapped by
+    DistributedDataParallel, or neither.
 
     This call captures nothing: steps inside :meth:`GraphedUnits.step` train eagerly for the first
     ``warmup_steps`` steps. The units are then captured with the arguments of those calls, so no

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_cg import compile_together
 from megatron_cg.consensus import compiled_regions
 from megatron_cg.consensus.compiled_regions import CompiledRegions
+from megatron_cg.consensus.decision import Decision
 from megatron_cg.errors import PhaseError, UpstreamChangedError
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream import patch
@@ -125,10 +126,10 @@ def compilers_meet(rank: int) -> Any:
 
 
 def static_sizes_agreed(rank: int) -> Any:
-    """Ranks that need more and more, at different calls; rank 0 never does."""
+    """Ranks 1 to 3 need more and more, each at the call of its number; at the last none does."""
     region, returned = Region(dynamic=False), []
     with compile_together(timeout=LONG) as together:
-        for call in range(4):
+        for call in range(5):
             needed = USUAL + call if rank == call else USUAL - rank
             returned.append(together.static_size(needed, multiple_of=2))
             region(returned[-1])
@@ -332,9 +333,9 @@ def test_compilers_that_meet_compile_for_one_shape(outcome: Any) -> None:
 
 
 def test_static_sizes_grow_together(outcome: Any) -> None:
-    """At the calls 0 to 3 the ranks need 8, 9, 10 and 11 at most."""
+    """The ranks need 8, 9, 10, 11 and 8 at most."""
     for told in outcome(static_sizes_agreed):
-        assert told == [static(8, 10, 12), [8, 10, 10, 12, 3], 5]
+        assert told == [static(8, 10, 12), [8, 10, 10, 12, 12, 3], 6]
 
 
 def test_static_shapes_that_differ_are_refused_on_all_ranks(outcome: Any) -> None:
@@ -420,3 +421,26 @@ def test_no_vote_is_held_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_regions, "under_capture", lambda: True)
     assert regions.guards_checked(True) and not regions.guards_checked(False)
     assert regions.unraised is None
+
+
+def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> None:
+    """Once; the vote after it is held."""
+
+    class Interrupted:
+        posted = 0
+
+        def post(self, *_vote: Any, serial: int) -> None:
+            self.posted = serial
+            if serial == 1:
+                raise KeyboardInterrupt
+
+        def collect(self) -> Decision:
+            return Decision()
+
+    votes: Any = Interrupted()
+    regions = CompiledRegions(votes)
+    assert not regions.guards_checked(True)
+    with pytest.raises(KeyboardInterrupt):
+        regions.compilation_begins()
+    assert votes.posted == 1
+    assert regions.guards_checked(True) and votes.posted == 2

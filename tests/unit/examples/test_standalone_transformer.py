@@ -23,11 +23,11 @@ sys.meta_path.insert(0, Blocker())
 """Python runs it as it starts, in the processes that the example starts too."""
 
 
-@pytest.mark.parametrize("sharding", ["megatron-fsdp", "fsdp2", "ddp"])
+@pytest.mark.parametrize("sharding", ["megatron-fsdp", "megatron-fsdp-v2", "fsdp2", "ddp"])
 def test_it_trains_the_same_numbers_without_megatron_core(tmp_path: Path, sharding: str) -> None:
-    if sharding == "megatron-fsdp":
+    if under_megatron := sharding.startswith("megatron-fsdp"):
         pytest.importorskip("megatron_fsdp")
-    blocked = ["megatron"] if sharding == "megatron-fsdp" else ["megatron", "megatron_fsdp"]
+    blocked = ["megatron"] if under_megatron else ["megatron", "megatron_fsdp"]
     (tmp_path / "sitecustomize.py").write_text(BLOCKER.replace("{blocked}", repr(blocked)))
     flags = "--compare --steps 4 --warmup 2 --layers 2 --hidden 16 --sequence 8".split()
     flags += ["--sharding", sharding]

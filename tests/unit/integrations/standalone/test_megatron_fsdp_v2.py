@@ -94,6 +94,17 @@ def with_spies(network: Network) -> None:
         layer.up.__class__, layer.up.seen = Spy, []
 
 
+class InReverse(nn.ModuleList):
+    """Runs its modules from the last to the first."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def run_in_reverse(network: Network) -> None:
+    network.layers = InReverse(network.layers)
+
+
 class Spy(nn.Linear):
     """Keeps the weight of each of its Python calls: eager ones, and those of captures."""
 
@@ -230,9 +241,11 @@ def refused() -> list[Any]:
     symmetric = said(lambda: graph_units(network, ["layers.*"], backend="tape"))
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     both = said(lambda: find_sharding(nn.ModuleList([network, ddp])))
+    reverse = Run(case(under_v2(prepare=run_in_reverse)))
+    order = said(lambda: reverse.train(graphed=True))
     hooks = [*network.layers[0]._forward_hooks.values(), ddp.forward]
     made = [find_sharding(network).made(hook) for hook in hooks]
-    return [inside, symmetric, both, made]
+    return [inside, symmetric, both, order, made]
 
 
 def weights_of_capture() -> bool:
@@ -332,7 +345,8 @@ def test_a_capture_computes_with_real_weights(reports: list[dict[str, Any]]) -> 
 
 def test_refusals_name_the_unit_and_what_to_do(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        inside, symmetric, both, made = report["refused"]
+        inside, symmetric, both, order, made = report["refused"]
+        assert "units run in the order layers.2, layers.1, layers.0, and were registered" in order
         assert made == [True, False]
         assert "unit layers.0.up is a Linear without fully_shard of its own" in inside
         assert "unit layers.0 was sharded with use_symm_mem=True" in symmetric

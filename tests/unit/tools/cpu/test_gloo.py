@@ -145,3 +145,24 @@ def test_processes_gather_several_tensors_at_once_with_one_worker_a_group(tmp_pa
     for rank in range(2):
         workers, sums = torch.load(tmp_path / f"{rank}.pt")
         assert (workers, float(sums)) == (2, expected)
+
+
+def average(directory: Path) -> None:
+    """Averages and a sum of this rank's numbers; and an average that would not be waited for."""
+    rank = dist.get_rank()
+    mine = torch.tensor([1.0, 5.0]) * (rank + 1)
+    reduced, total, part = mine.clone(), mine.clone(), torch.empty(1)
+    dist.all_reduce(reduced, op=dist.ReduceOp.AVG)
+    dist.all_reduce(total)
+    dist.reduce_scatter_tensor(part, mine, op=dist.ReduceOp.AVG)
+    with pytest.raises(NotImplementedError, match="is not faked"):
+        dist.all_reduce(mine, dist.ReduceOp.AVG, async_op=True)
+    torch.save((reduced, total, part), directory / f"{rank}.pt")
+
+
+def test_averages_are_sums_that_are_divided(tmp_path: Path) -> None:
+    run_processes(partial(average, tmp_path))
+    for rank in range(2):
+        reduced, total, part = torch.load(tmp_path / f"{rank}.pt")
+        assert [reduced.tolist(), total.tolist()] == [[1.5, 7.5], [3.0, 15.0]]
+        assert part.tolist() == [[1.5], [7.5]][rank]
