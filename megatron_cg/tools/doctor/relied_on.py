@@ -26,6 +26,8 @@ _TE_ONLY = (
     f"{_FAST}.gradients.detached",
     "megatron_cg.moe.install",
 )
+_WITHOUT_GRAPHS = ("megatron_cg.consensus.compiled_regions",)
+"""Modules that a run with graphs does not use; what they replace is replaced in their block only."""
 _TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
 
 
@@ -77,6 +79,7 @@ def taken_over(backend: str, package: Path = _PACKAGE) -> list[dict[str, str]]:
             "when": "graphs live",
         }
         for module in _used(backend, package)
+        if module not in _WITHOUT_GRAPHS
         for symbol in importlib.import_module(module).RELIES_ON
         if symbol.fingerprints
         and installed_version(symbol.distribution) is not None
