@@ -9,7 +9,7 @@ Note [Two buffers for many units]
     writes into the very buffer that the next will read. So neighbours in the order of prefetching
     need different buffers, and two are enough for any number of units with equal parameters. While
     graphs exist, such units alternate between two that are never freed. Graphs therefore add the
-    parameters of two units of each shape, which v2 holds at its peak anyhow.
+    parameters of two units of each shape. v2 itself holds two units at a time while it prefetches.
     A unit waits for the one that had the buffer before: resharding makes the stream of gathers wait
     for the stream that computes (megatron-fsdp 0.6.1, ``FsdpModule._reshard_parameter_groups``).
     Modules below different roots gather on different streams, so they share no buffer.
@@ -36,7 +36,11 @@ RELIES_ON = (
     *fsdp_v2("module:FsdpModule", "a sharded module", "_parameter_groups", "_context"),
     *fsdp_v2("module:FsdpModule", "whether it is gathered", "_unshard_event"),
     *fsdp_v2("module:FsdpModule._reshard_parameter_groups", "reshards a module"),
-    *fsdp_v2("module:FsdpContext", "what the modules below one root share", "forward_order"),
+    *fsdp_v2(
+        "module:FsdpContext",
+        "what the modules below one root share",
+        *("forward_order", "allgather_stream", "current_stream"),
+    ),
     *fsdp_v2(
         "parameter_group:FsdpParameterGroup",
         "parameters that are gathered together",
@@ -88,9 +92,14 @@ class StableMemory:
 
 
 def _reshard(layer: Any) -> None:
-    """Reshard a module that is gathered: one that was prefetched, or whose pass was cut short."""
+    """Reshard a module that is gathered: one that was prefetched, or whose pass was cut short.
+
+    Its gather may still write when the buffer's memory is given back to the current stream.
+    """
     if layer._unshard_event is not None:
         layer._reshard_parameter_groups()
+        context = layer._context
+        context.current_stream().wait_stream(context.allgather_stream)
 
 
 def _hold(group: Any, buffer: _Buffer) -> Callable[[], None]:

@@ -27,7 +27,7 @@ _TE_ONLY = (
     "megatron_cg.moe.install",
 )
 _WITHOUT_GRAPHS = ("megatron_cg.consensus.compiled_regions",)
-"""Modules that a run with graphs does not use; what they replace is replaced in their block only."""
+"""Modules that a run with graphs does not use; they change other packages in their own block."""
 _TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
 
 
