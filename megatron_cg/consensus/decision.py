@@ -41,6 +41,7 @@ class Kind(IntEnum):
     CAPTURE_END = 2
     STEP = 3
     MISMATCH = 4
+    PRECOMPILED = 5
 
 
 class Exchange(IntEnum):

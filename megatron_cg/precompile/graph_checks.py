@@ -1,0 +1,146 @@
+"""What must not be in a traced graph, each refused by name before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from megatron_cg.errors import PrecompileError
+from megatron_cg.precompile.graph_code import place_of
+
+PREFIX = "mcg::"
+"""Begins the name of a role in saved code: ``mcg::tp``."""
+
+_FUNCTION = "autograd_function_apply"
+_WITH_GROUPS = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+def refuse_modules(module: torch.nn.Module) -> None:
+    """Raise PrecompileError for modules of Transformer Engine: they forbid Dynamo."""
+    for name, inner in module.named_modules():
+        if type(inner).__module__.partition(".")[0] == "transformer_engine":
+            raise PrecompileError(
+                f"{name or 'the region'} is Transformer Engine's {type(inner).__name__}, which "
+                "Dynamo must not trace (torch._dynamo.disable in its code). Build the region from "
+                "Megatron's local spec, get_gpt_layer_local_spec, or of plain modules"
+            )
+
+
+def refuse_mutated_returns(graph_module: torch.fx.GraphModule) -> None:
+    """Raise PrecompileError for a Function that returns a tensor which it has mutated.
+
+    Its gradient would silently be zero; see Note [A mutated tensor that a Function returns].
+    """
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function" or _FUNCTION not in str(node.target):
+            continue
+        forward = getattr(graph_module, str(node.args[0].target))
+        returned = next(iter(reversed(forward.graph.nodes))).args[0][0]
+        used = [user.args[1] for user in node.users if "getitem" in str(user.target)]
+        for index in used:
+            found = returned[index]
+            if isinstance(found, torch.fx.Node) and _mutated(found):
+                raise PrecompileError(
+                    f"an autograd.Function in {place_of(node)} returns a tensor that it has "
+                    f"mutated ({place_of(found)}). torch {torch.__version__} traces it with zero "
+                    "gradients, without a word (pytorch/pytorch#180642). Return the result of a "
+                    "functional operation instead, such as those of "
+                    "torch.distributed._functional_collectives, or return a clone"
+                )
+
+
+def _mutated(node: torch.fx.Node) -> bool:
+    if _in_place(node):
+        return True
+    for user in node.users:
+        if user.kwargs.get("out") is node or (_in_place(user) and user.args[0] is node):
+            return True
+    return False
+
+
+def _in_place(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph writes its first argument."""
+    if node.kwargs.get("out") is not None:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op == "call_method":
+        return str(name).endswith("_") and not str(name).endswith("__")
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return node.op == "call_function" and str(name).endswith("_") and not str(name).startswith("_")
+
+
+def refuse_in_graph(graph_module: torch.fx.GraphModule) -> None:
+    """Raise PrecompileError for random numbers, and for constants that have no values."""
+    for node in graph_module.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise PrecompileError(
+                f"{place_of(node)} draws random numbers ({node.target}), and Megatron's random "
+                "states are not part of compiled code: set hidden_dropout and attention_dropout "
+                "to 0"
+            )
+        if node.op == "get_attr":
+            value = getattr(graph_module, str(node.target), None)
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                raise PrecompileError(
+                    f"{place_of(node)} has a constant tensor, {node.target}, made on the meta "
+                    "device, which has no values: register it as a buffer, which load takes from "
+                    "the rank's own module"
+                )
+
+
+def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) -> set[str]:
+    """Replace the names of process groups by roles; returns the roles that the graph uses.
+
+    Args:
+        graph_module: the graph; changed in place.
+        roles: ``mcg::`` and the role, by the name of the group on this rank.
+
+    Raises:
+        PrecompileError: a collective runs on a group that has no role.
+    """
+    used = set()
+    for node, name in _groups(graph_module):
+        if name not in roles:
+            raise PrecompileError(
+                f"{place_of(node)} runs {node.target} on a process group that the region does not "
+                f"name. Its roles are {', '.join(sorted(roles.values())) or 'none'}: add the group "
+                "to Region.groups"
+            )
+        used.add(roles[name])
+        rename(node, {name: roles[name]})
+    graph_module.recompile()
+    return used
+
+
+def rename(node: torch.fx.Node, names: Mapping[Any, Any]) -> None:
+    """Replace constants of a collective's operands, wherever they stand."""
+
+    def renamed(value: Any) -> Any:
+        return names.get(value, value) if isinstance(value, str) else value
+
+    node.args = map_aggregate(node.args, renamed)
+    node.kwargs = map_aggregate(node.kwargs, renamed)
+
+
+def _groups(graph_module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, str]]:
+    """Collectives of a graph, each with the name of its group: by schema, its last string."""
+    for node in graph_module.graph.nodes:
+        if not is_collective(node):
+            continue
+        schema = node.target._schema.arguments
+        for place, argument in enumerate(schema):
+            if argument.name == "group_name":
+                given = node.args[place] if place < len(node.args) else node.kwargs[argument.name]
+                yield node, given
+
+
+def is_collective(node: torch.fx.Node) -> bool:
+    """Whether a node is a functional collective."""
+    return getattr(node.target, "namespace", None) in _WITH_GROUPS
