@@ -4,11 +4,13 @@ Dynamo traces torch's collectives as functional ones, but refuses ``async_op=Tru
 2.15). Inside :func:`traceable` an asynchronous collective is issued and waited for at once, and its
 handle is done. Numbers are the same; what ran beside the collective now runs after it.
 
-Note [A mutated tensor that a Function returns]
+Note [A tensor that a Function returns and has twice]
     torch 2.11 gives silently zero gradients where a traced ``autograd.Function`` returns a tensor
-    that it has mutated (pytorch/pytorch#180642). Megatron's mappings do that: they allocate an
-    output, let a collective write it, and return it. The stand-ins return a functional collective's
-    own result. ``graph_checks.py`` refuses such a Function anywhere else.
+    that its forward has under two names (pytorch/pytorch#180642): one that it has written in place,
+    or that ``contiguous()`` or ``to()`` have returned as it was. Dynamo makes both names outputs of
+    the traced function, and the gradient of one is lost. Megatron's mappings do this: they allocate
+    an output, let a collective write it, and return it. The stand-ins return a functional
+    collective's own result. ``graph_checks.py`` refuses such a Function anywhere else.
 """
 
 from __future__ import annotations
@@ -185,7 +187,7 @@ def _gather_last(input_: torch.Tensor, group: Any) -> torch.Tensor:
     if group.size() == 1:
         return input_
     rows = functional.all_gather_tensor(input_.contiguous(), 0, group)
-    return torch.cat(rows.chunk(group.size(), dim=0), dim=-1).contiguous()
+    return torch.cat(rows.chunk(group.size(), dim=0), dim=-1)
 
 
 def _scatter_first(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,49 +30,35 @@ def refuse_modules(module: torch.nn.Module) -> None:
             )
 
 
-def refuse_mutated_returns(graph_module: torch.fx.GraphModule) -> None:
-    """Raise PrecompileError for a Function that returns a tensor which it has mutated.
+def refuse_zero_gradients(graph_module: torch.fx.GraphModule) -> None:
+    """Raise PrecompileError for an autograd.Function whose gradients would silently be zero.
 
-    Its gradient would silently be zero; see Note [A mutated tensor that a Function returns].
+    See Note [A tensor that a Function returns and has twice]. Takes Dynamo's graph.
     """
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or _FUNCTION not in str(node.target):
             continue
         forward = getattr(graph_module, str(node.args[0].target))
-        returned = next(iter(reversed(forward.graph.nodes))).args[0][0]
-        used = [user.args[1] for user in node.users if "getitem" in str(user.target)]
+        outputs = next(iter(reversed(forward.graph.nodes))).args[0][0]
+        used = {user.args[1] for user in node.users if "getitem" in str(user.target)}
         for index in used:
-            found = returned[index]
-            if isinstance(found, torch.fx.Node) and _mutated(found):
+            if _has_twice(outputs, index):
                 raise PrecompileError(
-                    f"an autograd.Function in {place_of(node)} returns a tensor that it has "
-                    f"mutated ({place_of(found)}). torch {torch.__version__} traces it with zero "
-                    "gradients, without a word (pytorch/pytorch#180642). Return the result of a "
-                    "functional operation instead, such as those of "
-                    "torch.distributed._functional_collectives, or return a clone"
+                    f"an autograd.Function in {place_of(node)} returns a tensor that its forward "
+                    f"has under two names ({place_of(outputs[index])}): it was written in place, "
+                    "or is the result of a contiguous() or to() that had nothing to do. torch "
+                    f"{torch.__version__} traces it with zero gradients, without a word "
+                    "(pytorch/pytorch#180642). Return a clone, or the result of a functional "
+                    "operation such as those of torch.distributed._functional_collectives"
                 )
 
 
-def _mutated(node: torch.fx.Node) -> bool:
-    if _in_place(node):
-        return True
-    for user in node.users:
-        if user.kwargs.get("out") is node or (_in_place(user) and user.args[0] is node):
-            return True
-    return False
-
-
-def _in_place(node: torch.fx.Node) -> bool:
-    """Whether a node of Dynamo's graph writes its first argument."""
-    if node.kwargs.get("out") is not None:
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op == "call_method":
-        return str(name).endswith("_") and not str(name).endswith("__")
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    return node.op == "call_function" and str(name).endswith("_") and not str(name).startswith("_")
+def _has_twice(outputs: Sequence[Any], index: int) -> bool:
+    """Whether the tensor at ``index`` is the same object as that at another index."""
+    values = [getattr(output, "meta", {}).get("example_value") for output in outputs]
+    found = values[index]
+    others = (value for place, value in enumerate(values) if place != index)
+    return found is not None and any(value is found for value in others)
 
 
 def refuse_in_graph(graph_module: torch.fx.GraphModule) -> None:

@@ -86,16 +86,26 @@ def first_difference(one: Code, other: Code) -> Difference | None:
 
 
 def place_of(node: torch.fx.Node) -> str:
-    """The innermost module of a node, with its class, and the last line of source."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    module = ""
-    if stack:
-        path, kind = list(stack.values())[-1]
-        name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
-        inner = _attributes(path)
-        module = f"{inner} ({name})" if inner else name
+    """The innermost module of a node, with its class, and the last line of source.
+
+    Operations inside of an autograd.Function do not know their module: it is then that of the
+    operation before it.
+    """
     source = _source(node.meta.get("stack_trace") or "")
-    return ", ".join(filter(None, (module, source))) or node.name
+    return ", ".join(filter(None, (_module(node), source))) or node.name
+
+
+def _module(node: torch.fx.Node) -> str:
+    at = node
+    while at.op != "root":
+        stack = at.meta.get("nn_module_stack") or at.meta.get("fwd_nn_module_stack")
+        if stack:
+            path, kind = list(stack.values())[-1]
+            name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
+            inner = _attributes(path)
+            return f"{inner} ({name})" if inner else name
+        at = at.prev
+    return ""
 
 
 def _attributes(path: str) -> str:

@@ -6,12 +6,14 @@ current CUDA device get the meta device, so that what is traced names no GPU.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from megatron_cg.errors import PrecompileError
@@ -25,12 +27,11 @@ _FAKE_STORE = Symbol(
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "the store of a fake process group, and what registers its backend",
 )
-_RULES = Symbol(
-    "torch",
-    "torch._dynamo.trace_rules:get_torch_obj_rule_map",
-    "the map of torch's own functions, which Dynamo makes once",
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_DESTROY = Symbol(
+    "megatron-core", f"{_PARALLEL_STATE}:destroy_model_parallel", "forgets Megatron's groups"
 )
-RELIES_ON = (_FAKE_STORE, _RULES)
+RELIES_ON = (_FAKE_STORE, _DESTROY)
 
 
 class _NoStream:
@@ -40,7 +41,13 @@ class _NoStream:
         return None
 
 
-def _meta_device() -> torch.device:
+def _current_device() -> torch.device:
+    return torch.device("meta")
+
+
+@torch.compiler.substitute_in_graph(_current_device)
+def _traced_current_device() -> torch.device:
+    """The same for Dynamo, which takes what ``torch.cuda.current_device`` is for torch's own."""
     return torch.device("meta")
 
 
@@ -59,9 +66,11 @@ def fake_rank(rank: int, world_size: int, capability: tuple[int, int] | None) ->
             "this process has a process group: save in a process of its own, before "
             "init_process_group, or type megatron-cg precompile"
         )
-    # Made before the names below change, or Dynamo would take ours for torch's own.
-    _RULES.find()()
+    torch._dynamo.reset()
     with ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        # A process group puts its rank before every uncaught error, and never takes that back.
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)
         for owner, name, value in _names(capability):
             stack.callback(set_attribute(owner, name, value, shared=True))
         store = _FAKE_STORE.find()()
@@ -72,7 +81,7 @@ def fake_rank(rank: int, world_size: int, capability: tuple[int, int] | None) ->
 
 def _names(capability: tuple[int, int] | None) -> list[tuple[Any, str, Any]]:
     named: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "current_device", _meta_device),
+        (torch.cuda, "current_device", _current_device),
         (torch.cuda, "Stream", _NoStream),
         (warnings, "warn", _no_warning),
     ]
@@ -82,5 +91,7 @@ def _names(capability: tuple[int, int] | None) -> list[tuple[Any, str, Any]]:
 
 
 def _destroy() -> None:
+    if _PARALLEL_STATE in sys.modules:
+        _DESTROY.find()()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -111,7 +111,8 @@ def _require_same(one: Trace, other: Trace) -> None:
     found = first_difference(one.code, other.code)
     if found is not None:
         raise PrecompileError(
-            f"rank {one.rank} and rank {other.rank} would run different code: the "
+            f"rank {one.rank} and rank {other.rank} would run different code of "
+            f"{one.fingerprint['module']}: the "
             f"{found.text(one.rank, other.rank)}. Code of one rank would be wrong on the other, "
             "without a word. Leave this module out of the region, or give it the value as a "
             "tensor or a buffer"

@@ -24,7 +24,7 @@ from megatron_cg.precompile.graph_checks import (
     name_groups,
     refuse_in_graph,
     refuse_modules,
-    refuse_mutated_returns,
+    refuse_zero_gradients,
 )
 from megatron_cg.precompile.graph_code import Line, bytecode_lines, graph_lines
 from megatron_cg.precompile.output_code import RankedOutputCode
@@ -80,7 +80,8 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
         )
     refuse_modules(region.module)
     made = _Graphs(region)
-    with _dynamo_settings(), traceable(), _naming_the_place(rank):
+    settings = torch._dynamo.config.patch(enable_aot_compile=True)
+    with settings, traceable(), _naming_the_place(rank):
         backend = _Checked(
             fw_compiler=made.compiler("forward"), bw_compiler=made.compiler("backward")
         )
@@ -121,18 +122,8 @@ class _Checked(AotAutograd):  # type: ignore[misc]
     """The backend, with a check of Dynamo's graph; AOT compilation asks for this class."""
 
     def __call__(self, graph_module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        refuse_mutated_returns(graph_module)
+        refuse_zero_gradients(graph_module)
         return super().__call__(graph_module, *args, **kwargs)
-
-
-@contextmanager
-def _dynamo_settings() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(enable_aot_compile=True):
-        try:
-            yield
-        finally:
-            torch._dynamo.reset()
 
 
 @contextmanager
