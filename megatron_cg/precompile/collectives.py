@@ -76,6 +76,16 @@ _FORK = Symbol(
     "draws from another random state in a block",
     fingerprints=("b6ca8a68776218dc",),
 )
+_RANDOM = "megatron.core.tensor_parallel.random"
+_TRACKER = Symbol(
+    "megatron-core", f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the tracker of random states, or None"
+)
+_TRACKER_MADE = Symbol(
+    "megatron-core", f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER_INITIALIZED", "whether there is a tracker"
+)
+_TRACKER_CLASS = Symbol(
+    "megatron-core", f"{_RANDOM}:CudaRNGStatesTracker", "a tracker of random states"
+)
 _WARNED = Symbol(
     "megatron-core",
     f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce.warned",
@@ -88,7 +98,7 @@ _BOUND = tuple(
 )
 RELIES_ON = (
     *(_REDUCE, _GATHER_FIRST, _GATHER_LAST, _SCATTER_FIRST, _ALL_TO_ALL, _BUFFER, _FORK),
-    _WARNED,
+    *(_TRACKER, _TRACKER_MADE, _TRACKER_CLASS, _WARNED),
     *_BOUND,
 )
 
@@ -146,6 +156,9 @@ def _megatron(stack: ExitStack, done: dict[str, Callable[..., Any]]) -> None:
         (_BUFFER, _fresh_memory),
         (_FORK, lambda *_args, **_kwargs: nullcontext()),
         (_WARNED, True),
+        # Or the tracer would see one being made, and every call of the code would make it again.
+        (_TRACKER, _TRACKER_CLASS.find()()),
+        (_TRACKER_MADE, True),
     )
     for symbol, standin in standins:
         if symbol.unknown_body() is not None:

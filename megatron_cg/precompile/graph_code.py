@@ -6,7 +6,8 @@ stand in it by role, so ranks whose groups have other names have the same lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dis
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from types import CodeType
@@ -65,9 +66,14 @@ def graph_lines(graph_module: torch.fx.GraphModule) -> list[Line]:
 
 
 def bytecode_lines(code: CodeType) -> list[Line]:
-    """What Dynamo's bytecode around the graph has as constants, such as numbers it returns."""
-    found = [repr(value) for value in _constants(code)]
-    return [Line(text, (text,), "the region's outputs") for text in found]
+    """Dynamo's bytecode around the graph: where it takes inputs from, and what it returns."""
+    lines = []
+    for step in dis.get_instructions(code):
+        # The graph's own name is another in each trace.
+        value = "the graph" if str(step.argval).startswith("__compiled_fn") else repr(step.argval)
+        constants = (value,) if step.opname == "LOAD_CONST" else ()
+        lines.append(Line(f"{step.opname} {value}", constants, "the region's outputs"))
+    return lines
 
 
 def first_difference(one: Code, other: Code) -> Difference | None:
@@ -176,11 +182,3 @@ def _what(one: Line, other: Line) -> tuple[str, str]:
             mine, theirs = zip(*different, strict=True)
             return f"constant {', '.join(mine)}", f"constant {', '.join(theirs)}"
     return f"`{one.text}`", f"`{other.text}`"
-
-
-def _constants(code: CodeType) -> Iterator[Any]:
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _constants(value)
-        elif isinstance(value, bool | int | float | complex | str | tuple | None):
-            yield value

@@ -22,6 +22,7 @@ from megatron_cg.precompile.fingerprint import Capability, fingerprint
 from megatron_cg.precompile.graph_checks import (
     PREFIX,
     name_groups,
+    refuse_globals,
     refuse_in_graph,
     refuse_modules,
     refuse_zero_gradients,
@@ -45,7 +46,10 @@ _AOT_COMPILED = Symbol(
 _GUARDS = Symbol(
     "torch", "torch.compiler:skip_all_guards_unsafe", "leaves all guards out of compiled code"
 )
-RELIES_ON = (_AOT_AUTOGRAD, _AOT_COMPILED, _GUARDS)
+_FRESH_CACHE = Symbol(
+    "torch", "torch._inductor.utils:fresh_cache", "compiles with a new cache on disk in a block"
+)
+RELIES_ON = (_AOT_AUTOGRAD, _AOT_COMPILED, _GUARDS, _FRESH_CACHE)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
     refuse_modules(region.module)
     made = _Graphs(region)
     settings = torch._dynamo.config.patch(enable_aot_compile=True)
-    with settings, traceable(), _naming_the_place(rank):
+    # torch's cache on disk would answer instead of our compilers, with a pickle of who knows whom.
+    with settings, _FRESH_CACHE.find()(), traceable(), _naming_the_place(rank):
         backend = _Checked(
             fw_compiler=made.compiler("forward"), bw_compiler=made.compiler("backward")
         )
@@ -93,6 +98,7 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
             options={"guard_filter_fn": _GUARDS.find()},
         )
         function = compiled.forward.aot_compile((region.args, dict(region.kwargs)))
+    refuse_globals(function.fn.__code__)
     code = {**made.code, "outputs": bytecode_lines(function.fn.__code__)}
     found = fingerprint(region, capability)
     return Trace(rank, code, found, frozenset(made.roles), function)

@@ -97,7 +97,12 @@ def expert_block(parallel: int, device: str = "meta", seed: int = 5) -> Region:
 
     settings = experts(parallel)
     block = local_layer(settings, settings.num_moe_experts, device).mlp
-    return Region(block, (hidden_states(settings, device, seed),), {}, megatron_groups(), settings)
+    groups = megatron_groups()
+    with torch.no_grad():
+        # Otherwise experts of all ranks are the same, and the router has no gradient.
+        for weight in block.experts.parameters():
+            weight.mul_(1 + groups["ep"].rank() / 4)
+    return Region(block, (hidden_states(settings, device, seed),), {}, groups, settings)
 
 
 def sequence_parallel_mlp(device: str = "meta", seed: int = 5) -> Region:
