@@ -3,18 +3,18 @@
     megatron-cg precompile examples/precompiled_layer.py:build --world-size 2 --out compiled
     torchrun --nproc-per-node 2 examples/precompiled_layer.py --load compiled
 
-Without a GPU, add ``--capability cpu --deterministic`` to the first command, and start the second with ``python``:
-two processes then train over gloo.
+Without a GPU, add ``--capability cpu --deterministic`` to the first command, and start the second
+with ``python``: two processes then train over gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ import torch.distributed as dist
 SEQUENCE, BATCH, HIDDEN, LAYERS, STEPS = 16, 2, 64, 2, 3
 
 
-def build(device: str = "meta") -> object:
+def build(device: str = "meta") -> Any:
     """A layer of Megatron's local spec at TP 2, its arguments, groups and configuration."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -58,13 +58,11 @@ def build(device: str = "meta") -> object:
 
 def train(folder: Path, device: str) -> None:
     """Load the artifact on all ranks, attach it to two layers, and take some steps."""
-    import precompiled_layer  # Under this name the layer was traced, not as __main__.
-
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.precompile.load import load
 
     torch.manual_seed(1)
-    regions = [precompiled_layer.build(device) for _ in range(LAYERS)]
+    regions = [build(device) for _ in range(LAYERS)]
     layers = torch.nn.ModuleList(region.module for region in regions)
     compiled = load(folder, "build", regions[0], Agreement(), on_refusal="eager")
     if compiled is not None:
@@ -88,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--load", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(arguments)
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     if not torch.cuda.is_available():
         from megatron_cg.tools.cpu.launch import run_processes
 

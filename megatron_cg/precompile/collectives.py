@@ -182,7 +182,8 @@ def _owner(symbol: Symbol) -> tuple[Any, str]:
 def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
     if group.size() == 1:
         return input_
-    return functional.all_reduce(input_.contiguous(), "sum", group)
+    reduced: torch.Tensor = functional.all_reduce(input_.contiguous(), "sum", group)
+    return reduced
 
 
 def _gather_first(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,19 +218,16 @@ def _scatter_first(original: Callable[..., Any]) -> Callable[..., Any]:
 def _all_to_all(
     ctx: Any,
     group: Any,
-    input: torch.Tensor,  # noqa: A002 - Megatron's own name
-    output_split_sizes: Any,
-    input_split_sizes: Any,
-    use_nccl_stream: bool = False,
+    rows: torch.Tensor,
+    *options: Any,
 ) -> torch.Tensor:
+    """With ``options`` (output split sizes, input split sizes, whether on NCCL's stream)."""
     ctx.group = group
-    ctx.output_split_sizes, ctx.input_split_sizes = output_split_sizes, input_split_sizes
-    ctx.use_nccl_stream = use_nccl_stream
+    ctx.output_split_sizes, ctx.input_split_sizes, ctx.use_nccl_stream = (*options, False)[:3]
     if group.size() == 1:
-        return input
-    return functional.all_to_all_single(
-        input.contiguous(), output_split_sizes, input_split_sizes, group
-    )
+        return rows
+    sizes = ctx.output_split_sizes, ctx.input_split_sizes
+    return functional.all_to_all_single(rows.contiguous(), *sizes, group)
 
 
 def _fresh_memory(

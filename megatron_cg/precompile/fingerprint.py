@@ -20,7 +20,7 @@ from megatron_cg.precompile.region import Region
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
 
-PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
+PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine")
 
 Capability = tuple[int, int] | None
 """The compute capability of the GPUs; None for the CPU."""
@@ -55,6 +55,7 @@ def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
     found = {
         "version.python": ".".join(platform.python_version_tuple()),
         "version.megatron_cg": __version__,
+        "version.torch": torch.__version__,  # With the suffix of its build, as torch compares it.
         "device": "cpu" if capability is None else "cuda {}.{}".format(*capability),
         "module": _named(type(region.module)),
         "module.training": str(region.module.training),

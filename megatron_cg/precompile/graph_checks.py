@@ -18,8 +18,8 @@ PREFIX = "mcg::"
 """Begins the name of a role in saved code: ``mcg::tp``."""
 
 _FUNCTION = "autograd_function_apply"
-_OF_DYNAMO = ("__compiled_fn", "__import_torch_dot__dynamo_dot_utils", "__import_builtins")
-"""Beginnings of the names that bytecode of Dynamo needs itself."""
+_OF_DYNAMO = ("__compiled_fn", "__import_torch_dot_", "__import_builtins", "__import_operator")
+"""Beginnings of the names that bytecode of Dynamo needs itself (torch 2.11 and 2.15)."""
 
 _WITH_GROUPS = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
@@ -93,18 +93,19 @@ def refuse_globals(code: CodeType) -> None:
     state: a layer that was traced before Megatron's random states were seeded would delete them.
     Attributes of the region's own modules may be written; eager does the same.
     """
-    for instruction in dis.get_instructions(code):
-        if instruction.opname not in {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"}:
-            continue
-        name = str(instruction.argval)
-        if not name.startswith(_OF_DYNAMO):
-            module = name.removeprefix("__import_").replace("_dot_", ".")
-            raise PrecompileError(
-                f"the region reads or changes variables of {module} at each call, such as a "
-                "counter, a cache or a list of losses, or returns an object of a class of its own. "
-                "Compiled code holds operations on tensors: leave that part out of the region, "
-                "and return tensors or tuples of them"
-            )
+    found = {
+        str(step.argval).removeprefix("__import_").replace("_dot_", ".")
+        for step in dis.get_instructions(code)
+        if step.opname in {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"}
+        and not str(step.argval).startswith(_OF_DYNAMO)
+    }
+    if found:
+        raise PrecompileError(
+            f"the region reads or changes variables of {', '.join(sorted(found))} at each call, "
+            "such as a counter, a cache or a list of losses, or returns an object of a class of "
+            "its own. Compiled code holds operations on tensors: leave that part out of the "
+            "region, and return tensors or tuples of them"
+        )
 
 
 def name_groups(graph_module: torch.fx.GraphModule, roles: Mapping[str, str]) -> set[str]:

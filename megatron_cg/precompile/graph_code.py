@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
+
 @dataclass(frozen=True)
 class Line:
     """One operation of a graph."""

@@ -97,39 +97,50 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
             backend=backend,
             options={"guard_filter_fn": _GUARDS.find()},
         )
-        function = compiled.forward.aot_compile((region.args, dict(region.kwargs)))
+        function = _forward(compiled).aot_compile((region.args, dict(region.kwargs)))
     refuse_globals(function.fn.__code__)
-    code = {**made.code, "outputs": bytecode_lines(function.fn.__code__)}
+    code = {part: graph_lines(graph) for part, graph in sorted(made.graphs.items())}
+    code |= {"outputs": bytecode_lines(function.fn.__code__)}
     found = fingerprint(region, capability)
     return Trace(rank, code, found, frozenset(made.roles), function)
 
 
+def _any_operation(_name: str) -> bool:
+    """Collectives may be saved too; by default ATen operations alone may."""
+    return True
+
+
 class _Graphs:
-    """The compilers of the forward and backward graphs, and what they were given."""
+    """The compilers of the forward and backward graphs, and the graphs."""
 
     def __init__(self, region: Region) -> None:
         self._names = {
-            group.group_name: f"{PREFIX}{role}" for role, group in region.groups.items()
+            str(group.group_name): f"{PREFIX}{role}" for role, group in region.groups.items()
         }
-        self.code: dict[str, list[Line]] = {}
+        self.graphs: dict[str, torch.fx.GraphModule] = {}
         self.roles: set[str] = set()
 
     def compiler(self, part: str) -> Callable[..., Any]:
         def compile_graph(graph_module: torch.fx.GraphModule, _examples: Any) -> Any:
             refuse_in_graph(graph_module)
             self.roles |= name_groups(graph_module, self._names)
-            self.code[part] = graph_lines(graph_module)
-            return RankedOutputCode(graph_module, ops_filter=None)  # type: ignore[arg-type]
+            self.graphs[part] = graph_module
+            return RankedOutputCode(graph_module, ops_filter=_any_operation)
 
         return compile_graph
 
 
-class _Checked(AotAutograd):  # type: ignore[misc]
+class _Checked(AotAutograd):
     """The backend, with a check of Dynamo's graph; AOT compilation asks for this class."""
 
-    def __call__(self, graph_module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        refuse_zero_gradients(graph_module)
-        return super().__call__(graph_module, *args, **kwargs)
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        refuse_zero_gradients(gm)
+        return super().__call__(gm, example_inputs, **kwargs)
+
+
+def _forward(compiled: Any) -> Any:
+    """The method of a compiled module that can be compiled ahead of time."""
+    return compiled.forward
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -133,7 +134,9 @@ class GatheredColumns(torch.nn.Module):
         from megatron.core.tensor_parallel import mappings
 
         columns = self.linear(given).tanh()
-        return mappings.all_gather_last_dim_from_tensor_parallel_region(columns, self.group)
+        gather: Any = mappings.all_gather_last_dim_from_tensor_parallel_region
+        made: torch.Tensor = gather(columns, self.group)
+        return made
 
 
 def gathered_columns(device: str = "meta", seed: int = 5) -> Region:
@@ -167,7 +170,7 @@ def gathered_linear(device: str = "meta", seed: int = 5) -> Region:
     return Region(linear, (hidden_states(settings, device, seed),), {}, groups, settings)
 
 
-REGIONS = {
+REGIONS: dict[str, Callable[..., Region]] = {
     "layer": transformer_layer,
     "mlp": sequence_parallel_mlp,
     "columns": gathered_columns,

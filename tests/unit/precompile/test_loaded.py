@@ -49,6 +49,19 @@ def step(region: Region, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def counted(compiled: Precompiled) -> list[int]:
+    """An entry for each call of the compiled code."""
+    calls: list[int] = []
+    run = compiled._function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return run(*args, **kwargs)
+
+    compiled._function = call
+    return calls
+
+
 def bits(folder: Path, votes: Agreement, name: str) -> dict[str, Any]:
     """Which values of a step are equal, bit for bit, in eager and in loaded code."""
     rank = dist.get_rank()
@@ -57,9 +70,7 @@ def bits(folder: Path, votes: Agreement, name: str) -> dict[str, Any]:
     assert compiled is not None
     seed = 20 + (rank if name in OWN_TOKENS else rank // 2)
     eager = step(region, seed)
-    calls: list[int] = []
-    run = compiled._function
-    compiled._function = lambda *args, **kwargs: (calls.append(1), run(*args, **kwargs))[1]
+    calls = counted(compiled)
     undo = compiled.attach([region.module])
     loaded = step(region, seed)
     undo()
@@ -124,15 +135,16 @@ def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
     compiled = load(folder, "columns", region, votes)
     assert compiled is not None
     (given,) = region.args
-    found = {}
+    found: dict[str, Any] = {}
     other = torch.nn.Linear(3, 4)
-    for name, call in {
+    calls: dict[str, Callable[[], Any]] = {
         "shape": lambda: compiled(region.module, given[:4]),
         "dtype": lambda: compiled(region.module, given.double()),
         "autograd": lambda: compiled(region.module, given.detach()),
         "keyword": lambda: compiled(region.module, given, mask=None),
         "module": lambda: compiled.attach([region.module, other]),
-    }.items():
+    }
+    for name, call in calls.items():
         try:
             call()
             found[name] = "went on"
@@ -140,9 +152,7 @@ def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
             found[name] = str(error)
     found["attached"] = "forward" in vars(region.module)
     undo = compiled.attach([region.module])
-    ran: list[int] = []
-    run = compiled._function
-    compiled._function = lambda *args, **kwargs: (ran.append(1), run(*args, **kwargs))[1]
+    ran = counted(compiled)
     region.module.eval()(given)
     found["in eval()"] = len(ran)
     region.module.train()(given)
@@ -192,7 +202,7 @@ def test_the_number_of_gradients_is_that_of_the_layer(results: list[dict[str, An
     assert [len(result["layer"]["all"]) for result in results] == [14] * WORLD
 
 
-def across(results: list[dict[str, Any]], part: str, name: str) -> list[str]:
+def across(results: list[dict[str, Any]], part: str, name: str) -> list[Any]:
     return [result[part][name] for result in results]
 
 

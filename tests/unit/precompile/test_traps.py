@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,9 +41,7 @@ def region(body: Callable[..., Any], *, named: bool = True, device: str = "meta"
 
 
 def saved(body: Callable[..., Any], folder: Path, **options: Any) -> Any:
-    return save(
-        lambda: region(body, **options), folder, name="it", world_size=2, capability=None
-    )
+    return save(lambda: region(body, **options), folder, name="it", world_size=2, capability=None)
 
 
 def refusal(build: Callable[[], Region], folder: Path, world_size: int = 2) -> str:
@@ -81,29 +78,33 @@ class ViewsItsOutput(WritesItsOutput):
         return out.view_as(out)
 
 
-@pytest.mark.parametrize("function", [WritesItsOutput, KeepsItsOutput])
-def test_a_function_whose_gradients_would_be_zero_is_refused(
-    function: type[torch.autograd.Function], tmp_path: Path
-) -> None:
-    found = refusal(lambda: region(lambda x, _: function.apply(x)), tmp_path)
-    assert "zero gradients" in found and "pytorch/pytorch#180642" in found
-    assert f"test_traps.py:{function.forward.__code__.co_firstlineno + 2}" in found or (
-        "test_traps.py:" in found
-    )
-
-
-@pytest.mark.parametrize("function", [WritesItsOutput, KeepsItsOutput])
-def test_this_torch_has_that_defect(function: type[torch.autograd.Function]) -> None:
-    """When it no longer has, the refusal may go."""
+def loses_gradients(function: Any) -> bool:
+    """Whether this torch traces the function with zero gradients; 2.11 does, 2.15 does not."""
     given = torch.ones(3, requires_grad=True)
-    torch.compile(lambda x: function.apply(x * 3), backend="aot_eager", fullgraph=True)(
-        given
-    ).sum().backward()
-    assert given.grad is not None and not given.grad.any()
+    traced = torch.compile(lambda x: function.apply(x * 3), backend="aot_eager", fullgraph=True)
+    traced(given).sum().backward()
+    assert given.grad is not None
+    return not bool(given.grad.any())
+
+
+@pytest.mark.parametrize("function", [WritesItsOutput, KeepsItsOutput])
+def test_a_function_whose_gradients_would_be_zero_is_refused(function: Any, tmp_path: Path) -> None:
+    def build() -> Region:
+        return region(lambda x, _: function.apply(x))
+
+    if loses_gradients(function):
+        found = refusal(build, tmp_path)
+        assert "zero gradients" in found and "pytorch/pytorch#180642" in found
+        assert "test_traps.py:" in found and " forward" in found
+    else:
+        assert not torch.__version__.startswith("2.11.")
+        save(build, tmp_path, name="it", world_size=2, capability=None)
 
 
 def test_a_function_with_gradients_is_not_refused(tmp_path: Path) -> None:
-    assert saved(lambda x, _: ViewsItsOutput.apply(x), tmp_path).manifest.roles == ()
+    assert not loses_gradients(ViewsItsOutput)
+    apply: Any = ViewsItsOutput.apply
+    assert saved(lambda x, _: apply(x), tmp_path).manifest.roles == ()
 
 
 def test_megatrons_own_exchange_is_refused_where_it_has_no_stand_in(
@@ -116,14 +117,17 @@ def test_megatrons_own_exchange_is_refused_where_it_has_no_stand_in(
         "unknown_body",
         lambda self: "other" if self is collectives._ALL_TO_ALL else original(self),
     )
-    found = refusal(lambda: expert_block(2), tmp_path)
-    assert "zero gradients" in found and "mappings.py" in found
+    if loses_gradients(WritesItsOutput):
+        found = refusal(lambda: expert_block(2), tmp_path, 4)
+        assert "zero gradients" in found and "mappings.py" in found
+    else:  # Megatron's own function is traced, and right.
+        save(lambda: expert_block(2), tmp_path, name="it", world_size=4, capability=None)
 
 
 def reduced_later(x: torch.Tensor, module: Plain) -> torch.Tensor:
     y = x * 2
     handle = dist.all_reduce(y, group=module.group, async_op=True)
-    z = module.last(x)
+    z: torch.Tensor = module.last(x)
     handle.wait()
     return y + z
 
@@ -246,7 +250,7 @@ def counts(x: torch.Tensor, _module: Plain) -> torch.Tensor:
 
 def test_a_variable_of_a_module_that_changes_at_each_call_is_refused(tmp_path: Path) -> None:
     found = refusal(lambda: region(counts), tmp_path)
-    assert f"variables of {__name__}" in found or "variables of" in found
+    assert "reads or changes variables of" in found and "test_traps" in found
 
 
 def test_a_group_without_a_role_is_refused(tmp_path: Path) -> None:
@@ -282,9 +286,7 @@ def test_a_process_with_a_group_does_not_save(
         ({"name": "it", "ranks": [0, 2]}, "there is no rank 2 in a world of 2"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    options: dict[str, Any], text: str, tmp_path: Path
-) -> None:
+def test_wrong_arguments_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(PrecompileError, match=text):
         save(lambda: region(reduced_later), tmp_path, world_size=2, **options)
     assert not list(tmp_path.iterdir())
@@ -302,4 +304,3 @@ def test_nothing_of_other_packages_stays_changed(tmp_path: Path) -> None:
     saved(reduced_later, tmp_path)
     assert all(one is two for one, two in zip(before, now(), strict=True))
     assert isinstance(vars(mappings._AllToAll)["forward"], staticmethod)
-    assert isinstance(types, types.ModuleType)
