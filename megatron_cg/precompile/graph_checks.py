@@ -12,6 +12,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from megatron_cg.errors import PrecompileError
+from megatron_cg.hooks.hook_records import describe, module_hooks
 from megatron_cg.precompile.graph_code import place_of
 
 PREFIX = "mcg::"
@@ -25,8 +26,13 @@ _WITH_GROUPS = ("_c10d_functional", "c10d_functional", "_c10d_functional_autogra
 
 
 def refuse_modules(module: torch.nn.Module) -> None:
-    """Raise PrecompileError for modules of Transformer Engine: they forbid Dynamo."""
+    """Raise PrecompileError for modules of Transformer Engine, and for modules with hooks."""
     for name, inner in module.named_modules():
+        for hook in module_hooks(inner):
+            raise PrecompileError(
+                f"{name or 'the region'} has the hook {describe(hook.fn)}, which would become part "
+                "of the code: build the module without hooks, and register them where it is loaded"
+            )
         if type(inner).__module__.partition(".")[0] == "transformer_engine":
             raise PrecompileError(
                 f"{name or 'the region'} is Transformer Engine's {type(inner).__name__}, which "

@@ -20,6 +20,7 @@ import torch
 from megatron_cg.consensus.decision import Kind, Level, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
+from megatron_cg.hooks.hook_records import describe, module_hooks
 from megatron_cg.precompile import one_step, store
 from megatron_cg.precompile.fingerprint import (
     capability_of,
@@ -87,10 +88,11 @@ class Precompiled:
         """Let these modules' forward passes run the compiled code; returns the undo.
 
         In the other mode than the traced one (``eval()`` for code of ``train()``), a module's own
-        forward runs. Hooks of the modules run as before; hooks of modules inside them do not.
+        forward runs. Hooks of the modules themselves run as before.
 
         Raises:
-            ReplayMismatchError: a module has other parameters or buffers; none is changed then.
+            ReplayMismatchError: a module has other parameters or buffers, or a module inside it has
+                a hook, which would never run; none is changed then.
         """
         modules = list(modules)
         for module in modules:
@@ -100,6 +102,7 @@ class Precompiled:
                     f"{self._name} was compiled for another {type(module).__name__}: "
                     f"{short(differences(self._module, found))}. Leave this module out"
                 )
+            _refuse_inner_hooks(self._name, module)
         with ExitStack() as undo:
             for module in modules:
                 undo.callback(set_attribute(module, "forward", self._forward_of(module)))
@@ -248,6 +251,15 @@ def _decided(
             "were called with a different on_refusal: give all ranks the same folder"
         )
     return None
+
+
+def _refuse_inner_hooks(name: str, module: torch.nn.Module) -> None:
+    for path, inner in module.named_modules():
+        for hook in module_hooks(inner) if inner is not module else ():
+            raise ReplayMismatchError(
+                f"{path} has the hook {describe(hook.fn)}, which {name} would never run: register "
+                "it on the module that is attached, or leave this module out"
+            )
 
 
 def _group_names(region: Region) -> dict[str, str]:

@@ -129,6 +129,15 @@ def refusals(folder: Path, own: Path, votes: Agreement, digest: str) -> dict[str
     return found
 
 
+def hooked(compiled: Precompiled, region: Region) -> None:
+    inner = region.module.get_submodule("linear")
+    handle = inner.register_forward_hook(lambda *_: None)
+    try:
+        compiled.attach([region.module])
+    finally:
+        handle.remove()
+
+
 def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
     """Calls for which the code was not compiled; no collective is entered."""
     region = REGIONS["columns"](device="cpu", seed=5)
@@ -143,6 +152,7 @@ def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
         "autograd": lambda: compiled(region.module, given.detach()),
         "keyword": lambda: compiled(region.module, given, mask=None),
         "module": lambda: compiled.attach([region.module, other]),
+        "hook": lambda: hooked(compiled, region),
     }
     for name, call in calls.items():
         try:
@@ -252,6 +262,7 @@ def test_ranks_that_do_not_do_the_same_all_refuse(results: list[dict[str, Any]])
         ("autograd", "strides (64, 32, 1), requires_grad and is"),
         ("keyword", "argument.mask was absent and is None"),
         ("module", "parameter.bias was absent and is torch.float32 (4,)"),
+        ("hook", "linear has the hook tests.unit.precompile.test_loaded.hooked.<locals>.<lambda>"),
     ],
 )
 def test_a_call_for_which_it_was_not_compiled_is_refused(

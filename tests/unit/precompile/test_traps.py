@@ -253,6 +253,16 @@ def test_a_variable_of_a_module_that_changes_at_each_call_is_refused(tmp_path: P
     assert "reads or changes variables of" in found and "test_traps" in found
 
 
+def test_hooks_are_refused_by_name(tmp_path: Path) -> None:
+    def build() -> Region:
+        found = region(lambda x, module: module.last(x))
+        found.module.last.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
+        return found
+
+    found = refusal(build, tmp_path)
+    assert "last has the hook" in found and "test_traps" in found
+
+
 def test_a_group_without_a_role_is_refused(tmp_path: Path) -> None:
     found = refusal(lambda: region(reduced_later, named=False), tmp_path)
     assert "a process group that the region does not name" in found
