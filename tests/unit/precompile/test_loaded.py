@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.consensus.decision import ranks_text
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError, ReplayMismatchError
 from megatron_cg.precompile.load import Precompiled, load
@@ -90,6 +91,14 @@ def said(run: Callable[[], Precompiled | None]) -> str:
         return str(error)
 
 
+def broken_decoder(file: Any) -> None:
+    raise EOFError("half of it")
+
+
+def scaled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda given: forward(given) * 1.0000002
+
+
 def refusals(folder: Path, own: Path, votes: Agreement, digest: str) -> dict[str, Any]:
     """What ranks come to where one of them has a bad artifact. ``own`` is this rank's folder."""
     rank = dist.get_rank()
@@ -124,7 +133,21 @@ def refusals(folder: Path, own: Path, votes: Agreement, digest: str) -> dict[str
         fields = json.loads(manifest.read_text())
         manifest.write_text(json.dumps(fields))  # The same artifact by another manifest.
     found["different"] = all_load()
+    if rank == 3:
+        fields = json.loads(manifest.read_text())
+        fields["sources"][0][3] = "0" * 64
+        manifest.write_text(json.dumps(fields))
+    found["edited source"] = all_load()
     shutil.copy(folder / "columns.json", manifest)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(torch.compiler, "load_compiled_function", broken_decoder)
+        found["not decoded"] = all_load()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            linear = region.module.get_submodule("linear")
+            patch.setattr(linear, "forward", scaled(linear.forward))
+        found["other numbers"] = all_load()
     found["good again"] = all_load()
     return found
 
@@ -252,6 +275,24 @@ def test_ranks_that_do_not_do_the_same_all_refuse(results: list[dict[str, Any]])
     found = across(results, "refusals", "different")
     assert all("rank 0 and the other ranks read different artifacts" in text for text in found)
     assert across(results, "refusals", "good again") == ["loaded"] * WORLD
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "text"),
+    [
+        ("edited source", [3], "are different. Save again for this configuration"),
+        ("not decoded", [1], "the artifact could not be decoded: EOFError: half of it"),
+        # What rank 0 computes is gathered by rank 1 too.
+        ("other numbers", [0, 1], "does not compute what eager computes: output 0 differs"),
+    ],
+)
+def test_what_a_rank_finds_at_a_later_check_is_a_refusal_of_all(
+    name: str, ranks: list[int], text: str, results: list[dict[str, Any]]
+) -> None:
+    texts = across(results, "refusals", name)
+    for rank in range(WORLD):
+        refused = f"{ranks_text(ranks)} refused the artifact"
+        assert (text if rank in ranks else refused) in texts[rank]
 
 
 @pytest.mark.parametrize(
