@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg import graph_units
+from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.consensus.decision import ranks_text
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError, ReplayMismatchError
@@ -194,12 +197,66 @@ def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
     return found
 
 
+class Layers(torch.nn.Module):
+    """Two layers of the local spec, one behind the other."""
+
+    def __init__(self, regions: list[Region]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(region.module for region in regions)
+        self.options = regions[0].kwargs
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            given, _context = layer(given, **self.options)
+        return given
+
+
+def trained(folder: Path, votes: Agreement, how: str) -> tuple[list[torch.Tensor], int]:
+    """Losses of five steps and weights; ``graphs`` captures the loaded code. Counts replays."""
+    regions = [REGIONS["layer"](device="cpu", seed=5) for _ in range(2)]
+    model = Layers(regions)
+    if how != "eager":
+        compiled = load(folder, "layer", regions[0], votes)
+        assert compiled is not None
+        compiled.attach(model.layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    graphed: Any = nullcontext()
+    if how == "graphs":
+        graphed = graph_units(model, ["layers.*"], warmup_steps=2, backend=TapeBackend())
+    with graphed as graphs:
+        for number in range(5):
+            with graphs.step() if graphs is not None else nullcontext():
+                optimizer.zero_grad()
+                torch.manual_seed(number)
+                given = torch.randn_like(regions[0].args[0]).requires_grad_()
+                loss = model(given).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach().clone())
+        replays = 0 if graphs is None else graphs.counters.replayed
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())], replays
+
+
+def captured(folder: Path, votes: Agreement) -> dict[str, Any]:
+    """Whether training with loaded code, also in graphs, has the bits of eager training."""
+    eager, _ = trained(folder, votes, "eager")
+    found: dict[str, Any] = {}
+    for how in ("compiled", "graphs"):
+        values, replays = trained(folder, votes, how)
+        pairs = zip(eager, values, strict=True)
+        found[how] = all(torch.equal(bytes_of(one), bytes_of(two)) for one, two in pairs)
+        found[f"{how}, replays"] = replays
+    return found
+
+
 def on_a_rank(folder: Path, out: Path, digest: str) -> None:
     logging.disable()
     votes, rank = Agreement(), dist.get_rank()
     found: dict[str, Any] = {name: bits(folder, votes, name) for name in REGIONS}
     found["refusals"] = refusals(folder, out / f"own{rank}", votes, digest)
     found["wrong calls"] = wrong_calls(folder, votes)
+    found["captured"] = captured(folder, votes)
     (out / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -229,6 +286,14 @@ def test_a_step_of_loaded_code_has_the_bits_of_eager(
         assert found["equal"] == found["all"]
         assert found["nonzero"] == found["all"]
         assert found["calls"] == 1
+
+
+def test_loaded_code_is_captured_and_replayed_with_the_bits_of_eager(
+    results: list[dict[str, Any]],
+) -> None:
+    """Two layers of one artifact, five steps of which two are warmup."""
+    expected = {"compiled": True, "compiled, replays": 0, "graphs": True, "graphs, replays": 6}
+    assert [result["captured"] for result in results] == [expected] * WORLD
 
 
 def test_the_number_of_gradients_is_that_of_the_layer(results: list[dict[str, Any]]) -> None:
