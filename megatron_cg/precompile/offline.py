@@ -17,6 +17,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from megatron_cg.errors import PrecompileError
+from megatron_cg.precompile.fingerprint import Capability
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
@@ -45,6 +46,20 @@ def _current_device() -> torch.device:
     return torch.device("meta")
 
 
+_capability: Capability = None
+"""Of the GPUs that the code is for, while a fake rank is there."""
+
+
+def _device_capability(device: object = None) -> Capability:
+    return _capability
+
+
+@torch.compiler.substitute_in_graph(_device_capability)
+def _traced_device_capability(device: object = None) -> Capability:
+    """The same for Dynamo."""
+    return _capability
+
+
 @torch.compiler.substitute_in_graph(_current_device)
 def _traced_current_device() -> torch.device:
     """The same for Dynamo, which takes what ``torch.cuda.current_device`` is for torch's own."""
@@ -56,7 +71,7 @@ def _no_warning(*_args: object, **_kwargs: object) -> None:
 
 
 @contextmanager
-def fake_rank(rank: int, world_size: int, capability: tuple[int, int] | None) -> Iterator[None]:
+def fake_rank(rank: int, world_size: int, capability: Capability) -> Iterator[None]:
     """Be ``rank`` of ``world_size`` in the block, on a GPU of that compute capability.
 
     Raises PrecompileError if this process has a process group already.
@@ -79,14 +94,15 @@ def fake_rank(rank: int, world_size: int, capability: tuple[int, int] | None) ->
         yield
 
 
-def _names(capability: tuple[int, int] | None) -> list[tuple[Any, str, Any]]:
+def _names(capability: Capability) -> list[tuple[Any, str, Any]]:
     named: list[tuple[Any, str, Any]] = [
+        (sys.modules[__name__], "_capability", capability),
         (torch.cuda, "current_device", _current_device),
         (torch.cuda, "Stream", _NoStream),
         (warnings, "warn", _no_warning),
     ]
     if capability is not None:
-        named.append((torch.cuda, "get_device_capability", lambda *_args: capability))
+        named.append((torch.cuda, "get_device_capability", _device_capability))
     return named
 
 

@@ -253,6 +253,25 @@ def test_a_variable_of_a_module_that_changes_at_each_call_is_refused(tmp_path: P
     assert "reads or changes variables of" in found and "test_traps" in found
 
 
+def test_code_that_asks_for_the_gpu_gets_the_one_it_is_for(tmp_path: Path) -> None:
+    """No GPU is here: the trace sees the capability that was given, and the artifact names it."""
+
+    def build() -> Region:
+        assert torch.cuda.get_device_capability() == (10, 3)
+        return region(lambda x, _: x if torch.cuda.get_device_capability()[0] >= 10 else x / 0)
+
+    found = save(build, tmp_path, name="it", world_size=2, capability=(10, 3)).manifest
+    assert found.fingerprint["device"] == "cuda 10.3"
+    older = save(
+        lambda: region(lambda x, _: x if torch.cuda.get_device_capability()[0] >= 10 else x + 1),
+        tmp_path,
+        name="older",
+        world_size=2,
+        capability=(9, 0),
+    ).manifest
+    assert older.code_sha256 != found.code_sha256
+
+
 def test_hooks_are_refused_by_name(tmp_path: Path) -> None:
     def build() -> Region:
         found = region(lambda x, module: module.last(x))
