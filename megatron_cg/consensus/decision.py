@@ -47,6 +47,8 @@ class Kind(IntEnum):
     """Which function is being compiled."""
     SIZE = 7
     """The static size that a rank needs."""
+    PRECOMPILED = 8
+    """Whether compiled code that was loaded may be used (``precompile/load.py``)."""
 
 
 _OF_COMPILED_REGIONS = {Kind.GUARD, Kind.COMPILE, Kind.SIZE}

@@ -138,7 +138,7 @@ class _Pass:
         chosen = [tensor for tensor, need in zip(self._made, needs, strict=True) if need]
         self._made = []
         with self._unit.in_backward():
-            torch.autograd.backward(chosen, [_made_up(tensor) for tensor in chosen])
+            torch.autograd.backward(chosen, [synthetic_gradient(tensor) for tensor in chosen])
         return [(f"the gradient of {name}", tensor.grad) for name, tensor in self._leaves()]
 
     def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,7 +157,7 @@ def _detached(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad)
 
 
-def _made_up(output: torch.Tensor) -> torch.Tensor:
+def synthetic_gradient(output: torch.Tensor) -> torch.Tensor:
     """A synthetic gradient with many values, the same in every pass; draws no random number."""
     steps = torch.arange(output.numel(), device=output.device, dtype=torch.int64) % _STEPS
     values = (steps - _STEPS // 2).to(torch.float32) / _SCALE
@@ -177,14 +177,14 @@ def _first_difference(
                 return _mismatch(name, _kind(one), _kind(two))
         elif one.shape != two.shape or one.dtype != two.dtype:
             return _mismatch(name, _kind(one), _kind(two))
-        elif not torch.equal(_bytes(one), _bytes(two)):
-            different = int((_bytes(one) != _bytes(two)).sum())
+        elif not torch.equal(bytes_of(one), bytes_of(two)):
+            different = int((bytes_of(one) != bytes_of(two)).sum())
             text = f"different in {different} of {one.nbytes} bytes"
             return _mismatch(name, _kind(one), text)
     return None
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor``, so that NaN equals NaN and 0.0 differs from -0.0."""
     return tensor.contiguous().flatten().view(torch.uint8)
 

@@ -21,6 +21,7 @@ from megatron_cg.upstream.symbols import installed_version
 LONGEST = (
     "ordering/test_order.py",
     "tools/plan/test_sweep.py",
+    "precompile/test_loaded.py",
     "backends/tape/test_own_loop.py",
     "runs/test_life.py",
     "fastpath/test_fast_path.py",

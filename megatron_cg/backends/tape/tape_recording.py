@@ -252,6 +252,11 @@ def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ..
 
 def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
     """Finish a collective before later operations read its result, as stream order would."""
+    if func.namespace == "_c10d_functional":
+        # A replay copies the result before it comes to the recorded wait_tensor.
+        for value in flat:
+            if isinstance(value, torch.Tensor):
+                torch.ops._c10d_functional.wait_tensor(value)
     if func.namespace != "c10d":
         return
     for value in flat:

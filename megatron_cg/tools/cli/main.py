@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "megatron_cg.tools.cli.bench",
     "doctor": "megatron_cg.tools.cli.doctor",
     "plan": "megatron_cg.tools.cli.plan",
+    "precompile": "megatron_cg.tools.cli.precompile",
     "report": "megatron_cg.tools.cli.report",
 }
 """Each command's module; it has ``add_arguments(parser)`` and ``run(args, extra) -> int``."""

@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,14 +37,25 @@ class Summed(torch.autograd.Function):
         return total_of(gradients[0]) * 2
 
 
+FUNCTIONAL = False
+"""Whether the sum is a functional collective, as in compiled code; set in each process."""
+
+
 def total_of(x: torch.Tensor) -> torch.Tensor:
+    if FUNCTIONAL:
+        group = dist.distributed_c10d._get_default_group().group_name
+        started = torch.ops._c10d_functional.all_reduce(x.detach(), "sum", group)
+        summed: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+        return summed
     total = x.detach().clone()
     dist.all_reduce(total)
     return total
 
 
-def replayed(root: Path) -> None:
+def replayed(root: Path, functional: bool) -> None:
     """Outputs and gradients of two replays, which rank 1 comes to later than rank 0."""
+    global FUNCTIONAL
+    FUNCTIONAL = functional
     rank = dist.get_rank()
     sample = torch.ones(3, requires_grad=True)
     (graph,) = TapeBackend().capture((Summing(),), [(sample,)], capture_time_hooks=[{}])
@@ -60,8 +72,9 @@ def replayed(root: Path) -> None:
     (root / f"{rank}.json").write_text(json.dumps(found))
 
 
-def test_a_replay_waits_for_the_ranks_that_come_later(tmp_path: Path) -> None:
-    run_processes(partial(replayed, tmp_path))
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_replay_waits_for_the_ranks_that_come_later(functional: bool, tmp_path: Path) -> None:
+    run_processes(partial(replayed, tmp_path, functional))
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found == [[6.0] * 3, [60.0] * 3, [10.0] * 3, [60.0] * 3]

@@ -1,0 +1,278 @@
+"""Load compiled code on every rank, or on none.
+
+All ranks go through the same stages, and vote after each: the artifact is checked, then decoded,
+then compared with eager for one step. A rank that fails at a stage still votes, so no rank waits in
+a collective of the comparison for one that has refused.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron_cg.consensus.decision import Kind, Level, Vote, digest, ranks_text
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
+from megatron_cg.hooks.hook_records import describe, module_hooks
+from megatron_cg.precompile import one_step, store
+from megatron_cg.precompile.fingerprint import (
+    capability_of,
+    differences,
+    fingerprint,
+    short,
+    tensor_kind,
+)
+from megatron_cg.precompile.graph_checks import PREFIX
+from megatron_cg.precompile.output_code import Rank, loading_for
+from megatron_cg.precompile.region import Region
+from megatron_cg.precompile.sources import changed_sources
+from megatron_cg.upstream.patch import Undo, set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+logger = logging.getLogger(__name__)
+
+_LOAD = Symbol(
+    "torch",
+    "torch.compiler:load_compiled_function",
+    "decodes a compiled function from a file",
+    parameters=("file",),
+)
+RELIES_ON = (_LOAD,)
+
+OnRefusal = Literal["error", "eager"]
+
+
+class _Stage(IntEnum):
+    """What a vote follows; its serial number."""
+
+    CHECKED = 1
+    DECODED = 2
+    COMPARED = 3
+
+
+class Precompiled:
+    """Compiled code on this rank; call it with a module and its arguments.
+
+    One artifact serves all modules of the same kind and shapes, such as all layers of a model.
+    """
+
+    def __init__(self, function: Callable[..., Any], region: Region, name: str) -> None:
+        self._function, self._name = function, name
+        self._training = region.module.training
+        self._arguments = _kinds(region)
+        self._module = _module_kinds(region.module)
+
+    def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward pass; its outputs have the compiled backward pass.
+
+        Raises ReplayMismatchError if an argument is not as it was traced: code without guards
+        would compute something wrong.
+        """
+        found = _kinds(Region(module, args, kwargs))
+        if found != self._arguments:
+            raise ReplayMismatchError(
+                f"{self._name} was compiled for other arguments: "
+                f"{short(differences(self._arguments, found))}. Call it with these shapes, or save "
+                "an artifact for them"
+            )
+        return self._function(module, *args, **kwargs)
+
+    def attach(self, modules: Iterable[torch.nn.Module]) -> Undo:
+        """Let these modules' forward passes run the compiled code; returns the undo.
+
+        In the other mode than the traced one (``eval()`` for code of ``train()``), a module's own
+        forward runs. Hooks of the modules themselves run as before.
+
+        Raises:
+            ReplayMismatchError: a module has other parameters or buffers, or a module inside it has
+                a hook, which would never run; none is changed then.
+        """
+        modules = list(modules)
+        for module in modules:
+            found = _module_kinds(module)
+            if found != self._module:
+                raise ReplayMismatchError(
+                    f"{self._name} was compiled for another {type(module).__name__}: "
+                    f"{short(differences(self._module, found))}. Leave this module out"
+                )
+            _refuse_inner_hooks(self._name, module)
+        with ExitStack() as undo:
+            for module in modules:
+                undo.callback(set_attribute(module, "forward", self._forward_of(module)))
+            return undo.pop_all().close
+
+    def _forward_of(self, module: torch.nn.Module) -> Callable[..., Any]:
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if module.training is not self._training:
+                return own(*args, **kwargs)
+            return self(module, *args, **kwargs)
+
+        return forward
+
+
+def load(
+    directory: Path | str,
+    name: str,
+    region: Region,
+    votes: Agreement,
+    *,
+    on_refusal: OnRefusal = "error",
+    manifest_sha256: str | None = None,
+) -> Precompiled | None:
+    """Load an artifact on all ranks, or on none. All ranks call this together.
+
+    Nothing is decoded before the owner of the files (or ``manifest_sha256``), the checksum, the
+    fingerprint and the sources were checked on all ranks; see Note [What is trusted].
+
+    Args:
+        directory: where ``save`` wrote to.
+        name: of the artifact.
+        region: the module on this rank's device, with real weights, real arguments of the shapes
+            to come, and the process groups of the rank by role.
+        votes: of all ranks of the default process group.
+        on_refusal: ``error`` raises on all ranks; ``eager`` returns None on all ranks.
+        manifest_sha256: what ``save`` returned; the folder's owner does not matter then.
+
+    Raises:
+        ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
+        AgreementError: a rank is gone or does something else.
+    """
+    loader = _Loader(Path(directory), name, region, manifest_sha256)
+    stages: tuple[tuple[_Stage, Callable[[], None]], ...] = (
+        (_Stage.CHECKED, loader.check),
+        (_Stage.DECODED, loader.decode),
+        (_Stage.COMPARED, loader.compare),
+    )
+    for stage, run in stages:
+        own = _refusal(run)
+        refusal = _decided(stage, own, votes, f"{on_refusal} {loader.held}")
+        if refusal is None:
+            continue
+        if on_refusal == "error":
+            raise refusal from own
+        logger.warning("megatron_cg: %s runs eagerly on all ranks: %s", name, refusal)
+        return None
+    return loader.done()
+
+
+class _Loader:
+    """What one rank does at each stage."""
+
+    def __init__(
+        self, directory: Path, name: str, region: Region, manifest_sha256: str | None
+    ) -> None:
+        self._directory, self._name = directory, name
+        self._region, self._manifest_sha256 = region, manifest_sha256
+        self._stored: store.Stored | None = None
+        self._compiled: Any = None
+
+    @property
+    def held(self) -> str:
+        """Which artifact this rank has read; all ranks must hold the same."""
+        return "" if self._stored is None else self._stored.manifest_sha256
+
+    def check(self) -> None:
+        stored = store.read(self._directory, self._name, self._manifest_sha256)
+        device = self._region.device()
+        found = fingerprint(self._region, capability_of(device))
+        different = differences(stored.manifest.fingerprint, found)
+        different += changed_sources(stored.manifest.sources)
+        if different:
+            raise ArtifactRefusedError(
+                f"{self._name} was made for something else: {short(different)}. Save again for "
+                "this configuration"
+            )
+        missing = set(stored.manifest.roles) - set(self._region.groups)
+        if missing:
+            raise ArtifactRefusedError(
+                f"{self._name} has collectives on {', '.join(sorted(missing))}, and the region "
+                "names no such group: add it to Region.groups"
+            )
+        self._stored = stored
+
+    def decode(self) -> None:
+        assert self._stored is not None
+        rank = Rank(self._region.device(), _group_names(self._region))
+        with loading_for(rank):
+            self._compiled = _LOAD.find()(io.BytesIO(self._stored.data))
+        # All guards were left out; the fingerprint and the check of each call replace them.
+        self._compiled.disable_guard_check()
+
+    def compare(self) -> None:
+        different = one_step.first_difference(self._region, self._compiled)
+        if different is not None:
+            raise ArtifactRefusedError(
+                f"{self._name} does not compute what eager computes: {different}. Save again; if "
+                "that does not help, please report it with this line"
+            )
+
+    def done(self) -> Precompiled:
+        return Precompiled(self._compiled, self._region, self._name)
+
+
+def _refusal(run: Callable[[], None]) -> Exception | None:
+    """What kept this rank from a stage. It must vote, so nothing may escape."""
+    try:
+        run()
+    except Exception as error:
+        return error
+    return None
+
+
+def _decided(
+    stage: _Stage, own: Exception | None, votes: Agreement, held: str
+) -> ArtifactRefusedError | None:
+    """The refusal of all ranks, or None if all go on."""
+    vote = Vote(Level.KEEP if own is None else Level.GIVE_UP, graphs=digest([held]))
+    decision = votes.agree(Kind.PRECOMPILED, vote, serial=stage)
+    if own is not None:
+        if isinstance(own, MegatronCGError):
+            return ArtifactRefusedError(str(own))
+        return ArtifactRefusedError(
+            f"the artifact could not be {stage.name.lower()}: {type(own).__name__}: {own}"
+        )
+    if decision.asked:
+        return ArtifactRefusedError(
+            f"{ranks_text(decision.asked)} refused the artifact, for the reason in its own log, so "
+            "no rank uses it"
+        )
+    if decision.minority:
+        return ArtifactRefusedError(
+            f"{ranks_text(decision.minority)} and the other ranks read different artifacts, or "
+            "were called with a different on_refusal: give all ranks the same folder"
+        )
+    return None
+
+
+def _refuse_inner_hooks(name: str, module: torch.nn.Module) -> None:
+    for path, inner in module.named_modules():
+        for hook in module_hooks(inner) if inner is not module else ():
+            raise ReplayMismatchError(
+                f"{path} has the hook {describe(hook.fn)}, which {name} would never run: register "
+                "it on the module that is attached, or leave this module out"
+            )
+
+
+def _group_names(region: Region) -> dict[str, str]:
+    return {f"{PREFIX}{role}": group.group_name for role, group in region.groups.items()}
+
+
+def _kinds(region: Region) -> Mapping[str, str]:
+    """What a call must have in common with the traced one."""
+    return {
+        name: tensor_kind(value) if isinstance(value, torch.Tensor) else repr(value)
+        for name, value in region.arguments()
+    }
+
+
+def _module_kinds(module: torch.nn.Module) -> dict[str, str]:
+    return {name: tensor_kind(value) for name, value in Region(module, ()).tensors()}

@@ -1,0 +1,96 @@
+"""The comparison of one step finds wrong outputs, gradients and buffers, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.precompile.one_step import first_difference
+from megatron_cg.precompile.region import Region
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, given: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, None]:
+        self.count += 1
+        return self.linear(given) * scale, None
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return torch.zeros_like(grad)
+
+
+@pytest.fixture
+def region() -> Region:
+    torch.manual_seed(1)
+    return Region(Block(), (torch.randn(2, 4, requires_grad=True),), {"scale": 2.0})
+
+
+def right(module: Any, given: torch.Tensor, scale: float) -> Any:
+    return module(given, scale)
+
+
+def off_by_a_bit(module: Any, given: torch.Tensor, scale: float) -> Any:
+    out, _ = module(given, scale)
+    return out + torch.finfo(out.dtype).eps * out.detach(), None
+
+
+def zero_gradient(module: Any, given: torch.Tensor, scale: float) -> Any:
+    out, _ = module(given, scale)
+    wrong: Any = WrongGradient.apply
+    return wrong(out), None
+
+
+def detached_input(module: Any, given: torch.Tensor, scale: float) -> Any:
+    return module(given.detach(), scale)
+
+
+def counted_twice(module: Any, given: torch.Tensor, scale: float) -> Any:
+    module.count += 1
+    return module(given, scale)
+
+
+def one_more(module: Any, given: torch.Tensor, scale: float) -> Any:
+    out, _ = module(given, scale)
+    return out, out
+
+
+def another_dtype(module: Any, given: torch.Tensor, scale: float) -> Any:
+    return module(given, scale)[0].double()
+
+
+@pytest.mark.parametrize(
+    ("compiled", "text"),
+    [
+        (off_by_a_bit, "output 0 differs in"),
+        (zero_gradient, "the gradient of parameter.linear.weight differs in"),
+        (detached_input, "the gradient of argument.0 is torch.float32 of shape (2, 4) in eager"),
+        (counted_twice, "buffer count differs in"),
+        (one_more, "results in eager and"),
+        (another_dtype, "in eager and torch.float64 of shape (2, 4) in compiled code"),
+    ],
+)
+def test_what_differs_is_named(compiled: Any, text: str, region: Region) -> None:
+    assert text in (first_difference(region, compiled) or "nothing")
+
+
+def test_equal_code_changes_nothing(region: Region) -> None:
+    ran: list[int] = []
+    region.module.linear.weight.register_post_accumulate_grad_hook(lambda _: ran.append(1))  # type: ignore[union-attr, operator]
+    assert first_difference(region, right) is None
+    assert int(region.module.count) == 0  # type: ignore[arg-type]
+    assert all(parameter.grad is None for parameter in region.module.parameters()) and not ran
+    assert region.args[0].grad is None
