@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.backends.driver.graphed import GraphedModule, GraphResetError, StaleReplayError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_graphs import GraphResetError, StaleReplayError, TapeCallable
 from megatron_cg.backends.tape.tape_memory import FreedStorageError
 
 
@@ -45,7 +45,7 @@ def blocks() -> tuple[Block, ...]:
 
 def capture(
     modules: tuple[nn.Module, ...], kwargs: dict[str, torch.Tensor] | None = None, **options: Any
-) -> tuple[TapeCallable, ...]:
+) -> tuple[GraphedModule, ...]:
     backend = TapeBackend()
     with backend.preserved(modules):
         return backend.capture(
