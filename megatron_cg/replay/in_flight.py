@@ -18,7 +18,7 @@ exactly as long as the node is in the autograd graph; ``Node.register_prehook``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 

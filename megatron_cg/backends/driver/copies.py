@@ -26,6 +26,7 @@ def copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if not StaticMemory.of(static).holds(value):
             into, values = groups.setdefault((static.dtype, static.device), ([], []))
             into.append(static)
-            values.append(value)
+            # Another layout of the same memory cannot be copied onto itself.
+            values.append(value.clone() if value.data_ptr() == static.data_ptr() else value)
     for into, values in groups.values():
         torch._foreach_copy_(into, values)

@@ -56,8 +56,8 @@ class TapeRecorder:
             backward.dead_after = frozenset(key for key in own if dies.get(key, end) <= end)
             for key, number in dies.items():
                 if end < number < len(self._tapes):
-                    tape = self._tapes[number]
-                    tape.dead_before |= {key} - tape.used
+                    later = self._tapes[number]
+                    later.dead_before |= {key} - later.used
         for item in samples:
             for tape in (item.forward, item.backward):
                 assert isinstance(tape, Tape)
