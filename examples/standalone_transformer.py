@@ -1,10 +1,10 @@
-"""Train a transformer of plain PyTorch under the standalone megatron_fsdp, eagerly or with graphs.
+"""Train a transformer of plain PyTorch, eagerly or with graphs, sharded in a way of your choice.
 
-No megatron-core is needed. On GPUs the graphs are CUDA graphs by Transformer Engine; without one,
-two processes train over gloo with tapes in their place.
+No megatron-core is needed, and no megatron-fsdp but for its own sharding. On GPUs the graphs are
+CUDA graphs by Transformer Engine; without one, two processes train over gloo with tapes instead.
 
     torchrun --nproc-per-node 2 examples/standalone_transformer.py --graphs
-    torchrun --nproc-per-node 2 examples/standalone_transformer.py --compare
+    torchrun --nproc-per-node 2 examples/standalone_transformer.py --compare --sharding fsdp2
     python examples/standalone_transformer.py --compare          # without a GPU
 """
 
@@ -70,24 +70,51 @@ class Transformer(nn.Module):
         return logits
 
 
-def build(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
-    """The sharded model and its optimizer, the same in every run."""
+def under_megatron_fsdp(network: Transformer, device: str) -> tuple[Any, Any]:
+    """The network under the standalone Megatron-FSDP, and its optimizer."""
     from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 
-    torch.manual_seed(args.seed)
-    network = Transformer(args.layers, args.hidden, args.sequence, args.dropout).to(device)
     model = fully_shard_model(
         network,
         fsdp_unit_modules=[Block],
         # Both keep unsharded parameters where they were at capture.
         fsdp_double_buffer=True,
         fsdp_db_use_persist_buf_on_alloc_fail=True,
-        # The loss is divided by the number of ranks below; gloo cannot scale as it reduces.
+        # Sums gradients over ranks: gloo cannot scale as it reduces.
         calculate_per_token_loss=True,
     )
+    return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def under_fsdp2(network: Transformer, device: str) -> tuple[Any, Any]:
+    """The network under torch's ``fully_shard``, and its optimizer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for layer in network.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    return network, torch.optim.AdamW(network.parameters(), lr=1e-3)
+
+
+def under_ddp(network: Transformer, device: str) -> tuple[Any, Any]:
+    """The network under DistributedDataParallel, and its optimizer."""
+    model = nn.parallel.DistributedDataParallel(network)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+SHARDINGS = {"megatron-fsdp": under_megatron_fsdp, "fsdp2": under_fsdp2, "ddp": under_ddp}
+
+
+def build(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
+    """The sharded model and its optimizer, the same in every run."""
+    torch.manual_seed(args.seed)
+    network = Transformer(args.layers, args.hidden, args.sequence, args.dropout).to(device)
+    model, optimizer = SHARDINGS[args.sharding](network, device)
     # Dropout differs between ranks, and is the same in both runs.
     torch.manual_seed(args.seed + 1 + dist.get_rank())
-    return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return model, optimizer
 
 
 def batch_of(args: argparse.Namespace, number: int, device: str) -> torch.Tensor:
@@ -106,6 +133,8 @@ def train(args: argparse.Namespace, device: str, *, graphed: bool) -> list[torch
     from megatron_cg.backends.tape.tape_backend import TapeBackend
 
     model, optimizer = build(args, device)
+    # FSDP2 and DistributedDataParallel average gradients over ranks by themselves.
+    summed = dist.get_world_size() if args.sharding == "megatron-fsdp" else 1
     losses = []
     graphs: Any = nullcontext()
     if graphed:
@@ -120,18 +149,19 @@ def train(args: argparse.Namespace, device: str, *, graphed: bool) -> list[torch
                     tokens = batch_of(args, step * args.microbatches + microbatch, device)
                     logits = model(tokens[:, :-1]).float()
                     loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-                    loss = loss / (args.microbatches * dist.get_world_size())
-                    loss.backward()
+                    loss = loss / args.microbatches
+                    (loss / summed).backward()
                     total += loss.detach()
                 optimizer.step()
             dist.all_reduce(total)
+            total /= dist.get_world_size()
             losses.append(total)
             if dist.get_rank() == 0:
                 print(f"step {step} loss {float(total):.6f}", flush=True)
         if graphed and dist.get_rank() == 0:
             print(f"counters: {graphs.counters.as_dict()}", flush=True)
-    shards = [parameter.to_local().detach().clone() for parameter in model.parameters()]
-    return [*losses, *shards]
+    shards = (getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())
+    return [*losses, *(shard.detach().clone() for shard in shards)]
 
 
 def compare(args: argparse.Namespace, device: str) -> None:
@@ -170,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers |= {"layers": 4, "hidden": 64, "sequence": 32}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sharding", choices=SHARDINGS, default="megatron-fsdp")
     parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.accumulators import forget_accumulators
@@ -22,7 +21,7 @@ from megatron_cg.capture.transaction import buffers_kept, without_gradients
 from megatron_cg.capture.unit_guard import UnitGuard, UnitGuards
 from megatron_cg.errors import CaptureError
 from megatron_cg.events import PassesBegin, PassesDone, emit
-from megatron_cg.fsdp.fsdp_model import training_states
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard.inputs import Inputs
@@ -42,7 +41,7 @@ class GuardedCapture:
     """One capture of given units; to be created while their hooks are still installed.
 
     Args:
-        fsdp: the ``MegatronFSDP``.
+        sharding: how the model is sharded.
         units: the layers, in the order of their forward passes.
         backend: captures the graphs.
         mismatches: the mismatch policy of the graphs.
@@ -51,13 +50,13 @@ class GuardedCapture:
 
     def __init__(
         self,
-        fsdp: nn.Module,
+        sharding: Sharding,
         units: Sequence[Unit],
         backend: Backend,
         mismatches: MismatchPolicy,
         static_inputs: StaticInputs,
     ) -> None:
-        self._fsdp, self._units, self._backend = fsdp, tuple(units), backend
+        self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs
         self._guards = UnitGuards(UnitGuard(unit) for unit in self._units)
         self._in_flight: defaultdict[int, InFlight] = defaultdict(InFlight)
@@ -98,8 +97,9 @@ class GuardedCapture:
         numbers_of = [order.samples_of(index) for index in range(len(self._units))]
         borrowed = self._borrow(numbers_of, kwargs)
         for guard in self._guards:
-            guard.watch_memory(self._fsdp)
-        forget_accumulators(module for unit in self._units for module in unit.graphed)
+            guard.watch_memory(self._sharding)
+        if self._sharding.renews_accumulators:
+            forget_accumulators(module for unit in self._units for module in unit.graphed)
         begin()
         try:
             graphs = self._capture(order, args, kwargs, options)
@@ -203,7 +203,7 @@ class GuardedCapture:
         """Restore everything that one pass through ``unit`` changes."""
         modules = list(unit.layer.modules())
         with ExitStack() as stack:
-            stack.enter_context(training_states(modules))
+            stack.enter_context(self._sharding.states_kept(modules))
             stack.enter_context(buffers_kept(modules))
             stack.enter_context(metrics_kept())
             stack.enter_context(without_gradients(list(unit.layer.parameters())))

@@ -44,6 +44,8 @@ from megatron_cg.fastpath import FastPath
 from megatron_cg.fastpath import install as install_fast_path
 from megatron_cg.fastpath.params.last_unit import reshard_last_unit
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.attach import attach_replay
 from megatron_cg.replay.counters import Counters
@@ -69,10 +71,10 @@ class Phase(Enum):
 
 
 class Session:
-    """The graphs of one Megatron-FSDP model.
+    """The graphs of one model.
 
     Args:
-        model: the ``MegatronFSDP``, or any module that contains exactly one.
+        model: the sharded model, or any module that contains it.
         units: the layers to be captured, in the order of their forward passes.
         backend: captures the graphs.
         agreement: the votes of all ranks, for a model that several ranks train.
@@ -83,9 +85,10 @@ class Session:
         fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs exist, or by
             which parts; see ``megatron_cg/fastpath``. It must be equal on all ranks.
         optimizers: the optimizers of the model's parameters, for the fast path.
+        sharding: how the model is sharded; None means by Megatron-FSDP.
 
     Raises:
-        HookError: ``model`` holds no ``MegatronFSDP``.
+        HookError: ``sharding`` is None and ``model`` holds no ``MegatronFSDP``.
         UpstreamChangedError: its ``MegatronFSDP`` lacks a member we rely on.
     """
 
@@ -101,14 +104,9 @@ class Session:
         static_inputs: StaticInputs | None = None,
         fast_path: bool | Collection[str] = True,
         optimizers: Sequence[Any] = (),
+        sharding: Sharding | None = None,
     ) -> None:
-        fsdp = find_megatron_fsdp(model)
-        if fsdp is None:
-            raise HookError(
-                f"{type(model).__name__} holds no MegatronFSDP: wrap the model before capture "
-                "(--use-megatron-fsdp), or use Megatron's own CUDA graphs without this package."
-            )
-        self._model, self._fsdp = model, fsdp
+        self._model, self._sharding = model, sharding or _megatron_fsdp(model)
         self._units = tuple(units)
         self._backend = backend
         self._agreement, self._joins = agreement, joins
@@ -149,15 +147,17 @@ class Session:
         self._require(Phase.EAGER)
         self._wait_for_earlier_work()
         votes = self._agreement.time if self._agreement is not None else None
-        emit(CaptureBegan(self._fsdp, self._units, votes))
+        emit(CaptureBegan(self._sharding.wrapped, self._units, votes))
         whole = False
         try:
             self.phase = Phase.CAPTURING
-            reshard_last_unit(self._fsdp)  # All ranks capture or none does, so all call this.
+            if self._sharding.megatron_fsdp is not None:
+                # All ranks capture or none does, so all call this.
+                reshard_last_unit(self._sharding.megatron_fsdp)
             self._capture = GuardedCapture(
-                self._fsdp, self._units, self._backend, self.mismatches, self._static_inputs
+                self._sharding, self._units, self._backend, self.mismatches, self._static_inputs
             )
-            with capturing(self._units, self._fsdp, self._backend) as (hooks, lasting):
+            with capturing(self._units, self._sharding, self._backend) as (hooks, lasting):
                 self._hooks = hooks
                 for unit in self._units:
                     lasting.callback(set_attribute(unit.layer, "cuda_graphs", [], shared=True))
@@ -222,11 +222,11 @@ class Session:
         return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
 
     def _install_fast_path(self) -> None:
-        if not self._parts:
+        if not self._parts or self._sharding.megatron_fsdp is None:
             return
         agreement = self._agreement
         self.fast_path = install_fast_path(
-            self._fsdp,
+            self._sharding.megatron_fsdp,
             self._backend.scratch(),
             self._optimizers,
             {module for unit in self._units for top in unit.graphed for module in top.modules()},
@@ -333,6 +333,16 @@ def close_all_sessions() -> None:
     with ExitStack() as stack:
         for session in _SESSIONS:
             stack.callback(session.close)
+
+
+def _megatron_fsdp(model: nn.Module) -> MegatronFsdp:
+    fsdp = find_megatron_fsdp(model)
+    if fsdp is None:
+        raise HookError(
+            f"{type(model).__name__} holds no MegatronFSDP: wrap the model before capture "
+            "(--use-megatron-fsdp), or use Megatron's own CUDA graphs without this package."
+        )
+    return MegatronFsdp(fsdp)
 
 
 def _graphs(layer: nn.Module) -> Sequence[Any]:

@@ -17,34 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters, training_states
-from megatron_cg.fsdp.roles import fsdp_package_of
-from megatron_cg.fsdp.transform import UnitHooks, transform
-from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
+from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
 from megatron_cg.replay.unit import Unit
-
-
-def read_hooks(unit: Unit) -> UnitHooks:
-    """Run phase 2 on a unit's current hooks; changes nothing.
-
-    Raises HookError or UnknownFsdpHookError, naming the hook.
-    """
-    inner = {
-        module: tuple(module_hooks(module))
-        for module in unit.layer.modules()
-        if module is not unit.layer
-    }
-    return transform(unit.layer, tuple(module_hooks(unit.layer)), inner, unit.graphed, unit.name)
 
 
 @contextmanager
 def capturing(
-    units: Sequence[Unit], fsdp: nn.Module, backend: Backend
+    units: Sequence[Unit], sharding: Sharding, backend: Backend
 ) -> Iterator[tuple[tuple[UnitHooks, ...], ExitStack]]:
     """A context in which ``units`` can be captured.
 
@@ -54,38 +41,42 @@ def capturing(
 
     Args:
         units: the layers, in the order of their forward passes.
-        fsdp: the ``MegatronFSDP`` that wraps them.
+        sharding: how the model is sharded.
         backend: the backend, to restore the state that its capture changes.
 
     Raises:
         HookError, UnknownFsdpHookError: before anything has been changed.
     """
     modules = _unique(module for unit in units for module in unit.layer.modules())
-    hooks = tuple(read_hooks(unit) for unit in units)
+    layers = [unit.layer for unit in units]
+    hooks = tuple(sharding.unit_hooks(unit) for unit in units)
     with ExitStack() as lasting, ExitStack() as always:
-        always.enter_context(training_states(fsdp.modules()))
-        always.enter_context(raw_parameters(fsdp))
-        parameters = _unique(p for unit in units for p in unit.layer.parameters())
-        always.callback(gather_alone(fsdp, parameters))
+        lasting.callback(sharding.stable_memory(layers))
+        always.enter_context(sharding.capturing(layers))
+        parameters = _unique(p for layer in layers for p in layer.parameters())
         always.enter_context(gradients_kept(parameters))
         always.enter_context(buffers_kept(modules))
         always.callback(_quiet_parameters(parameters))
-        always.callback(_quiet_modules(units, modules))
-        always.enter_context(backend.preserved([unit.layer for unit in units]))
+        always.callback(_quiet_modules(layers, modules, sharding.made))
+        always.enter_context(backend.preserved(layers))
         yield hooks, lasting
 
 
-def _quiet_modules(units: Sequence[Unit], modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Remove the units' hooks and FSDP's hooks on modules below them; returns the undo.
+def _quiet_modules(
+    layers: Sequence[nn.Module],
+    modules: Sequence[nn.Module],
+    made_by_sharding: Callable[[Callable[..., Any]], bool],
+) -> Callable[[], None]:
+    """Remove the units' hooks and the sharding's hooks on modules below them; returns the undo.
 
     The undo restores the hooks of all modules, since TE installs its own hooks on every module
     below a callable during warmup and leaves them there if it fails.
     """
     snapshots = [HookSnapshot(module) for module in modules]
-    captured = {unit.layer for unit in units}
+    captured = set(layers)
     for snapshot in snapshots:
-        made_by_fsdp = any(fsdp_package_of(record.fn) for record in snapshot.records)
-        if snapshot.module in captured or made_by_fsdp:
+        of_sharding = any(made_by_sharding(record.fn) for record in snapshot.records)
+        if snapshot.module in captured or of_sharding:
             snapshot.clear()
 
     def restore() -> None:

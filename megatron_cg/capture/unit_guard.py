@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
-
 from megatron_cg.consensus.collectives import collectives_so_far
-from megatron_cg.fsdp.unsharded_buffers import watched_memory
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
@@ -32,13 +30,13 @@ class UnitGuard:
         self.collectives = unit.collectives
         """Whether the unit's graphs contain collectives; final once they are captured."""
 
-    def watch_memory(self, fsdp: nn.Module) -> None:
+    def watch_memory(self, sharding: Sharding) -> None:
         """Find the memory that the graphs will address directly; called before the first pass.
 
-        ``fsdp`` is the ``MegatronFSDP``. The modules must already hold their raw parameters: the
-        sharded parameters that they hold between steps are in no graph.
+        The modules must already hold their unsharded parameters: the sharded parameters that they
+        hold between steps are in no graph.
         """
-        memory = watched_memory(fsdp, self._unit.layer, self._unit.graphed)
+        memory = sharding.watched_memory(self._unit.layer, self._unit.graphed)
         self._addresses = Addresses(memory)
 
     def pass_begins(self, *, forward: bool) -> None:

@@ -89,12 +89,22 @@ class AgreementTime:
 class _Pending:
     """An exchange in flight: gloo writes into ``rows`` until ``work`` is done."""
 
-    work: dist.Work
+    work: dist.Work | None
+    """None without process groups: this process is the only rank."""
     rows: torch.Tensor
+
+
+class _OneRank:
+    """Takes the group's place in a process without process groups."""
+
+    def size(self) -> int:
+        return 1
 
 
 class Agreement:
     """The votes of all ranks of the default process group. All ranks create it together.
+
+    In a process that has not called ``init_process_group``, this process is the only rank.
 
     Every rank must hold the same votes in the same order: gloo pairs exchanges by the order in
     which each rank issued them, including those still in flight. A capture has two votes,
@@ -107,7 +117,9 @@ class Agreement:
     """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: dist.ProcessGroup | _OneRank | None = (
+            dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else _OneRank()
+        )
         self._timeout = timeout
         self._broken = ""
         self._pending: _Pending | None = None
@@ -282,7 +294,7 @@ class Agreement:
         self.together()
         group, self._group = self._group, None
         self._pending = None
-        if group is not None:
+        if isinstance(group, dist.ProcessGroup):
             # torch 2.11 raises ValueError if destroy_process_group() has destroyed this group too.
             with suppress(ValueError):
                 dist.destroy_process_group(group)
@@ -315,7 +327,7 @@ class Agreement:
                 "votes of another capture"
             )
 
-    def _require_sound(self) -> dist.ProcessGroup:
+    def _require_sound(self) -> dist.ProcessGroup | _OneRank:
         if self._broken:
             raise AgreementError(self._broken)
         if self._group is None:
@@ -324,6 +336,8 @@ class Agreement:
 
     def _issue(self, row: torch.Tensor, timeout: timedelta | None) -> _Pending:
         group = self._require_sound()
+        if isinstance(group, _OneRank):
+            return _Pending(None, row.view(1, -1))
         rows = row.new_empty(group.size() * len(row))
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
@@ -335,7 +349,9 @@ class Agreement:
 
     def _finish(self, pending: _Pending, timeout: timedelta | None = None) -> Decision:
         with self._naming_lost_ranks():
-            if timeout is None:
+            if pending.work is None:
+                pass
+            elif timeout is None:
                 pending.work.wait()
             else:
                 pending.work.wait(timeout)

@@ -67,8 +67,7 @@ def transform(
     before_replay: list[tuple[Callable[..., None], tuple[nn.Module, ...]]] = []
     for record in unit_hooks:
         if classify(record) is None:
-            # It stays on the unit, and runs around the replay.
-            _check_user_hook(unit, record, name)
+            check_hook_of_unit(unit, record, name)
         else:
             _place(phases, record, target=None)
     for module, records in inner_hooks.items():
@@ -76,7 +75,7 @@ def transform(
             role = classify(record)
             if role is None:
                 if module in inside:
-                    raise _never_called(name, module, record)
+                    raise never_called(name, module, record)
                 continue
             if module not in inside:
                 continue
@@ -118,8 +117,11 @@ def _unshard_adapter(fn: Callable[..., Any], target: nn.Module | None) -> Captur
     return _adapter(fn, target, (), {})
 
 
-def _check_user_hook(unit: nn.Module, record: HookRecord, name: str) -> None:
-    """Refuse the one kind of hook on the unit itself that would get wrong gradients at a replay."""
+def check_hook_of_unit(unit: nn.Module, record: HookRecord, name: str) -> None:
+    """Refuse the one kind of user's hook on a unit that would get wrong gradients at a replay.
+
+    The others stay on the unit, and run around the replay.
+    """
     if record.kind is HookKind.BACKWARD and unit._is_full_backward_hook is False:
         raise HookError(
             f"{name}: {describe(record.fn)} was registered with register_backward_hook, which "
@@ -129,7 +131,8 @@ def _check_user_hook(unit: nn.Module, record: HookRecord, name: str) -> None:
         )
 
 
-def _never_called(name: str, module: nn.Module, record: HookRecord) -> HookError:
+def never_called(name: str, module: nn.Module, record: HookRecord) -> HookError:
+    """The error for a user's hook on a module inside the graph of the unit ``name``."""
     return HookError(
         f"{name}: {describe(record.fn)} is a {record.kind.value} hook on a {type(module).__name__} "
         "inside the part that becomes a CUDA graph. A replay runs no Python of that module, so the "

@@ -130,9 +130,12 @@ def report(session: Session, optimizers: Iterable[Any] = ()) -> MemoryReport:
     """
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
     tally = Tally(held_addresses(segments) if segments else None)
-    fsdp = session._fsdp
-    # FSDP first: its memory that a graph only reads does not belong to the graph.
-    _add_fsdp(tally, fsdp)
+    fsdp = session._sharding.megatron_fsdp
+    # First: the model's memory that a graph only reads does not belong to the graph.
+    if fsdp is not None:
+        _add_fsdp(tally, fsdp)
+    else:
+        tally.add("model", "parameters", session._sharding.wrapped.parameters())
     for unit in session._units:
         for graph in getattr(unit.layer, "cuda_graphs", ()):
             for kind, tensors in static_tensors(graph).items():

@@ -1,4 +1,4 @@
-"""The standalone megatron_fsdp package with graphs, by its example."""
+"""Loops without megatron-core with graphs, by their example: each way of sharding."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.functional.conftest import skip_without
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "standalone_transformer.py"
 
 
 def test_the_example_trains_the_eager_numbers_though_its_loop_keeps_the_loss() -> None:
+    compare("megatron-fsdp")
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "ddp"])
+def test_the_example_trains_the_eager_numbers_without_megatron_fsdp(sharding: str) -> None:
+    compare(sharding)
+
+
+def compare(sharding: str) -> None:
+    """Run the example on two GPUs; nothing may run eagerly after the capture."""
     skip_without(2)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += [str(EXAMPLE), "--compare"]
+    words += [str(EXAMPLE), "--compare", "--sharding", sharding]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "all parameter shards: bitwise equal" in ended.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.drawings import charts, rooms, timelines
+from tools.drawings import charts, experts, rooms, timelines
 
 FOLDER = Path(__file__).parents[2] / "docs" / "drawings"
 DRAWINGS = {
@@ -14,6 +14,7 @@ DRAWINGS = {
     "run": timelines.run,
     "hooks": charts.hooks,
     "one-replay": charts.one_replay,
+    "experts": experts.experts,
     "rooms": rooms.rooms,
 }
 """File name, and what draws it."""

@@ -13,8 +13,8 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import HookError, Violation
-from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.errors import Violation
+from megatron_cg.fsdp.find_sharding import find_sharding
 from megatron_cg.integrations.call_arguments import (
     BackendName,
     OnFailure,
@@ -53,7 +53,10 @@ def graph_units(
     verify_interval: int = 0,
     fast_path: bool | Collection[str] = True,
 ) -> GraphedUnits:
-    """Replay CUDA graphs of ``units`` of a model under ``fully_shard_model`` while it trains.
+    """Replay CUDA graphs of ``units`` of a model while it trains.
+
+    The model may be sharded by Megatron-FSDP's ``fully_shard_model``, by torch's ``fully_shard``
+    (FSDP2), wrapped by DistributedDataParallel, or neither.
 
     This call captures nothing: steps inside :meth:`GraphedUnits.step` train eagerly for the first
     ``warmup_steps`` steps. The units are then captured with the arguments of those calls, so no
@@ -67,11 +70,12 @@ def graph_units(
                     optimizer.step()
 
     Args:
-        model: the return value of ``fully_shard_model``, called with ``fsdp_double_buffer=True``
-            and ``fsdp_db_use_persist_buf_on_alloc_fail=True``, or any module around it.
-        units: FSDP units: names as in ``named_modules()`` of the model that was sharded, with ``*``
-            for one part between dots; modules; or classes. A single one may be given without a
-            list.
+        model: the wrapped model, or any module around it. ``fully_shard_model`` must have been
+            called with ``fsdp_double_buffer=True`` and
+            ``fsdp_db_use_persist_buf_on_alloc_fail=True``.
+        units: FSDP units, or any modules if the model is not sharded: names as in
+            ``named_modules()`` of the model inside the wrapper, with ``*`` for one part between
+            dots; modules; or classes. A single one may be given without a list.
         warmup_steps: eager steps before capture, at least 1. From 3 on, keyword inputs that are the
             same tensor in all steps, such as a mask or a rotary table, are read in place.
         backend: the capture backend, as an object or by name (``"transformer_engine"`` or ``"te"``,
@@ -84,7 +88,7 @@ def graph_units(
 
     Raises:
         ArgumentError: with every argument that is wrong.
-        HookError: there is no ``MegatronFSDP`` in ``model``.
+        HookError: the model is sharded in a way that is not known, or in more than one.
         ConfigurationError: with every reason why a unit cannot be captured.
         UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
     """
@@ -118,17 +122,12 @@ class GraphedUnits:
         policy: ReplayPolicy,
         fast_path: bool | Collection[str] = True,
     ) -> None:
-        fsdp = find_megatron_fsdp(model)
-        if fsdp is None:
-            raise HookError(
-                f"{type(model).__name__} holds no MegatronFSDP: shard it first, with "
-                "megatron_fsdp.fully_shard_model(model, ...)."
-            )
-        self._units = find_units(fsdp, units, backend.name)
+        self._sharding = find_sharding(model)
+        self._units = find_units(self._sharding, units, backend.name)
         self._model, self._backend = model, backend
         self._warmup_steps, self._on_failure, self._policy = warmup_steps, on_failure, policy
         self._fast_path = fast_path
-        self._observer = Observer(self._units)
+        self._observer = Observer(self._units, self._sharding)
         follow_captures()
         with ExitStack() as undo:
             undo.callback(graphs_close_in_time())
@@ -209,6 +208,7 @@ class GraphedUnits:
             policy=self._policy,
             static_inputs=self._observer.static_inputs(list(seen)),
             fast_path=self._fast_path,
+            sharding=self._sharding,
         )
         with session.capturing(), ExitStack() as stack:
             stack.enter_context(_autocast(list(seen.values())))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.upstream.copies import look_before
 
@@ -33,10 +34,11 @@ class Observer:
 
     Args:
         units: the name and module of each unit.
+        sharding: how their model is sharded; it observes the calls too.
     """
 
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
-        self._units = dict(units)
+    def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
+        self._units, self._sharding = dict(units), sharding
         self._seen: dict[str, Seen] = {}
         self._order: list[str] = []
         self._static: StaticInputs | None = None
@@ -75,6 +77,7 @@ class Observer:
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
+        self._sharding.unit_begins(module, self._units.values())
         form = CallForm.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
         device_type = tensors[0].device.type if tensors else "cpu"

@@ -1,8 +1,6 @@
 """Finds the modules that the user named, and every reason why one of them cannot be graphed.
 
-Relied on: megatron-fsdp 0.6.1 and megatron-core 0.19.2, class ``MegatronFSDP``: ``module``,
-``fsdp_unit_modules``, ``ddp_config`` with ``fsdp_double_buffer`` and
-``fsdp_db_use_persist_buf_on_alloc_fail``. Of TE 2.20.2's modules: ``fuse_wgrad_accumulation``.
+Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
 """
 
 from __future__ import annotations
@@ -10,27 +8,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
 from megatron_cg.arguments.rules_environment import expandable_segments
 from megatron_cg.arguments.schema import VARIABLES, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.observe import Seen, overlaps
 
 UnitName = str | nn.Module | type[nn.Module]
 
 
-def find_units(fsdp: Any, wanted: Iterable[UnitName], backend: str) -> dict[str, nn.Module]:
-    """The modules below ``fsdp.module`` that ``wanted`` selects, by name.
+def find_units(
+    sharding: Sharding, wanted: Iterable[UnitName], backend: str
+) -> dict[str, nn.Module]:
+    """The modules below ``sharding.network`` that ``wanted`` selects, by name.
 
-    A string is a name as in ``named_modules()`` of the model that was passed to
-    ``fully_shard_model``. In it ``*`` matches any one part between dots.
+    A string is a name as in ``named_modules()`` of the model that was sharded. In it ``*`` matches
+    any one part between dots.
 
     Raises ConfigurationError with every reason why one of them cannot be captured.
     """
-    names = {module: name for name, module in fsdp.module.named_modules()}
+    names = {module: name for name, module in sharding.network.named_modules()}
     found: dict[str, nn.Module] = {}
     broken: list[Violation] = []
     for item in wanted:
@@ -38,9 +38,12 @@ def find_units(fsdp: Any, wanted: Iterable[UnitName], backend: str) -> dict[str,
         if not matches:
             broken.append(_no_such_unit(item, names.values()))
         found.update((names[module], module) for module in matches)
-    broken += _model_violations(fsdp, backend)
+    broken += sharding.refusals(found)
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    environment = Environment(variables=variables, backend=backend)
+    broken += expandable_segments(RunArguments(), GraphArguments(), environment)
     for name, module in found.items():
-        broken += _unit_violations(fsdp, name, module, found)
+        broken += _unit_violations(sharding, name, module, found)
     if broken:
         raise ConfigurationError(broken)
     return found
@@ -101,50 +104,21 @@ def _no_such_unit(item: UnitName, names: Iterable[str]) -> Violation:
     )
 
 
-def _model_violations(fsdp: Any, backend: str) -> Iterator[Violation]:
-    for name, reason in (
-        ("fsdp_double_buffer", "unsharded parameters are allocated anew in each step, and move"),
-        (
-            "fsdp_db_use_persist_buf_on_alloc_fail",
-            "a unit that does not fit the double buffers falls back to a buffer that moves",
-        ),
-    ):
-        if not getattr(fsdp.ddp_config, name):
-            yield Violation(
-                name.replace("_", "-"),
-                f"fully_shard_model was called without {name}=True",
-                f"{reason}, and a replayed graph reads memory that was freed",
-                f"fully_shard_model(..., {name}=True)",
-            )
-    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    environment = Environment(variables=variables, backend=backend)
-    yield from expandable_segments(RunArguments(), GraphArguments(), environment)
-
-
 def _unit_violations(
-    fsdp: Any, name: str, module: nn.Module, found: Mapping[str, nn.Module]
+    sharding: Sharding, name: str, module: nn.Module, found: Mapping[str, nn.Module]
 ) -> Iterator[Violation]:
-    kinds = tuple(fsdp.fsdp_unit_modules)
-    if not isinstance(module, kinds):
-        yield Violation(
-            "no-fsdp-unit",
-            f"unit {name} is a {type(module).__name__}",
-            "Megatron-FSDP gathers parameters of whole FSDP units, and this is none",
-            f"fully_shard_model(..., fsdp_unit_modules=[{type(module).__name__}]), or name the "
-            "FSDP unit around it",
-        )
     inside = [other for other in found if other.startswith(f"{name}.")]
     inside += [
         f"{name}.{child}"
         for child, below in module.named_modules()
-        if below is not module and isinstance(below, kinds)
+        if below is not module and sharding.is_unit(below)
     ]
     if inside:
         yield Violation(
             "nested-units",
             f"unit {name} contains {inside[0]}",
             "an FSDP unit inside another is gathered by the outer one, and has no graph of its own",
-            "name one of the two, and give fsdp_unit_modules one of their classes",
+            "name one of the two, and shard only that one (fsdp_unit_modules, fully_shard)",
         )
     for child, below in module.named_modules():
         if getattr(below, "fuse_wgrad_accumulation", False):

@@ -181,7 +181,7 @@ def in_capture_only(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def hooks_without_phase_two() -> None:
     """Hand TE the hooks as Megatron-FSDP made them."""
-    from megatron_cg.capture import transaction as capture
+    from megatron_cg.fsdp import megatron_fsdp
     from megatron_cg.fsdp.transform import UnitHooks
     from megatron_cg.hooks import module_hooks
 
@@ -194,7 +194,7 @@ def hooks_without_phase_two() -> None:
             phases[keys[record.kind]][record.hook_id] = record.fn
         return UnitHooks(phases)
 
-    wrap(capture, "read_hooks", lambda _old: untransformed)
+    wrap(megatron_fsdp, "unit_hooks", lambda _old: untransformed)
 
 
 def hooks_with_a_wrapper_left_in() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron_cg.capture.transaction import read_hooks
+from megatron_cg.fsdp.megatron_fsdp import unit_hooks
 from megatron_cg.replay.unit import Unit
 
 CONTRACT = ("_canonicalize_capture_time_hooks", "_run_capture_time_hooks")
@@ -49,7 +49,7 @@ def hooks_of_both_layers(model: Any) -> tuple[list[Any], list[Any]]:
     model.module._replace_param_with_raw_if_needed()
     layers: list[Any] = list(transformer_layers(model))
     units = [Unit(f"layer {i}", layer, tuple(layer.children())) for i, layer in enumerate(layers)]
-    return layers, [read_hooks(unit).capture_time for unit in units]
+    return layers, [unit_hooks(unit).capture_time for unit in units]
 
 
 def test_te_takes_our_hooks_as_they_are(contract: dict[str, Any], dense_model: Any) -> None:

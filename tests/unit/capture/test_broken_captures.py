@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron_cg.capture import transaction as capture
-from megatron_cg.fsdp import FsdpRole, UnitHooks, classify
+from megatron_cg.fsdp import FsdpRole, UnitHooks, classify, megatron_fsdp
 from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
 from megatron_cg.tools.align.compare import Comparison, compare, read_run
 
@@ -38,7 +38,7 @@ def without_phase_two(stack: ExitStack) -> None:
             phases[keys[record.kind]][record.hook_id] = record.fn
         return UnitHooks(phases)
 
-    stack.enter_context(patch.object(capture, "read_hooks", untransformed))
+    stack.enter_context(patch.object(megatron_fsdp, "unit_hooks", untransformed))
 
 
 def with_a_wrapper_left_in(stack: ExitStack) -> None:

@@ -293,6 +293,7 @@ def test_a_rank_that_failed_issues_the_same_all_gathers(
 def captured_all_gathers(trainer: Any, options: dict[str, Any], before: int | None) -> None:
     """Capture on the tape with one warmup, or fail after ``before`` calls and run the rest."""
     from megatron_cg.capture.transaction import capturing
+    from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
     from megatron_cg.integrations.megatron.helper import units_of
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
     from megatron_cg.tools.cpu.train import _megatron_capturing
@@ -307,7 +308,7 @@ def captured_all_gathers(trainer: Any, options: dict[str, Any], before: int | No
     options = {**options, "num_warmup_iters": 1, "sample_kwargs": kwargs}
     options["allow_unused_input"] = True
     with (
-        capturing(units_of(layers), trainer.model.module, backend) as (hooks, _),
+        capturing(units_of(layers), MegatronFsdp(trainer.model.module), backend) as (hooks, _),
         _megatron_capturing(),
     ):
         order = HookOrder(layers, len(args), [unit.capture_time for unit in hooks], options)

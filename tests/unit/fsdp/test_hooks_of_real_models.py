@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture.transaction import read_hooks
 from megatron_cg.errors import HookError, UnknownFsdpHookError
 from megatron_cg.fsdp import FsdpRole, classify, transform
+from megatron_cg.fsdp.megatron_fsdp import unit_hooks
 from megatron_cg.fsdp.roles import BACKWARD_HANDLER
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
@@ -148,7 +148,7 @@ def test_user_hooks_on_the_unit_stay_out_of_capture(dense_model: Any) -> None:
         unit.register_forward_pre_hook(user_hook),
         unit.register_full_backward_hook(user_hook),
     ]
-    hooks = read_hooks(Unit("layer 0", unit, tuple(unit.children())))
+    hooks = unit_hooks(Unit("layer 0", unit, tuple(unit.children())))
     ours = {handle.id for handle in handles}
     assert ours <= {record.hook_id for record in module_hooks(unit)}
     assert not ours & {key for phase in hooks.capture_time.values() for key in phase}
@@ -167,7 +167,7 @@ def test_user_hooks_that_would_lie_or_fall_silent_are_refused_by_name(
     unit = layers_of(dense_model)[0]
     register(unit)
     with pytest.raises(HookError, match=words) as error:
-        read_hooks(Unit("layer 0", unit, (unit.self_attention,)))
+        unit_hooks(Unit("layer 0", unit, (unit.self_attention,)))
     assert "layer 0" in str(error.value)
     assert "user_hook" in str(error.value)
     assert "--cg-layers" in str(error.value)
@@ -176,5 +176,5 @@ def test_user_hooks_that_would_lie_or_fall_silent_are_refused_by_name(
 def test_a_user_hook_on_a_module_that_stays_eager_is_left_alone(dense_model: Any) -> None:
     unit = layers_of(dense_model)[0]
     handle = unit.mlp.register_forward_hook(user_hook)
-    hooks = read_hooks(Unit("layer 0", unit, (unit.self_attention,)))
+    hooks = unit_hooks(Unit("layer 0", unit, (unit.self_attention,)))
     assert handle.id not in {key for phase in hooks.capture_time.values() for key in phase}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megatron_cg.capture.hook_order import HookOrder, OutOfStepError
-from megatron_cg.capture.transaction import read_hooks
 from megatron_cg.errors import HookError, UnknownFsdpHookError
 from megatron_cg.fsdp import FsdpRole, classify, transform
+from megatron_cg.fsdp.megatron_fsdp import unit_hooks
 from megatron_cg.fsdp.roles import (
     BACKWARD_HANDLER,
     BACKWARD_PRE_HANDLER,
@@ -118,7 +118,7 @@ def test_of_modules_inside_only_those_in_the_graph_are_gathered_for_it(one_rank:
     below = {r.hook_id for m in layer.modules() if m is not layer for r in hooks_of(m)}
     own = {record.hook_id for record in hooks_of(layer)}
     assert inside and inside < below
-    hooks = read_hooks(Unit("layer 0", layer, tuple(attention.modules())))
+    hooks = unit_hooks(Unit("layer 0", layer, tuple(attention.modules())))
     assert set(hooks.capture_time["forward_pre_hooks"]) == inside | own
     gathered = [arguments for _, arguments in hooks.before_replay]
     assert gathered == [(module,) for module in attention.modules() if list(hooks_of(module))]

@@ -39,6 +39,12 @@ _OWN: Reasons = {
     "megatron_cg/integrations/megatron/teardown.py": {
         ("stream.record_event()",): "at the end, whether the device comes to rest; nothing follows"
     },
+    "megatron_cg/moe/row_bound.py": {
+        ("self._shared.record()", "self._shared.synchronize()"): (
+            "the host waits for a copy to pinned memory, and then reads that memory; a trace has "
+            "what kernels read"
+        )
+    },
     "megatron_cg/tools/bench/device.py": {("torch.cuda.synchronize()",): "around what is timed"},
     "megatron_cg/tools/bench/execute.py": {("process.wait()",): "the host waits for a process"},
     "megatron_cg/tools/bench/sampling.py": {

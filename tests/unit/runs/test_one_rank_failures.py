@@ -69,14 +69,14 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
 
     from megatron_cg.backends.driver import capture as driver
     from megatron_cg.capture import session
-    from megatron_cg.capture import transaction as capture
     from megatron_cg.fastpath import install_parts as path
+    from megatron_cg.fsdp import megatron_fsdp
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 
     forward = (TransformerLayer, "_te_cuda_graph_capture")
     backward = (torch.autograd, "backward")
     return {
-        "reading hooks": (capture, "read_hooks", 2),
+        "reading hooks": (megatron_fsdp, "unit_hooks", 2),
         "sample inputs": (FsdpCudaGraphHelper, "_get_sample_arguments", 1),
         "before the first hook": (driver, "check_hooks", 1),
         "warmup forward": (*forward, 2),

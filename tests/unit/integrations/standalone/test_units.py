@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ConfigurationError, HookError
@@ -67,9 +68,10 @@ def test_a_unit_that_was_not_called_is_refused(one_rank: None) -> None:
             pass
 
 
-def test_a_model_without_fsdp_is_refused(one_rank: None) -> None:
-    with pytest.raises(HookError, match="fully_shard_model"):
-        graph_units(nn.Linear(1, 1), ["0"], backend=TapeBackend())
+def test_a_model_that_is_wrapped_twice_is_refused(one_rank: None) -> None:
+    inside = nn.Sequential(DistributedDataParallel(nn.Linear(1, 1)), Run().model)
+    with pytest.raises(HookError, match="by Megatron-FSDP and DistributedDataParallel"):
+        graph_units(inside, ["0"], backend=TapeBackend())
 
 
 def test_capture_needs_a_step_to_look_at(one_rank: None) -> None:

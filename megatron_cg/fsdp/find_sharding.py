@@ -1,0 +1,43 @@
+"""Finds how a model is sharded."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_cg.errors import HookError
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.fsdp.fully_shard import FullyShard
+from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
+from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.fsdp.unsharded import Unsharded
+
+
+def find_sharding(model: nn.Module) -> Sharding:
+    """The sharding of ``model``: of the model itself, or of a module in it.
+
+    Raises:
+        HookError: the model is sharded in more than one way, or by torch's FSDP1.
+        UpstreamChangedError: the sharding lacks a member that we rely on.
+    """
+    fsdp = find_megatron_fsdp(model)
+    roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    found: list[Sharding] = [] if fsdp is None else [MegatronFsdp(fsdp)]
+    if roots:
+        found.append(FullyShard(roots[0]))
+    found += map(Unsharded, ddp)
+    if len(found) > 1:
+        names = " and ".join(sharding.name for sharding in found)
+        raise HookError(
+            f"{type(model).__name__} is wrapped by {names}, and each of them handles parameters in "
+            "its own way. Wrap it in one way, or give graph_units the part that is."
+        )
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise HookError(
+                f"{type(model).__name__} is wrapped by FullyShardedDataParallel (FSDP1), which "
+                "flattens parameters. Shard it with torch.distributed.fsdp.fully_shard instead."
+            )
+    return found[0] if found else Unsharded(model)

@@ -1,0 +1,169 @@
+"""torch's FSDP2 (``fully_shard``) as a way of sharding.
+
+Note [FSDP2's hooks stay where they are]
+    FSDP2 hooks the call of a module and the autograd graph around it, and a replay replaces
+    ``forward`` alone. So in training its hooks gather, free and reduce around a replay as around an
+    eager forward pass. Only the capture calls units without hooks. It computes with synthetic
+    inputs, but with real weights, of this unit or of one that shares its buffer.
+
+Note [Unsharded parameters for the whole capture]
+    Between two steps a module holds its sharded parameters. A backend reads the list of a unit's
+    parameters before the first hook runs, and the guards read it after the last one. So modules
+    hold the unsharded ones for the whole capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from megatron_cg.errors import Violation
+from megatron_cg.fsdp.fully_shard_memory import StableMemory, group_of
+from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.fsdp.unsharded import hooks_without_sharding, watched_tensors
+from megatron_cg.replay.guard.addresses import Watched
+from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.symbols import Symbol
+
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+RELIES_ON = (
+    Symbol("torch", f"{_PARAM}._setattr_on_modules", "what sets it", parameters=("param",)),
+)
+_MOVED = (
+    "The memory of a unit under fully_shard moved after capture. Either its parameters were "
+    "replaced, or it was gathered while another unit was still unsharded in the same buffer. Call "
+    "set_reshard_after_forward and set_reshard_after_backward before the first step."
+)
+
+
+class FullyShard:
+    """See :class:`megatron_cg.fsdp.sharding.Sharding`.
+
+    Args:
+        root: the outermost module that ``fully_shard`` was called on.
+    """
+
+    name = "FSDP2"
+    megatron_fsdp = None
+    renews_accumulators = True
+
+    def __init__(self, root: nn.Module) -> None:
+        self.wrapped = self.network = root
+        self._at_once: set[Any] = set()
+
+    def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
+        """Units that ``fully_shard`` was not called on, or whose parameters it cannot keep."""
+        for name, module in units.items():
+            if not self.is_unit(module):
+                yield Violation(
+                    "no-fsdp-unit",
+                    f"unit {name} is a {type(module).__name__} without fully_shard of its own",
+                    "its parameters are gathered and freed with those of a module around it, into "
+                    "memory that moves",
+                    "call fully_shard on it before the module around it, or name the module that "
+                    "fully_shard was called on",
+                )
+                continue
+            yield from _unknown_parameters(name, module)
+
+    def is_unit(self, module: nn.Module) -> bool:
+        """Whether ``fully_shard`` was called on it."""
+        return isinstance(module, FSDPModule)
+
+    def unit_hooks(self, unit: Unit) -> UnitHooks:
+        """Before each forward pass, gather the unit's weights."""
+        hooks = hooks_without_sharding(unit, self.made)
+        hooks.capture_time["forward_pre_hooks"][0] = _fill
+        return hooks
+
+    def made(self, hook: Callable[..., Any]) -> bool:
+        """No hook that matters: capture removes all hooks of units, and no unit is in another."""
+        return False
+
+    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+        """Learn which units are unsharded at the same time; they cannot share a buffer.
+
+        The others may be unsharded because of ``set_reshard_after_backward(False)``, which users
+        call for all microbatches but the last one.
+        """
+        beside = {group_of(unit) for unit in units if unit is not layer}
+        self._at_once.update(group for group in beside if group.is_unsharded)
+
+    def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
+        """See Note [One buffer for many units] in ``fully_shard_memory.py``."""
+        return StableMemory(map(group_of, layers), apart=self._at_once).close
+
+    @contextmanager
+    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """See Note [Unsharded parameters for the whole capture]."""
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.callback(_hold_sharded, layer)
+                _hold_unsharded(layer)
+            yield
+
+    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
+        """All parameters and buffers."""
+        return watched_tensors(layer, graphed, lambda _parameter: _MOVED)
+
+    def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Nothing to restore: only hooks change states."""
+        return nullcontext()
+
+
+def _fill(layer: Any) -> None:
+    """Gather a unit into its buffer, where its weights stay until others need the buffer."""
+    layer.unshard()
+    layer.reshard()
+    _hold_unsharded(layer)
+
+
+def _hold_unsharded(layer: nn.Module) -> None:
+    for param in group_of(layer).fsdp_params:
+        param._setattr_on_modules(param._unsharded_param)
+
+
+def _hold_sharded(layer: nn.Module) -> None:
+    for param in group_of(layer).fsdp_params:
+        param._setattr_on_modules(param.sharded_param)
+
+
+def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
+    group = group_of(module)
+    if len(group.modules) > 1:
+        yield Violation(
+            "fsdp2-group-of-modules",
+            f"unit {name} is one of {len(group.modules)} modules of one fully_shard call",
+            "they are gathered with the first and freed with the last of them",
+            "call fully_shard on each of them",
+        )
+    for param in group.fsdp_params:
+        child = param._module_info.param_name
+        local = param.sharded_param.to_local()
+        if hasattr(local, "fsdp_pre_all_gather"):
+            yield Violation(
+                "fsdp2-extension",
+                f"parameter {child} of unit {name} is a {type(local).__name__}",
+                "it makes its unsharded parameter itself, in memory that is not known here",
+                "leave the unit out of units, or shard plain parameters",
+            )
+        elif isinstance(param.sharded_param, DTensor) and param.is_dtensor:
+            yield Violation(
+                "fsdp2-tensor-parallel",
+                f"parameter {child} of unit {name} is a DTensor under fully_shard",
+                "graphs of units with DTensor parameters have not been tried",
+                "leave the unit out of units",
+            )
+        elif param.offload_to_cpu:
+            yield Violation(
+                "fsdp2-cpu-offload",
+                f"unit {name} has CPUOffloadPolicy",
+                "graphs of units with parameters on the host have not been tried",
+                "fully_shard without offload_policy, or leave the unit out of units",
+            )
+            return

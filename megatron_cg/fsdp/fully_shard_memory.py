@@ -1,0 +1,165 @@
+"""Unsharded parameters of FSDP2 that keep their addresses.
+
+FSDP2 gathers a unit into memory that the allocator gives it, and frees that memory when it reshards
+the unit. A graph needs the same addresses in each step.
+
+Note [One buffer for many units]
+    While graphs exist, units with equal parameters share one buffer that is never freed. This is
+    safe because FSDP2 fills it late: a prefetch gathers into a collective's own memory, and
+    ``wait_for_unshard`` copies from there on the stream that computes (torch 2.11,
+    ``foreach_all_gather_copy_out``). By then the unit that had the buffer before has been
+    resharded, and its kernels are earlier on the same stream. So the buffers take the memory of one
+    unit of each kind. A unit has a buffer of its own if it stayed unsharded beside another one in
+    the steps before capture.
+
+Note [A buffer in use]
+    If a unit is gathered while another one is still unsharded in the same buffer, since resharding
+    was turned off after capture, it gets other memory instead. The guard of its graphs then sees
+    that its parameters moved. All ranks see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol, changed
+
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+RELIES_ON = (
+    Symbol("torch", f"{_GROUP}.wait_for_unshard", "what copies gathered parameters out"),
+    Symbol("torch", f"{_GROUP}.reshard", "what frees them"),
+    Symbol("torch", f"{_GROUP}.is_unsharded", "whether they are there"),
+    Symbol("torch", f"{_PARAM}.free_unsharded_param", "what frees one of them"),
+    Symbol("torch", f"{_PARAM}.init_all_gather_outputs", "what allocates one of them"),
+)
+
+
+def group_of(layer: Any) -> Any:
+    """The ``FSDPParamGroup`` of a module that ``fully_shard`` was called on.
+
+    Raises UpstreamChangedError if FSDP2 keeps it elsewhere.
+    """
+    state = layer._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", None)
+    if group is None:
+        raise changed(
+            "torch", "FSDPState._fsdp_param_group", "the parameters of one fully_shard call"
+        )
+    return group
+
+
+class _Buffer:
+    """Memory for the unsharded parameters of one unit at a time."""
+
+    def __init__(self, group: Any) -> None:
+        self.holder = group
+        self._storages = [
+            [torch.empty_like(output).untyped_storage() for output in outputs]
+            for outputs in _outputs(group)
+        ]
+
+    def give(self, group: Any) -> None:
+        """Make the parameters of ``group`` lie in this memory."""
+        for param, storages in zip(group.fsdp_params, self._storages, strict=True):
+            _point(param, storages)
+
+
+class StableMemory:
+    """Buffers for the unsharded parameters of some units, until :meth:`close`.
+
+    Every unit must have been gathered at least once.
+
+    Args:
+        groups: the ``FSDPParamGroup`` of each unit. They are resharded.
+        apart: those among them that get a buffer of their own.
+    """
+
+    def __init__(self, groups: Iterable[Any], apart: Container[Any] = ()) -> None:
+        self._apart = apart
+        self._buffers: dict[Any, _Buffer] = {}
+        with ExitStack() as undo:
+            for group in groups:
+                group.reshard()
+                undo.callback(self._hold(group))
+            self._undo = undo.pop_all()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all buffers in bytes."""
+        return sum(
+            storage.nbytes()
+            for buffer in self._buffers.values()
+            for storages in buffer._storages
+            for storage in storages
+        )
+
+    def close(self) -> None:
+        """Let FSDP2 allocate and free again. Call it between two steps. Safe to call twice."""
+        self._undo.close()
+
+    def _hold(self, group: Any) -> Callable[[], None]:
+        layout = tuple(_layout(output) for outputs in _outputs(group) for output in outputs)
+        owner = (layout, id(group) if group in self._apart else None)
+        if owner not in self._buffers:
+            self._buffers[owner] = _Buffer(group)
+        buffer = self._buffers[owner]
+        buffer.give(group)
+        with ExitStack() as undo:
+            undo.callback(_release, group)
+            for param in group.fsdp_params:
+                undo.callback(put_over(param, "free_unsharded_param", _keep))
+            wait = group.wait_for_unshard
+            undo.callback(put_over(group, "wait_for_unshard", partial(_wait, group, buffer, wait)))
+            return undo.pop_all().close
+
+
+def _wait(group: Any, buffer: _Buffer, wait: Callable[[], None]) -> None:
+    """Copy gathered parameters out; see Note [A buffer in use]."""
+    if group._all_gather_result is not None:
+        if buffer.holder is not group and buffer.holder.is_unsharded:
+            _Buffer(group).give(group)
+        else:
+            buffer.holder = group
+    wait()
+
+
+def _keep() -> None:
+    """Free nothing."""
+
+
+def _outputs(group: Any) -> list[list[torch.Tensor]]:
+    return [param.all_gather_outputs for param in group.fsdp_params]
+
+
+def _layout(output: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return output.numel(), output.dtype, output.device
+
+
+def _point(param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
+    """Make one parameter lie in other memory, as the same ``nn.Parameter``."""
+    param.all_gather_outputs = [
+        torch.empty(0, dtype=old.dtype, device=old.device).set_(
+            storage, 0, old.size(), old.stride()
+        )
+        for old, storage in zip(param.all_gather_outputs, storages, strict=True)
+    ]
+    unsharded: nn.Parameter = param._unsharded_param
+    unsharded.data = torch.as_strided(
+        param.all_gather_outputs[0], unsharded.size(), unsharded.stride(), storage_offset=0
+    )
+
+
+def _release(group: Any) -> None:
+    """Reshard and give each parameter memory of its own again, which is freed until the gather."""
+    group.reshard()
+    for param in group.fsdp_params:
+        _point(param, [torch.empty_like(o).untyped_storage() for o in param.all_gather_outputs])
+        param.free_unsharded_param()

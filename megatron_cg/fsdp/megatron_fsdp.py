@@ -1,0 +1,112 @@
+"""Megatron-FSDP, of megatron-core or of the standalone package, as a way of sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.errors import Violation
+from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters, training_states
+from megatron_cg.fsdp.roles import fsdp_package_of
+from megatron_cg.fsdp.transform import UnitHooks, transform
+from megatron_cg.fsdp.unsharded_buffers import watched_memory
+from megatron_cg.hooks import module_hooks
+from megatron_cg.replay.guard.addresses import Watched
+from megatron_cg.replay.unit import Unit
+
+_KEEP_ADDRESSES = (
+    ("fsdp_double_buffer", "unsharded parameters are allocated anew in each step, and move"),
+    (
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        "a unit that does not fit the double buffers falls back to a buffer that moves",
+    ),
+)
+
+
+def unit_hooks(unit: Unit) -> UnitHooks:
+    """A unit's current hooks, sorted into the phases of a capture; changes nothing.
+
+    Raises HookError or UnknownFsdpHookError, naming the hook.
+    """
+    inner = {
+        module: tuple(module_hooks(module))
+        for module in unit.layer.modules()
+        if module is not unit.layer
+    }
+    return transform(unit.layer, tuple(module_hooks(unit.layer)), inner, unit.graphed, unit.name)
+
+
+class MegatronFsdp:
+    """See :class:`megatron_cg.fsdp.sharding.Sharding`.
+
+    Args:
+        fsdp: the ``MegatronFSDP``.
+    """
+
+    name = "Megatron-FSDP"
+    renews_accumulators = True
+
+    def __init__(self, fsdp: Any) -> None:
+        self.megatron_fsdp = fsdp
+        self.wrapped: nn.Module = fsdp
+        self.network: nn.Module = fsdp.module
+
+    def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
+        """Units that are no FSDP units, or that would move."""
+        for name, reason in _KEEP_ADDRESSES:
+            if not getattr(self.megatron_fsdp.ddp_config, name):
+                yield Violation(
+                    name.replace("_", "-"),
+                    f"fully_shard_model was called without {name}=True",
+                    f"{reason}, and a replayed graph reads memory that was freed",
+                    f"fully_shard_model(..., {name}=True)",
+                )
+        for name, module in units.items():
+            if not self.is_unit(module):
+                yield Violation(
+                    "no-fsdp-unit",
+                    f"unit {name} is a {type(module).__name__}",
+                    "Megatron-FSDP gathers parameters of whole FSDP units, and this is none",
+                    f"fully_shard_model(..., fsdp_unit_modules=[{type(module).__name__}]), or name "
+                    "the FSDP unit around it",
+                )
+
+    def is_unit(self, module: nn.Module) -> bool:
+        """Whether its class is one of ``fsdp_unit_modules``."""
+        return isinstance(module, tuple(self.megatron_fsdp.fsdp_unit_modules))
+
+    def unit_hooks(self, unit: Unit) -> UnitHooks:
+        """See :func:`unit_hooks`."""
+        return unit_hooks(unit)
+
+    def made(self, hook: Callable[..., Any]) -> bool:
+        """Whether Megatron-FSDP made this hook."""
+        return fsdp_package_of(hook) is not None
+
+    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+        """Nothing to learn."""
+
+    def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
+        """Nothing to do: double buffers keep their addresses."""
+        return lambda: None
+
+    @contextmanager
+    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """See :func:`raw_parameters` and :func:`gather_alone`."""
+        with ExitStack() as stack:
+            stack.enter_context(training_states(self.wrapped.modules()))
+            stack.enter_context(raw_parameters(self.megatron_fsdp))
+            parameters = {p: None for layer in layers for p in layer.parameters()}
+            stack.callback(gather_alone(self.megatron_fsdp, parameters))
+            yield
+
+    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
+        """One parameter of each bucket, and all buffers."""
+        return watched_memory(self.megatron_fsdp, layer, graphed)
+
+    def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """See :func:`training_states`."""
+        return training_states(modules)

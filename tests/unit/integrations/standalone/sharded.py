@@ -1,0 +1,180 @@
+"""A network under FSDP2 or DistributedDataParallel, trained eagerly and with graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_cg.integrations.standalone import GraphedUnits, graph_units
+
+VOCABULARY, WIDTH, LENGTH = 16, 8, 5
+WARMUP, STEPS, MICROBATCHES = 2, 7, 2
+IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    """Norm, MLP and dropout with a residual."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        return y
+
+
+class Network(nn.Module):
+    """Tokens in, logits out."""
+
+    def __init__(self, inner: tuple[int, ...]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(map(Block, inner))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def under_fsdp2(
+    *,
+    mesh: tuple[int, ...] = (2,),
+    after_forward: Mapping[int, bool | int] | None = None,
+    **options: Any,
+) -> Callable[[Network], Any]:
+    """``fully_shard`` on each layer and on the whole; ``after_forward`` is a layer's choice."""
+
+    def wrap(network: Network) -> Any:
+        names = ("replicate", "shard")[-len(mesh) :]
+        device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+        for number, layer in enumerate(network.layers):
+            own = (after_forward or {}).get(number)
+            fully_shard(layer, mesh=device_mesh, reshard_after_forward=own, **options)
+        return fully_shard(network, mesh=device_mesh, **options)
+
+    return wrap
+
+
+def under_ddp(**options: Any) -> Callable[[Network], Any]:
+    """``DistributedDataParallel`` with these options."""
+    return lambda network: DistributedDataParallel(network, **options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a network is wrapped, and what a run does with it."""
+
+    wrap: Callable[[Network], Any]
+    inner: tuple[int, ...] = (16, 16, 16)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``graph_units``."""
+    before_step: Callable[[Run, int], object] = lambda _run, _step: None
+    microbatch: Callable[[Any, bool], Any] = lambda _model, _last: nullcontext()
+    """A context for the passes of a microbatch; it is told whether the microbatch is the last."""
+
+
+class Run:
+    """One training run of a case."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        self.case, self.network = case, Network(case.inner)
+        self.model = case.wrap(self.network)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.graphs: GraphedUnits | None = None
+        self.losses: list[torch.Tensor] = []
+
+    def train(
+        self,
+        steps: int = STEPS,
+        *,
+        graphed: bool = False,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Train, with graphs that are closed at the end or without; dropout differs by rank.
+
+        ``then`` is called before graphs are closed.
+        """
+        torch.manual_seed(1 + dist.get_rank())
+        if not graphed:
+            for step in range(steps):
+                self._step(step)
+            return
+        options = {"warmup_steps": WARMUP, "backend": "tape", **self.case.options}
+        with graph_units(self.model, ["layers.*"], **options) as self.graphs:
+            for step in range(steps):
+                self._step(step)
+            then()
+
+    def _step(self, step: int) -> None:
+        self.case.before_step(self, step)
+        with self.graphs.step() if self.graphs is not None else nullcontext():
+            for microbatch in range(MICROBATCHES):
+                last = microbatch == MICROBATCHES - 1
+                with self.case.microbatch(self.model, last):
+                    loss = self.loss(step * MICROBATCHES + microbatch)
+                    loss.backward()
+                self.losses.append(loss.detach().clone())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def loss(self, number: int) -> torch.Tensor:
+        """The loss on a batch of this rank."""
+        seed = torch.Generator().manual_seed(number * dist.get_world_size() + dist.get_rank())
+        tokens = torch.randint(0, VOCABULARY, (3, LENGTH), generator=seed)
+        logits = self.model(tokens).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    def evaluate(self) -> None:
+        """A forward pass in evaluation mode, whose loss is kept too."""
+        self.model.eval()
+        with torch.no_grad():
+            self.losses.append(self.loss(10_000))
+        self.model.train()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All losses, then this rank's part of every parameter and of its moments."""
+        yield from self.losses
+        for parameter in self.model.parameters():
+            for one in (parameter, *self.optimizer.state[parameter].values()):
+                yield getattr(one, "_local_tensor", one).detach().clone()
+
+
+def without_sync(model: Any, last: bool) -> Any:
+    """Gradients are reduced with the last microbatch alone."""
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if last else model.no_sync()
+    model.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def unsharded_in_between(model: Any, last: bool) -> Any:
+    """As above, and units are resharded after the last backward pass alone."""
+    model.set_reshard_after_backward(last)
+    return without_sync(model, last)
+
+
+def equal(one: Run, two: Run) -> bool:
+    """Whether two runs have the same bits."""
+    pairs = list(zip(one.tensors(), two.tensors(), strict=True))
+    return all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

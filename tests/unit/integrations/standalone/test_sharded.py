@@ -1,0 +1,265 @@
+"""Graphs under FSDP2 and DistributedDataParallel: bit-equal to eager, with memory that stays."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_cg import graph_units
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.fsdp.fully_shard_memory import group_of
+from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.integrations.standalone.sharded import (
+    IN_BF16,
+    MICROBATCHES,
+    STEPS,
+    WARMUP,
+    Case,
+    Run,
+    equal,
+    under_ddp,
+    under_fsdp2,
+    unsharded_in_between,
+    without_sync,
+)
+
+LATER = WARMUP + 2
+"""A step after the capture."""
+
+
+def prefetch(run: Run, step: int) -> None:
+    if step == 0:
+        one, two, three = cast(list[Any], run.network.layers)
+        one.set_modules_to_forward_prefetch([two, three])
+        three.set_modules_to_backward_prefetch([two, one])
+
+
+def unshard_first(run: Run, step: int) -> None:
+    """As a user does to gather the first unit while something else runs."""
+    first: Any = run.network.layers[0]
+    first.unshard()
+
+
+def evaluate(run: Run, step: int) -> None:
+    if step in {1, LATER}:
+        run.evaluate()
+
+
+def save_and_load(run: Run, step: int) -> None:
+    if step == LATER:
+        state = {name: value.clone() for name, value in run.model.state_dict().items()}
+        for value in run.model.state_dict().values():
+            value.zero_()
+        run.model.load_state_dict(state)
+
+
+def keep_after_forward_later(run: Run, step: int) -> None:
+    if step == LATER:
+        run.model.set_reshard_after_forward(False)
+
+
+CASES = {
+    "FSDP2": Case(under_fsdp2()),
+    "FSDP2 in bf16": Case(under_fsdp2(mp_policy=IN_BF16)),
+    "FSDP2, the last unit is not resharded": Case(under_fsdp2(after_forward={2: False})),
+    "FSDP2, no unit is resharded": Case(under_fsdp2(after_forward={0: False, 1: False, 2: False})),
+    "FSDP2, units stay unsharded between microbatches": Case(
+        under_fsdp2(), microbatch=unsharded_in_between
+    ),
+    "FSDP2, one reduction a step": Case(under_fsdp2(mp_policy=IN_BF16), microbatch=without_sync),
+    "FSDP2, explicit prefetch": Case(under_fsdp2(), before_step=prefetch),
+    "FSDP2, a unit is unsharded before the step": Case(under_fsdp2(), before_step=unshard_first),
+    "FSDP2, replicas of whole shards": Case(under_fsdp2(mesh=(2, 1))),
+    "FSDP2, units of two shapes": Case(under_fsdp2(), inner=(16, 24, 16)),
+    "FSDP2, evaluation": Case(under_fsdp2(), before_step=evaluate),
+    "FSDP2, state is saved and loaded": Case(under_fsdp2(), before_step=save_and_load),
+    "FSDP2, every replay is verified": Case(under_fsdp2(), options={"verify_interval": 1}),
+    "DDP": Case(under_ddp()),
+    "DDP, gradients in buckets": Case(under_ddp(gradient_as_bucket_view=True)),
+    "DDP, unused parameters": Case(under_ddp(find_unused_parameters=True)),
+    "DDP, one reduction a step": Case(under_ddp(), microbatch=without_sync),
+    "DDP, evaluation": Case(under_ddp(), before_step=evaluate),
+}
+"""Every pass after the capture is replayed in these."""
+OF_FOUR = {
+    "FSDP2, two replicas of two shards": Case(under_fsdp2(mesh=(2, 2))),
+    "FSDP2, resharded to pairs after forward": Case(
+        under_fsdp2(mesh=(4,), after_forward={0: 2, 1: 2, 2: 2})
+    ),
+}
+"""The same on four ranks."""
+MOVED = Case(under_fsdp2(), before_step=keep_after_forward_later)
+
+
+def trained(case: Case) -> dict[str, Any]:
+    """Train eagerly and with graphs; what a test needs to know of it."""
+    eager, graphed = Run(case), Run(case)
+    eager.train()
+    graphed.train(graphed=True)
+    assert graphed.graphs is not None
+    return {"equal": equal(eager, graphed), "counters": graphed.graphs.counters.as_dict()}
+
+
+def memory() -> dict[str, Any]:
+    """Where unsharded parameters lie while there are graphs, and what is left after them."""
+    found: dict[str, Any] = {}
+
+    def params(run: Run) -> list[Any]:
+        groups = [group_of(layer) for layer in run.network.layers]
+        return [group.fsdp_params for group in groups]
+
+    def look(run: Run, step: int) -> None:
+        if run.graphs is not None and step == LATER:
+            found["addresses"] = [[p._unsharded_param.data_ptr() for p in of] for of in params(run)]
+
+    def begins(model: Any, _last: bool) -> Any:
+        held = next(iter(model.layers[0].parameters()))
+        found.setdefault("sharded", []).append(isinstance(held, DTensor))
+        return nullcontext()
+
+    case = Case(under_fsdp2(), inner=(16, 16, 24), before_step=look, microbatch=begins)
+    run = Run(case)
+    run.train(graphed=True)
+    every = [param for of in params(run) for param in of]
+    found["held"] = sum(p.all_gather_outputs[0].untyped_storage().nbytes() for p in every)
+    found["patched"] = [name for p in every for name in vars(p) if name.startswith("free_")]
+    return found
+
+
+def closed_while_unsharded() -> bool:
+    """Whether training goes on as an eager run does after graphs were closed in that state."""
+    case = Case(under_fsdp2())
+    eager, graphed = Run(case), Run(case)
+    eager.train()
+    graphed.train(graphed=True, then=partial(unshard_first, graphed, 0))
+    unshard_first(eager, 0)
+    graphed.graphs = None
+    for run in (eager, graphed):
+        run.train(1)
+    return equal(eager, graphed)
+
+
+def kept_after_backward_later() -> str:
+    """What a run ends with whose units are no longer resharded after their backward pass."""
+
+    def change(run: Run, step: int) -> None:
+        if step == LATER:
+            run.model.set_reshard_after_backward(False)
+
+    try:
+        Run(Case(under_fsdp2(), before_step=change)).train(graphed=True)
+    except ReplayMismatchError as error:
+        return str(error)
+    return ""
+
+
+def run_all(folder: Path) -> None:
+    """Every case for two ranks, in turn."""
+    found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
+    found |= {"moved": trained(MOVED), "memory": memory(), "error": kept_after_backward_later()}
+    found["closed while unsharded"] = closed_while_unsharded()
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def run_four(folder: Path) -> None:
+    """Every case for four ranks, in turn."""
+    found = {name: trained(case) for name, case in OF_FOUR.items()}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def assert_replayed(report: dict[str, Any]) -> None:
+    """Whether a case was equal, and every pass after the capture a replay."""
+    assert report["equal"]
+    counters, passes = report["counters"], (STEPS - WARMUP) * MICROBATCHES
+    assert counters["captured"] == 3 and counters["replayed"] == 3 * passes
+    assert counters["mismatched"] == 0
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("sharded")
+    run_processes(partial(run_all, folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_train_the_same_bits(reports: list[dict[str, Any]], name: str) -> None:
+    for report in reports:
+        assert_replayed(report[name])
+
+
+def test_replays_train_the_same_bits_on_four_ranks(tmp_path: Path) -> None:
+    run_processes(partial(run_four, tmp_path), 4)
+    for rank in range(4):
+        for report in json.loads((tmp_path / f"{rank}.json").read_text()).values():
+            assert_replayed(report)
+
+
+def test_a_verified_replay_compares_gradients_too(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        counters = report["FSDP2, every replay is verified"]["counters"]
+        assert counters["verified"] == counters["gradients_verified"] == counters["replayed"]
+
+
+def test_units_of_one_shape_share_their_unsharded_memory(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        one, two, other = report["memory"]["addresses"]
+        assert one == two and not set(one) & set(other)
+
+
+def test_closing_gives_the_memory_back(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["memory"]["held"] == 0 and report["memory"]["patched"] == []
+
+
+def test_between_steps_modules_hold_their_shards(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["memory"]["sharded"] == [True] * STEPS * MICROBATCHES
+
+
+def test_graphs_are_closed_while_a_unit_is_unsharded(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["closed while unsharded"]
+
+
+def test_a_unit_whose_buffer_is_in_use_runs_eagerly(reports: list[dict[str, Any]]) -> None:
+    """The first unit keeps the buffer, and the other two get memory that no graph reads."""
+    for report in reports:
+        assert report["moved"]["equal"]
+        counters = report["moved"]["counters"]
+        assert counters["mismatched"] == 2 * (STEPS - LATER) * MICROBATCHES
+
+
+def test_a_buffer_in_use_in_the_backward_pass_ends_the_run(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert "set_reshard_after_backward" in report["error"]
+
+
+def test_a_process_without_process_groups_is_one_rank() -> None:
+    assert not dist.is_initialized()
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        graphs = graph_units(
+            model, ["0", "2"] if graphed else ["1"], warmup_steps=1, backend="tape"
+        )
+        with graphs:
+            for step in range(4):
+                with graphs.step():
+                    optimizer.zero_grad()
+                    model(torch.full((3, 4), float(step))).square().sum().backward()
+                    optimizer.step()
+            found.append([p.detach().clone() for p in model.parameters()])
+            assert graphs.counters.replayed == 3 * (1 + graphed)
+    assert all(map(torch.equal, *found))
