@@ -9,7 +9,7 @@ their replays overwrite it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,12 +29,29 @@ class Stream(FakeStream):
     """A stream that is told apart from others."""
 
 
+def seeing_a_gpu() -> AbstractContextManager[None]:
+    return replaced(torch.cuda, "is_available", lambda: True)
+
+
 class OnCpu(NativeBackend):
     """The native backend, whose device is the double's."""
+
+    def __init__(self) -> None:
+        with seeing_a_gpu():
+            super().__init__()
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def capture(self, *args: Any, **options: Any) -> Any:
+        with seeing_a_gpu():
+            return super().capture(*args, **options)
+
+    @contextmanager
+    def preserved(self, callables: Any) -> Iterator[None]:
+        with seeing_a_gpu(), super().preserved(callables):
+            yield
 
     def scratch(self) -> None:
         """None: the double has no allocator that could lend memory."""
@@ -158,17 +175,18 @@ class Graph:
 
 
 @contextmanager
-def cuda_double(*, fakes: bool = True) -> Iterator[CudaDouble]:
+def cuda_double(*, fakes: bool = True, seen: bool = True) -> Iterator[CudaDouble]:
     """Put the double in place of ``torch.cuda`` in the block, over the CPU fakes.
 
-    ``fakes`` is False where these are there already.
+    ``fakes`` is False where these are there already. If ``seen`` is False, only :class:`OnCpu`
+    sees a GPU: a recorder, for example, would ask a real one for its name.
     """
     cuda = CudaDouble()
     with ExitStack() as stack:
         if fakes:
             stack.enter_context(cpu_fakes())
         names = {
-            "is_available": lambda: True,
+            "is_available": lambda: seen,
             "Stream": Stream,
             "stream": cuda.on,
             "set_stream": cuda.set_stream,
