@@ -22,11 +22,16 @@ def test_the_example_trains_the_eager_numbers_without_megatron_fsdp(sharding: st
     compare(sharding)
 
 
-def compare(sharding: str) -> None:
+@pytest.mark.parametrize("sharding", ["megatron-fsdp", "fsdp2", "ddp"])
+def test_the_native_backend_trains_the_eager_numbers(sharding: str) -> None:
+    compare(sharding, "--backend", "native")
+
+
+def compare(sharding: str, *more: str) -> None:
     """Run the example on two GPUs; nothing may run eagerly after the capture."""
     skip_without(2)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += [str(EXAMPLE), "--compare", "--sharding", sharding]
+    words += [str(EXAMPLE), "--compare", "--sharding", sharding, *more]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "all parameter shards: bitwise equal" in ended.stdout

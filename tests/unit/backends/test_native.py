@@ -21,6 +21,7 @@ from megatron_cg.errors import ArgumentError, CaptureError
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.unit import Unit
 from tests.unit.backends.cuda_double import DEFAULT, REFUSED, CudaDouble, OnCpu, cuda_double
+from tests.unit.counted import expect
 
 
 @pytest.fixture
@@ -471,3 +472,49 @@ def test_a_model_under_megatron_fsdp_trains_the_same_numbers(
                 assert set(cuda.users.values()) == {0}
             parallel_state.destroy_model_parallel()
     assert losses[True] == losses[False] and len(set(map(str, losses[True]))) == 4
+
+
+class Stack(nn.Module):
+    """Three blocks with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.ReLU()) for _ in range(3))
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+def test_units_of_a_plain_module_train_the_same_numbers(one_rank: None, verify: int) -> None:
+    from megatron_cg import graph_units
+
+    numbers: dict[bool, list[Any]] = {}
+    for graphed in (False, True):
+        with cuda_double(fakes=False):
+            model = Stack()
+            made: Any = nullcontext()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            graphs: Any = None
+            if graphed:
+                policy: Any = {"verify_interval": verify, "on_mismatch": "error"}
+                made = graphs = graph_units(model, ["layers.*"], backend=OnCpu(), **policy)
+            torch.manual_seed(7)
+            numbers[graphed] = []
+            with made:
+                for step in range(6):
+                    with graphs.step() if graphed else nullcontext():
+                        optimizer.zero_grad()
+                        inputs = torch.full((2, 4), 1.0 + step)
+                        loss = model(inputs).square().sum()
+                        loss.backward()
+                        optimizer.step()
+                    numbers[graphed].append(loss.detach().clone())
+            if graphed:
+                expect(graphs.counters, captured=3, replayed=9, eager=0, verified=9 * verify)
+            numbers[graphed] += [p.detach().clone() for p in model.parameters()]
+    assert all(map(torch.equal, numbers[True], numbers[False]))
