@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -121,9 +121,11 @@ class CudaRecorder:
     def abandon(self) -> None:
         """See :class:`megatron_cg.backends.driver.recorder.Recorder`."""
         leave_pool(self._pool)
-        for recording in list(self._open):
-            self.reset(recording)
-        self._keeper.reset()
+        for graph in [*(recording.graph for recording in self._open), self._keeper]:
+            # After an error of the device every call of CUDA raises that error again.
+            with suppress(RuntimeError):
+                graph.reset()
+        self._open.clear()
 
     def reset(self, recording: CudaRecording) -> None:
         """Release a graph, and with the last one the pool. Safe to call twice."""

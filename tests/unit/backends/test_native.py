@@ -20,7 +20,7 @@ from megatron_cg.backends.native.native_refusals import refuse
 from megatron_cg.errors import ArgumentError, CaptureError
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.unit import Unit
-from tests.unit.backends.cuda_double import DEFAULT, REFUSED, CudaDouble, OnCpu, cuda_double
+from tests.unit.backends.cuda_double import DEFAULT, REFUSED, CudaDouble, Graph, OnCpu, cuda_double
 from tests.unit.counted import expect
 
 
@@ -134,6 +134,20 @@ def test_the_keeper_that_cannot_be_captured_leaves_nothing_either(
     with pytest.raises(torch.AcceleratorError):
         capture(nn.Linear(4, 4))
     assert cuda.stream == DEFAULT and cuda.underway is None and cuda.users == {(0, 1): 0}
+
+
+def test_a_device_that_failed_does_not_hide_its_first_error(
+    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        def reset(_graph: Graph) -> None:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(Graph, "reset", reset)
+        raise LookupError("the first error")
+
+    with pytest.raises(LookupError, match="the first error"):
+        capture(Calling(fail, WARMUPS + 1))
 
 
 @pytest.mark.parametrize("share", [False, True])
