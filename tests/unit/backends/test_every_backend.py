@@ -150,6 +150,19 @@ def test_an_unused_input_is_refused_unless_allowed(backend: Backend) -> None:
     assert module.unused.grad is None and not fired
 
 
+def test_a_parameter_that_gets_a_gradient_only_at_times_is_refused(backend: Backend) -> None:
+    class Changing(nn.Linear):
+        passes = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            bias = self.bias if self.passes == 1 else self.bias.detach()
+            return nn.functional.linear(x, self.weight, bias)
+
+    with pytest.raises(CaptureError, match="which parameters get gradients has changed"):
+        small(backend, Changing(4, 4))
+
+
 def test_options_of_another_world_are_refused(backend: Backend) -> None:
     with pytest.raises(CaptureError, match="fp8_enabled is set"):
         small(backend, nn.Linear(4, 4), fp8_enabled=(True,))

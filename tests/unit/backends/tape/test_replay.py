@@ -138,6 +138,7 @@ class Leaky(nn.Module):
 def test_a_stale_read_of_pool_memory_gives_nan() -> None:
     module = Leaky()
     (graph,) = capture((module,))
+    assert module.kept.isnan().all()
     graph(torch.ones(4, 8))
     assert module.kept.isnan().all()
 
