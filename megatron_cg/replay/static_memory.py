@@ -16,15 +16,25 @@ class StaticMemory:
     address: int
     stride: tuple[int, ...]
     nbytes: int
+    lazy: tuple[bool, bool] = (False, False)
+    """Whether torch reads the memory as conjugated, or as negated."""
 
     @classmethod
     def of(cls, static: torch.Tensor) -> StaticMemory:
         """The memory of ``static``."""
-        return cls(static.data_ptr(), static.stride(), static.nbytes)
+        return cls(static.data_ptr(), static.stride(), static.nbytes, _lazy(static))
 
     def holds(self, value: Any) -> bool:
         """Whether ``value``, a tensor of the same shape, lies in this memory."""
-        return bool(value.data_ptr() == self.address and value.stride() == self.stride)
+        return bool(
+            value.data_ptr() == self.address
+            and value.stride() == self.stride
+            and _lazy(value) == self.lazy
+        )
+
+
+def _lazy(tensor: Any) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def copies(memories: Sequence[StaticMemory | None], values: Sequence[Any]) -> tuple[int, int]:

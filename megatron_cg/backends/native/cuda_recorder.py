@@ -104,14 +104,15 @@ class CudaRecorder:
             if tuple(segment["segment_pool_id"]) == self._pool
         ]
 
-        def in_pool(tensor: torch.Tensor) -> bool:
+        def replaceable(tensor: torch.Tensor) -> bool:
+            # Of a subclass, or a lazy conjugate, its memory does not tell the values.
+            if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+                return False
             address = tensor.untyped_storage().data_ptr()
             return any(begin <= address < end for begin, end in segments)
 
         return tuple(
-            without_owner(result)
-            if result is not None and type(result) is torch.Tensor and in_pool(result)
-            else result
+            without_owner(result) if result is not None and replaceable(result) else result
             for result in results
         )
 

@@ -30,7 +30,8 @@ class Slot:
     """A strided window on one storage, recorded instead of a tensor argument.
 
     ``key`` names the storage in the pool that made the slot; ``offset``, ``size`` and ``stride``
-    are in elements of ``dtype``.
+    are in elements of ``dtype``. ``conjugated`` and ``negated`` tell torch's lazy views, which do
+    not change the memory.
     """
 
     key: int
@@ -38,6 +39,8 @@ class Slot:
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    conjugated: bool = False
+    negated: bool = False
 
 
 @dataclass
@@ -86,7 +89,8 @@ class Pool:
                 StorageReference(storage), storage.data_ptr(), storage.nbytes(), used_by
             )
         offset = int(tensor.storage_offset())
-        return Slot(key, tensor.dtype, offset, tuple(tensor.size()), tensor.stride())
+        window = offset, tuple(tensor.size()), tensor.stride()
+        return Slot(key, tensor.dtype, *window, tensor.is_conj(), tensor.is_neg())
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """Return a new tensor on the slot's memory.
@@ -97,7 +101,10 @@ class Pool:
         if storage is None:
             storage = self._outside_storage(slot.key)
         tensor = torch.empty(0, dtype=slot.dtype)
-        return tensor.set_(storage, slot.offset, slot.size, slot.stride)
+        tensor.set_(storage, slot.offset, slot.size, slot.stride)
+        if slot.conjugated:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if slot.negated else tensor
 
     def _outside_storage(self, key: int) -> torch.UntypedStorage:
         outside = self._outside[key]

@@ -181,6 +181,29 @@ def test_an_output_outside_of_the_pool_keeps_its_memory(cuda: CudaDouble) -> Non
     assert weight.untyped_storage()._cdata == graph._recorded.module.weight.untyped_storage()._cdata
 
 
+def test_a_lazy_conjugate_keeps_what_it_means(cuda: CudaDouble) -> None:
+    class Conjugated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).conj()
+
+    x = torch.tensor([1 + 2j], requires_grad=True)
+    made: Any = OnCpu().capture(
+        (Conjugated(),),
+        [(torch.zeros(1, dtype=torch.complex64, requires_grad=True),)],
+        capture_time_hooks=[{}],
+        _order=[1, -1],
+        _reuse_graph_input_output_buffers=True,
+    )
+    (graph,) = made
+    output = graph(x)
+    assert output.tolist() == [2 - 4j]
+    output.backward(torch.tensor([1 + 1j]))
+    assert x.grad is not None and x.grad.tolist() == [2 - 2j]
+    (memory,) = graph.replay_function().incoming
+    static = graph._recorded.grad_outputs[0]
+    assert memory.holds(static) and not memory.holds(static.conj())
+
+
 def test_copies_are_made_together_by_dtype_and_only_where_they_are_needed(
     cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ PACKAGE = ROOT / "megatron_cg"
 OUR_FILE = re.compile(r"`(?:python )?((\w+)(?:/\w+)+(?:\.py)?)[`:]")
 """A path of at least one folder, in code, and its first folder."""
 OTHERS_FLAGS = {
+    "--sharding",  # of examples/standalone_transformer.py
     *("--nproc-per-node", "--nnodes", "--node-rank", "--standalone"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port"),
     *("--help", "--version"),
