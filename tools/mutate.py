@@ -39,7 +39,10 @@ _TAPE = (
     "backends/tape/test_replay.py "
     "backends/tape/test_fakes.py backends/tape/test_training.py backends/test_every_backend.py"
 )
-_NATIVE = "backends/test_every_backend.py backends/test_native.py"
+_NATIVE = (
+    "backends/test_every_backend.py backends/test_native.py backends/test_native_refusals.py "
+    "backends/test_native_training.py backends/test_cuda_cleanup.py"
+)
 _HOOKS = "hooks fsdp/test_hooks_of_real_models.py"
 _REPLAY = (
     "capture/test_session.py replay/test_order_of_passes.py replay/test_verify.py "

@@ -8,7 +8,7 @@ their replays overwrite it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -205,3 +205,30 @@ def cuda_double(*, fakes: bool = True, seen: bool = True) -> Iterator[CudaDouble
             for name, value in replacements.items():
                 stack.enter_context(replaced(owner, name, value))
         yield cuda
+
+
+WARMUPS = 3
+"""TE's default of ``num_warmup_iters``."""
+
+
+def capture(*modules: nn.Module, **options: Any) -> Any:
+    """Graphs of these modules, with everything restored as a session does."""
+    backend = OnCpu()
+    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
+    hooks = options.pop("hooks", [{} for _ in modules])
+    with backend.preserved(modules):
+        return backend.capture(modules, samples, capture_time_hooks=hooks, **options)
+
+
+class Calling(nn.Linear):
+    """Calls a function in its ``number``-th forward pass."""
+
+    def __init__(self, call: Callable[[], None], number: int) -> None:
+        super().__init__(4, 4)
+        self.call, self.passes, self.number = call, 0, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == self.number:
+            self.call()
+        return super().forward(x)
