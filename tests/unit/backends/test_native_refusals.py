@@ -102,6 +102,20 @@ def test_a_fork_of_a_tracker_that_is_not_graph_safe_is_refused_by_name(
     assert "fork" not in vars(tracker)
 
 
+def test_a_capture_leaves_the_states_of_a_tracker_as_they_were(
+    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.tensor_parallel import random
+
+    states = {"one": torch.Generator()}
+    before = dict(states)
+    tracker = types.SimpleNamespace(states_=states)
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
+    with OnCpu().preserved([]):
+        states["one"] = torch.Generator()
+    assert states == before
+
+
 class Fp8(nn.Linear):
     """TE's name for weights that are quantized themselves."""
 
