@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_cg.arguments.layout import decoder_symbols
-from megatron_cg.arguments.schema import SCOPES, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import BACKENDS, SCOPES, Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.upstream.symbols import changed
@@ -140,7 +140,7 @@ def validate(namespace: argparse.Namespace, environment: Environment | None = No
 
     Args:
         namespace: the return value of Megatron's ``parse_args``.
-        environment: versions and variables; those of this process if None.
+        environment: versions, variables and backend; those of this process if None.
 
     Raises ConfigurationError with every violation at once. Raises nothing for a run that neither
     asks for layerwise graphs under Megatron-FSDP nor uses our flags about them. Raises
@@ -151,7 +151,7 @@ def validate(namespace: argparse.Namespace, environment: Environment | None = No
     if not wants_graphs(namespace) and graph == records:
         return
     run = read_run(namespace)
-    environment = environment or Environment.read()
+    environment = environment or Environment.read(BACKENDS[graph.cg_backend])
     broken = violations(run, graph, environment)
     if broken:
         raise ConfigurationError(broken)

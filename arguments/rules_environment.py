@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from packaging.version import InvalidVersion, Version
 
 from megatron_cg.arguments.rule import Rule
-from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import (
+    TRANSFORMER_ENGINE,
+    Environment,
+    GraphArguments,
+    RunArguments,
+)
 from megatron_cg.errors import Violation
 
 _TE = "transformer-engine"
@@ -47,7 +52,7 @@ def too_old(
 ) -> Iterator[Violation]:
     """Versions that are known to lack a required symbol or behaviour are refused."""
     for name, (oldest, reason) in _OLDEST.items():
-        if name == _TE and environment.backend != "transformer_engine":
+        if name == _TE and environment.backend != TRANSFORMER_ENGINE:
             continue
         wanted = ".".join(map(str, oldest))
         version = environment.versions.get(name)
@@ -57,10 +62,11 @@ def too_old(
             continue
         else:
             found, why = f"{name} {version}", reason
-        extra = "[pytorch]" if name == _TE else ""
-        yield Violation(
-            f"{name}-version", found, why, f"type pip install '{name}{extra}>={wanted}'"
-        )
+        extra, instead = "", ""
+        if name == _TE:
+            extra, instead = "[pytorch]", ", or capture without it: --cg-backend native"
+        remedy = f"type pip install '{name}{extra}>={wanted}'{instead}"
+        yield Violation(f"{name}-version", found, why, remedy)
 
 
 def expandable_segments(
@@ -70,7 +76,7 @@ def expandable_segments(
 
     torch 2.11 also reads the setting from PYTORCH_ALLOC_CONF; Megatron's own check does not.
     """
-    if environment.backend != "transformer_engine":
+    if environment.backend == "tape":
         return
     variables = environment.variables
     if variables.get("NCCL_GRAPH_REGISTER") == "0":

@@ -23,6 +23,11 @@ WHOLE_LAYER = "layer"
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Megatron's scope names: ``megatron.core.transformer.enums.CudaGraphModule`` of 0.19.2."""
 
+TRANSFORMER_ENGINE, NATIVE = "transformer_engine", "native"
+"""Names of the capture backends on GPUs."""
+BACKENDS = MappingProxyType({"te": TRANSFORMER_ENGINE, "native": NATIVE})
+"""The backend of each value of ``--cg-backend``."""
+
 PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine", "torch")
 """The distributions whose versions the rules read."""
 
@@ -56,6 +61,12 @@ class GraphArguments:
         "captured on all layers. Multi-token-prediction layers are not counted and not affected.",
         nargs="+",
         metavar="SCOPE:RANGES",
+    )
+    cg_backend: Literal["te", "native"] = _flag(
+        "te",
+        "What captures graphs: Transformer Engine (default), or this package with torch alone, "
+        "without FP8. The native backend was not run on a GPU yet.",
+        choices=("te", "native"),
     )
     cg_on_failure: Literal["error", "eager"] = _flag(
         "error",
@@ -243,16 +254,16 @@ def _version_on_path() -> str | None:
 class Environment:
     """Installed versions and environment variables; what is not set is not in the mapping.
 
-    ``backend`` is the name of the capture backend: the rules about Transformer Engine and the CUDA
-    allocator apply only to ``"transformer_engine"``.
+    ``backend`` is the name of the capture backend: the rules about Transformer Engine apply only
+    to its own, and those about the CUDA allocator not to ``"tape"``.
     """
 
     versions: Mapping[str, str] = field(default_factory=_no_strings)
     variables: Mapping[str, str] = field(default_factory=_no_strings)
-    backend: str = "transformer_engine"
+    backend: str = TRANSFORMER_ENGINE
 
     @classmethod
-    def read(cls, backend: str = "transformer_engine") -> Environment:
+    def read(cls, backend: str = TRANSFORMER_ENGINE) -> Environment:
         """The environment of this process, from ``importlib.metadata`` and ``os.environ``."""
         versions = {name: installed_version(name) for name in PACKAGES}
         # A clone of Megatron-LM on the path is not an installed distribution.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_cg.arguments import (
+    rules_backend,
     rules_environment,
     rules_experts,
     rules_fast_path,
@@ -28,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *rules_experts.RULES,
     *rules_recompute.RULES,
     *rules_numerics.RULES,
+    *rules_backend.RULES,
     *rules_environment.RULES,
 )
 """The rules of a run that asks for layerwise graphs under Megatron-FSDP."""
@@ -50,6 +52,7 @@ def notices(run: RunArguments, graph: GraphArguments, environment: Environment) 
     if not run.wants_graphs:
         return ()
     lines = list(rules_environment.unseen_versions(environment))
+    lines += rules_backend.unseen_backend(environment)
     if not run.te_rng_tracker:
         lines.append(
             "--te-rng-tracker was not given and Megatron turns it on for graphs. An eager run "

@@ -1,7 +1,8 @@
 """Train a transformer of plain PyTorch, eagerly or with graphs, sharded in a way of your choice.
 
 No megatron-core is needed, and no megatron-fsdp but for its own sharding. On GPUs the graphs are
-CUDA graphs by Transformer Engine; without one, two processes train over gloo with tapes instead.
+CUDA graphs by Transformer Engine, or with --backend native by torch alone (not run on a GPU yet);
+without a GPU, two processes train over gloo with tapes instead.
 
     torchrun --nproc-per-node 2 examples/standalone_transformer.py --graphs
     torchrun --nproc-per-node 2 examples/standalone_transformer.py --compare --sharding fsdp2
@@ -158,7 +159,7 @@ def train(args: argparse.Namespace, device: str, *, graphed: bool) -> list[torch
     losses = []
     graphs: Any = nullcontext()
     if graphed:
-        backend = None if device == "cuda" else TapeBackend()
+        backend = args.backend if device == "cuda" else TapeBackend()
         graphs = graph_units(model, ["layers.*"], warmup_steps=args.warmup, backend=backend)
     with graphs:
         for step in range(args.steps):
@@ -220,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers |= {"layers": 4, "hidden": 64, "sequence": 32}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--backend", choices=("te", "native"), default="te", help="on GPUs")
     parser.add_argument("--sharding", choices=SHARDINGS, default="megatron-fsdp")
     parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args(arguments)

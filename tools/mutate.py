@@ -37,7 +37,11 @@ VARIABLE = "MEGATRON_CG_MUTANT"
 _TAPE = (
     "backends/tape/test_mutants_of_memory.py backends/tape/test_contract.py "
     "backends/tape/test_replay.py "
-    "backends/tape/test_fakes.py backends/tape/test_training.py"
+    "backends/tape/test_fakes.py backends/tape/test_training.py backends/test_every_backend.py"
+)
+_NATIVE = (
+    "backends/test_every_backend.py backends/test_native.py backends/test_native_refusals.py "
+    "backends/test_native_training.py backends/test_cuda_cleanup.py"
 )
 _HOOKS = "hooks fsdp/test_hooks_of_real_models.py"
 _REPLAY = (
@@ -48,8 +52,19 @@ NEAR: dict[str, str] = {
     "capture/accumulators.py": "capture/test_accumulators.py capture/test_session.py "
     "backends/tape/test_training.py",
     "consensus/exchange.py": "consensus/test_mutants_of_agreement.py consensus/test_agreement.py",
+    "backends/cuda_cleanup.py": _NATIVE,
+    "backends/driver/capture.py": f"{_TAPE} {_NATIVE}",
+    "backends/driver/checks.py": _NATIVE,
+    "backends/driver/copies.py": _NATIVE,
+    "backends/driver/graphed.py": f"{_TAPE} {_NATIVE}",
+    "backends/native/cuda_recorder.py": _NATIVE,
+    "backends/native/native_backend.py": f"{_NATIVE} integrations/test_call_arguments.py",
+    "backends/native/native_refusals.py": _NATIVE,
+    "backends/rng_tracker.py": f"{_TAPE} {_NATIVE}",
     "backends/tape/tape_backend.py": _TAPE,
-    "backends/tape/tape_graphs.py": _TAPE,
+    "backends/tape/tape_recorder.py": _TAPE,
+    "backends/te/te_if_loaded.py": f"{_NATIVE} backends/test_te_backend.py",
+    "replay/static_memory.py": f"{_NATIVE} backends/test_te_replay.py",
     "backends/tape/tape_host.py": "backends/tape/test_contract.py backends/tape/test_training.py",
     "backends/tape/tape_memory.py": _TAPE,
     "backends/tape/tape_recording.py": f"{_TAPE} backends/tape/test_collectives.py",

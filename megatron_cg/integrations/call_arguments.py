@@ -8,12 +8,13 @@ from typing import Any, Literal, get_args
 
 from megatron_cg.arguments.fast_path_parts import mistakes
 from megatron_cg.backends.base import Backend
-from megatron_cg.errors import ArgumentError, Violation
+from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError, Violation
+from megatron_cg.upstream.symbols import installed_version
 
 OnFailure = Literal["error", "eager"]
 OnMismatch = Literal["eager", "recapture", "error"]
 GroupedGemm = Literal["te", "torch"]
-BackendName = Literal["transformer_engine", "te", "tape"]
+BackendName = Literal["transformer_engine", "te", "native", "tape"]
 
 
 def check_policy(
@@ -90,17 +91,37 @@ def _backend(value: object) -> Iterator[Violation]:
         )
 
 
+_NO_TE = Violation(
+    "backend",
+    "Transformer Engine is not installed",
+    "the default backend captures by it",
+    'pip install "transformer-engine[pytorch]", or capture without it: backend="native"',
+)
+
+
 def backend_of(value: Backend | BackendName | None) -> Backend:
     """The backend by that name; Transformer Engine's if None.
 
-    Raises UpstreamChangedError when Transformer Engine is needed but not installed.
+    Raises:
+        ConfigurationError: Transformer Engine is needed and not installed.
+        UpstreamChangedError: it lacks a symbol.
+        CaptureError: the native backend, and there is no GPU.
     """
     if value == "tape":
         from megatron_cg.backends.tape.tape_backend import TapeBackend
 
         return TapeBackend()
+    if value == "native":
+        from megatron_cg.backends.native.native_backend import NativeBackend
+
+        return NativeBackend()
     if value is None or isinstance(value, str):
         from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 
-        return TransformerEngineBackend()
+        try:
+            return TransformerEngineBackend()
+        except UpstreamChangedError:
+            if installed_version("transformer-engine") is None:
+                raise ConfigurationError([_NO_TE]) from None
+            raise
     return value

@@ -33,6 +33,12 @@ class Counters:
     """Inputs that were copied into the graph's own memory, over all replays."""
     bytes_copied: int = 0
     """Bytes of the copied inputs."""
+    backwards: int = 0
+    """Backward passes that were replayed."""
+    gradients_copied: int = 0
+    """Gradients of outputs that were copied into the graph's own memory, over all replays."""
+    gradient_bytes_copied: int = 0
+    """Bytes of these gradients."""
     repeated: int = 0
     """Steps that were repeated eagerly: a rank had more rows than its graphs have room for."""
     guard_ns: int = 0
@@ -44,6 +50,12 @@ class Counters:
         self.inputs_in_place += in_place
         self.inputs_copied += copied
         self.bytes_copied += nbytes
+
+    def count_backward(self, copied: int, nbytes: int) -> None:
+        """Count one backward replay and the gradients that it copies."""
+        self.backwards += 1
+        self.gradients_copied += copied
+        self.gradient_bytes_copied += nbytes
 
     def count_unstable(self, gradients: int) -> None:
         """Count gradients that are not compared."""
@@ -68,8 +80,11 @@ def counts_text(counts: Mapping[str, int]) -> str:
         return words
     copied = counts.get("bytes_copied", 0) / replayed / 2**20
     guard = counts.get("guard_ns", 0) / replayed / 1e3
+    backwards = counts.get("backwards", 0) or 1
+    back = counts.get("gradient_bytes_copied", 0) / backwards / 2**20
     return (
         f"{words}; a replay: {counts.get('inputs_in_place', 0) / replayed:.1f} inputs in place, "
-        f"{counts.get('inputs_copied', 0) / replayed:.1f} copied ({copied:.2f} MiB), "
+        f"{counts.get('inputs_copied', 0) / replayed:.1f} copied ({copied:.2f} MiB), backward "
+        f"{counts.get('gradients_copied', 0) / backwards:.1f} copied ({back:.2f} MiB), "
         f"{guard:.0f} us in guards"
     )

@@ -6,11 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
+
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.replay_function import ReplayFunction
+from megatron_cg.replay.static_memory import copies
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Kept, verify
 
@@ -125,9 +128,10 @@ class GuardedGraph:
         """
         self._in_flight.begin(self._index, self._unit, outputs, self._before_backward)
 
-    def _before_backward(self) -> None:
+    def _before_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         began = time.perf_counter_ns()
         mismatch = self._guard.broken_in_backward()
         self._mismatches.counters.guard_ns += time.perf_counter_ns() - began
         if mismatch is not None:
             self._mismatches.mismatched_in_backward(mismatch, self._unit.name, self._microbatch)
+        self._mismatches.counters.count_backward(*copies(self._replay.incoming, gradients))

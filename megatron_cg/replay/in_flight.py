@@ -18,7 +18,7 @@ exactly as long as the node is in the autograd graph; ``Node.register_prehook``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,9 @@ from torch.utils._pytree import tree_flatten
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
+
+BeforeBackward = Callable[[Sequence[torch.Tensor | None]], None]
+"""Takes the gradients that a backward pass receives, one an output."""
 
 
 class _Replay:
@@ -59,13 +62,11 @@ class InFlight:
                 )
         return None
 
-    def begin(
-        self, index: int, unit: Unit, outputs: Any, before_backward: Callable[[], None]
-    ) -> None:
+    def begin(self, index: int, unit: Unit, outputs: Any, before_backward: BeforeBackward) -> None:
         """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
 
-        ``before_backward`` is called when its backward begins. That backward raises
-        ReplayMismatchError if it runs out of order or a second time.
+        ``before_backward`` is called when its backward begins, with the incoming gradients. That
+        backward raises ReplayMismatchError if it runs out of order or a second time.
         """
         self._waiting.pop(index, None)
         for tensor in tree_flatten(outputs)[0]:
@@ -76,7 +77,11 @@ class InFlight:
                 return
 
     def _end(
-        self, index: int, this: _Replay, before_backward: Callable[[], None], _gradients: Any
+        self,
+        index: int,
+        this: _Replay,
+        before_backward: BeforeBackward,
+        gradients: Sequence[torch.Tensor | None],
     ) -> None:
         if self._waiting.get(index) is not this:
             raise ReplayMismatchError(
@@ -95,4 +100,4 @@ class InFlight:
                 f"over the whole pass. Or: {this.unit.leave_out(None)}"
             )
         del self._waiting[index]
-        before_backward()
+        before_backward(gradients)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_cg.replay.static_memory import StaticMemory
+
 
 @dataclass(frozen=True)
 class ReplayFunction:
@@ -26,3 +28,6 @@ class ReplayFunction:
     """Replaces the function by another object with a method ``apply``; returns the undo."""
     borrow: Callable[[], Callable[[], None]]
     """Borrow gradients until the returned function is called."""
+    incoming: tuple[StaticMemory | None, ...]
+    """Where a backward replay reads the gradient of each output; None for one without a gradient.
+    A gradient that lies elsewhere is copied there first."""

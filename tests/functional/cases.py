@@ -16,6 +16,8 @@ EVALUATED = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5")
 EP2 = ("--expert-model-parallel-size", "2")
 TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
+NATIVE = ("--cg-backend", "native")
+LOCAL = ("--transformer-impl", "local")
 EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -264,6 +266,19 @@ CASES = [
         ROUTER,
         (*batch(8), *("--save-interval", "6", "--save", "{directory}/{run}/checkpoints")),
     ),
+    # Captured by torch alone; Megatron's local layers have no kernel of Transformer Engine's.
+    *(
+        Case(f"native-{name}", preset, scopes, (*batch(8), *flags), graph_flags=NATIVE)
+        for name, preset, scopes, flags in (
+            ("dense", DENSE, ("attn", "mlp"), DROPOUT),
+            ("whole-layer", DENSE, (), ()),
+            ("moe", MOE, PREPROCESS, ()),
+            ("ep2", MOE, PREPROCESS, EP2),
+            ("evaluation", MOE, ROUTER, EVALUATED),
+            ("local-dense", DENSE, ("attn", "mlp"), (*LOCAL, *DROPOUT)),
+        )
+    ),
+    Case("native-tp2", DENSE, ("attn", "mlp"), (*batch(4), *TENSOR_PARALLEL), graph_flags=NATIVE),
     Case("latent-attention", MLA, PREPROCESS, batch(8)),
     Case(
         "cutlass",

@@ -14,10 +14,11 @@ PREPROCESS = ("attn", "moe_router", "moe_preprocess")
 EXPERTS = ("attn", "moe")
 """Without drop and pad: the models' experts compute by torch's grouped GEMM."""
 SCOPES = (("attn",), PREPROCESS, ("moe_router",))
-EAGER, ENABLED, API = "eager", "enable", "api"
+EAGER, ENABLED, API, NATIVE = "eager", "enable", "api", "native"
 GROUPED = {"moe_grouped_gemm": True}
 DRIVERS = (ENABLED, API)
-"""Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``."""
+"""Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``. NATIVE is
+``GraphedLayers`` with the native backend."""
 TYPES = ("bf16", "fp32")
 
 
@@ -33,6 +34,8 @@ class Group:
     scopes: tuple[tuple[str, ...], ...] = SCOPES
     dtypes: tuple[str, ...] = TYPES
     drivers: tuple[str, ...] = DRIVERS
+    local: bool = False
+    """The layers are those of Megatron's local spec instead of Transformer Engine's."""
     needs: str = ""
     """A module without which the group cannot run."""
 
@@ -69,6 +72,14 @@ GROUPS = {
         Group("tp2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         Group("ep2", {"expert_model_parallel_size": 2}),
         Group("mtp", {"mtp_num_layers": 1}),
+        Group("native", drivers=(NATIVE,)),
+        Group(
+            "native-tp2",
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            drivers=(NATIVE,),
+            dtypes=("bf16",),
+        ),
+        Group("native-local", {"moe_grouped_gemm": False}, drivers=(NATIVE,), local=True),
         Group("dropless", GROUPED, scopes=(EXPERTS,), dtypes=("bf16",)),
         Group(
             "dropless-ep2",

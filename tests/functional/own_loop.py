@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,11 @@ from tests.functional.loops import (
     API,
     BATCH,
     EAGER,
+    ENABLED,
     EXPERTS,
     GROUPS,
     MICROBATCHES,
+    NATIVE,
     STEPS,
     WARMUP,
     Group,
@@ -148,7 +151,8 @@ def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
             hybrid_layer_pattern=str(flags["hybrid-layer-pattern"]),
         )
         return hybrid
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=GPU)
+    by_te = GPU and not group.local
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=by_te)
     if config.moe_grouped_gemm and not GPU:
         from megatron_cg.tools.cpu.cpu_model import grouped_experts
 
@@ -156,7 +160,7 @@ def make_model(group: Group, config: TransformerConfig) -> torch.nn.Module:
             layer.submodules.mlp = grouped_experts(layer.submodules.mlp)
     mtp = None
     if config.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=GPU)
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=by_te)
     model: torch.nn.Module = GPTModel(
         config,
         spec,
@@ -263,14 +267,16 @@ def with_helper(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[lis
     return done, counters
 
 
-def with_api(model: Any, optimizer: Any, step: Step, steps: int) -> tuple[list[Any], Any]:
+def with_api(
+    model: Any, optimizer: Any, step: Step, steps: int, backend: Any = "te"
+) -> tuple[list[Any], Any]:
     """The Python API, imported as a user imports it."""
     graphs = megatron_cg.GraphedLayers(
         model,
         optimizer,
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
-        backend="te" if GPU else "tape",
+        backend=backend if GPU else "tape",
     )
     done = []
     with graphs:
@@ -314,8 +320,9 @@ def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
     if run.driver == EAGER:
         done = [step() for _ in range(steps)]
     else:
-        drive = with_api if run.driver == API else with_helper
-        with nullcontext() if run.driver == API else enabled():
+        by_native = partial(with_api, backend="native")
+        drive: Any = {API: with_api, NATIVE: by_native, ENABLED: with_helper}[run.driver]
+        with enabled() if run.driver == ENABLED else nullcontext():
             done, counters = drive(model, optimizer, step, steps)
         counts = counters.as_dict()
     return {
@@ -339,16 +346,10 @@ def enabled() -> Iterator[None]:
 @contextmanager
 def tapes() -> Iterator[None]:
     """Megatron's helper of a loop of one's own captures on tapes."""
-    from megatron.core.transformer import cuda_graphs
-
     from megatron_cg.integrations.megatron.own_loops import LoopHelper
     from megatron_cg.tools.cpu.fakes import replaced
 
-    with (
-        replaced(LoopHelper, "make_backend", staticmethod(TapeBackend)),
-        replaced(cuda_graphs, "HAVE_TE_GRAPHS", True),
-        replaced(cuda_graphs, "make_graphed_callables", None),
-    ):
+    with replaced(LoopHelper, "make_backend", staticmethod(TapeBackend)):
         yield
 
 

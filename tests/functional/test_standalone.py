@@ -23,6 +23,11 @@ def test_the_example_trains_the_eager_numbers_without_megatron_fsdp(sharding: st
     compare(sharding)
 
 
+@pytest.mark.parametrize("sharding", ["megatron-fsdp", "fsdp2", "ddp"])
+def test_the_native_backend_trains_the_eager_numbers(sharding: str) -> None:
+    compare(sharding, "--backend", "native")
+
+
 def test_a_model_of_torchtitan_trains_the_eager_numbers() -> None:
     pytest.importorskip("torchtitan", reason="needs torchtitan 0.2.2")
     ended = run([str(Path(__file__).with_name("titan_model.py"))])
@@ -31,9 +36,9 @@ def test_a_model_of_torchtitan_trains_the_eager_numbers() -> None:
     assert "'captured': 3, 'replayed': 54, 'eager': 3, 'mismatched': 0" in ended.stdout
 
 
-def compare(sharding: str) -> None:
+def compare(sharding: str, *more: str) -> None:
     """Run the example on two GPUs; nothing may run eagerly after the capture."""
-    ended = run([str(EXAMPLE), "--compare", "--sharding", sharding])
+    ended = run([str(EXAMPLE), "--compare", "--sharding", sharding, *more])
     assert "all parameter shards: bitwise equal" in ended.stdout
     assert "'eager': 0," in ended.stdout and "'replayed': 0" not in ended.stdout
 

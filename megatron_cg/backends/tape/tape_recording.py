@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cg.backends.driver.recorder import Tensors
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
 
@@ -34,6 +35,8 @@ class Tape:
     """Recorded operations on one pool.
 
     ``made`` holds the keys of the storages that it creates, ``used`` of all that it uses.
+    ``dead_before`` and ``dead_after`` are storages that must not be read once a replay of this tape
+    begins, or has ended.
     """
 
     pool: Pool
@@ -41,12 +44,15 @@ class Tape:
     entries: list[_Operation | Callable[[], None]] = field(default_factory=list)
     made: set[int] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
+    dead_before: frozenset[int] = frozenset()
+    dead_after: frozenset[int] = frozenset()
 
     def replay(self) -> None:
         """Run the operations again, in order, on the memory that they were recorded on.
 
         Raises FreedStorageError if memory outside the pool is gone.
         """
+        self.pool.poison(self.dead_before)
         self.pool.poison_borrowed()
         self.pool.poison(self.made)
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
@@ -55,6 +61,16 @@ class Tape:
                     self._run(entry)
                 else:
                     entry()
+
+    def finished(self, lent: Tensors) -> None:
+        """Poison what is dead now; what was lent is poisoned when the next tape runs."""
+        borrowed = storage_keys(lent)
+        self.pool.poison(self.dead_after - borrowed)
+        self.pool.poison_before_next_replay(self.dead_after & borrowed)
+
+    def reset(self) -> None:
+        """Nothing to release but the operations."""
+        self.entries.clear()
 
     def _run(self, operation: _Operation) -> None:
         def real(value: Any) -> Any:
@@ -66,6 +82,11 @@ class Tape:
         for value, slot in zip(flat, operation.results, strict=True):
             if slot is not None:
                 self.pool.tensor(slot).copy_(value)
+
+
+def storage_keys(tensors: Tensors) -> set[int]:
+    """The keys of the storages of these tensors."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
 _recording: list[Tape] = []

@@ -1,22 +1,30 @@
-"""CUDA graphs by Transformer Engine: the only file that imports TE.
-
-Note [A generator can stay in a capture]
-    If CUDA refuses a capture (for example because of a host read), ``capture_end`` raises before it
-    notifies the generators. Every later draw then fails with "Offset increment outside graph
-    capture" (torch 2.11, ``CUDAGeneratorImpl``). A clone of a generator's state is not in a
-    capture, so a generator that cannot draw gets a clone of its own state. A generator that can
-    draw is left unchanged, since graphs of another model may be registered with it.
-"""
+"""CUDA graphs by Transformer Engine: the only file that imports TE."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_cg.backends.cuda_cleanup import (
+    device_generator,
+    generators_kept,
+    leave_pool,
+    stream_kept,
+)
+from megatron_cg.backends.te.te_if_loaded import (
+    END_CAPTURING,
+    FP8,
+    FP8_ENABLED,
+    FP8_RECIPE,
+    GRAPH,
+    IS_CAPTURING,
+    PACKAGE,
+    RNG_STATES,
+)
 from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import IdlePool, ScratchMemory
@@ -25,52 +33,24 @@ from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
-_PACKAGE = "transformer-engine"
-_GRAPH = "transformer_engine.pytorch.graph"
-_FP8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
 _MAKE = Symbol(
-    _PACKAGE,
-    f"{_GRAPH}:make_graphed_callables",
+    PACKAGE,
+    f"{GRAPH}:make_graphed_callables",
     "TE's capture of modules, which TE 2.19 is the first to do around hooks",
     parameters=("capture_time_hooks",),
 )
-_IS_CAPTURING = Symbol(_PACKAGE, f"{_GRAPH}:is_graph_capturing", "a query of TE's capturing flag")
-_END_CAPTURING = Symbol(_PACKAGE, f"{_GRAPH}:set_capture_end", "a setter of TE's capturing flag")
-_RNG_STATES = Symbol(
-    _PACKAGE,
-    "transformer_engine.pytorch.distributed:get_all_rng_states",
-    "the generators of TE's RNG tracker",
-)
-_FP8_ENABLED = Symbol(_PACKAGE, f"{_FP8}.is_fp8_enabled", "whether quantization is on")
-_FP8_RECIPE = Symbol(_PACKAGE, f"{_FP8}.get_fp8_recipe", "the recipe in use")
-_AUTOCAST = Symbol(_PACKAGE, f"{_FP8}.get_autocast_state", "a snapshot of what autocast sets")
-_SET_AUTOCAST = Symbol(_PACKAGE, f"{_FP8}.set_autocast_state", "what puts such a snapshot back")
+_AUTOCAST = Symbol(PACKAGE, f"{FP8}.get_autocast_state", "a snapshot of what autocast sets")
+_SET_AUTOCAST = Symbol(PACKAGE, f"{FP8}.set_autocast_state", "what puts such a snapshot back")
 _FP8_STATE = Symbol(
-    _PACKAGE, _FP8, "FP8 state of all modules", attributes=("reduce_and_update_fp8_tensors",)
+    PACKAGE, FP8, "FP8 state of all modules", attributes=("reduce_and_update_fp8_tensors",)
 )
 _MODULE = Symbol(
-    _PACKAGE,
+    PACKAGE,
     "transformer_engine.pytorch.module.base:TransformerEngineBaseModule",
     "a module of TE with FP8 state",
     attributes=("fp8_meta", "get_fp8_meta_tensors", "reset_fp8_meta_tensors"),
 )
-_POOL = tuple(
-    Symbol("torch", f"torch._C:{name}", "the allocator's end of a capture that CUDA refused")
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
-)
-RELIES_ON = (
-    _MAKE,
-    _IS_CAPTURING,
-    _END_CAPTURING,
-    _RNG_STATES,
-    _FP8_ENABLED,
-    _FP8_RECIPE,
-    _AUTOCAST,
-    _SET_AUTOCAST,
-    _FP8_STATE,
-    _MODULE,
-    *_POOL,
-)
+RELIES_ON = (_MAKE, _AUTOCAST, _SET_AUTOCAST, _FP8_STATE, _MODULE)
 
 
 class TransformerEngineBackend:
@@ -82,11 +62,11 @@ class TransformerEngineBackend:
         """Raises UpstreamChangedError if this TE has no capture-time hooks."""
         self._pool: tuple[int, int] | None = None
         self._make: Callable[..., Any] = _MAKE.find()
-        self._is_capturing: Callable[[], bool] = _IS_CAPTURING.find()
-        self._end_capturing: Callable[[], None] = _END_CAPTURING.find()
-        self._rng_states: Callable[[], dict[str, Any]] = _RNG_STATES.find()
-        self._fp8_enabled: Callable[[], bool] = _FP8_ENABLED.find()
-        self._fp8_recipe: Callable[[], Any] = _FP8_RECIPE.find()
+        self._is_capturing: Callable[[], bool] = IS_CAPTURING.find()
+        self._end_capturing: Callable[[], None] = END_CAPTURING.find()
+        self._rng_states: Callable[[], dict[str, Any]] = RNG_STATES.find()
+        self._fp8_enabled: Callable[[], bool] = FP8_ENABLED.find()
+        self._fp8_recipe: Callable[[], Any] = FP8_RECIPE.find()
         self._autocast_state: Callable[[], Any] = _AUTOCAST.find()
         self._set_autocast_state: Callable[[Any], None] = _SET_AUTOCAST.find()
         self._fp8_state: Any = _FP8_STATE.find()
@@ -102,7 +82,7 @@ class TransformerEngineBackend:
         """See :class:`megatron_cg.backends.base.Backend`."""
         pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
         # Here too, since a failed rank runs other hooks before its state is restored.
-        with _stream_kept():
+        with stream_kept():
             try:
                 graphs: tuple[Callable[..., Any], ...] = self._make(
                     callables,
@@ -111,7 +91,7 @@ class TransformerEngineBackend:
                     **options,
                 )
             except BaseException:
-                _leave_pool(pool)
+                leave_pool(pool)
                 raise
         self._pool = pool
         return graphs
@@ -177,74 +157,21 @@ class TransformerEngineBackend:
         with ExitStack() as stack:
             stack.enter_context(garbage_collection_kept())
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
-            stack.enter_context(self._generators_kept())
+            stack.enter_context(generators_kept(self._generators()))
             stack.enter_context(_fp8_kept(callables))
             # This includes whether the next module is the first one, which updates FP8 scales.
             stack.callback(self._set_autocast_state, self._autocast_state())
             if not self._is_capturing():
                 stack.callback(self._end_capturing)
             # Entered last and so left first: the others then exit on the original stream.
-            stack.enter_context(_stream_kept())
+            stack.enter_context(stream_kept())
             yield
 
-    @contextmanager
-    def _generators_kept(self) -> Iterator[None]:
-        """See Note [A generator can stay in a capture]."""
-        on_device: list[torch.Generator] = []
-        if torch.cuda.is_available():
-            on_device.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        on_device += [
-            state for state in self._rng_states().values() if isinstance(state, torch.Generator)
-        ]
-        generators = [torch.default_generator, *on_device]
-        saved = [generator.get_state() for generator in generators]
-        try:
-            yield
-        except BaseException:
-            for generator in on_device:
-                _end_capture_of(generator)
-            raise
-        finally:
-            for generator, state in zip(generators, saved, strict=True):
-                generator.set_state(state)
-
-
-def _end_capture_of(generator: torch.Generator) -> None:
-    """See Note [A generator can stay in a capture]. The caller restores the state."""
-    try:
-        torch.empty(1, device=generator.device).uniform_(generator=generator)
-    except RuntimeError:
-        generator.graphsafe_set_state(generator.clone_state())
-
-
-def _leave_pool(pool: tuple[int, int]) -> None:
-    """Make the allocator leave a capture that CUDA refused to end; torch 2.11.
-
-    ``CUDAGraph.capture_end`` raises before it notifies the allocator. The allocator then assumes
-    that a capture is running: it defers frees and keeps the pool's memory.
-    """
-    device = torch.cuda.current_device()
-    # The first call raises if every capture has ended: then nothing is held.
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
-
-
-@contextmanager
-def _stream_kept() -> Iterator[None]:
-    """Restore the stream: ``torch.cuda.graph`` stays on its own if ending a capture raises.
-
-    torch 2.11, ``torch/cuda/graphs.py``: ``graph.__exit__`` leaves the stream after
-    ``capture_end`` and has no ``finally``.
-    """
-    if not torch.cuda.is_available():
-        yield
-        return
-    stream = torch.cuda.current_stream()
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(stream)
+    def _generators(self) -> list[torch.Generator]:
+        """Those of the device and of TE's RNG tracker."""
+        states = self._rng_states().values()
+        tracked = [state for state in states if isinstance(state, torch.Generator)]
+        return [*device_generator(), *tracked]
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 In TE's ``graph.py`` the function that is returned for each sample calls ``graphed``. That applies
 the class ``Graphed`` to three arguments of its own, ``len_user_args`` arguments of the caller, and
 the weights. ``Graphed.backward`` returns copies of the gradients that
-``returned_param_grad_clone_slots`` names, and the other gradients in the graph's memory. All these
-names are closure variables, and each sample has its own.
+``returned_param_grad_clone_slots`` names, and the other gradients in the graph's memory. It copies
+incoming gradients into ``static_grad_outputs``, unless they are there. All these names are closure
+variables, and each sample has its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.replay.replay_function import ReplayFunction
+from megatron_cg.replay.static_memory import StaticMemory
 from megatron_cg.upstream.closures import cells_of, set_cell
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -46,11 +48,13 @@ def replay_function(graph: Any) -> ReplayFunction:
     applied = _cell(_cell(called, "graphed").cell_contents, "Graphed")
     function = applied.cell_contents
     clones = _cell(function.backward, "returned_param_grad_clone_slots")
+    incoming = _cell(function.backward, "static_grad_outputs").cell_contents
     return ReplayFunction(
         function,
         _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
         replace=lambda replacement: set_cell(applied, replacement),
         borrow=_borrowing(clones),
+        incoming=tuple(None if t is None else StaticMemory.of(t) for t in incoming),
     )
 
 

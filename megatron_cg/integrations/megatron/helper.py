@@ -20,6 +20,7 @@ from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.rules_fast_path import parts_of
 from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments
 from megatron_cg.backends.base import Backend
+from megatron_cg.backends.native.native_backend import NativeBackend
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
@@ -30,6 +31,7 @@ from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_ou
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
+from megatron_cg.integrations.megatron.without_te import capture_without_te
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.memory.usage import log_report
 from megatron_cg.replay.counters import Counters
@@ -83,9 +85,14 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self._scopes: dict[nn.Module, list[Any]] = {}
         self.controller: GraphController | None = None
         """Captures of a model under Megatron-FSDP."""
-        super().__init__(*args, **kwargs)
         self.undo = ExitStack()
         """Undoes the changes that last as long as the run."""
+        (model, *_) = args[0] if args else kwargs["model"]
+        with ExitStack() as undo:
+            if find_megatron_fsdp(model) and self._captures_without_te():
+                undo.callback(capture_without_te())
+            super().__init__(*args, **kwargs)
+            self.undo = undo.pop_all()
         self.steps: StepRoutine | None = None
         if self._fsdp is not None:
             follow_captures()
@@ -104,6 +111,10 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             self.steps = StepRoutine(self.controller, self._static_inputs)
             if self.live is not None:
                 self.live.append(self)
+
+    @classmethod
+    def _captures_without_te(cls) -> bool:
+        return cls.make_backend is not TransformerEngineBackend
 
     @property
     def session(self) -> Session | None:
@@ -256,7 +267,9 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
 
 def settings_of(given: GraphArguments) -> dict[str, Any]:
     """The members of a helper class that follow from this package's own settings."""
+    backend = {"make_backend": NativeBackend} if given.cg_backend == "native" else {}
     return {
+        **backend,
         "given": given,
         "selection": LayerSelection.parse(given.cg_layers),
         "on_failure": given.cg_on_failure,

@@ -2,7 +2,6 @@
 
 For models of the standalone megatron_fsdp package see :mod:`megatron_cg.integrations.standalone`.
 
-Relied on: megatron-core 0.19.2, ``cuda_graphs.HAVE_TE_GRAPHS``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from megatron_cg.integrations.megatron.model_rules import check_model
 from megatron_cg.integrations.reminder import remind_of_steps
 from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
-from megatron_cg.upstream.patch import set_attribute
 
 
 class GraphedLayers:
@@ -48,7 +46,7 @@ class GraphedLayers:
             (``init_num_microbatches_calculator``).
         layers: as ``--cg-layers``, such as ``("attn:0-23", "moe_router:4-")``.
         backend: the capture backend, as an object or by name (``"transformer_engine"`` or ``"te"``,
-            ``"tape"``); Transformer Engine if None.
+            ``"native"``, ``"tape"``); Transformer Engine if None.
         on_failure: as ``--cg-on-failure``.
         on_mismatch: as ``--cg-on-mismatch``.
         verify_interval: as ``--cg-verify-interval``.
@@ -97,7 +95,7 @@ class GraphedLayers:
         self._steps = 0
         with ExitStack() as undo:
             self._helper = _make_helper(
-                undo, (model, optimizer, seq_length, micro_batch_size), given, captures
+                (model, optimizer, seq_length, micro_batch_size), given, captures
             )
             undo.callback(self._helper.undo.close)
             self._stepped = remind_of_steps(model, self._warmup_steps)
@@ -145,18 +143,11 @@ class GraphedLayers:
         self.close()
 
 
-def _make_helper(
-    undo: ExitStack, subject: tuple[Any, ...], given: GraphArguments, backend: Backend
-) -> Any:
+def _make_helper(subject: tuple[Any, ...], given: GraphArguments, backend: Backend) -> Any:
     """Our version of Megatron's capture helper, for one model."""
-    from megatron.core.transformer import cuda_graphs
-
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
 
     members = settings_of(given) | {"make_backend": staticmethod(lambda: backend)}
-    if backend.name != "transformer_engine":
-        # Megatron's own helper checks this; it knows no other backend.
-        undo.callback(set_attribute(cuda_graphs, "HAVE_TE_GRAPHS", True))
     model, optimizer, seq_length, micro_batch_size = subject
     kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
     return kind([model], model.config, seq_length, micro_batch_size, [optimizer])

@@ -80,7 +80,7 @@ def graph_units(
         warmup_steps: eager steps before capture, at least 1. From 3 on, keyword inputs that are the
             same tensor in all steps, such as a mask or a rotary table, are read in place.
         backend: the capture backend, as an object or by name (``"transformer_engine"`` or ``"te"``,
-            ``"tape"``); Transformer Engine if None.
+            ``"native"``, ``"tape"``); Transformer Engine if None.
         on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
         on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
         verify_interval: compare replays with eager passes once in so many steps; 0 means never.

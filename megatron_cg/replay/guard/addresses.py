@@ -55,7 +55,7 @@ class Addresses:
         False with quantized weights: Megatron-FSDP creates their transposes when it unshards for
         the backward pass (megatron-fsdp 0.6.1, ``fp8_create_transpose_cache``).
         """
-        quantized = any(map(_is_quantized, (item.tensor for item in self._watched)))
+        quantized = any(map(is_quantized, (item.tensor for item in self._watched)))
         return not quantized and self._now() == self._at[False]
 
     def broken(self, *, forward: bool) -> Mismatch | None:
@@ -77,13 +77,14 @@ class Addresses:
         return [read() for read in self._read]
 
 
-def _is_quantized(tensor: torch.Tensor) -> bool:
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` keeps its values in other tensors, as TE's quantized ones do."""
     return any(isinstance(getattr(tensor, name, None), torch.Tensor) for name in _RAW)
 
 
 def _reader(tensor: torch.Tensor) -> Callable[[], object]:
     """Return a function that reads the address of ``tensor``, or all addresses if quantized."""
-    if not _is_quantized(tensor):
+    if not is_quantized(tensor):
         return tensor.data_ptr
 
     def read() -> tuple[int, ...]:

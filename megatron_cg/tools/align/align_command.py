@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.files import write_text
-from megatron_cg.tools.align import TAPE, TRANSFORMER_ENGINE
+from megatron_cg.tools.align import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.align_tables import as_json, print_report
 from megatron_cg.tools.align.command import Plan
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, NOT_COMPARABLE
@@ -104,7 +104,8 @@ def _graph_flags(args: Any) -> tuple[str, ...]:
     """Flags of this package for the run with graphs."""
     layers = ("--cg-layers", *args.cg_layers) if args.cg_layers else ()
     gemm = () if args.cg_grouped_gemm == "te" else ("--cg-grouped-gemm", args.cg_grouped_gemm)
-    return (*layers, *gemm)
+    backend = ("--cg-backend", NATIVE) if args.backend == NATIVE else ()
+    return (*layers, *gemm, *backend)
 
 
 def _on_tape(args: Any, preset: Preset, options: Options, extra: Sequence[str]) -> Align:

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cg.tools.align import TAPE, TRANSFORMER_ENGINE
+from megatron_cg.tools.align import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.command import MUTATION_VARIABLE
 from megatron_cg.tools.align.presets import preset_names
 from megatron_cg.tools.cli.numbers import positive, seconds, whole
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--data-path", metavar="PREFIX", help="data in Megatron's indexed format")
     data.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="text to train on")
     add("--json", type=Path, metavar="OUT", help="write the whole comparison here")
-    backends = ("auto", TRANSFORMER_ENGINE, TAPE)
+    backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
     add("--parallel-runs", action="store_true", help="both runs at once")
     add(

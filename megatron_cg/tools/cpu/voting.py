@@ -77,8 +77,10 @@ class VotingTrainer(Trainer):
         return self.controller.counters.as_dict()
 
 
-def train(plan: TrainingPlan, directory: Path) -> None:
+def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -> None:
     """Run ``plan`` in this process and write its record to ``directory/rank<N>.json``.
+
+    ``backend`` captures its graphs; the tape if None.
 
     The record's file is written also when training fails, with the error's name and text.
     """
@@ -89,7 +91,7 @@ def train(plan: TrainingPlan, directory: Path) -> None:
         if plan.device_counts:
             device_counts.enter_context(in_place_of_te())
             device_counts.callback(use_device_counts())
-        trainer = VotingTrainer(plan)
+        trainer = VotingTrainer(plan, backend=backend)
         with recording(recorder), closing(trainer):
             for number in range(plan.steps):
                 if plan.graphs and number == plan.warmup_steps:

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.megatron import add_arguments, read
-from megatron_cg.arguments.schema import SCOPES
+from megatron_cg.arguments.schema import BACKENDS, SCOPES
 from megatron_cg.errors import Violation
 from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.plan.experts import experts_of
@@ -77,7 +77,7 @@ def read_settings(
         own = " ".join(_with_hints(unknown, cutoff=0.9))
         notes.append(f"not Megatron's, so taken for the script's own: {own}")
     run, graph = read(args)
-    where, more = _environment_of_the_run(environment)
+    where, more = _environment_of_the_run(environment, BACKENDS[graph.cg_backend])
     broken = violations(run, graph, where)
     if not run.wants_graphs and not broken:
         broken = (_no_graphs(run),)
@@ -145,9 +145,11 @@ def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
     ]
 
 
-def _environment_of_the_run(given: Mapping[str, str]) -> tuple[Environment, list[str]]:
+def _environment_of_the_run(
+    given: Mapping[str, str], backend: str
+) -> tuple[Environment, list[str]]:
     """Versions and variables of the run, which will run on another machine than the plan."""
-    here = Environment.read()
+    here = Environment.read(backend)
     notes = []
     versions = dict(here.versions)
     if _TE not in versions:

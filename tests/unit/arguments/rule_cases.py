@@ -324,6 +324,30 @@ ROWS = (
 """``--cg-moe-rows``."""
 
 
+NATIVE: dict[str, Any] = {"cg_backend": "native"}
+BACKEND = (
+    *(
+        Case(
+            "native-backend-fp8",
+            {name: value},
+            f"--{name}-format {value} with --cg-backend native",
+            "do not update the scales",
+            "--cg-backend te",
+            graph=NATIVE,
+        )
+        for name, value in (("fp8", "hybrid"), ("fp4", "e2m1"))
+    ),
+    Case(
+        "expandable-segments",
+        {},
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        "illegal memory access",
+        "export NCCL_GRAPH_REGISTER=0",
+        graph=NATIVE,
+        variables={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    ),
+)
+
 ENVIRONMENT = (
     Case(
         "transformer-engine-version",
@@ -391,5 +415,6 @@ ALL = (
     *ROWS,
     *RECOMPUTE,
     *NUMERICS,
+    *BACKEND,
     *ENVIRONMENT,
 )

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.rule import Rule
+from megatron_cg.arguments.schema import BACKENDS
 from megatron_cg.arguments.validation import RULES
 from megatron_cg.errors import Violation
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN, megatron_parser
@@ -23,11 +24,14 @@ def configured(case: Case) -> tuple[RunArguments, GraphArguments, Environment]:
         for name, version in {**GOOD_ENVIRONMENT.versions, **case.versions}.items()
         if version is not None
     }
-    return (
-        dataclasses.replace(GOOD_RUN, **case.change),
-        GraphArguments(cg_layers=case.layers, **case.graph),
-        dataclasses.replace(GOOD_ENVIRONMENT, versions=versions, variables=case.variables),
+    graph = GraphArguments(cg_layers=case.layers, **case.graph)
+    environment = dataclasses.replace(
+        GOOD_ENVIRONMENT,
+        versions=versions,
+        variables=case.variables,
+        backend=BACKENDS[graph.cg_backend],
     )
+    return dataclasses.replace(GOOD_RUN, **case.change), graph, environment
 
 
 def broken_by(case: Case) -> tuple[Violation, ...]:
@@ -64,6 +68,22 @@ def test_every_flag_in_a_message_exists(case: Case) -> None:
     for violation in broken_by(case):
         named = set(re.findall(r"--[a-z][a-z0-9-]*", str(violation)))
         assert named <= flags
+
+
+NATIVE = GraphArguments(cg_backend="native")
+
+
+def test_the_native_backend_needs_no_transformer_engine() -> None:
+    environment = dataclasses.replace(
+        GOOD_ENVIRONMENT,
+        versions={k: v for k, v in GOOD_ENVIRONMENT.versions.items() if "engine" not in k},
+    )
+    (missing,) = violations(GOOD_RUN, GraphArguments(), environment)
+    assert missing.rule == "transformer-engine-version" and "--cg-backend native" in missing.remedy
+    environment = dataclasses.replace(environment, backend="native")
+    assert violations(GOOD_RUN, NATIVE, environment) == ()
+    (notice,) = notices(GOOD_RUN, NATIVE, environment)
+    assert "native backend was not run on a GPU" in notice
 
 
 def test_all_violations_at_once() -> None:

@@ -211,6 +211,19 @@ def test_gradients_are_borrowed_until_the_undo(
         end_borrowing()
 
 
+def test_incoming_gradients_are_copied_unless_they_lie_in_the_static_memory(
+    code: dict[str, Any],
+) -> None:
+    captured = Captured(code)
+    (memory,) = replay_function(captured.function).incoming
+    assert memory is not None and memory.nbytes == captured.gradient.nbytes
+    assert memory.holds(captured.gradient) and not memory.holds(torch.ones(WIDTH))
+    output = captured.function(*captured.arguments(), more=torch.ones(WIDTH))
+    # TE copies nothing, so the graph reads what is there already.
+    output.backward(captured.gradient.fill_(2.0))
+    assert captured.gradient.eq(2.0).all()
+
+
 def test_another_graph_borrows_nothing(code: dict[str, Any]) -> None:
     one, other = Captured(code), Captured(code)
     borrowing, not_borrowing = replay_function(one.function), replay_function(other.function)
@@ -238,7 +251,11 @@ def test_all_is_undone_after_a_reset_too(code: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["graphed", "Graphed", "len_user_args", "returned_param_grad_clone_slots"]
+    "name",
+    [
+        *("graphed", "Graphed", "len_user_args"),
+        *("returned_param_grad_clone_slots", "static_grad_outputs"),
+    ],
 )
 def test_a_variable_that_is_gone_is_named_with_package_and_version(
     graph_source: ast.Module, name: str, monkeypatch: pytest.MonkeyPatch

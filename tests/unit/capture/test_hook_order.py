@@ -6,7 +6,7 @@ import ast
 import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from megatron_cg.capture.hook_order import HookOrder, OutOfStepError
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.tools.cpu.fakes import cpu_fakes
+from tests.unit.backends.cuda_double import OnCpu, cuda_double
 
 Call = tuple[int, str, str]
 Capture = Callable[..., Any]
@@ -79,11 +80,15 @@ def linear(layers: int, samples: int) -> tuple[tuple[nn.Module, ...], list[tuple
     )
 
 
-@pytest.fixture(params=["tape", "transformer_engine"])
-def capture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Capture:
-    if request.param == "tape":
-        return TapeBackend().capture
-    return loops_of_te(monkeypatch)
+@pytest.fixture(params=["tape", "native", "transformer_engine"])
+def capture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
+    if request.param == "native":
+        with cuda_double():
+            yield OnCpu().capture
+    elif request.param == "tape":
+        yield TapeBackend().capture
+    else:
+        yield loops_of_te(monkeypatch)
 
 
 def loops_of_te(monkeypatch: pytest.MonkeyPatch) -> Capture:

@@ -104,7 +104,7 @@ def as_cuda_ends_captures(monkeypatch: pytest.MonkeyPatch) -> None:
             except (torch.AcceleratorError, LookupError):
                 raise torch.AcceleratorError(INVALIDATED)  # noqa: B904 - as an end in __exit__
 
-    monkeypatch.setattr("megatron_cg.backends.tape.tape_backend.recording", ending)
+    monkeypatch.setattr("megatron_cg.backends.tape.tape_recorder.recording", ending)
 
 
 def failing_capture(way: str, read: Callable[[torch.Tensor], None], *scopes: str) -> CaptureError:

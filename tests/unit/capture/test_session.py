@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.backends.driver.graphed import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_graphs import GraphResetError
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
@@ -106,11 +106,11 @@ def stages() -> dict[str, tuple[Any, str, int]]:
     """Where to raise: (owner, name, number of the call). Two warmup iterations of two layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg.backends.tape import tape_backend as tape
+    from megatron_cg.backends.driver import capture as driver
     from megatron_cg.capture import session
 
     return {
-        "first hook": (tape, "_check_hooks", 1),
+        "first hook": (driver, "check_hooks", 1),
         "warmup forward": (TransformerLayer, "_te_cuda_graph_capture", 2),
         "warmup backward": (torch.autograd, "backward", 1),
         "capture forward": (TransformerLayer, "_te_cuda_graph_capture", 6),

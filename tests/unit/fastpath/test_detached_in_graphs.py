@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.backends.driver.graphed import GraphedModule, StaleReplayError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_graphs import StaleReplayError, TapeCallable, storage_keys
+from megatron_cg.backends.tape.tape_recording import storage_keys
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
 from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
@@ -55,7 +56,7 @@ class Case:
         self.layer, self.other = Layer(weights), Layer([nn.Parameter(torch.zeros(SIZE))])
         backend, both = TapeBackend(), (self.layer, self.other)
         samples = [(torch.ones(SIZE, requires_grad=True),) for _ in range(2 * MICROBATCHES)]
-        graphs: tuple[TapeCallable, ...] = backend.capture(
+        graphs: tuple[GraphedModule, ...] = backend.capture(
             both,
             samples,
             capture_time_hooks=[{}, {}],

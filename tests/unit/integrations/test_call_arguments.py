@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -12,9 +13,16 @@ from torch import nn
 
 from megatron_cg import GraphedLayers, graph_units
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.errors import ArgumentError, ConfigurationError
+from megatron_cg.errors import (
+    ArgumentError,
+    CaptureError,
+    ConfigurationError,
+    UpstreamChangedError,
+)
+from megatron_cg.integrations import call_arguments
 from megatron_cg.integrations.call_arguments import backend_of, several
 from megatron_cg.integrations.reminder import remind_of_steps
+from tests.unit.backends.cuda_double import cuda_double
 
 MODEL = nn.Linear(1, 1)
 """Not looked at: arguments come first."""
@@ -93,6 +101,26 @@ def test_a_backend_can_be_named(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     backend: Any = TapeBackend()
     default: Any = backend_of(None)
     assert backend_of(backend) is backend and default == "TE's"
+
+
+def test_the_native_backend_can_be_named_and_needs_a_gpu() -> None:
+    with cuda_double():
+        assert backend_of("native").name == "native"
+    with pytest.raises(CaptureError, match="torch sees no GPU"):
+        backend_of("native")
+
+
+def test_without_te_the_default_names_the_native_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "transformer_engine", "transformer_engine.pytorch.graph"
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+    found: dict[str, str | None] = {"transformer-engine": None}
+    monkeypatch.setattr(call_arguments, "installed_version", found.__getitem__)
+    with pytest.raises(ConfigurationError, match=r"is not installed.*backend=\"native\""):
+        backend_of(None)
+    found["transformer-engine"] = "2.20.2"
+    with pytest.raises(UpstreamChangedError, match="make_graphed_callables"):
+        backend_of("te")
 
 
 def test_one_of_several_may_be_given_alone() -> None:

@@ -24,7 +24,7 @@ class Replay(torch.autograd.Function):
 
 def replay(in_flight: InFlight, index: int, x: torch.Tensor) -> torch.Tensor:
     output: torch.Tensor = Replay.apply(x)  # type: ignore[no-untyped-call]
-    in_flight.begin(index, unit(index), (output, None), lambda: None)
+    in_flight.begin(index, unit(index), (output, None), lambda _: None)
     return output
 
 
@@ -61,7 +61,7 @@ def test_a_pass_that_nobody_can_run_backward_is_over() -> None:
 
 def test_an_output_without_gradient_is_not_waited_for() -> None:
     in_flight = InFlight()
-    in_flight.begin(1, unit(1), torch.ones(2), lambda: None)
+    in_flight.begin(1, unit(1), torch.ones(2), lambda _: None)
     assert allowed(in_flight) == [0, 1, 2, 3]
 
 
@@ -84,7 +84,7 @@ def test_a_backward_out_of_order_is_an_error() -> None:
 def test_a_backward_after_another_replay_of_its_unit_is_an_error() -> None:
     in_flight = InFlight()
     first = replay(in_flight, 0, leaf())
-    in_flight.begin(0, unit(0), torch.ones(2), lambda: None)
+    in_flight.begin(0, unit(0), torch.ones(2), lambda _: None)
     with pytest.raises(ReplayMismatchError, match=r"unit 0: .* after another forward replay"):
         first.sum().backward()
 
@@ -92,7 +92,7 @@ def test_a_backward_after_another_replay_of_its_unit_is_an_error() -> None:
 def test_a_later_replay_that_was_let_go_is_no_obstacle() -> None:
     in_flight, began = InFlight(), list[int]()
     first: torch.Tensor = Replay.apply(leaf())  # type: ignore[no-untyped-call]
-    in_flight.begin(0, unit(0), first, lambda: began.append(0))
+    in_flight.begin(0, unit(0), first, lambda _: began.append(0))
     replay(in_flight, 1, leaf())
     first.sum().backward()
     assert began == [0] and allowed(in_flight) == [0, 1, 2, 3]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.backends.driver.recorder import Recorded
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.backends.tape.tape_graphs import Recorded
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.unit.counted import expect

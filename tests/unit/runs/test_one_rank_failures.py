@@ -67,7 +67,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     """Owner, name, and which of its calls; forwards and backwards are two a pass."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_cg.backends.tape import tape_backend as tape
+    from megatron_cg.backends.driver import capture as driver
     from megatron_cg.capture import session
     from megatron_cg.fastpath import install_parts as path
     from megatron_cg.fsdp import megatron_fsdp
@@ -78,7 +78,7 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
     return {
         "reading hooks": (megatron_fsdp, "unit_hooks", 2),
         "sample inputs": (FsdpCudaGraphHelper, "_get_sample_arguments", 1),
-        "before the first hook": (tape, "_check_hooks", 1),
+        "before the first hook": (driver, "check_hooks", 1),
         "warmup forward": (*forward, 2),
         "warmup backward": (*backward, 1),
         "last warmup backward": (*backward, LAYERS * WARMUPS),

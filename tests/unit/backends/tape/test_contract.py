@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
-from megatron_cg.errors import CaptureError, HookError, HostSyncError
+from megatron_cg.errors import CaptureError, HostSyncError
 from megatron_cg.hooks.capture_schedule import Step, schedule
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 
@@ -27,63 +26,6 @@ def capture(*modules: nn.Module, hooks: Any = None, **options: Any) -> Any:
 
 def _nothing(*_args: object) -> None:
     return None
-
-
-@pytest.mark.parametrize(
-    ("register", "held"),
-    [
-        (lambda m: m.register_forward_pre_hook(_nothing), "_forward_pre_hooks"),
-        (lambda m: m.register_forward_hook(_nothing), "_forward_hooks"),
-        (lambda m: m.register_full_backward_pre_hook(_nothing), "_backward_pre_hooks"),
-        (lambda m: m.register_full_backward_hook(_nothing), "_backward_hooks"),
-    ],
-)
-def test_a_module_with_a_hook_is_refused(register: Callable[[nn.Module], Any], held: str) -> None:
-    module = nn.Linear(4, 4)
-    register(module)
-    with pytest.raises(HookError, match=rf"{held}: modules must not have hooks"):
-        capture(module)
-
-
-def test_a_buffer_that_requires_a_gradient_is_refused() -> None:
-    module = nn.Linear(4, 4)
-    module.register_buffer("extra", torch.ones(4, requires_grad=True))
-    with pytest.raises(HookError, match="buffer that requires a gradient"):
-        capture(module)
-
-
-def test_capture_time_hooks_run_around_every_pass_in_the_order_of_the_schedule() -> None:
-    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
-    calls: list[tuple[str, nn.Module, bool]] = []
-
-    def hook(key: str) -> Callable[[nn.Module], None]:
-        return lambda module: calls.append((key, module, is_recording()))
-
-    capture(one, two, hooks=[{k: {7: hook(k)} for k in KEYS} for _ in range(2)], num_warmup_iters=1)
-    forward, backward = KEYS[:2], KEYS[2:]
-    once = [(k, m, False) for m in (one, two) for k in forward]
-    once += [(k, m, False) for m in (two, one) for k in backward]
-    assert calls == once * 2
-
-
-def test_hooks_that_return_a_value_or_have_another_key_are_refused() -> None:
-    with pytest.raises(HookError, match=r"forward_hooks of callable 0 .*returned a value"):
-        capture(nn.Linear(4, 4), hooks=[{"forward_hooks": {1: lambda _module: 3}}])
-    with pytest.raises(HookError, match="unknown keys pre_forward_hooks"):
-        capture(nn.Linear(4, 4), hooks=[{"pre_forward_hooks": {}}])
-    with pytest.raises(HookError, match="2 entries for 1 callables"):
-        capture(nn.Linear(4, 4), hooks=[{}, {}])
-
-
-def test_a_hook_left_on_a_parameter_fires_in_warmup_and_capture() -> None:
-    module = nn.Linear(4, 4)
-    fired: list[nn.Parameter] = []
-    handle = module.weight.register_post_accumulate_grad_hook(fired.append)
-    capture(module, num_warmup_iters=2)
-    assert len(fired) == 3
-    handle.remove()
-    capture(module, num_warmup_iters=2)
-    assert len(fired) == 3
 
 
 class Reading(nn.Module):
@@ -256,22 +198,6 @@ def test_a_new_tensor_like_one_of_the_host_is_the_hosts() -> None:
     assert torch.equal(graph(x), module(x))
 
 
-@pytest.mark.parametrize("retain", [True, False])
-def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_asked_for(
-    retain: bool,
-) -> None:
-    shared = torch.ones(4, requires_grad=True).exp()  # saved for both of them
-
-    class Sharing(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * shared
-
-    with nullcontext() if retain else pytest.raises(RuntimeError, match="a second time"):
-        capture(
-            *(Sharing(4, 4), Sharing(4, 4)), num_warmup_iters=0, retain_graph_in_backward=retain
-        )
-
-
 def test_masks_that_need_no_count_are_recorded() -> None:
     def fine(t: torch.Tensor) -> None:
         t[t > 0] = 1.0
@@ -280,35 +206,6 @@ def test_masks_that_need_no_count_are_recorded() -> None:
         t.repeat_interleave(counts, dim=0, output_size=2)
 
     capture(Reading(fine))
-
-
-def test_an_unused_input_is_refused_unless_allowed() -> None:
-    class Ignores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used * x.detach()
-
-    with pytest.raises(CaptureError, match="an input that requires a gradient got none"):
-        capture(Ignores())
-    module = Ignores()
-    (graph,) = capture(module, allow_unused_input=True)
-    fired: list[nn.Parameter] = []
-    module.unused.register_post_accumulate_grad_hook(fired.append)
-    graph(torch.full((2, 4), 3.0)).sum().backward()
-    assert module.used.grad is not None and module.used.grad.tolist() == [6.0] * 4
-    assert module.unused.grad is None and not fired
-
-
-def test_options_of_another_world_are_refused() -> None:
-    with pytest.raises(CaptureError, match="fp8_enabled is set"):
-        capture(nn.Linear(4, 4), fp8_enabled=(True,))
-    with pytest.raises(CaptureError, match="no option speed"):
-        capture(nn.Linear(4, 4), speed="high")
-    with pytest.raises(CaptureError, match=r"call \.train"):
-        capture(nn.Linear(4, 4).eval())
 
 
 def test_state_on_the_host_that_belongs_to_the_graph_is_taken_along() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.schema import GraphArguments
+from megatron_cg.backends.native import native_backend
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
+from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect
-from tests.unit.one_mask import OneMask
+from tests.unit.one_mask import OneMask, OneMaskOnCuda
 
 LENGTH, BATCH = 16, 2
 
@@ -27,13 +31,10 @@ def bf16() -> bool:
 @pytest.fixture
 def trainer(one_rank: None, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from megatron.core import num_microbatches_calculator as calculator
-    from megatron.core.transformer import cuda_graphs
 
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
-    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
-    monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
     calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
     model = CpuModelConfig(
         layers=3, graph_modules=("attn", "mlp"), sequence_length=LENGTH, bf16=bf16
@@ -79,6 +80,48 @@ def test_capture_replay_and_deletion(trainer: Any) -> None:
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
     expect(session.counters, replayed=3)
+
+
+@pytest.mark.parametrize("te", [None, "2.20.2"])
+def test_cg_backend_native_captures_by_torch_and_asks_nothing_of_te(
+    trainer: Any, te: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer import cuda_graphs, transformer_layer
+
+    from megatron_cg.integrations.megatron import helper as helper_of_megatron
+
+    # As megatron-core 0.19.2 reports a TE that is not there.
+    monkeypatch.setattr("megatron.core.utils._te_version", Version(te or "0.0.0"))
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", te is not None)
+    monkeypatch.setattr(helper_of_megatron, "NativeBackend", OneMaskOnCuda)
+    # Under the fakes of the CPU, states of Megatron's tracker are tensors.
+    monkeypatch.setattr(native_backend, "forks_checked", nullcontext)
+    settings = helper_of_megatron.settings_of(GraphArguments(cg_backend="native"))
+    kind = type("Helper", (helper_of_megatron.FsdpCudaGraphHelper,), settings)
+    asked = [module.is_te_min_version for module in (cuda_graphs, transformer_layer)]
+    with cuda_double(fakes=False) as cuda:
+        helper = kind([trainer.model], trainer.model.config, LENGTH, BATCH, [trainer._optimizer])
+        helper.create_cudagraphs()
+        trainer.step()
+        expect(helper.session.counters, captured=3, replayed=3, backwards=3, eager=0)
+        # One graph keeps the pool; each layer has two.
+        assert cuda.users == {(0, 1): 1 + 2 * 3}
+        helper.delete_cuda_graphs()
+        assert cuda.users == {(0, 1): 0}
+        helper.undo.close()
+    assert cuda_graphs.HAVE_TE_GRAPHS is (te is not None)
+    assert asked == [module.is_te_min_version for module in (cuda_graphs, transformer_layer)]
+
+
+def test_te_captures_unless_another_backend_is_chosen() -> None:
+    from megatron_cg.backends.native.native_backend import NativeBackend
+    from megatron_cg.backends.te.te_backend import TransformerEngineBackend
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
+
+    default: Any = FsdpCudaGraphHelper.make_backend
+    assert default is TransformerEngineBackend
+    assert "make_backend" not in settings_of(GraphArguments())
+    assert settings_of(GraphArguments(cg_backend="native"))["make_backend"] is NativeBackend
 
 
 @pytest.mark.parametrize(

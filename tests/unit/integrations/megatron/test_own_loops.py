@@ -26,14 +26,11 @@ LENGTH, BATCH, LAYERS = 16, 2, 2
 @pytest.fixture
 def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from megatron.core import num_microbatches_calculator as calculator
-    from megatron.core.transformer import cuda_graphs
 
     from megatron_cg.integrations.megatron.own_loops import LoopHelper
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
-    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
-    monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
     monkeypatch.setattr(LoopHelper, "make_backend", OneMask)
     calculator.init_num_microbatches_calculator(0, None, BATCH, BATCH, 1)
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"), sequence_length=LENGTH)

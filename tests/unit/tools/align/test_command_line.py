@@ -80,6 +80,17 @@ def test_the_type_of_the_model_can_be_chosen(
         assert (asked["bf16"] if backend == "tape" else asked["plan"].bf16) is bf16
 
 
+@pytest.mark.parametrize(
+    ("backend", "flags"), [("native", ("--cg-backend", "native")), ("transformer_engine", ())]
+)
+def test_the_native_backend_captures_the_run_with_graphs(
+    backend: str, flags: tuple[str, ...], text: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "", (SAME,), 4)))
+    assert main(["align", "--backend", backend, *text]) == 0
+    assert asked["plan"].graph_extra == flags
+
+
 def test_the_table_shows_numbers_differences_and_shards(
     text: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ REQUESTS = {
     "foreign flag": Request(
         "train.py", (*on_preset("--fsdp-double-bufer").words, "--my-flag", "1"), own_flags=True
     ),
+    "native in FP8": on_preset("--cg-backend native --fp8-format hybrid"),
     "no graphs": on_preset("--cuda-graph-impl none"),
     "expandable": Request(
         "x", on_preset("").words, 2, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -146,6 +147,10 @@ def test_a_script_may_have_flags_of_its_own(plans: dict[str, Plan]) -> None:
 
 def test_a_run_without_graphs_is_said_to_have_none(plans: dict[str, Plan]) -> None:
     assert rules(plans["no graphs"]) == {"no-graphs"}
+
+
+def test_the_rules_are_those_of_the_chosen_backend(plans: dict[str, Plan]) -> None:
+    assert rules(plans["native in FP8"]) == {"native-backend-fp8"}
 
 
 def test_variables_before_the_command_are_checked(plans: dict[str, Plan]) -> None:

@@ -1,0 +1,37 @@
+"""What a capture backend other than Transformer Engine's cannot capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cg.arguments.rule import Rule
+from megatron_cg.arguments.schema import NATIVE, Environment, GraphArguments, RunArguments
+from megatron_cg.errors import Violation
+
+
+def native_has_no_fp8(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """The native backend keeps no scales of FP8 or FP4."""
+    if environment.backend != NATIVE:
+        return
+    for name, value in (("fp8", run.fp8), ("fp4", run.fp4)):
+        if value is not None:
+            yield Violation(
+                "native-backend-fp8",
+                f"--{name}-format {value} with --cg-backend native",
+                "graphs of the native backend do not update the scales of quantized tensors",
+                f"drop --{name}-format, or type --cg-backend te",
+            )
+
+
+RULES: tuple[Rule, ...] = (native_has_no_fp8,)
+
+
+def unseen_backend(environment: Environment) -> Iterator[str]:
+    """A sentence about a backend that was not run on a GPU."""
+    if environment.backend == NATIVE:
+        yield (
+            "The native backend was not run on a GPU with this package. Compare a short run with "
+            "and without graphs before a long one: megatron-cg align."
+        )

@@ -1,0 +1,280 @@
+"""One capture: warmup, recording in the order of a schedule, and the life of every result.
+
+The contract is that of ``make_graphed_callables`` in transformer-engine 2.20.2
+(``transformer_engine/pytorch/graph.py``): the same refusals and the same warmup. Hooks run outside
+of the recording. ``torch.autograd.backward`` collects gradients, with ``.grad`` removed before.
+Parameter gradients are returned as clones. So a post-accumulate-grad hook that was left on a
+parameter fires in warmup and capture here, as it does in TE.
+
+Note [How long a result lives]
+    Passes that are recorded later may use the memory of what was released. Gradients of parameters
+    are released after their own backward pass, since replays return copies of them. If buffers are
+    shared (``_reuse_graph_input_output_buffers``), outputs are released then too, and gradients of
+    inputs before the backward pass after the next one. Otherwise both live as long as the graph.
+    What no caller reads, such as activations, is released by Python itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from megatron_cg.backends.driver.checks import (
+    Hooks,
+    check_autocast,
+    check_hooks,
+    check_modules,
+    check_options,
+)
+from megatron_cg.backends.driver.graphed import GraphedModule
+from megatron_cg.backends.driver.recorder import Recorded, Recorder
+from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.hooks.capture_schedule import Step, schedule
+
+
+def capture_modules(
+    backend: str,
+    make_recorder: Callable[[], Recorder],
+    callables: tuple[nn.Module, ...],
+    sample_args: Sequence[tuple[Any, ...]],
+    *,
+    capture_time_hooks: Sequence[Hooks],
+    sample_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    retain_graph_in_backward: bool = False,
+    pre_warmup_hook: Callable[[], None] | None = None,
+    post_warmup_hook: Callable[[], None] | None = None,
+    _order: Sequence[int] | None = None,
+    _num_layers_per_chunk: Sequence[int] | None = None,
+    _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    **options: Any,
+) -> tuple[GraphedModule, ...]:
+    """Warm ``callables`` up and record them; see :class:`megatron_cg.backends.base.Backend`.
+
+    The named options are TE's, with TE's defaults; FP8 is refused. ``backend`` is the name of the
+    backend in messages. ``make_recorder`` is called when everything is checked, before anything
+    runs.
+
+    Raises:
+        CaptureError: samples and callables do not match, an option is unknown or asks for
+            FP8, an output is not a tensor, or an input that needs a gradient gets none.
+        HookError: a module still has hooks, a buffer needs a gradient, or a capture-time
+            hook has an unknown key or returns a value.
+        HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
+    """
+    check_options(backend, options, clone_param_grads_on_return)
+    check_modules(callables)
+    check_hooks(callables, capture_time_hooks)
+    kwargs = sample_kwargs or [{} for _ in sample_args]
+    steps = schedule(len(callables), len(sample_args), _order, _num_layers_per_chunk)
+    run = _Capture(callables, sample_args, kwargs, capture_time_hooks, steps)
+    run.allow_unused_input = allow_unused_input
+    run.retain_graph = retain_graph_in_backward
+    run.share_buffers = _reuse_graph_input_output_buffers
+    recorder = make_recorder()
+    try:
+        with recorder.warming_up():
+            if pre_warmup_hook is not None:
+                pre_warmup_hook()
+            for iteration in range(num_warmup_iters):
+                run.warm_up(iteration)
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+        run.record(recorder)
+    except BaseException:
+        recorder.abandon()
+        raise
+    return tuple(GraphedModule(item, item.module.forward) for item in run.recorded)
+
+
+class _Capture:
+    """One run of warmup and recording over a schedule."""
+
+    allow_unused_input = False
+    retain_graph = False
+    share_buffers = False
+
+    def __init__(
+        self,
+        callables: tuple[nn.Module, ...],
+        sample_args: Sequence[tuple[Any, ...]],
+        sample_kwargs: Sequence[Mapping[str, Any]],
+        hooks: Sequence[Hooks],
+        steps: Sequence[Step],
+    ) -> None:
+        self._callables, self._hooks, self._steps = callables, hooks, steps
+        self._args, self._kwargs = sample_args, sample_kwargs
+        self._grad_outputs: dict[Any, Any] = {}
+        layer_of = {step.sample: step.layer for step in steps}
+        self.recorded = [
+            _surface(callables[layer_of[index]], layer_of[index], args, sample_kwargs[index])
+            for index, args in enumerate(sample_args)
+        ]
+        for kind in {t.device.type for item in self.recorded for t in item.inputs}:
+            check_autocast(kind)
+
+    def warm_up(self, iteration: int) -> None:
+        """Run every pass once, in order, recording nothing."""
+        alive: dict[int, list[Any]] = {}
+        for step in self._steps:
+            if step.forward:
+                self._run_hooks(step, "forward_pre_hooks")
+                outputs = self._call(step)
+                self._run_hooks(step, "forward_hooks")
+                alive[step.sample] = tree_flatten(outputs)[0]
+                continue
+            outputs = [o for o in alive.pop(step.sample) if o is not None and o.requires_grad]
+            grads = tuple(torch.empty_like(output) for output in outputs)
+            self._run_hooks(step, "backward_pre_hooks")
+            found = self._gradients(step, tuple(outputs), grads, retain_graph=False)
+            self._run_hooks(step, "backward_hooks")
+            self._keep_used_parameters(step, found, iteration)
+
+    def record(self, recorder: Recorder) -> None:
+        """Record every pass in order, and let the recorder settle the memory of all."""
+        ended: list[Recorded] = []
+        for step in self._steps:
+            item = self.recorded[step.sample]
+            if step.forward:
+                self._record_forward(step, recorder)
+                continue
+            if self.share_buffers and len(ended) >= 2:
+                self._release_gradients_of_inputs(ended[-2], recorder)
+            self._record_backward(step, recorder)
+            self._release_results(item, recorder)
+            ended.append(item)
+        for item in self.recorded:
+            if item.forward is None or item.backward is None:
+                raise CaptureError(f"{item.label}: the order has no forward and backward of it")
+        recorder.settle(ended)
+
+    def _call(self, step: Step) -> Any:
+        return self._callables[step.layer](*self._args[step.sample], **self._kwargs[step.sample])
+
+    def _run_hooks(self, step: Step, key: str) -> None:
+        module = self._callables[step.layer]
+        for hook in self._hooks[step.layer].get(key, {}).values():
+            if hook(module) is not None:
+                raise HookError(
+                    f"capture_time_hooks {key} of callable {step.layer} "
+                    f"({type(module).__name__}) returned a value; TE ignores no value and "
+                    "refuses. Return None."
+                )
+
+    def _record_forward(self, step: Step, recorder: Recorder) -> None:
+        item = self.recorded[step.sample]
+        self._run_hooks(step, "forward_pre_hooks")
+        with recorder.recording(item.module, f"forward of {item.label}") as item.forward:
+            outputs = self._call(step)
+        self._run_hooks(step, "forward_hooks")
+        flat, item.output_spec = tree_flatten(outputs)
+        for output in flat:
+            if output is not None and not isinstance(output, torch.Tensor):
+                raise CaptureError(
+                    f"{item.label} returned a {type(output).__name__}; a graph returns only "
+                    "tensors. Leave this module out of --cuda-graph-modules."
+                )
+        item.outputs = tuple(flat)
+
+    def _record_backward(self, step: Step, recorder: Recorder) -> None:
+        item = self.recorded[step.sample]
+        item.grad_outputs = self._static_grad_outputs(item)
+        outputs = tuple(o for o in item.outputs if o is not None and o.requires_grad)
+        grads = tuple(grad for grad in item.grad_outputs if grad is not None)
+        self._run_hooks(step, "backward_pre_hooks")
+        with recorder.recording(item.module, f"backward of {item.label}") as item.backward:
+            found = iter(self._gradients(step, outputs, grads, self.retain_graph))
+        self._run_hooks(step, "backward_hooks")
+        item.grad_inputs = tuple(
+            next(found) if tensor.requires_grad else None for tensor in item.inputs
+        )
+
+    def _release_results(self, item: Recorded, recorder: Recorder) -> None:
+        """After a backward pass; see Note [How long a result lives]."""
+        # Detached, so that nothing keeps autograd's nodes, which belong to the capture's stream.
+        item.outputs = tuple(None if o is None else o.detach() for o in item.outputs)
+        of_inputs, of_parameters = _parts(item)
+        item.grad_inputs = (*of_inputs, *recorder.release(of_parameters))
+        if self.share_buffers:
+            item.outputs = recorder.release(item.outputs)
+
+    def _release_gradients_of_inputs(self, item: Recorded, recorder: Recorder) -> None:
+        of_inputs, of_parameters = _parts(item)
+        item.grad_inputs = (*recorder.release(of_inputs), *of_parameters)
+
+    def _static_grad_outputs(self, item: Recorded) -> tuple[torch.Tensor | None, ...]:
+        """Return memory for incoming gradients; equal signatures share it if buffers are shared."""
+        key = tuple(
+            (o.shape, o.dtype) if o is not None and o.requires_grad else None for o in item.outputs
+        )
+        if not self.share_buffers or key not in self._grad_outputs:
+            self._grad_outputs[key] = tuple(
+                torch.empty_like(o) if o is not None and o.requires_grad else None
+                for o in item.outputs
+            )
+        made: tuple[torch.Tensor | None, ...] = self._grad_outputs[key]
+        return made
+
+    def _gradients(
+        self,
+        step: Step,
+        outputs: tuple[torch.Tensor, ...],
+        grads: tuple[torch.Tensor, ...],
+        retain_graph: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        inputs = [t for t in self.recorded[step.sample].inputs if t.requires_grad]
+        before = [tensor.grad for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None
+        try:
+            torch.autograd.backward(outputs, grad_tensors=grads, retain_graph=retain_graph)
+            return tuple(tensor.grad for tensor in inputs)
+        finally:
+            for tensor, grad in zip(inputs, before, strict=True):
+                tensor.grad = grad
+
+    def _keep_used_parameters(
+        self, step: Step, grads: tuple[torch.Tensor | None, ...], iteration: int
+    ) -> None:
+        """Drop parameters that got no gradient, so that none of their hooks fires at a replay."""
+        item = self.recorded[step.sample]
+        by_input = dict(zip((id(t) for t in item.inputs if t.requires_grad), grads, strict=True))
+        user = item.inputs[: item.user_args]
+        if not self.allow_unused_input and any(
+            t.requires_grad and by_input[id(t)] is None for t in user
+        ):
+            raise CaptureError(
+                f"{item.label}: an input that requires a gradient got none in its backward. "
+                "Pass allow_unused_input=True, or make that input not require one."
+            )
+        used = tuple(p for p in item.parameters if by_input.get(id(p)) is not None)
+        if len(used) != len(item.parameters):
+            if iteration:
+                raise CaptureError(f"{item.label}: which parameters get gradients has changed")
+            item.parameters, item.inputs = used, (*user, *used)
+
+
+def _parts(item: Recorded) -> tuple[Any, Any]:
+    """The gradients of the sample's tensors, and those of the parameters."""
+    return item.grad_inputs[: item.user_args], item.grad_inputs[item.user_args :]
+
+
+def _surface(
+    module: nn.Module, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Recorded:
+    """Return the static input surface of one sample, with nothing recorded yet."""
+    flat, _ = tree_flatten((args, list(kwargs.values())))
+    label = f"callable {layer} ({type(module).__name__})"
+    for value in flat:
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"the samples of {label} hold a {type(value).__name__}; a graph takes only tensors"
+            )
+    parameters = tuple(module.parameters())
+    return Recorded(module, label, len(flat), tuple(kwargs), (*flat, *parameters), parameters)

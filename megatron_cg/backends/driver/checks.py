@@ -1,0 +1,91 @@
+"""What a capture refuses before it runs anything, as TE's ``make_graphed_callables`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.errors import CaptureError, HookError
+from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
+from megatron_cg.hooks import HookKind
+
+Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
+
+#: Options of make_graphed_callables that ask for FP8, and those without effect without FP8.
+_FP8_OPTIONS = ("enabled", "fp8_enabled", "calibrating", "fp8_calibrating")
+_IDLE_OPTIONS = frozenset(
+    {*_FP8_OPTIONS, "pool", "recipe", "fp8_recipe", "amax_reduction_group", "fp8_group"}
+    | {"cache_quantized_params", "fp8_weight_caching"}
+)
+
+
+def check_options(backend: str, options: Mapping[str, Any], clone_param_grads: bool) -> None:
+    """Raise CaptureError for an option that is unknown or that the backend cannot follow.
+
+    Args:
+        backend: its name, for messages.
+        options: those that the driver does not read.
+        clone_param_grads: TE's ``clone_param_grads_on_return``.
+    """
+    unknown = sorted(set(options) - _IDLE_OPTIONS)
+    if unknown:
+        raise CaptureError(
+            f"the backend {backend} knows no option {', '.join(unknown)} of "
+            "make_graphed_callables: leave it out"
+        )
+    for name in _FP8_OPTIONS:
+        asked = options.get(name)
+        if any(asked) if isinstance(asked, tuple) else asked:
+            raise CaptureError(
+                f"{name} is set: the backend {backend} has no FP8. Leave --fp8-format out, or "
+                "capture by Transformer Engine (--cg-backend te)."
+            )
+    if not clone_param_grads:
+        raise CaptureError(
+            f"the backend {backend} always clones parameter gradients: leave the option out"
+        )
+
+
+def check_modules(callables: Sequence[nn.Module]) -> None:
+    """Raise for a module in evaluation (CaptureError), or with a hook or trainable buffer."""
+    if not all(module.training for module in callables):
+        raise CaptureError("a callable is in evaluation: call .train() before capture")
+    for index, module in enumerate(callables):
+        held = [kind.value for kind in HookKind if getattr(module, kind.value)]
+        if held:
+            raise HookError(
+                f"callable {index} ({type(module).__name__}) has hooks in {', '.join(held)}: "
+                "modules must not have hooks registered at the time they are passed. Take them "
+                "off and give those that must run at capture in capture_time_hooks."
+            )
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            raise HookError(
+                f"callable {index} ({type(module).__name__}) has a buffer that requires a "
+                "gradient: only parameters may be trainable. Make it a parameter."
+            )
+
+
+def check_hooks(callables: Sequence[nn.Module], hooks: Sequence[Hooks]) -> None:
+    """Raise HookError for capture-time hooks of another number or form."""
+    if len(hooks) != len(callables):
+        raise HookError(
+            f"capture_time_hooks has {len(hooks)} entries for {len(callables)} callables"
+        )
+    unknown = sorted({key for entry in hooks for key in entry} - set(CAPTURE_TIME_KEYS))
+    if unknown:
+        raise HookError(
+            f"capture_time_hooks has unknown keys {', '.join(unknown)}: use "
+            f"{', '.join(CAPTURE_TIME_KEYS)}"
+        )
+
+
+def check_autocast(device_type: str) -> None:
+    """Raise CaptureError under an autocast that caches: a graph must not keep cached casts."""
+    if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
+        raise CaptureError(
+            "the capture runs under torch.autocast with its cache, and a graph would keep the "
+            "cached casts of weights. Pass cache_enabled=False to torch.autocast."
+        )

@@ -1,0 +1,1 @@
+"""CUDA graphs by torch alone."""

@@ -1,0 +1,169 @@
+"""Records passes as CUDA graphs, in one memory pool and on one capture stream.
+
+Note [What keeps the pool]
+    The allocator frees a graph's pool when the last graph of the pool is gone. Tensors that do not
+    own their memory (``weak_tensors.py``) lie in it, and a failed capture may reset every graph
+    that there is. So a graph of one kernel is captured first, and reset last.
+
+Note [Registered generators]
+    A graph is given, at each replay, the seed and offset of every generator that is registered with
+    it. Torch registers the device's own generator (``CUDAGraph.capture_begin``). A draw from
+    another one that is not registered is an error in the capture: torch 2.11, "Attempt to increase
+    offset for a CUDA generator not in capture mode".
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.backends.cuda_cleanup import leave_pool
+from megatron_cg.backends.driver.recorder import Recorded, Tensors
+from megatron_cg.backends.native.weak_tensors import without_owner
+from megatron_cg.backends.places import place_of
+from megatron_cg.errors import CaptureError
+from megatron_cg.upstream.patch import garbage_collection_kept
+
+_NOT_REGISTERED = "CUDA generator not in capture mode"
+
+
+class CudaRecording:
+    """One captured pass. See :class:`megatron_cg.backends.driver.recorder.Recording`."""
+
+    def __init__(self, recorder: CudaRecorder) -> None:
+        self._recorder = recorder
+        self.graph = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        self.graph.replay()
+
+    def finished(self, lent: Tensors) -> None:
+        """Nothing to do: a later replay overwrites what is dead."""
+
+    def reset(self) -> None:
+        """See :class:`megatron_cg.backends.driver.recorder.Recording`."""
+        self._recorder.reset(self)
+
+
+class CudaRecorder:
+    """Captures the passes of one capture. See :class:`megatron_cg.backends.driver.recorder`.
+
+    Args:
+        pool: the memory pool, from ``torch.cuda.graph_pool_handle()``.
+        generators: those that captured code may draw from, besides the device's own.
+        error_mode: ``capture_error_mode`` of ``torch.cuda.graph``.
+    """
+
+    def __init__(self, pool: Any, generators: Sequence[torch.Generator], error_mode: str) -> None:
+        self._pool, self._generators, self._error_mode = pool, tuple(generators), error_mode
+        self._stream = torch.cuda.Stream()
+        self._keeper = torch.cuda.CUDAGraph()
+        self._open: list[CudaRecording] = []
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Run the warmup on a stream of its own, as TE and torch do."""
+        with self._captured(self._keeper):  # See Note [What keeps the pool].
+            torch.zeros((), device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield
+        torch.cuda.synchronize()
+
+    @contextmanager
+    def recording(self, module: nn.Module, label: str) -> Iterator[CudaRecording]:
+        """Capture what runs in the block.
+
+        Raises CaptureError if it draws from a generator that is not registered.
+        """
+        made = CudaRecording(self)
+        self._open.append(made)
+        for generator in self._generators:
+            made.graph.register_generator_state(generator)
+        try:
+            with self._captured(made.graph):
+                yield made
+        except RuntimeError as error:
+            refused = _of_generator(error, module, label)
+            if refused is None:
+                raise
+            raise refused from error
+
+    def release(self, results: Tensors) -> Tensors:
+        """Replace tensors in the pool by ones that do not own their memory; others stay."""
+        segments = [
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in torch.cuda.memory_snapshot(self._pool)
+            if tuple(segment["segment_pool_id"]) == self._pool
+        ]
+
+        def replaceable(tensor: torch.Tensor) -> bool:
+            # Of a subclass, or a lazy conjugate, its memory does not tell the values.
+            if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+                return False
+            address = tensor.untyped_storage().data_ptr()
+            return any(begin <= address < end for begin, end in segments)
+
+        return tuple(
+            without_owner(result) if result is not None and replaceable(result) else result
+            for result in results
+        )
+
+    def settle(self, samples: Sequence[Recorded]) -> None:
+        """Nothing to do: the allocator has given memory to each pass as it was captured."""
+
+    def abandon(self) -> None:
+        """See :class:`megatron_cg.backends.driver.recorder.Recorder`."""
+        leave_pool(self._pool)
+        for graph in [*(recording.graph for recording in self._open), self._keeper]:
+            # After an error of the device every call of CUDA raises that error again.
+            with suppress(RuntimeError):
+                graph.reset()
+        self._open.clear()
+
+    def reset(self, recording: CudaRecording) -> None:
+        """Release a graph, and with the last one the pool. Safe to call twice."""
+        if recording not in self._open:
+            return
+        self._open.remove(recording)
+        recording.graph.reset()
+        if not self._open:
+            self._keeper.reset()
+
+    @contextmanager
+    def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture the block. Garbage collection could destroy another graph meanwhile.
+
+        pytorch/pytorch#161037: destroying a graph is an error while another one is captured.
+        """
+        with garbage_collection_kept():
+            gc.disable()
+            with torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode=self._error_mode,
+            ):
+                yield
+
+
+def _of_generator(error: RuntimeError, module: nn.Module, label: str) -> CaptureError | None:
+    """An error that names the draw from an unregistered generator; None for other errors."""
+    found: BaseException | None = error
+    while found is not None and _NOT_REGISTERED not in str(found):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return None
+    place = place_of(reversed(list(traceback.walk_tb(found.__traceback__))), module)
+    return CaptureError(
+        f"{place or type(module).__name__} (captured as {label}) draws from a torch.Generator that "
+        "the graph does not know. Keep it as an attribute of a captured module, or as a state of "
+        "Megatron's RNG tracker, or draw from the device's own generator."
+    )

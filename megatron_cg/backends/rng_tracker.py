@@ -1,0 +1,80 @@
+"""Megatron's RNG tracker, as far as it is in use; nothing is imported for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_cg.errors import CaptureError
+from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_TRACKER = Symbol(
+    "megatron-core", f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", "the RNG tracker; None before it is made"
+)
+_STATES = Symbol(
+    "megatron-core",
+    f"{_RANDOM}:CudaRNGStatesTracker",
+    "the RNG tracker, whose fork() draws from one of its states",
+    attributes=("states_", "fork"),
+)
+RELIES_ON = (_TRACKER, _STATES)
+
+
+def megatron_tracker() -> Any:
+    """Megatron's RNG tracker, or None: Megatron is not in use, or nobody has seeded it.
+
+    ``get_cuda_rng_tracker`` would make one, which a later seeding does not replace.
+    """
+    return _TRACKER.find() if _RANDOM in sys.modules else None
+
+
+@contextmanager
+def tracked_states_kept() -> Iterator[None]:
+    """Restore which states Megatron's tracker holds; a fork replaces them."""
+    tracker = megatron_tracker()
+    tracked = dict(tracker.states_) if tracker is not None else {}
+    try:
+        yield
+    finally:
+        if tracker is not None:
+            tracker.states_.clear()
+            tracker.states_.update(tracked)
+
+
+@contextmanager
+def forks_checked() -> Iterator[None]:
+    """In the block, a fork of Megatron's tracker needs a state that a graph can be given.
+
+    A tracker that is not graph-safe holds states as tensors, and sets the generator to a tensor in
+    each fork. No Python runs in a replay, so it would draw other numbers than an eager pass.
+
+    Raises CaptureError in the fork, with the name of the state.
+    """
+    tracker = megatron_tracker()
+    if tracker is None:
+        yield
+        return
+    original = tracker.fork
+
+    def fork(*args: Any, **kwargs: Any) -> Any:
+        name = args[0] if args else kwargs.get("name", "model-parallel-rng")  # fork's own default
+        if isinstance(tracker.states_.get(name), torch.Tensor):
+            raise CaptureError(
+                f"the captured code draws from the state {name!r} of Megatron's RNG tracker, which "
+                "is no generator that can be registered with a graph. Seed with "
+                "model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=True), or type "
+                "--te-rng-tracker."
+            )
+        return original(*args, **kwargs)
+
+    undo = put_over(tracker, "fork", fork)
+    try:
+        yield
+    finally:
+        undo()

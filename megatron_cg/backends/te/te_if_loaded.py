@@ -1,0 +1,54 @@
+"""What other backends need of Transformer Engine where the model has loaded it. Imports no TE."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_cg.upstream.symbols import Symbol
+
+PACKAGE = "transformer-engine"
+GRAPH = "transformer_engine.pytorch.graph"
+FP8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
+START_CAPTURING = Symbol(PACKAGE, f"{GRAPH}:set_capture_start", "a setter of TE's capturing flag")
+IS_CAPTURING = Symbol(PACKAGE, f"{GRAPH}:is_graph_capturing", "a query of TE's capturing flag")
+END_CAPTURING = Symbol(PACKAGE, f"{GRAPH}:set_capture_end", "a setter of TE's capturing flag")
+RNG_STATES = Symbol(
+    PACKAGE,
+    "transformer_engine.pytorch.distributed:get_all_rng_states",
+    "the generators of TE's RNG tracker",
+)
+FP8_ENABLED = Symbol(PACKAGE, f"{FP8}.is_fp8_enabled", "whether quantization is on")
+FP8_RECIPE = Symbol(PACKAGE, f"{FP8}.get_fp8_recipe", "the recipe in use")
+RELIES_ON = (START_CAPTURING, IS_CAPTURING, END_CAPTURING, RNG_STATES, FP8_ENABLED, FP8_RECIPE)
+
+
+def fp8_recipe() -> Any:
+    """TE's recipe where TE is loaded and FP8 is on now, else None."""
+    if _is_loaded(FP8_ENABLED) and FP8_ENABLED.find()():
+        return FP8_RECIPE.find()()
+    return None
+
+
+def rng_states() -> dict[str, Any]:
+    """The states of TE's RNG tracker by name; none where TE is not loaded."""
+    return dict(RNG_STATES.find()()) if _is_loaded(RNG_STATES) else {}
+
+
+@contextmanager
+def told_of_capture() -> Iterator[None]:
+    """TE's modules take their paths for CUDA graphs in the block; nothing where none is loaded."""
+    if not _is_loaded(IS_CAPTURING) or IS_CAPTURING.find()():
+        yield
+        return
+    START_CAPTURING.find()()
+    try:
+        yield
+    finally:
+        END_CAPTURING.find()()
+
+
+def _is_loaded(symbol: Symbol) -> bool:
+    return symbol.path.partition(":")[0] in sys.modules

@@ -1,0 +1,79 @@
+"""What is put right after a capture: generators, and the states of Megatron's RNG tracker."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.backends.cuda_cleanup import device_generator, generators_kept
+from megatron_cg.backends.rng_tracker import megatron_tracker, tracked_states_kept
+from tests.unit.backends.cuda_double import cuda_double
+
+
+class InCapture:
+    """A generator that a capture has left behind: it draws nothing until it has another state."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.state, self.in_capture = "before", True
+
+    def get_state(self) -> str:
+        return self.state
+
+    def set_state(self, state: str) -> None:
+        self.state = state
+
+    def clone_state(self) -> str:
+        return f"clone of {self.state}"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state, self.in_capture = state, False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("stuck", [False, True])
+def test_only_a_generator_that_cannot_draw_leaves_its_capture(
+    fails: bool, stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uniform(_tensor: torch.Tensor, *, generator: InCapture) -> None:
+        if stuck:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
+    generator: Any = InCapture()
+    host = torch.get_rng_state()
+    with pytest.raises(LookupError) if fails else nullcontext(), generators_kept([generator]):
+        generator.state = "drawn from"
+        torch.rand(1)
+        if fails:
+            raise LookupError
+    assert generator.state == "before" and generator.in_capture is not (fails and stuck)
+    assert torch.equal(torch.get_rng_state(), host)
+
+
+def test_the_devices_generator_is_there_with_a_device() -> None:
+    assert device_generator() == []
+    with cuda_double():
+        assert device_generator() == [torch.default_generator]
+
+
+def test_the_tracker_holds_its_states_again_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import random
+
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", None)
+    assert megatron_tracker() is None
+    with tracked_states_kept():
+        pass
+    states = {"one": torch.ones(1)}
+    tracker = SimpleNamespace(states_=states)
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
+    before = states["one"]
+    with pytest.raises(LookupError), tracked_states_kept():
+        states.update(one=torch.zeros(1), two=torch.zeros(1))
+        raise LookupError
+    assert tracker.states_ is states and list(states) == ["one"] and states["one"] is before

@@ -1,0 +1,340 @@
+"""What every backend that records passes does: TE's contract, and the same bits as eager.
+
+The native backend runs on the double of ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.backends.base import Backend
+from megatron_cg.backends.driver.graphed import GraphResetError, StaleReplayError
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_recording import is_recording
+from megatron_cg.errors import CaptureError, HookError
+from tests.unit.backends.cuda_double import OnCpu, cuda_double
+
+KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+@pytest.fixture(params=["tape", "native"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "tape":
+        yield TapeBackend()
+        return
+    with cuda_double() as cuda:
+        yield OnCpu()
+        assert cuda.underway is None and not cuda.invalid
+
+
+def small(backend: Backend, *modules: nn.Module, hooks: Any = None, **options: Any) -> Any:
+    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in modules]
+    hooks = [{} for _ in modules] if hooks is None else hooks
+    return backend.capture(modules, samples, capture_time_hooks=hooks, **options)
+
+
+def _nothing(*_args: object) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("register", "held"),
+    [
+        (lambda m: m.register_forward_pre_hook(_nothing), "_forward_pre_hooks"),
+        (lambda m: m.register_forward_hook(_nothing), "_forward_hooks"),
+        (lambda m: m.register_full_backward_pre_hook(_nothing), "_backward_pre_hooks"),
+        (lambda m: m.register_full_backward_hook(_nothing), "_backward_hooks"),
+    ],
+)
+def test_a_module_with_a_hook_is_refused(
+    backend: Backend, register: Callable[[nn.Module], Any], held: str
+) -> None:
+    module = nn.Linear(4, 4)
+    register(module)
+    with pytest.raises(HookError, match=rf"{held}: modules must not have hooks"):
+        small(backend, module)
+
+
+def test_a_buffer_that_requires_a_gradient_is_refused(backend: Backend) -> None:
+    module = nn.Linear(4, 4)
+    module.register_buffer("extra", torch.ones(4, requires_grad=True))
+    with pytest.raises(HookError, match="buffer that requires a gradient"):
+        small(backend, module)
+
+
+def test_capture_time_hooks_run_around_every_pass_in_the_order_of_the_schedule(
+    backend: Backend,
+) -> None:
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    calls: list[tuple[str, nn.Module, bool]] = []
+
+    def hook(key: str) -> Callable[[nn.Module], None]:
+        return lambda module: calls.append((key, module, is_recording()))
+
+    small(
+        backend,
+        one,
+        two,
+        hooks=[{k: {7: hook(k)} for k in KEYS} for _ in range(2)],
+        num_warmup_iters=1,
+    )
+    forward, backward = KEYS[:2], KEYS[2:]
+    once = [(k, m, False) for m in (one, two) for k in forward]
+    once += [(k, m, False) for m in (two, one) for k in backward]
+    assert calls == once * 2
+
+
+def test_hooks_that_return_a_value_or_have_another_key_are_refused(backend: Backend) -> None:
+    with pytest.raises(HookError, match=r"forward_hooks of callable 0 .*returned a value"):
+        small(backend, nn.Linear(4, 4), hooks=[{"forward_hooks": {1: lambda _module: 3}}])
+    with pytest.raises(HookError, match="unknown keys pre_forward_hooks"):
+        small(backend, nn.Linear(4, 4), hooks=[{"pre_forward_hooks": {}}])
+    with pytest.raises(HookError, match="2 entries for 1 callables"):
+        small(backend, nn.Linear(4, 4), hooks=[{}, {}])
+
+
+def test_a_hook_left_on_a_parameter_fires_in_warmup_and_capture(backend: Backend) -> None:
+    module = nn.Linear(4, 4)
+    fired: list[nn.Parameter] = []
+    handle = module.weight.register_post_accumulate_grad_hook(fired.append)
+    small(backend, module, num_warmup_iters=2)
+    assert len(fired) == 3
+    handle.remove()
+    small(backend, module, num_warmup_iters=2)
+    assert len(fired) == 3
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_what_two_backward_passes_share_outlives_the_first_only_if_that_was_asked_for(
+    backend: Backend,
+    retain: bool,
+) -> None:
+    shared = torch.ones(4, requires_grad=True).exp()  # saved for both of them
+
+    class Sharing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * shared
+
+    with nullcontext() if retain else pytest.raises(RuntimeError, match="a second time"):
+        small(
+            backend,
+            *(Sharing(4, 4), Sharing(4, 4)),
+            num_warmup_iters=0,
+            retain_graph_in_backward=retain,
+        )
+
+
+def test_an_unused_input_is_refused_unless_allowed(backend: Backend) -> None:
+    class Ignores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used * x.detach()
+
+    with pytest.raises(CaptureError, match="an input that requires a gradient got none"):
+        small(backend, Ignores())
+    module = Ignores()
+    (graph,) = small(backend, module, allow_unused_input=True)
+    fired: list[nn.Parameter] = []
+    module.unused.register_post_accumulate_grad_hook(fired.append)
+    graph(torch.full((2, 4), 3.0)).sum().backward()
+    assert module.used.grad is not None and module.used.grad.tolist() == [6.0] * 4
+    assert module.unused.grad is None and not fired
+
+
+def test_a_parameter_that_gets_a_gradient_only_at_times_is_refused(backend: Backend) -> None:
+    class Changing(nn.Linear):
+        passes = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            bias = self.bias if self.passes == 1 else self.bias.detach()
+            return nn.functional.linear(x, self.weight, bias)
+
+    with pytest.raises(CaptureError, match="which parameters get gradients has changed"):
+        small(backend, Changing(4, 4))
+
+
+def test_options_of_another_world_are_refused(backend: Backend) -> None:
+    with pytest.raises(CaptureError, match="fp8_enabled is set"):
+        small(backend, nn.Linear(4, 4), fp8_enabled=(True,))
+    with pytest.raises(CaptureError, match="no option speed"):
+        small(backend, nn.Linear(4, 4), speed="high")
+    with pytest.raises(CaptureError, match=r"call \.train"):
+        small(backend, nn.Linear(4, 4).eval())
+
+
+class Block(nn.Module):
+    """Views, an in-place op, dropout, a buffer that counts, a constant and a mask by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        out = nn.functional.dropout(self.down(hidden), 0.3).view(2, -1).reshape(x.shape)
+        self.seen += out.detach().sum(0)
+        out = out.masked_fill(mask, 0.0)
+        out.mul_(torch.tensor(2.0))
+        return out + x, x.detach().transpose(0, 1)
+
+
+MASK = torch.tensor([True, False, False, False] * 8).reshape(4, 8)
+
+
+def blocks() -> tuple[Block, ...]:
+    torch.manual_seed(0)
+    return Block(), Block(), Block()
+
+
+def capture(
+    backend: Backend,
+    modules: tuple[nn.Module, ...],
+    kwargs: dict[str, torch.Tensor] | None = None,
+    **options: Any,
+) -> Any:
+    with backend.preserved(modules):
+        return backend.capture(
+            modules,
+            [(torch.ones(4, 8, requires_grad=True),) for _ in modules],
+            sample_kwargs=[dict(kwargs or {}) for _ in modules],
+            capture_time_hooks=[{} for _ in modules],
+            **options,
+        )
+
+
+def train(modules: tuple[Block, ...], calls: tuple[Callable[..., Any], ...]) -> list[torch.Tensor]:
+    """Three passes of different inputs; everything a user can see of them."""
+    torch.manual_seed(5)
+    seen = []
+    for module in modules:
+        module.seen.zero_()
+    for scale in (1.0, -2.0, 0.5):
+        source = (torch.arange(32.0).reshape(4, 8).sin() * scale).requires_grad_()
+        hidden = source
+        for call in calls:
+            hidden, side = call(hidden, mask=MASK)
+            hidden = hidden + side.sum()
+        hidden.square().sum().backward()
+        parameters = [p for module in modules for p in module.parameters()]
+        seen += [hidden.detach().clone(), *(p.grad.clone() for p in [source, *parameters])]  # type: ignore[union-attr]
+        seen += [module.seen.clone() for module in modules]
+        for module in modules:
+            module.zero_grad()
+    return [*seen, torch.rand(3)]
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_replay_equals_eager_bit_for_bit_and_runs_no_python(backend: Backend, share: bool) -> None:
+    modules = blocks()
+    eager = train(modules, modules)
+    graphs = capture(
+        backend, modules, {"mask": MASK}, _order=[1, -1], _reuse_graph_input_output_buffers=share
+    )
+    calls = [module.calls for module in modules]
+    replayed = train(modules, graphs)
+    assert [module.calls for module in modules] == calls
+    assert len(eager) == len(replayed) == 3 * (2 + 3 * 6 + 3) + 1
+    assert all(torch.equal(one, two) for one, two in zip(eager, replayed, strict=True))
+
+
+def test_capture_leaves_generator_buffers_and_gradients_alone(backend: Backend) -> None:
+    modules = blocks()
+    for parameter in modules[0].parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    state = torch.get_rng_state()
+    capture(backend, modules, {"mask": MASK}, num_warmup_iters=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.seen.eq(0).all() for module in modules)
+    assert all(parameter.grad.eq(3.0).all() for parameter in modules[0].parameters())  # type: ignore[union-attr]
+
+
+def test_evaluation_takes_the_module_itself(backend: Backend) -> None:
+    module = Block()
+    (graph,) = capture(backend, (module,), {"mask": MASK})
+    module.eval()
+    calls = module.calls
+    with torch.no_grad():
+        graph(torch.ones(4, 8), mask=MASK)
+    assert module.calls == calls + 1
+
+
+def test_two_microbatches_in_flight_have_a_graph_each(backend: Backend) -> None:
+    linear = nn.Linear(8, 8)
+    samples = [(torch.ones(4, 8, requires_grad=True),) for _ in range(2)]
+    graphs = backend.capture((linear,), samples, capture_time_hooks=[{}], _order=[1, 1, -1, -1])
+    one, two = torch.full((4, 8), 2.0), torch.full((4, 8), 3.0)
+    outputs = [graph(x) for graph, x in zip(graphs, (one, two), strict=True)]
+    for output in outputs:
+        output.sum().backward()
+    assert linear.weight.grad is not None
+    assert torch.equal(linear.weight.grad, torch.full((8, 8), 4 * (2.0 + 3.0)))
+
+
+def test_a_parameter_changed_in_place_is_seen(backend: Backend) -> None:
+    module = Scale()
+    (graph,) = capture(backend, (module,))
+    with torch.no_grad():
+        module.weight.fill_(7.0)
+    assert torch.equal(graph(torch.ones(4, 8)), torch.full((4, 8), 7.0))
+
+
+def test_incoming_gradients_share_memory_when_buffers_are_shared(backend: Backend) -> None:
+    for share, places in ((True, 1), (False, 2)):
+        graphs = capture(
+            backend, (Scale(), Scale()), _order=[1, -1], _reuse_graph_input_output_buffers=share
+        )
+        grads = [graph._recorded.grad_outputs[0] for graph in graphs]
+        assert len({grad.data_ptr() for grad in grads if grad is not None}) == places
+
+
+def test_backward_after_a_second_forward_is_refused(backend: Backend) -> None:
+    module = Scale()
+    (graph,) = capture(backend, (module,))
+    first = graph(torch.ones(4, 8))
+    graph(torch.zeros(4, 8))
+    with pytest.raises(StaleReplayError, match="forward was replayed again before this backward"):
+        first.sum().backward()
+
+
+def test_after_reset_call_and_pending_backward_raise(backend: Backend) -> None:
+    module = Scale()
+    (graph,) = capture(backend, (module,))
+    output = graph(torch.ones(4, 8))
+    graph.reset()
+    for late in (lambda: graph(torch.ones(4, 8)), output.sum().backward, graph.backward_dw):
+        with pytest.raises(GraphResetError, match="has been reset"):
+            late()
+    graph.reset()
+
+
+def test_other_shapes_and_missing_keywords_are_refused(backend: Backend) -> None:
+    module = Block()
+    (graph,) = capture(backend, (module,), {"mask": MASK})
+    with pytest.raises(TypeError, match="keyword mask"):
+        graph(torch.ones(4, 8))
+    with pytest.raises(TypeError, match=r"shapes \[\(4, 8\), \(4, 8\)\]"):
+        graph(torch.ones(5, 8), mask=MASK)

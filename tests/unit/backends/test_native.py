@@ -1,0 +1,249 @@
+"""The native backend on the double of ``torch.cuda``: what it holds, copies and leaves behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.backends.driver.graphed import GraphResetError
+from megatron_cg.replay.in_flight import InFlight
+from megatron_cg.replay.unit import Unit
+from tests.unit.backends.cuda_double import (
+    DEFAULT,
+    REFUSED,
+    WARMUPS,
+    Calling,
+    CudaDouble,
+    Graph,
+    OnCpu,
+    capture,
+    cuda_double,
+)
+
+
+@pytest.fixture
+def cuda() -> Iterator[CudaDouble]:
+    with cuda_double() as double:
+        yield double
+
+
+def test_graphs_share_a_pool_and_a_stream_and_are_captured_on_it(cuda: CudaDouble) -> None:
+    streams = []
+
+    def hook(_module: nn.Module) -> None:
+        streams.append(cuda.stream)
+
+    keys = ("forward_pre_hooks", "backward_hooks")
+    capture(nn.Linear(4, 4), hooks=[{key: {0: hook} for key in keys}], num_warmup_iters=1)
+    keeper, forward, backward = cuda.graphs
+    assert {graph.pool for graph in cuda.graphs} == {(0, 1)} and cuda.users == {(0, 1): 3}
+    assert keeper.stream is forward.stream is backward.stream is not DEFAULT
+    assert {graph.mode for graph in cuda.graphs} == {"global"}
+    # Hooks of the warmup run on a stream of its own, and those of the capture on the caller's.
+    assert streams[0] is streams[1] not in (DEFAULT, keeper.stream)
+    assert streams[2:] == [DEFAULT] * 2 and cuda.stream == DEFAULT
+
+
+def test_the_pool_is_held_until_the_last_graph_is_reset(cuda: CudaDouble) -> None:
+    one, two = capture(nn.Linear(4, 4), nn.Linear(4, 4))
+    output = one(torch.ones(2, 4))
+    two.reset()
+    two.reset()
+    assert cuda.users == {(0, 1): 3} and output.isfinite().all()
+    assert one(torch.ones(2, 4)).isfinite().all()
+    one.reset()
+    assert cuda.users == {(0, 1): 0} and [graph.resets for graph in cuda.graphs] == [1] * 5
+    with pytest.raises(GraphResetError):
+        one(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("stage", ["warmup", "forward", "backward", "in the second module"])
+@pytest.mark.parametrize("how", ["refused by CUDA", "an error of the model"])
+def test_a_capture_that_fails_leaves_no_stream_pool_or_graph(
+    cuda: CudaDouble, stage: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        if how == "refused by CUDA":
+            cuda.refuse()
+        raise LookupError("of the model")
+
+    number = 1 if stage == "warmup" else WARMUPS + 1
+    first: nn.Module = nn.Linear(4, 4)
+    failing: nn.Module = Calling(fail, number)
+    if stage == "backward":
+        failing = nn.Linear(4, 4)
+        real, calls = torch.autograd.backward, iter(range(1, 99))
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if next(calls) == 2 * WARMUPS + 1:
+                fail()
+            real(*args, **kwargs)
+
+        monkeypatch.setattr(torch.autograd, "backward", backward)
+    modules = (first, failing) if stage == "in the second module" else (failing, first)
+    kept, state, garbage = torch.ones(1), torch.get_rng_state(), gc.isenabled()
+    with pytest.raises((torch.AcceleratorError, LookupError)) as caught:
+        capture(*modules)
+    first_error = caught.value.__context__ or caught.value
+    expected = REFUSED if how == "refused by CUDA" and stage != "warmup" else "of the model"
+    assert expected in str(first_error)
+    assert cuda.stream == DEFAULT and cuda.underway is None and gc.isenabled() is garbage
+    assert set(cuda.users.values()) == {0} and kept.eq(1).all()
+    assert torch.equal(torch.get_rng_state(), state)
+    # The next capture works.
+    (graph,) = capture(nn.Linear(4, 4))
+    assert graph(torch.ones(2, 4)).isfinite().all()
+
+
+def test_the_keeper_that_cannot_be_captured_leaves_nothing_either(
+    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def zeros(*_args: Any, **_kwargs: Any) -> None:
+        cuda.refuse()
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(torch.AcceleratorError):
+        capture(nn.Linear(4, 4))
+    assert cuda.stream == DEFAULT and cuda.underway is None and cuda.users == {(0, 1): 0}
+
+
+def test_a_device_that_failed_does_not_hide_its_first_error(
+    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        def reset(_graph: Graph) -> None:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(Graph, "reset", reset)
+        raise LookupError("the first error")
+
+    with pytest.raises(LookupError, match="the first error"):
+        capture(Calling(fail, WARMUPS + 1))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_only_what_a_caller_may_still_read_owns_its_memory(cuda: CudaDouble, share: bool) -> None:
+    modules = [nn.Linear(4, 4) for _ in range(4)]
+    graphs = capture(*modules, _order=[1, -1], _reuse_graph_input_output_buffers=share)
+    memory = cuda.memory[0, 1]
+
+    def owners(tensors: Any) -> list[bool]:
+        return [memory.owns(tensor.untyped_storage()._cdata) for tensor in tensors]
+
+    for index, graph in enumerate(graphs):
+        recorded = graph._recorded
+        assert owners(recorded.outputs) == [not share]
+        of_input, *of_parameters = owners(recorded.grad_inputs)
+        assert of_parameters == [False, False]
+        # The last two backward passes are those of the first two modules.
+        assert of_input is (not share or index < 2)
+        addresses = [t.data_ptr() for t in (*recorded.outputs, *recorded.grad_inputs)]
+        own = {storage.data_ptr() for storage in memory._own.values()}
+        assert set(addresses) <= own
+
+
+def test_an_output_outside_of_the_pool_keeps_its_memory(cuda: CudaDouble) -> None:
+    class Passing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), self.weight.detach()
+
+    (graph,) = capture(Passing(4, 4), _order=[1, -1], _reuse_graph_input_output_buffers=True)
+    _, weight = graph._recorded.outputs
+    assert weight.untyped_storage()._cdata == graph._recorded.module.weight.untyped_storage()._cdata
+
+
+def test_a_lazy_conjugate_keeps_what_it_means(cuda: CudaDouble) -> None:
+    class Conjugated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).conj()
+
+    x = torch.tensor([1 + 2j], requires_grad=True)
+    made: Any = OnCpu().capture(
+        (Conjugated(),),
+        [(torch.zeros(1, dtype=torch.complex64, requires_grad=True),)],
+        capture_time_hooks=[{}],
+        _order=[1, -1],
+        _reuse_graph_input_output_buffers=True,
+    )
+    (graph,) = made
+    output = graph(x)
+    assert output.tolist() == [2 - 4j]
+    output.backward(torch.tensor([1 + 1j]))
+    assert x.grad is not None and x.grad.tolist() == [2 - 2j]
+    (memory,) = graph.replay_function().incoming
+    static = graph._recorded.grad_outputs[0]
+    assert memory.holds(static) and not memory.holds(static.conj())
+
+
+def test_copies_are_made_together_by_dtype_and_only_where_they_are_needed(
+    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sum(nn.Linear):
+        def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + sum(other.sum() for other in others)
+
+    module = Sum(4, 4)
+    samples = (torch.ones(2, 4), torch.ones(3), torch.ones(2, dtype=torch.long), torch.ones(5))
+    made: Any = OnCpu().capture((module,), [samples], capture_time_hooks=[{}])
+    (graph,) = made
+    calls: list[list[torch.dtype]] = []
+    real = torch._foreach_copy_
+
+    def copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> Any:
+        calls.append([tensor.dtype for tensor in into])
+        return real(into, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    inputs = (torch.ones(2, 4), torch.ones(3), torch.full((2,), 2), samples[3])
+    static: torch.Tensor = graph._recorded.grad_outputs[0]
+    output = graph(*inputs)
+    assert torch.equal(output, module(*inputs))
+    assert calls == [[torch.float32] * 2, [torch.int64]]
+    calls.clear()
+    graph(*samples).backward(static.fill_(1.0))
+    assert calls == []
+    # At the same address, but laid out in another way.
+    static.copy_(torch.arange(8.0).view(2, 4))
+    same = static.as_strided((2, 4), (1, 2))
+    expected = same.sum(0)
+    module.zero_grad()
+    graph(*samples).backward(same)
+    assert calls == [[torch.float32]] and module.bias.grad is not None
+    assert torch.equal(module.bias.grad, expected)
+
+
+def test_the_gradients_that_a_backward_replay_copies_are_counted(cuda: CudaDouble) -> None:
+    from megatron_cg.replay.counters import Counters, counts_text
+    from megatron_cg.replay.static_memory import copies
+
+    class Two(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), x.detach() * 2, super().forward(x) * 3
+
+    (graph,) = capture(Two(4, 4))
+    incoming = graph.replay_function().incoming
+    assert [memory and memory.nbytes for memory in incoming] == [32, None, 32]
+    counters = Counters()
+    in_flight = InFlight()
+
+    def count(gradients: Any) -> None:
+        counters.count_backward(*copies(incoming, gradients))
+
+    for used in (0, 2):
+        outputs = graph(torch.ones(2, 4, requires_grad=True))
+        in_flight.begin(0, Unit("unit", nn.Identity(), ()), outputs, count)
+        static = graph._recorded.grad_outputs[used].fill_(1.0)
+        torch.autograd.backward(outputs[used], static)
+    # Each pass: one gradient was in place, and one was not there, which autograd makes zeros.
+    assert counters.as_dict() | {
+        "backwards": 2,
+        "gradients_copied": 2,
+        "gradient_bytes_copied": 64,
+    } == (counters.as_dict())
+    counters.replayed = 2
+    assert "backward 1.0 copied (0.00 MiB)" in counts_text(counters.as_dict())

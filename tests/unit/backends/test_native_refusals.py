@@ -1,0 +1,254 @@
+"""What the native backend refuses by name, and what it asks of Transformer Engine and trackers."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.backends.native.native_backend import NativeBackend, generators_of
+from megatron_cg.backends.native.native_refusals import refuse
+from megatron_cg.errors import ArgumentError, CaptureError
+from tests.unit.backends.cuda_double import (
+    WARMUPS,
+    Calling,
+    CudaDouble,
+    OnCpu,
+    capture,
+    cuda_double,
+)
+
+
+@pytest.fixture
+def cuda() -> Iterator[CudaDouble]:
+    with cuda_double() as double:
+        yield double
+
+
+def test_generators_of_modules_and_trackers_are_registered_before_the_capture(
+    cuda: CudaDouble,
+) -> None:
+    class Drawing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.generator = torch.Generator().manual_seed(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.rand(4, generator=self.generator, device=x.device)
+
+    drawing = Drawing()
+    module, own = nn.Sequential(drawing), drawing.generator
+    before = own.get_state()
+    capture(module)
+    _, forward, backward = cuda.graphs
+    assert own in forward.registered and own in backward.registered
+    assert torch.equal(own.get_state(), before)
+    assert generators_of([module], "cuda") == []
+
+
+def test_a_draw_from_another_generator_is_named_with_its_place(cuda: CudaDouble) -> None:
+    def draw() -> None:
+        raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
+
+    with pytest.raises(
+        CaptureError,
+        match=r"0 \(Calling\), .*test_native_refusals.py.*captured as forward of callable 0.*"
+        r"a torch.Generator that the graph does not know",
+    ):
+        capture(nn.Sequential(Calling(draw, WARMUPS + 1)))
+    assert cuda.underway is None and set(cuda.users.values()) == {0}
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_fork_of_a_tracker_that_is_not_graph_safe_is_refused_by_name(
+    cuda: CudaDouble, safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.tensor_parallel import random
+
+    states = {
+        "drawn": torch.Generator() if safe else torch.get_rng_state(),
+        "not drawn": torch.get_rng_state(),
+    }
+    forked: list[str] = []
+
+    class Tracker:
+        states_ = states
+
+        def fork(self, name: str = "model-parallel-rng") -> Any:
+            forked.append(name)
+            return nullcontext()
+
+    tracker = Tracker()
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
+
+    class Forking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with tracker.fork("drawn"):
+                return super().forward(x)
+
+    if safe:
+        capture(Forking(4, 4))
+        assert set(forked) == {"drawn"} and states["drawn"] in cuda.graphs[1].registered
+    else:
+        with pytest.raises(CaptureError, match=r"the state 'drawn' .*use_cudagraphable_rng=True"):
+            capture(Forking(4, 4))
+        assert not forked
+    assert "fork" not in vars(tracker)
+
+
+def test_a_capture_leaves_the_states_of_a_tracker_as_they_were(
+    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.tensor_parallel import random
+
+    states = {"one": torch.Generator()}
+    before = dict(states)
+    tracker = types.SimpleNamespace(states_=states)
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
+    with OnCpu().preserved([]):
+        states["one"] = torch.Generator()
+    assert states == before
+
+
+class Fp8(nn.Linear):
+    """TE's name for weights that are quantized themselves."""
+
+    primary_weights_in_fp8 = True
+
+
+class Fused(nn.Linear):
+    fuse_wgrad_accumulation = True
+
+
+class MegatronsFused(nn.Linear):
+    gradient_accumulation_fusion = True
+
+
+class Delayed(nn.Linear):
+    def need_backward_dw(self) -> bool:
+        return True
+
+
+class Quantized(nn.Linear):
+    """Its buffer keeps its values as TE's quantized tensors do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scaled", torch.ones(2))
+        self.scaled._rowwise_data = torch.ones(2)  # type: ignore[union-attr]
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        (Fp8(4, 4), r"0 \(Fp8\) has FP8 weights"),
+        (Quantized(), r"0 \(Quantized\) has FP8 weights"),
+        (Fused(4, 4), r"0 \(Fused\) has fuse_wgrad_accumulation=True.*main_grad"),
+        (MegatronsFused(4, 4), "gradient_accumulation_fusion=True.*no-gradient-accumulation"),
+        (Delayed(4, 4), "delay_wgrad_compute=False"),
+        (nn.Linear(4, 4, device="meta"), "buffers on meta: move the model to cpu"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_replay_would_get_wrong_is_refused_by_name(module: nn.Module, found: str) -> None:
+    with pytest.raises(CaptureError, match=found):
+        refuse([nn.Sequential(module)], [(torch.ones(1),)], (), CPU)
+    refuse([nn.Linear(4, 4)], [(torch.ones(1),)], [{"mask": torch.ones(1)}], CPU)
+
+
+def test_all_reasons_come_at_once_and_before_anything_runs(cuda: CudaDouble) -> None:
+    sample, more = (torch.ones(1, device="meta"),), [{"mask": torch.ones(1, device="meta")}]
+    with pytest.raises(CaptureError, match="4 reasons") as caught:
+        OnCpu().capture(
+            (Fused(4, 4), Delayed(4, 4)), [sample], capture_time_hooks=[{}], sample_kwargs=more
+        )
+    said = str(caught.value)
+    assert "callable 0 (Fused)" in said and "callable 1 (Delayed)" in said
+    assert said.count("a sample is on meta: move it to cpu") == 2
+    assert cuda.graphs == [] and cuda.memory == {}
+
+
+def loaded_te(monkeypatch: pytest.MonkeyPatch, recipe: Any = None) -> Any:
+    """TE's modules as they are where a model has imported them."""
+    graph = types.ModuleType("transformer_engine.pytorch.graph")
+    flag = {"capturing": False}
+    vars(graph).update(
+        is_graph_capturing=lambda: flag["capturing"],
+        set_capture_start=lambda: flag.update(capturing=True),
+        set_capture_end=lambda: flag.update(capturing=False),
+    )
+    quantization = types.ModuleType("transformer_engine.pytorch.quantization")
+    manager = types.SimpleNamespace(
+        is_fp8_enabled=lambda: recipe is not None, get_fp8_recipe=lambda: recipe
+    )
+    vars(quantization).update(FP8GlobalStateManager=manager)
+    distributed = types.ModuleType("transformer_engine.pytorch.distributed")
+    states = {"te": torch.Generator()}
+    vars(distributed).update(get_all_rng_states=lambda: states)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for module in (graph, quantization, distributed):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return types.SimpleNamespace(flag=flag, states=states)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modules_of_te_are_told_of_the_capture(
+    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    te = loaded_te(monkeypatch)
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(te.flag["capturing"])
+        if fails:
+            raise LookupError
+
+    with pytest.raises(LookupError) if fails else nullcontext():
+        capture(Calling(look, 1))
+    assert seen == [True] and te.flag["capturing"] is False
+    if not fails:
+        assert te.states["te"] in cuda.graphs[1].registered
+
+
+def test_te_is_not_imported_for_it(cuda: CudaDouble) -> None:
+    before = set(sys.modules)
+    capture(nn.Linear(4, 4))
+    assert not [name for name in set(sys.modules) - before if "transformer_engine" in name]
+
+
+def test_fp8_is_refused_at_capture_and_seen_by_the_guard(
+    cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = OnCpu()
+    assert backend.numerics() is None and backend.captured_numerics(0, {}) is None
+    loaded_te(monkeypatch, recipe="delayed")
+    assert backend.numerics() == "delayed"
+    with pytest.raises(CaptureError, match="FP8 is on"):
+        capture(nn.Linear(4, 4))
+
+
+def test_without_a_gpu_it_names_the_tape() -> None:
+    with pytest.raises(CaptureError, match=r"torch sees no GPU.*--backend tape"):
+        NativeBackend()
+    with pytest.raises(ArgumentError, match="capture_error_mode='local'"):
+        NativeBackend("local")  # type: ignore[arg-type]
+
+
+def test_autocast_with_its_cache_is_refused(cuda: CudaDouble) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(CaptureError, match="cache_enabled=False"),
+    ):
+        capture(nn.Linear(4, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        capture(nn.Linear(4, 4))

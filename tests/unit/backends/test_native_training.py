@@ -1,0 +1,92 @@
+"""The native backend trains the eager numbers, on the double of ``torch.cuda``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.backends.native import native_backend
+from tests.unit.backends.cuda_double import (
+    OnCpu,
+    cuda_double,
+)
+from tests.unit.counted import expect
+
+
+@pytest.mark.parametrize("fast_path", [False, True])
+def test_a_model_under_megatron_fsdp_trains_the_same_numbers(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, fast_path: bool
+) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    # Under the fakes of the CPU, states of Megatron's tracker are tensors.
+    monkeypatch.setattr(native_backend, "forks_checked", nullcontext)
+    losses: dict[bool, list[Any]] = {}
+    for graphs in (False, True):
+        with cuda_double(fakes=False) as cuda:
+            trainer: Any = Trainer(TrainingPlan(CpuModelConfig(layers=2), graphs=graphs))
+            losses[graphs] = [trainer.step()]
+            if graphs:
+                session = trainer.capture(OnCpu(), fast_path=fast_path)
+            losses[graphs] += [trainer.step() for _ in range(3)]
+            if graphs:
+                counts = session.counters.as_dict()
+                assert counts["replayed"] == counts["backwards"] > 0 == counts["eager"]
+                assert counts["gradients_copied"] == counts["backwards"]
+                session.close()
+                assert set(cuda.users.values()) == {0}
+            parallel_state.destroy_model_parallel()
+    assert losses[True] == losses[False] and len(set(map(str, losses[True]))) == 4
+
+
+class Stack(nn.Module):
+    """Three blocks with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.ReLU()) for _ in range(3))
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+def test_units_of_a_plain_module_train_the_same_numbers(one_rank: None, verify: int) -> None:
+    from megatron_cg import graph_units
+
+    numbers: dict[bool, list[Any]] = {}
+    for graphed in (False, True):
+        with cuda_double(fakes=False):
+            model = Stack()
+            made: Any = nullcontext()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            graphs: Any = None
+            if graphed:
+                policy: Any = {"verify_interval": verify, "on_mismatch": "error"}
+                made = graphs = graph_units(model, ["layers.*"], backend=OnCpu(), **policy)
+            torch.manual_seed(7)
+            numbers[graphed] = []
+            with made:
+                for step in range(6):
+                    with graphs.step() if graphed else nullcontext():
+                        optimizer.zero_grad()
+                        inputs = torch.full((2, 4), 1.0 + step)
+                        loss = model(inputs).square().sum()
+                        loss.backward()
+                        optimizer.step()
+                    numbers[graphed].append(loss.detach().clone())
+            if graphed:
+                expect(graphs.counters, captured=3, replayed=9, eager=0, verified=9 * verify)
+            numbers[graphed] += [p.detach().clone() for p in model.parameters()]
+    assert all(map(torch.equal, numbers[True], numbers[False]))
