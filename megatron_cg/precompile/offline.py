@@ -32,7 +32,14 @@ _PARALLEL_STATE = "megatron.core.parallel_state"
 _DESTROY = Symbol(
     "megatron-core", f"{_PARALLEL_STATE}:destroy_model_parallel", "forgets Megatron's groups"
 )
-RELIES_ON = (_FAKE_STORE, _DESTROY)
+_DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
+_DISPATCHER = Symbol(
+    "megatron-core",
+    f"{_DISPATCHER_MODULE}:MoEAlltoAllTokenDispatcher",
+    "the class that keeps a stream for all its objects",
+    attributes=("cuda_dtoh_stream",),
+)
+RELIES_ON = (_FAKE_STORE, _DESTROY, _DISPATCHER)
 
 
 class _NoStream:
@@ -86,6 +93,7 @@ def fake_rank(rank: int, world_size: int, capability: Capability) -> Iterator[No
         stack.callback(torch._dynamo.reset)
         # A process group puts its rank before every uncaught error, and never takes that back.
         stack.callback(setattr, sys, "excepthook", sys.excepthook)
+        stack.callback(_forget_stream)
         for owner, name, value in _names(capability):
             stack.callback(set_attribute(owner, name, value, shared=True))
         store = _FAKE_STORE.find()()
@@ -104,6 +112,15 @@ def _names(capability: Capability) -> list[tuple[Any, str, Any]]:
     if capability is not None:
         named.append((torch.cuda, "get_device_capability", _device_capability))
     return named
+
+
+def _forget_stream() -> None:
+    """Let a dispatcher that is made later make a stream of its own, a real one."""
+    if _DISPATCHER_MODULE not in sys.modules:
+        return
+    dispatcher = _DISPATCHER.find()
+    if isinstance(dispatcher.cuda_dtoh_stream, _NoStream):
+        dispatcher.cuda_dtoh_stream = None
 
 
 def _destroy() -> None:

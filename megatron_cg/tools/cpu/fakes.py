@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._device import _device_constructors
 
 from megatron_cg.backends.host_reads import host_waits
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
@@ -208,7 +209,13 @@ def redirected_method(function: Callable[..., Any], convert: Convert) -> Callabl
 
 
 def _factories(stack: ExitStack) -> None:
-    """Wrap the factories themselves: hooks that autograd calls run without TorchFunctionMode."""
+    """Wrap the factories themselves: hooks that autograd calls run without TorchFunctionMode.
+
+    ``torch.device`` as a context knows factories by identity, from a cache that is filled once
+    (torch 2.11, ``torch/utils/_device.py``). So the cache is emptied with each change.
+    """
+    _device_constructors.cache_clear()
+    stack.callback(_device_constructors.cache_clear)
     for name in FACTORIES:
         stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), to_cpu)))
     for name in METHODS:

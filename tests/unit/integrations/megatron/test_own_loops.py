@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
 import megatron_cg
@@ -167,13 +168,18 @@ def test_flags_of_the_command_line_hold_here_too() -> None:
 def test_a_model_without_fsdp_keeps_megatrons_helper(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(TECudaGraphHelper, "_discover_layers", lambda self: None)
     plain = trainer.model.module.module
     helper = TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
     assert type(helper) is TECudaGraphHelper
 
 
-def test_a_class_that_is_made_of_megatrons_is_left_alone(trainer: Any) -> None:
+def test_a_class_that_is_made_of_megatrons_is_left_alone(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
+
     class Other(TECudaGraphHelper):  # type: ignore[misc]
         pass
 
