@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.integrations.standalone.call import CallForm
+from megatron_cg.integrations.standalone.recompute import not_recomputed
 from megatron_cg.replay.attach import ManualHook, Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import Unit
@@ -72,6 +73,6 @@ class Attachment:
                     hook(*arguments)
                 return graph(*inputs, **by_name)
 
-            return mismatch or graph.out_of_order() or replay
+            return mismatch or not_recomputed() or graph.out_of_order() or replay
 
         return replay_instead(target, prepare, mismatches)

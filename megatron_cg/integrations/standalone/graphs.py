@@ -177,7 +177,7 @@ class GraphedUnits:
             if self.session is not None:
                 self.session.mismatches.begin_step()
             elif self._controller.awaits_capture:
-                stack.callback(self._observer.observe_step())
+                stack.enter_context(self._observer.observe_step())
             yield
         self._controller.after_step()
 

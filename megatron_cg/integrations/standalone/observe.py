@@ -5,8 +5,8 @@ Sample inputs are made from this, so users need not know the shapes of inner mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.call import CallForm
+from megatron_cg.integrations.standalone.recompute import recompute_around
 from megatron_cg.upstream.copies import look_before
 
 
@@ -27,6 +28,8 @@ class Seen:
     args: tuple[torch.Tensor, ...]
     kwargs: Mapping[str, torch.Tensor]
     autocast: torch.dtype | None
+    recompute: str | None
+    """Where a call of the step was made, if activation checkpointing may have made it."""
 
 
 class Observer:
@@ -40,13 +43,14 @@ class Observer:
     def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
         self._units, self._sharding = dict(units), sharding
         self._seen: dict[str, Seen] = {}
-        self._order: list[str] = []
+        self._now: dict[str, Seen] = {}
         self._static: StaticInputs | None = None
         self.steps = 0
 
-    def observe_step(self) -> Callable[[], None]:
-        """Observe every call until the returned function is called."""
-        self._order = []
+    @contextmanager
+    def observe_step(self) -> Iterator[None]:
+        """Observe every call inside the block; a step that raises is forgotten."""
+        self._now = {}
         with ExitStack() as stack:
             for name, module in self._units.items():
 
@@ -56,12 +60,12 @@ class Observer:
                 stack.callback(look_before(module, look))
             if self._static is not None:
                 stack.callback(self._static.observe_step())
-            stack.callback(self._end_step)
-            return stack.pop_all().close
+            yield
+        self._end_step()
 
     def in_order(self) -> dict[str, Seen]:
-        """The units that were called in the last step, in the order of their first calls."""
-        return {name: self._seen[name] for name in self._order}
+        """The units that were called in the last whole step, in the order of their first calls."""
+        return dict(self._seen)
 
     def static_inputs(self, names: Sequence[str]) -> StaticInputs:
         """What is known of inputs that never change; indices follow ``names``."""
@@ -82,21 +86,22 @@ class Observer:
         tensors, by_name, _ = form.split(args, kwargs)
         device_type = tensors[0].device.type if tensors else "cpu"
         enabled = torch.is_autocast_enabled(device_type)
-        self._seen[name] = Seen(
+        before = self._now.get(name)
+        self._now[name] = Seen(
             form,
             tuple(_sample(tensor) for tensor in tensors),
             {key: _sample(tensor) for key, tensor in by_name.items()},
             torch.get_autocast_dtype(device_type) if enabled else None,
+            (before.recompute if before else None) or recompute_around(),
         )
-        if name not in self._order:
-            self._order.append(name)
 
     def _end_step(self) -> None:
         self.steps += 1
-        if self._static is None and self._order:
+        self._seen = self._now
+        if self._static is None and self._seen:
             # StaticInputs knows units by index; from now on the index follows the order of calls.
-            rest = [name for name in self._units if name not in self._order]
-            self._units = {name: self._units[name] for name in (*self._order, *rest)}
+            rest = [name for name in self._units if name not in self._seen]
+            self._units = {name: self._units[name] for name in (*self._seen, *rest)}
             self._static = StaticInputs(self._units.values())
 
 

@@ -71,6 +71,17 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
         for name, call in seen.items()
         for problem in [*call.form.problems(), *_overlapping(call)]
     ]
+    broken += [
+        Violation(
+            "unit-recomputed",
+            f"unit {name} was called {call.recompute}",
+            "activation checkpointing around the unit calls it again in the backward pass and "
+            "hooks what it saves for that; a replay saves nothing",
+            "leave the unit out of units, or put the checkpoint inside the unit",
+        )
+        for name, call in seen.items()
+        if call.recompute is not None
+    ]
     if len({call.autocast for call in seen.values()}) > 1:
         dtypes = ", ".join(f"{name} {call.autocast or 'off'}" for name, call in seen.items())
         broken.append(

@@ -275,3 +275,31 @@ def test_parts_of_the_fast_path_can_be_chosen(one_rank: None) -> None:
         run.step()
         assert graphs.session is not None and graphs.session.fast_path is not None
         assert graphs.session.fast_path.parts == ["swap", "unshard"]
+
+
+def test_a_step_that_raised_is_not_observed(runs: Any) -> None:
+    eager, graphed = runs({"warmup_steps": 2})
+    train_both(eager, graphed, 1)
+    for raised in range(2):
+        graphed.network.order = [2] if raised else [2, 1, 0]
+        with pytest.raises(ZeroDivisionError), graphed.graphs.step():
+            graphed.loss()
+            raise ZeroDivisionError
+    graphed.network.order = [0, 1, 2]
+    train_both(eager, graphed, 1)
+    expect(graphed.graphs.counters, captured=0)
+    train_both(eager, graphed, 1)
+    expect(graphed.graphs.counters, captured=3, replayed=3, mismatched=0)
+
+
+def test_a_step_that_raised_does_not_replace_the_one_before(runs: Any) -> None:
+    eager, graphed = runs()
+    train_both(eager, graphed, 1)
+    assert graphed.graphs._observer.steps == 1
+    before = graphed.graphs._observer.in_order()
+    with pytest.raises(ZeroDivisionError), graphed.graphs._observer.observe_step():
+        graphed.network.order = [2]
+        graphed.loss()
+        raise ZeroDivisionError
+    assert graphed.graphs._observer.in_order() == before
+    assert graphed.graphs._observer.steps == 1

@@ -1,0 +1,47 @@
+"""Whether a unit's call is one that activation checkpointing makes, or that others' hooks surround.
+
+Note [Checkpointing around a unit]
+    Activation checkpointing around a unit calls it again in the backward pass. The form without
+    reentrance (torch 2.11, ``torch/utils/checkpoint.py``) pairs the tensors that the two passes
+    save for backward by their number, through saved-tensor hooks. A replay saves none. So if one
+    pass is a replay and the other is eager, tensors are paired wrongly: gradients are wrong, and no
+    error follows. Both passes are told here, and both run eagerly.
+"""
+
+from __future__ import annotations
+
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.upstream.symbols import Symbol
+
+_PASS = Symbol("torch", "torch._C:_current_graph_task_id", "which backward pass is under way")
+_HOOKS = Symbol(
+    "torch",
+    "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "the saved-tensor hooks that apply now, or None",
+)
+_NO_PASS = -1
+RELIES_ON = (_PASS, _HOOKS)
+
+
+def recompute_around() -> str | None:
+    """What shows that a call made now is, or will be, recomputed; None if nothing does."""
+    if _PASS.find()() != _NO_PASS:
+        return "inside a backward pass"
+    if _HOOKS.find()(False) is not None:  # False: also while a trace is made
+        return "under saved-tensor hooks"
+    return None
+
+
+def not_recomputed() -> Mismatch | None:
+    """A mismatch if the call made now must not be a replay; see the note above."""
+    found = recompute_around()
+    if found is None:
+        return None
+    return Mismatch(
+        "recompute",
+        "the place of its call",
+        "outside of backward passes and of saved-tensor hooks",
+        found,
+        "Activation checkpointing around a unit does so, and a replay saves no tensors for it. "
+        "Leave the unit out of units, or put the checkpoint inside the unit.",
+    )
