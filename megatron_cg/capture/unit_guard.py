@@ -10,7 +10,7 @@ from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
-from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
+from megatron_cg.replay.guard.modes import Autocast, Autograd, Frozen, Numerics, Training
 from megatron_cg.replay.guard.objects import Entry, Hooks, Objects, entries
 from megatron_cg.replay.unit import Unit
 
@@ -72,6 +72,7 @@ class UnitGuard:
             Autocast(device_type),
             Numerics(numerics, read_numerics),
             Training([layer, *graphed]),
+            Frozen(layer, graphed),
             Objects(table),
             self._hooks,
         )

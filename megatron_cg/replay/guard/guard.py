@@ -8,7 +8,7 @@ from typing import Any
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.mismatch import Mismatch
-from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
+from megatron_cg.replay.guard.modes import Autocast, Autograd, Frozen, Numerics, Training
 from megatron_cg.replay.guard.objects import Hooks, Objects
 
 
@@ -19,7 +19,7 @@ class Guard:
         self,
         inputs: Inputs,
         addresses: Addresses,
-        unit: Sequence[Training | Autograd | Autocast | Numerics | Objects | Hooks],
+        unit: Sequence[Training | Frozen | Autograd | Autocast | Numerics | Objects | Hooks],
     ) -> None:
         self.inputs = inputs
         self.addresses = addresses

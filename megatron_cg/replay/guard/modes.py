@@ -1,6 +1,7 @@
 """Modes that a layer's Python code reads and a replay does not.
 
-Dropout and batch statistics depend on ``training``. The precision of operations depends on autocast
+Dropout and batch statistics depend on ``training``. Which gradients are computed depends on
+``requires_grad`` of parameters. The precision of operations depends on autocast
 and TE's FP8 state. Grad mode decides which tensors are saved for the backward pass. Each decision
 was made at capture, and a replay repeats it.
 """
@@ -33,6 +34,41 @@ class Training:
                     _mode(not training),
                     "It was switched by itself; the graph would run it as before. Switch the "
                     "whole model with model.train() and model.eval().",
+                )
+        return None
+
+
+class Frozen:
+    """Parameters inside the graph that needed no gradient at capture still need none.
+
+    The reverse is allowed: a gradient that the graph computes and nobody needs is discarded.
+
+    Args:
+        layer: the unit.
+        graphed: the modules inside its graph. Only their frozen parameters are looked at.
+    """
+
+    def __init__(self, layer: nn.Module, graphed: Iterable[nn.Module]) -> None:
+        names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
+        self._frozen = [
+            (module._parameters, name, f"{names.get(id(module), '')}{name}")
+            for module in graphed
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if not parameter.requires_grad
+        ]
+
+    def broken(self) -> Mismatch | None:
+        """The first parameter that was unfrozen; a replaced one is another clause's."""
+        for owner, name, label in self._frozen:
+            parameter = owner.get(name)
+            if parameter is not None and parameter.requires_grad:
+                return Mismatch(
+                    "frozen",
+                    f"parameter {label}",
+                    "without requires_grad",
+                    "with it",
+                    "It was unfrozen after capture, and the graph computes no gradient for it. Set "
+                    "requires_grad before training begins, or delete the graphs and capture again.",
                 )
         return None
 

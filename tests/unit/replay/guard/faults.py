@@ -20,7 +20,7 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard import inputs as inputs_module
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
-from megatron_cg.replay.guard.modes import Autocast, Autograd, Numerics, Training
+from megatron_cg.replay.guard.modes import Autocast, Autograd, Frozen, Numerics, Training
 from megatron_cg.replay.guard.objects import Hooks, Objects
 
 Fault = Callable[[Any], Any]
@@ -158,7 +158,9 @@ FAULTS: dict[str, Case] = {
     "metrics": Case(metrics_replaced, ("attn", "moe_router"), 4),
     "address": Case(memory_moved),
 }
-"""By the clause that has to see it. ``device`` has no place on one CPU; see test_inputs.py."""
+"""By the clause that has to see it. ``device`` has no place on one CPU; see test_inputs.py.
+Megatron-FSDP fails when a parameter is frozen or unfrozen after wrapping; for ``frozen`` see
+test_frozen.py."""
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> Mismatch | None:
@@ -175,6 +177,7 @@ def switched_off(clause: str) -> Iterator[None]:
         "requires_grad": (Inputs, "_gradients"),
         "static input": (Inputs, "_borrowed"),
         "training": (Training, "broken"),
+        "frozen": (Frozen, "broken"),
         "grad mode": (Autograd, "broken"),
         "autocast": (Autocast, "broken"),
         "fp8": (Numerics, "broken"),
