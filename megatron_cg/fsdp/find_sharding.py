@@ -23,11 +23,12 @@ def find_sharding(model: nn.Module) -> Sharding:
         UpstreamChangedError: the sharding lacks a member that we rely on.
     """
     fsdp = find_megatron_fsdp(model)
-    roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     found: list[Sharding] = [] if fsdp is None else [MegatronFsdp(fsdp)]
-    if roots:
-        found.append(FullyShard(roots[0]))
+    if sharded:
+        below = set(sharded[0].modules())
+        found.append(FullyShard(sharded[0] if below.issuperset(sharded) else model))
     if sharded_modules(model):
         found.append(MegatronFsdpV2(model))
     found += map(Unsharded, ddp)

@@ -45,7 +45,7 @@ class FullyShard:
     """See :class:`megatron_cg.fsdp.sharding.Sharding`.
 
     Args:
-        root: the outermost module that ``fully_shard`` was called on.
+        root: a module with all those in it that ``fully_shard`` was called on.
     """
 
     name = "FSDP2"
@@ -69,11 +69,19 @@ class FullyShard:
                     "fully_shard was called on",
                 )
                 continue
+            if not _own_parameters(module):
+                yield Violation(
+                    "fsdp2-no-parameters",
+                    f"unit {name} is a {type(module).__name__} without parameters of its own",
+                    "fully_shard gathers nothing for it",
+                    "leave the unit out of units, or name the modules in it that have parameters",
+                )
+                continue
             yield from _unknown_parameters(name, module)
 
     def is_unit(self, module: nn.Module) -> bool:
         """Whether ``fully_shard`` was called on it."""
-        return isinstance(module, FSDPModule)
+        return _is_sharded(module)
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:
         """Before each forward pass, gather the unit's weights."""
@@ -131,6 +139,17 @@ def _hold_unsharded(layer: nn.Module) -> None:
 def _hold_sharded(layer: nn.Module) -> None:
     for param in group_of(layer).fsdp_params:
         param._setattr_on_modules(param.sharded_param)
+
+
+def _own_parameters(module: nn.Module) -> bool:
+    """Whether a parameter of ``module`` is in no other module in it that was sharded."""
+    inner = [each for each in module.modules() if each is not module and _is_sharded(each)]
+    others = {parameter for each in inner for parameter in each.parameters()}
+    return any(parameter not in others for parameter in module.parameters())
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:

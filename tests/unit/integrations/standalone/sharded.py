@@ -56,9 +56,13 @@ def under_fsdp2(
     *,
     mesh: tuple[int, ...] = (2,),
     after_forward: Mapping[int, bool | int] | None = None,
+    around: bool = True,
     **options: Any,
 ) -> Callable[[Network], Any]:
-    """``fully_shard`` on each layer and on the whole; ``after_forward`` is a layer's choice."""
+    """``fully_shard`` on each layer, and on the whole or (not ``around``) on each other module.
+
+    ``after_forward`` is a layer's choice.
+    """
 
     def wrap(network: Network) -> Any:
         names = ("replicate", "shard")[-len(mesh) :]
@@ -66,7 +70,9 @@ def under_fsdp2(
         for number, layer in enumerate(network.layers):
             own = (after_forward or {}).get(number)
             fully_shard(layer, mesh=device_mesh, reshard_after_forward=own, **options)
-        return fully_shard(network, mesh=device_mesh, **options)
+        for part in (network,) if around else (network.embed, network.head):
+            fully_shard(part, mesh=device_mesh, **options)
+        return network
 
     return wrap
 

@@ -53,6 +53,12 @@ def evaluate(run: Run, step: int) -> None:
         run.evaluate()
 
 
+def drop_a_loss(run: Run, step: int) -> None:
+    """Right before the capture: DDP still expects its backward pass then."""
+    if step == WARMUP:
+        run.loss(20_000)
+
+
 def save_and_load(run: Run, step: int) -> None:
     if step == LATER:
         state = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -79,6 +85,7 @@ CASES = {
     "FSDP2, a unit is unsharded before the step": Case(under_fsdp2(), before_step=unshard_first),
     "FSDP2, replicas of whole shards": Case(under_fsdp2(mesh=(2, 1))),
     "FSDP2, units of two shapes": Case(under_fsdp2(), inner=(16, 24, 16)),
+    "FSDP2, no module around the units": Case(under_fsdp2(around=False)),
     "FSDP2, evaluation": Case(under_fsdp2(), before_step=evaluate),
     "FSDP2, state is saved and loaded": Case(under_fsdp2(), before_step=save_and_load),
     "FSDP2, every replay is verified": Case(under_fsdp2(), options={"verify_interval": 1}),
@@ -86,6 +93,7 @@ CASES = {
     "DDP, gradients in buckets": Case(under_ddp(gradient_as_bucket_view=True)),
     "DDP, unused parameters": Case(under_ddp(find_unused_parameters=True)),
     "DDP, one reduction a step": Case(under_ddp(), microbatch=without_sync),
+    "DDP, a loss is dropped before the capture": Case(under_ddp(), before_step=drop_a_loss),
     "DDP, evaluation": Case(under_ddp(), before_step=evaluate),
 }
 """Every pass after the capture is replayed in these."""

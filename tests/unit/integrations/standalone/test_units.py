@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -72,6 +74,38 @@ def test_a_model_that_is_wrapped_twice_is_refused(one_rank: None) -> None:
     inside = nn.Sequential(DistributedDataParallel(nn.Linear(1, 1)), Run().model)
     with pytest.raises(HookError, match="by Megatron-FSDP and DistributedDataParallel"):
         graph_units(inside, ["0"], backend=TapeBackend())
+
+
+def sharded(*modules: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for module in modules:
+        fully_shard(module, mesh=mesh)
+
+
+def test_fsdp2_units_without_parameters_of_their_own_are_refused(one_rank: None) -> None:
+    outer = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    model = nn.Sequential(nn.Tanh(), outer, nn.Linear(1, 1))
+    sharded(outer[0], model[0], outer, model[2], model)
+    with pytest.raises(ConfigurationError) as error:
+        graph_units(model, ["*.*", "0", "1", "2"], backend="tape")
+    rules = [violation.rule for violation in error.value.violations]
+    assert rules == ["no-fsdp-unit", "fsdp2-no-parameters", "fsdp2-no-parameters", "nested-units"]
+    assert "unit 0 is a FSDPTanh without parameters of its own" in str(error.value)
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_fsdp2_units_are_named_in_the_module_around_all_that_is_sharded(
+    around: bool, one_rank: None
+) -> None:
+    model = nn.Sequential()
+    for name in ("encoder", "decoder"):
+        model.add_module(name, half := nn.Sequential(nn.Linear(1, 1)))
+        sharded(half[0], half)
+    if around:
+        sharded(model)
+    prefix = "" if around else "0."
+    with graph_units(nn.Sequential(model), f"{prefix}*.0", backend="tape") as graphs:
+        assert list(graphs._units) == [f"{prefix}encoder.0", f"{prefix}decoder.0"]
 
 
 def test_capture_needs_a_step_to_look_at(one_rank: None) -> None:
