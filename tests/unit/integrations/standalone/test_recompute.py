@@ -135,8 +135,9 @@ def test_a_checkpoint_inside_a_unit_is_captured() -> None:
     eager, graphed = Run(), Run()
     for run in (eager, graphed):
         for layer in run.network.layers:
-            inner = layer[0].forward
-            layer[0].forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+            linear: Any = layer.get_submodule("0")
+            inner = linear.forward
+            linear.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
     with graphed.with_graphs() as graphs:
         for run in (eager, graphed):
             for number in range(STEPS):

@@ -17,7 +17,7 @@ from tests.unit.replay.guard.faults import switched_off
 STEPS, CAPTURED, CHANGED = 5, 1, 3
 
 
-def train(*, graphed: bool, needed: bool) -> tuple[list[torch.Tensor], Counters | None]:
+def train(*, graphed: bool, needed: bool) -> tuple[list[torch.Tensor], Counters]:
     """The weights after training; from one step on, the inner weight needs a gradient or none."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
@@ -35,7 +35,7 @@ def train(*, graphed: bool, needed: bool) -> tuple[list[torch.Tensor], Counters 
                 model(torch.full((3, 4), float(step)).sin()).square().sum().backward()
                 optimizer.step()
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    return weights, graphs.counters if graphs is not None else None
+    return weights, graphs.counters if graphs is not None else Counters()
 
 
 def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
