@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_cg import graph_units
-from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.errors import BufferInUseError
 from megatron_cg.fsdp.fully_shard_memory import group_of
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.integrations.standalone.sharded import (
     IN_BF16,
+    LATER,
     MICROBATCHES,
     STEPS,
     WARMUP,
@@ -28,11 +30,9 @@ from tests.unit.integrations.standalone.sharded import (
     under_ddp,
     under_fsdp2,
     unsharded_in_between,
+    unsharded_in_between_later,
     without_sync,
 )
-
-LATER = WARMUP + 2
-"""A step after the capture."""
 
 
 def prefetch(run: Run, step: int) -> None:
@@ -66,6 +66,10 @@ def keep_after_forward_later(run: Run, step: int) -> None:
         run.model.set_reshard_after_forward(False)
 
 
+def smaller_batches(run: Run, step: int) -> None:
+    run.rows = 3 if step < LATER else 2
+
+
 CASES = {
     "FSDP2": Case(under_fsdp2()),
     "FSDP2 in bf16": Case(under_fsdp2(mp_policy=IN_BF16)),
@@ -79,6 +83,13 @@ CASES = {
     "FSDP2, a unit is unsharded before the step": Case(under_fsdp2(), before_step=unshard_first),
     "FSDP2, replicas of whole shards": Case(under_fsdp2(mesh=(2, 1))),
     "FSDP2, units of two shapes": Case(under_fsdp2(), inner=(16, 24, 16)),
+    "FSDP2, units stay unsharded between later microbatches": Case(
+        under_fsdp2(), microbatch=unsharded_in_between_later
+    ),
+    "FSDP2, units are no longer resharded after forward": Case(
+        under_fsdp2(), before_step=keep_after_forward_later
+    ),
+    "FSDP2, inputs of units need no gradient": Case(under_fsdp2(), detached=True),
     "FSDP2, evaluation": Case(under_fsdp2(), before_step=evaluate),
     "FSDP2, state is saved and loaded": Case(under_fsdp2(), before_step=save_and_load),
     "FSDP2, every replay is verified": Case(under_fsdp2(), options={"verify_interval": 1}),
@@ -96,7 +107,19 @@ OF_FOUR = {
     ),
 }
 """The same on four ranks."""
-MOVED = Case(under_fsdp2(), before_step=keep_after_forward_later)
+WITH_OTHER_BATCHES = {
+    "FSDP2": Case(under_fsdp2(), before_step=smaller_batches),
+    "FSDP2, units stay unsharded between microbatches": Case(
+        under_fsdp2(), before_step=smaller_batches, microbatch=unsharded_in_between
+    ),
+    "FSDP2, units stay unsharded between later microbatches": Case(
+        under_fsdp2(), before_step=smaller_batches, microbatch=unsharded_in_between_later
+    ),
+    "FSDP2, inputs of units need no gradient": Case(
+        under_fsdp2(), before_step=smaller_batches, detached=True
+    ),
+}
+"""From a step after the capture on, every pass runs eagerly in these."""
 
 
 def trained(case: Case) -> dict[str, Any]:
@@ -147,16 +170,15 @@ def closed_while_unsharded() -> bool:
     return equal(eager, graphed)
 
 
-def kept_after_backward_later() -> str:
-    """What a run ends with whose units are no longer resharded after their backward pass."""
+def in_use_later() -> str:
+    """What a run ends with whose units are unsharded at the same time only after the capture."""
 
     def change(run: Run, step: int) -> None:
-        if step == LATER:
-            run.model.set_reshard_after_backward(False)
+        run.network.detached = step >= LATER
 
     try:
         Run(Case(under_fsdp2(), before_step=change)).train(graphed=True)
-    except ReplayMismatchError as error:
+    except BufferInUseError as error:
         return str(error)
     return ""
 
@@ -164,7 +186,8 @@ def kept_after_backward_later() -> str:
 def run_all(folder: Path) -> None:
     """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
-    found |= {"moved": trained(MOVED), "memory": memory(), "error": kept_after_backward_later()}
+    found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
+    found |= {"memory": memory(), "error": in_use_later()}
     found["closed while unsharded"] = closed_while_unsharded()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
@@ -195,6 +218,16 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_replays_train_the_same_bits(reports: list[dict[str, Any]], name: str) -> None:
     for report in reports:
         assert_replayed(report[name])
+
+
+@pytest.mark.parametrize("name", WITH_OTHER_BATCHES)
+def test_eager_passes_beside_graphs_train_the_same_bits(
+    reports: list[dict[str, Any]], name: str
+) -> None:
+    for report in reports:
+        found = report["eager"][name]
+        assert found["equal"]
+        assert found["counters"]["eager"] == 3 * (STEPS - LATER) * MICROBATCHES
 
 
 def test_replays_train_the_same_bits_on_four_ranks(tmp_path: Path) -> None:
@@ -231,17 +264,12 @@ def test_graphs_are_closed_while_a_unit_is_unsharded(reports: list[dict[str, Any
         assert report["closed while unsharded"]
 
 
-def test_a_unit_whose_buffer_is_in_use_runs_eagerly(reports: list[dict[str, Any]]) -> None:
-    """The first unit keeps the buffer, and the other two get memory that no graph reads."""
+def test_units_that_begin_to_need_one_buffer_end_the_run(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert report["moved"]["equal"]
-        counters = report["moved"]["counters"]
-        assert counters["mismatched"] == 2 * (STEPS - LATER) * MICROBATCHES
-
-
-def test_a_buffer_in_use_in_the_backward_pass_ends_the_run(reports: list[dict[str, Any]]) -> None:
-    for report in reports:
-        assert "set_reshard_after_backward" in report["error"]
+        assert re.match(
+            r"FSDP2 gathers layers\.1 while layers\.2 is inside of its backward pass",
+            report["error"],
+        )
 
 
 def test_a_process_without_process_groups_is_one_rank() -> None:
