@@ -31,8 +31,11 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
         self.dropout = nn.Dropout(0.1)
+        self.broken = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.broken:
+            raise ArithmeticError
         y: torch.Tensor = x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
         return y
 

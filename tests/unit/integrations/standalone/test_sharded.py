@@ -53,6 +53,16 @@ def evaluate(run: Run, step: int) -> None:
         run.evaluate()
 
 
+def interrupt(run: Run, step: int) -> None:
+    """An exception in the middle of an eager forward pass; the loop goes on."""
+    if step == LATER:
+        unit: Any = run.network.layers[1]
+        unit.broken, run.rows = True, 2
+        with pytest.raises(ArithmeticError):
+            run.loss(0)
+        unit.broken, run.rows = False, 3
+
+
 def save_and_load(run: Run, step: int) -> None:
     if step == LATER:
         state = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -188,6 +198,7 @@ def run_all(folder: Path) -> None:
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
     found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
     found |= {"memory": memory(), "error": in_use_later()}
+    found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
     found["closed while unsharded"] = closed_while_unsharded()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
@@ -262,6 +273,14 @@ def test_between_steps_modules_hold_their_shards(reports: list[dict[str, Any]]) 
 def test_graphs_are_closed_while_a_unit_is_unsharded(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["closed while unsharded"]
+
+
+def test_training_goes_on_after_an_exception_in_a_unit(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["interrupted"]["equal"]
+        counters = report["interrupted"]["counters"]
+        assert counters["replayed"] == 3 * (STEPS - WARMUP) * MICROBATCHES
+        assert counters["eager"] == 2  # of the pass that was interrupted in its second unit
 
 
 def test_units_that_begin_to_need_one_buffer_end_the_run(reports: list[dict[str, Any]]) -> None:
