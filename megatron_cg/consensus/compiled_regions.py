@@ -25,6 +25,10 @@ Note [One vote before each compilation]
     Dynamo asks the hook only if a region has compiled code, which may be gone on one rank only: its
     guards let go of an object when garbage is collected. So a rank that begins to compile without
     having been asked votes there. All ranks hold one vote at each call that any of them compiles.
+    A vote at which all guards passed leads to no compilation, so it never counts for the next one.
+    A failed vote counts for it, until the hook is asked again. If Dynamo may not compile after a
+    failed vote, and next compiles another region whose code is gone on one rank only, that rank
+    skips this vote: ranks are at different votes, which is an error on all of them.
 """
 
 from __future__ import annotations
@@ -127,7 +131,7 @@ class CompiledRegions:
         self._agreement = agreement
         self._serial = 0
         self._voted = False
-        """Whether the hook has held the vote on the compilation that begins next."""
+        """Whether the hook's last vote failed, and no compilation has begun since."""
         self._sizes: dict[str, int] = {}
         self.unraised: BaseException | None = None
         """What went wrong at the last vote on guards, until it is raised."""
@@ -176,16 +180,17 @@ class CompiledRegions:
 
         Under a capture of a CUDA graph no vote is held. See Note [A hook must not raise].
         """
+        self._voted = False
         if under_capture():
             return passed
-        self._voted, self.unraised = False, None
+        self.unraised = None
         try:
             all_passed = self._vote_on_guards(passed)
         except BaseException as error:
             self.unraised = error
             logger.error("megatron_cg: the vote on a compiled region failed: %s", error)
             return False
-        self._voted = True
+        self._voted = not all_passed
         return all_passed
 
     def compilation_begins(self) -> CompiledRegions:

@@ -33,6 +33,7 @@ class Region:
         def scale(batch: torch.Tensor) -> torch.Tensor:
             return batch * 2 + batch.size(0)
 
+        self._code = scale.__code__
         self._compiled = torch.compile(scale, backend=self._backend, **options)
 
     def _backend(self, graph: Any, _inputs: Any) -> Any:
@@ -44,6 +45,10 @@ class Region:
         sizes = ["?" if isinstance(s, torch.SymInt) else str(s) for s in batch.shape]
         self.shapes.append(" ".join(sizes))
         return graph
+
+    def lose_code(self) -> None:
+        """As when garbage collection takes an object that the guards hold."""
+        torch._dynamo.eval_frame.reset_code(self._code)
 
     def __call__(self, size: int) -> None:
         batch = torch.ones(size, WIDTH)
@@ -152,11 +157,35 @@ def compiled_before_on_some(rank: int) -> Any:
     return region.shapes, together.counters.as_dict()
 
 
-def different_regions(rank: int) -> Any:
+def another_region() -> Callable[[torch.Tensor], torch.Tensor]:
+    """With other code; :class:`Region` has the same code in all instances."""
+
     def other(batch: torch.Tensor) -> torch.Tensor:
         return batch + 1
 
-    region, another = Region(), torch.compile(other, backend="eager")
+    return torch.compile(other, backend="eager")
+
+
+def code_is_gone_after_a_pass(rank: int) -> Any:
+    """Another region passes in between, so the last vote before was on that one."""
+    region, another = Region(), another_region()
+    counted: list[dict[str, int]] = []
+
+    def block() -> None:
+        with compile_together(timeout=LONG) as together:
+            region(USUAL)
+            another(torch.ones(2))
+            another(torch.ones(2))
+            if rank == SLOW:
+                region.lose_code()
+            region(USUAL)
+            counted.append(together.counters.as_dict())
+
+    return said(block), region.shapes, counted
+
+
+def different_regions(rank: int) -> Any:
+    region, another = Region(), another_region()
 
     def block() -> None:
         with compile_together(timeout=LONG):
@@ -249,6 +278,21 @@ def in_each_other(rank: int) -> Any:
     return second, over_torchs, kept, later, len(patch.applied()) - changes
 
 
+def errors_suppressed(rank: int) -> Any:
+    """Dynamo would go on after an error; and all as before in the end."""
+    entered: list[bool] = []
+
+    def block() -> None:
+        with compile_together(timeout=LONG):
+            entered.append(True)
+
+    changes = len(patch.applied())
+    with torch._dynamo.config.patch(suppress_errors=True):
+        refused = said(block)
+    hook = torch._C._dynamo.eval_frame.set_guard_complete_hook(None)
+    return refused, entered, hook is None, len(patch.applied()) - changes
+
+
 SCENARIOS = (
     one_guard_fails,
     one_guard_fails_alone,
@@ -257,6 +301,7 @@ SCENARIOS = (
     static_sizes_agreed,
     static_sizes_differ,
     compiled_before_on_some,
+    code_is_gone_after_a_pass,
     different_regions,
     one_does_not_come,
     one_does_not_come_and_none_compiles,
@@ -264,6 +309,7 @@ SCENARIOS = (
     sizes_of_other_names,
     without_dynamo,
     in_each_other,
+    errors_suppressed,
 )
 
 

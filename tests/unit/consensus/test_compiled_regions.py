@@ -23,10 +23,12 @@ from tests.unit.consensus.compiled_region_runs import (
     SLOW,
     USUAL,
     WIDTH,
+    code_is_gone_after_a_pass,
     compiled_before_on_some,
     compilers_meet,
     compilers_meet_alone,
     different_regions,
+    errors_suppressed,
     in_each_other,
     one_does_not_come,
     one_does_not_come_and_none_compiles,
@@ -110,6 +112,21 @@ def test_a_rank_without_compiled_code_votes_too(outcome: Any) -> None:
         assert [counters["guards"], counters["failed"]] == [2, int(rank == SLOW)]
 
 
+def test_a_rank_whose_code_is_gone_votes_after_another_region_passed(outcome: Any) -> None:
+    for rank, (error, shapes, counted) in enumerate(outcome(code_is_gone_after_a_pass)):
+        assert error == ""
+        assert shapes == static(USUAL) * 2
+        (counters,) = counted
+        failed = 2 + (rank == SLOW)
+        assert counters == {
+            "guards": 4,
+            "failed": failed,
+            "followed": 3 - failed,
+            "compiled": 3,
+            "sizes": 0,
+        }
+
+
 def test_ranks_in_different_regions_end(outcome: Any) -> None:
     for rank, error in enumerate(outcome(different_regions)):
         name = "other" if rank == SLOW else "scale"
@@ -156,6 +173,14 @@ def test_torch_has_one_hook(outcome: Any) -> None:
     for second, over_torchs, kept, later, changes in outcome(in_each_other):
         assert second.startswith(refused) and over_torchs.startswith(refused)
         assert [kept, later, changes] == [True, True, 0]
+
+
+def test_a_dynamo_that_suppresses_errors_is_refused(outcome: Any) -> None:
+    for refused, entered, no_hook, changes in outcome(errors_suppressed):
+        assert refused.startswith("PhaseError: torch._dynamo.config.suppress_errors is on")
+        assert "torch._dynamo.config.suppress_errors = False" in refused
+        assert "TORCHDYNAMO_SUPPRESS_ERRORS" in refused
+        assert [entered, no_hook, changes] == [[], True, 0]
 
 
 def test_process_groups_come_first() -> None:
