@@ -98,7 +98,12 @@ _DYNAMIC = Symbol(
     "torch._dynamo.config:automatic_dynamic_shapes",
     "whether a size that varied is dynamic; False under dynamic=False",
 )
-RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC)
+_SUPPRESS = Symbol(
+    "torch",
+    "torch._dynamo.config:suppress_errors",
+    "whether Dynamo goes on in eager after an error, ours included",
+)
+RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC, _SUPPRESS)
 
 
 @dataclass
@@ -264,7 +269,8 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
         timeout: how long a rank waits for another at a vote; longer than a compilation takes.
 
     Raises:
-        PhaseError: no process groups, or another guard-complete hook is installed.
+        PhaseError: no process groups, another guard-complete hook is installed, or Dynamo
+            suppresses errors (``torch._dynamo.config.suppress_errors``).
         UpstreamChangedError: this torch is none that this was written for.
         AgreementError: in the block or at its end: a rank is gone or late, or ranks called
             different regions. They no longer do the same, so this process must end.
@@ -281,6 +287,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
         raise UpstreamChangedError("torch", version, _EXCHANGE.path, unknown)
     for symbol in RELIES_ON:
         symbol.find()
+    _require_no_suppression()
     with ExitStack() as undo:
         agreement = Agreement(timeout)
         undo.callback(agreement.close)
@@ -311,6 +318,16 @@ def _require_no_hook() -> None:
         raise PhaseError(
             "another guard-complete hook is installed, and torch has one only: leave the other "
             "compile_together() first, or type torch.compiler.set_enable_guard_collectives(False)"
+        )
+
+
+def _require_no_suppression() -> None:
+    if _SUPPRESS.find():
+        raise PhaseError(
+            "torch._dynamo.config.suppress_errors is on, so Dynamo would swallow the errors of "
+            "compile_together(), and ranks would go on with different code. Type "
+            "torch._dynamo.config.suppress_errors = False before, and unset "
+            "TORCHDYNAMO_SUPPRESS_ERRORS: any value of it, 0 too, turns the setting on"
         )
 
 

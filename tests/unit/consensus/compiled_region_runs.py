@@ -48,7 +48,7 @@ class Region:
 
     def lose_code(self) -> None:
         """As when garbage collection takes an object that the guards hold."""
-        torch._dynamo.eval_frame.reset_code(self._code)
+        torch._C._dynamo.eval_frame.reset_code(self._code)
 
     def __call__(self, size: int) -> None:
         batch = torch.ones(size, WIDTH)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_cg import compile_together
 from megatron_cg.consensus import compiled_regions
 from megatron_cg.consensus.compiled_regions import CompiledRegions
-from megatron_cg.consensus.decision import Decision
+from megatron_cg.consensus.decision import Decision, Level
 from megatron_cg.errors import PhaseError, UpstreamChangedError
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream.symbols import Symbol
@@ -204,6 +204,28 @@ def test_no_vote_is_held_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_regions, "under_capture", lambda: True)
     assert regions.guards_checked(True) and not regions.guards_checked(False)
     assert regions.unraised is None
+
+
+def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Failed:
+        posted = 0
+
+        def post(self, *_vote: Any, serial: int) -> None:
+            self.posted = serial
+
+        def collect(self) -> Decision:
+            return Decision(Level.RECAPTURE)
+
+    votes: Any = Failed()
+    regions = CompiledRegions(votes)
+    assert not regions.guards_checked(False)
+    with monkeypatch.context() as capture:
+        capture.setattr(compiled_regions, "under_capture", lambda: True)
+        assert regions.guards_checked(True)
+    regions.compilation_begins()
+    assert votes.posted == 2
 
 
 def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> None:
