@@ -63,6 +63,10 @@ class UnknownFsdpHookError(HookError):
     """Megatron-FSDP has installed a hook that this package does not know."""
 
 
+class BufferInUseError(MegatronCGError):
+    """Two units need one buffer of unsharded parameters at the same time."""
+
+
 class CaptureError(MegatronCGError):
     """Capture failed; model, hooks, RNG, FP8 state and flags are as before it began."""
 

@@ -25,6 +25,10 @@ Note [One vote before each compilation]
     Dynamo asks the hook only if a region has compiled code, which may be gone on one rank only: its
     guards let go of an object when garbage is collected. So a rank that begins to compile without
     having been asked votes there. All ranks hold one vote at each call that any of them compiles.
+    A vote at which all guards passed leads to no compilation, so it never counts for the next one.
+    A failed vote counts for it, until the hook is asked again. If Dynamo may not compile after a
+    failed vote, and next compiles another region whose code is gone on one rank only, that rank
+    skips this vote: ranks are at different votes, which is an error on all of them.
 """
 
 from __future__ import annotations
@@ -94,7 +98,12 @@ _DYNAMIC = Symbol(
     "torch._dynamo.config:automatic_dynamic_shapes",
     "whether a size that varied is dynamic; False under dynamic=False",
 )
-RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC)
+_SUPPRESS = Symbol(
+    "torch",
+    "torch._dynamo.config:suppress_errors",
+    "whether Dynamo goes on in eager after an error, ours included",
+)
+RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC, _SUPPRESS)
 
 
 @dataclass
@@ -127,7 +136,7 @@ class CompiledRegions:
         self._agreement = agreement
         self._serial = 0
         self._voted = False
-        """Whether the hook has held the vote on the compilation that begins next."""
+        """Whether the hook's last vote failed, and no compilation has begun since."""
         self._sizes: dict[str, int] = {}
         self.unraised: BaseException | None = None
         """What went wrong at the last vote on guards, until it is raised."""
@@ -176,16 +185,17 @@ class CompiledRegions:
 
         Under a capture of a CUDA graph no vote is held. See Note [A hook must not raise].
         """
+        self._voted = False
         if under_capture():
             return passed
-        self._voted, self.unraised = False, None
+        self.unraised = None
         try:
             all_passed = self._vote_on_guards(passed)
         except BaseException as error:
             self.unraised = error
             logger.error("megatron_cg: the vote on a compiled region failed: %s", error)
             return False
-        self._voted = True
+        self._voted = not all_passed
         return all_passed
 
     def compilation_begins(self) -> CompiledRegions:
@@ -259,7 +269,8 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
         timeout: how long a rank waits for another at a vote; longer than a compilation takes.
 
     Raises:
-        PhaseError: no process groups, or another guard-complete hook is installed.
+        PhaseError: no process groups, another guard-complete hook is installed, or Dynamo
+            suppresses errors (``torch._dynamo.config.suppress_errors``).
         UpstreamChangedError: this torch is none that this was written for.
         AgreementError: in the block or at its end: a rank is gone or late, or ranks called
             different regions. They no longer do the same, so this process must end.
@@ -276,6 +287,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
         raise UpstreamChangedError("torch", version, _EXCHANGE.path, unknown)
     for symbol in RELIES_ON:
         symbol.find()
+    _require_no_suppression()
     with ExitStack() as undo:
         agreement = Agreement(timeout)
         undo.callback(agreement.close)
@@ -306,6 +318,16 @@ def _require_no_hook() -> None:
         raise PhaseError(
             "another guard-complete hook is installed, and torch has one only: leave the other "
             "compile_together() first, or type torch.compiler.set_enable_guard_collectives(False)"
+        )
+
+
+def _require_no_suppression() -> None:
+    if _SUPPRESS.find():
+        raise PhaseError(
+            "torch._dynamo.config.suppress_errors is on, so Dynamo would swallow the errors of "
+            "compile_together(), and ranks would go on with different code. Type "
+            "torch._dynamo.config.suppress_errors = False before, and unset "
+            "TORCHDYNAMO_SUPPRESS_ERRORS: any value of it, 0 too, turns the setting on"
         )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.fully_shard_memory import StableMemory, group_of
+from megatron_cg.fsdp.fully_shard_memory import StableMemory, group_of, notice_unsharded
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.fsdp.unsharded import hooks_without_sharding, watched_tensors
 from megatron_cg.replay.guard.addresses import Watched
@@ -35,9 +35,8 @@ RELIES_ON = (
     Symbol("torch", f"{_PARAM}._setattr_on_modules", "what sets it", parameters=("param",)),
 )
 _MOVED = (
-    "The memory of a unit under fully_shard moved after capture. Either its parameters were "
-    "replaced, or it was gathered while another unit was still unsharded in the same buffer. Call "
-    "set_reshard_after_forward and set_reshard_after_backward before the first step."
+    "The memory of a unit under fully_shard moved after capture. Keep its parameters in place, or "
+    "delete the graphs first and capture again."
 )
 
 
@@ -93,14 +92,14 @@ class FullyShard:
         """No hook that matters: capture removes all hooks of units, and no unit is in another."""
         return False
 
-    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
-        """Learn which units are unsharded at the same time; they cannot share a buffer.
+    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
+        """Learn which units are unsharded at the same time; they get buffers of their own.
 
-        The others may be unsharded because of ``set_reshard_after_backward(False)``, which users
-        call for all microbatches but the last one.
+        Examples are ``set_reshard_after_backward(False)``, which users call for all microbatches
+        but the last one, and units whose inputs need no gradient, which FSDP2 reshards at the end
+        of the backward pass.
         """
-        beside = {group_of(unit) for unit in units if unit is not layer}
-        self._at_once.update(group for group in beside if group.is_unsharded)
+        return notice_unsharded(list(map(group_of, units)), self._at_once.add)
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [One buffer for many units] in ``fully_shard_memory.py``."""
@@ -127,7 +126,7 @@ class FullyShard:
 def _fill(layer: Any) -> None:
     """Gather a unit into its buffer, where its weights stay until others need the buffer."""
     layer.unshard()
-    layer.reshard()
+    group_of(layer)._to_sharded()
     _hold_unsharded(layer)
 
 

@@ -13,9 +13,13 @@ Note [One buffer for many units]
     the steps before capture.
 
 Note [A buffer in use]
-    If a unit is gathered while another one is still unsharded in the same buffer, since resharding
-    was turned off after capture, it gets other memory instead. The guard of its graphs then sees
-    that its parameters moved. All ranks see the same.
+    A unit may be gathered while another one is still unsharded in the same buffer, since resharding
+    was turned off after capture, or the user unsharded it ahead. If the other unit is idle, it is
+    resharded: FSDP2 gathers it again before it is used. All ranks do so alike. If it is inside of a
+    forward or backward pass, both would compute with the same memory, so this is an error. A unit
+    never moves to other memory: autograd may have saved views of its weights. A forward pass that
+    is not over when that of another unit begins has ended by an exception, since no unit is in
+    another.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from megatron_cg.errors import BufferInUseError
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -35,7 +41,7 @@ _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 RELIES_ON = (
     Symbol("torch", f"{_GROUP}.wait_for_unshard", "what copies gathered parameters out"),
-    Symbol("torch", f"{_GROUP}.reshard", "what frees them"),
+    Symbol("torch", f"{_GROUP}._to_sharded", "what frees them"),
     Symbol("torch", f"{_GROUP}.is_unsharded", "whether they are there"),
     Symbol("torch", f"{_PARAM}.free_unsharded_param", "what frees one of them"),
     Symbol("torch", f"{_PARAM}.init_all_gather_outputs", "what allocates one of them"),
@@ -87,7 +93,7 @@ class StableMemory:
         self._buffers: dict[Any, _Buffer] = {}
         with ExitStack() as undo:
             for group in groups:
-                group.reshard()
+                group._to_sharded()
                 undo.callback(self._hold(group))
             self._undo = undo.pop_all()
 
@@ -122,13 +128,55 @@ class StableMemory:
 
 
 def _wait(group: Any, buffer: _Buffer, wait: Callable[[], None]) -> None:
-    """Copy gathered parameters out; see Note [A buffer in use]."""
+    """Copy gathered parameters out; see Note [A buffer in use].
+
+    Raises BufferInUseError.
+    """
     if group._all_gather_result is not None:
-        if buffer.holder is not group and buffer.holder.is_unsharded:
-            _Buffer(group).give(group)
-        else:
-            buffer.holder = group
+        holder = buffer.holder
+        if holder is not group and holder.is_unsharded:
+            _require_idle(holder, group)
+            holder._to_sharded()
+        buffer.holder = group
     wait()
+
+
+def _require_idle(holder: Any, group: Any) -> None:
+    state = holder._training_state
+    ended = state is TrainingState.FORWARD is group._training_state
+    if ended or state in (TrainingState.IDLE, TrainingState.POST_BACKWARD):
+        return
+    raise BufferInUseError(
+        f"FSDP2 gathers {group._module_fqn} while {holder._module_fqn} is inside of its "
+        f"{'forward' if state is TrainingState.FORWARD else 'backward'} pass, and both share one "
+        "buffer while there are graphs. In the steps before capture they were never unsharded at "
+        "the same time. Run the model then as it runs later: with more warmup_steps, or with "
+        "graph_units called after the change."
+    )
+
+
+def notice_unsharded(groups: Sequence[Any], notice: Callable[[Any], object]) -> Callable[[], None]:
+    """Call ``notice`` with each group that is unsharded while another one becomes so.
+
+    Args:
+        groups: the ``FSDPParamGroup`` of each unit.
+        notice: called with a group, perhaps several times.
+
+    Returns the undo.
+    """
+
+    def gathered(group: Any, wait: Callable[[], None]) -> None:
+        if group._all_gather_result is not None:
+            for other in groups:
+                if other is not group and other.is_unsharded:
+                    notice(other)
+        wait()
+
+    with ExitStack() as undo:
+        for group in groups:
+            seen = partial(gathered, group, group.wait_for_unshard)
+            undo.callback(put_over(group, "wait_for_unshard", seen))
+        return undo.pop_all().close
 
 
 def _keep() -> None:
@@ -159,7 +207,7 @@ def _point(param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
 
 def _release(group: Any) -> None:
     """Reshard and give each parameter memory of its own again, which is freed until the gather."""
-    group.reshard()
+    group._to_sharded()
     for param in group.fsdp_params:
         _point(param, [torch.empty_like(o).untyped_storage() for o in param.all_gather_outputs])
         param.free_unsharded_param()

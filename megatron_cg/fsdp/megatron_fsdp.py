@@ -86,8 +86,9 @@ class MegatronFsdp:
         """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
 
-    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Nothing to learn."""
+        return lambda: None
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """Nothing to do: double buffers keep their addresses."""

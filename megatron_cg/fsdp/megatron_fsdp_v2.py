@@ -116,8 +116,9 @@ class MegatronFsdpV2:
         """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
 
-    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Nothing to learn."""
+        return lambda: None
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [Two buffers for many units] in ``megatron_fsdp_v2_memory.py``.

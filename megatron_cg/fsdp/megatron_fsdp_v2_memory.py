@@ -17,7 +17,8 @@ Note [Two buffers for many units]
 Note [A buffer in use]
     If a unit is gathered while another one still holds its buffer, it gets other memory. The guard
     of its graphs then sees that its parameters moved. All ranks see the same. With v2's own hooks
-    this happens only if units run in another order than at capture.
+    this happens only if units run in another order than at capture. In a backward pass it is an
+    error: autograd may have saved views of the unit's weights, and they do not move with it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ from typing import Any
 
 import torch
 
+from megatron_cg.errors import BufferInUseError
 from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
 from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.symbols import Symbol
 
+_GRAPH_TASK = Symbol(
+    "torch", "torch._C:_current_graph_task_id", "the backward pass that runs now, -1 if none does"
+)
+_NO_BACKWARD = -1
 RELIES_ON = (
+    _GRAPH_TASK,
     *fsdp_v2("module:FsdpModule", "a sharded module", "_parameter_groups", "_context"),
     *fsdp_v2("module:FsdpModule", "whether it is gathered", "_unshard_event"),
     *fsdp_v2("module:FsdpModule._reshard_parameter_groups", "reshards a module"),
@@ -117,14 +125,24 @@ def _hold(group: Any, buffer: _Buffer) -> Callable[[], None]:
 
 
 def _take(group: Any, buffer: _Buffer) -> None:
-    """In place of ``DBuffer.reallocate_storage``; see Note [A buffer in use]."""
+    """In place of ``DBuffer.reallocate_storage``; see Note [A buffer in use].
+
+    Raises BufferInUseError.
+    """
+    weights = group._unsharded_model_weight.local_buffer
+    is_there = weights.data_ptr() == buffer.storage.data_ptr()
     if buffer.holder in (None, group):
         buffer.holder = group
-        storage = buffer.storage
-    else:
-        storage = _Buffer(group._unsharded_model_weight.local_buffer).storage
-    if group._unsharded_model_weight.local_buffer.data_ptr() != storage.data_ptr():
-        _point(group, storage)
+        if not is_there:
+            _point(group, buffer.storage)
+    elif is_there and _GRAPH_TASK.find()() != _NO_BACKWARD:
+        raise BufferInUseError(
+            "Megatron-FSDP v2 gathers a unit for its backward pass while another unit holds the "
+            "buffer that both share while there are graphs. Run units in the order in which they "
+            "ran at capture, and let v2 reshard each after its pass."
+        )
+    elif is_there:
+        _point(group, _Buffer(weights).storage)
 
 
 def _release(group: Any, buffer: _Buffer) -> None:

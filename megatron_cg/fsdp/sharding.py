@@ -49,8 +49,8 @@ class Sharding(Protocol):
     def made(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook on a module belongs to the sharding."""
 
-    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
-        """Called before each forward pass of one of ``units`` in the steps before capture."""
+    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
+        """Learn from a step before capture, until the returned function is called."""
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """Make unsharded parameters of ``layers`` keep their addresses; returns the undo.

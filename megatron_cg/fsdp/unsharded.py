@@ -72,8 +72,9 @@ class Unsharded:
         """No hook on a module."""
         return False
 
-    def unit_begins(self, layer: nn.Module, units: Collection[nn.Module]) -> None:
+    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Nothing to learn."""
+        return lambda: None
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """Nothing to do."""

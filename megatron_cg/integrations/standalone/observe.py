@@ -37,7 +37,7 @@ class Observer:
 
     Args:
         units: the name and module of each unit.
-        sharding: how their model is sharded; it observes the calls too.
+        sharding: how their model is sharded; it observes the steps too.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
@@ -52,6 +52,7 @@ class Observer:
         """Observe every call inside the block; a step that raises is forgotten."""
         self._now = {}
         with ExitStack() as stack:
+            stack.callback(self._sharding.observe_step(self._units.values()))
             for name, module in self._units.items():
 
                 def look(owner: Any, args: Any, kwargs: Any, name: str = name) -> None:
@@ -81,7 +82,6 @@ class Observer:
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        self._sharding.unit_begins(module, self._units.values())
         form = CallForm.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
         device_type = tensors[0].device.type if tensors else "cpu"

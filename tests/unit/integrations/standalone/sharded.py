@@ -18,6 +18,8 @@ from megatron_cg.integrations.standalone import GraphedUnits, graph_units
 
 VOCABULARY, WIDTH, LENGTH = 16, 8, 5
 WARMUP, STEPS, MICROBATCHES = 2, 7, 2
+LATER = WARMUP + 2
+"""A step after the capture."""
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -29,8 +31,11 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
         self.dropout = nn.Dropout(0.1)
+        self.broken = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.broken:
+            raise ArithmeticError
         y: torch.Tensor = x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
         return y
 
@@ -43,12 +48,15 @@ class Network(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(map(Block, inner))
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.detached = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
+        made = []
         for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(x)
+            x = layer(x.detach() if self.detached else x)
+            made.append(x)
+        logits: torch.Tensor = self.head(sum(made) if self.detached else x)
         return logits
 
 
@@ -93,6 +101,8 @@ class Case:
     before_step: Callable[[Run, int], object] = lambda _run, _step: None
     microbatch: Callable[[Any, bool], Any] = lambda _model, _last: nullcontext()
     """A context for the passes of a microbatch; it is told whether the microbatch is the last."""
+    detached: bool = False
+    """Whether no input of a unit needs a gradient."""
     adapt: Callable[[torch.optim.Optimizer], object] = lambda _optimizer: None
     """What the sharding does to the optimizer."""
 
@@ -103,6 +113,7 @@ class Run:
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
         self.case, self.network = case, Network(case.inner)
+        self.network.detached, self.rows = case.detached, 3
         self.model = case.wrap(self.network)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         case.adapt(self.optimizer)
@@ -136,6 +147,7 @@ class Run:
         with self.graphs.step() if self.graphs is not None else nullcontext():
             for microbatch in range(MICROBATCHES):
                 last = microbatch == MICROBATCHES - 1
+                self.model.later = step >= LATER
                 with self.case.microbatch(self.model, last):
                     loss = self.loss(step * MICROBATCHES + microbatch)
                     loss.backward()
@@ -146,7 +158,7 @@ class Run:
     def loss(self, number: int) -> torch.Tensor:
         """The loss on a batch of this rank."""
         seed = torch.Generator().manual_seed(number * dist.get_world_size() + dist.get_rank())
-        tokens = torch.randint(0, VOCABULARY, (3, LENGTH), generator=seed)
+        tokens = torch.randint(0, VOCABULARY, (self.rows, LENGTH), generator=seed)
         logits = self.model(tokens).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
@@ -177,6 +189,11 @@ def unsharded_in_between(model: Any, last: bool) -> Any:
     """As above, and units are resharded after the last backward pass alone."""
     model.set_reshard_after_backward(last)
     return without_sync(model, last)
+
+
+def unsharded_in_between_later(model: Any, last: bool) -> Any:
+    """The same, from a step after the capture on."""
+    return unsharded_in_between(model, last) if model.later else nullcontext()
 
 
 def equal(one: Run, two: Run) -> bool:

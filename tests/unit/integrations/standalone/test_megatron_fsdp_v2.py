@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_cg import graph_units
-from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import find_sharding
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.integrations.standalone.sharded import (
@@ -210,6 +210,24 @@ def moved_later() -> dict[str, Any]:
     return trained(case(under_v2(), before_step=before))
 
 
+def taken_in_backward() -> str:
+    """What is said if a unit is gathered in the backward pass while its buffer is in use."""
+
+    def before(run: Run, step: int) -> None:
+        if step != LATER:
+            return
+        first, _, third = (group._unsharded_model_weight for group in groups(run))
+        first.reallocate_storage()
+        probe = torch.ones(1, requires_grad=True)
+        probe.register_hook(lambda _gradient: third.reallocate_storage())
+        try:
+            probe.sum().backward()
+        finally:
+            first.release_storage()
+
+    return said(lambda: Run(case(under_v2(), before_step=before)).train(graphed=True))
+
+
 def closed_while_gathered() -> bool:
     """Whether training goes on as an eager run does after graphs were closed in that state."""
 
@@ -227,7 +245,7 @@ def closed_while_gathered() -> bool:
 def said(call: Callable[[], object]) -> str:
     try:
         call()
-    except (ConfigurationError, HookError) as error:
+    except (BufferInUseError, ConfigurationError, HookError) as error:
         return str(error)
     return ""
 
@@ -263,6 +281,7 @@ def run_all(folder: Path) -> None:
     """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(one) for name, one in CASES.items()}
     found |= {"memory": memory(), "moved": moved_later(), "refused": refused()}
+    found["taken in backward"] = taken_in_backward()
     found["weights of the capture"] = weights_of_capture()
     found["closed while gathered"] = closed_while_gathered()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
@@ -324,6 +343,11 @@ def test_closing_gives_the_memory_back(reports: list[dict[str, Any]]) -> None:
 def test_between_steps_modules_hold_their_shards(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["memory"]["sharded"] == [True] * STEPS * MICROBATCHES
+
+
+def test_a_buffer_in_use_in_the_backward_pass_is_an_error(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert "while another unit holds the buffer" in report["taken in backward"]
 
 
 def test_a_unit_whose_buffer_is_in_use_runs_eagerly(reports: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_cg import graph_units
-from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.errors import BufferInUseError
 from megatron_cg.fsdp.fully_shard_memory import group_of
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.integrations.standalone.sharded import (
     IN_BF16,
+    LATER,
     MICROBATCHES,
     STEPS,
     WARMUP,
@@ -28,11 +30,9 @@ from tests.unit.integrations.standalone.sharded import (
     under_ddp,
     under_fsdp2,
     unsharded_in_between,
+    unsharded_in_between_later,
     without_sync,
 )
-
-LATER = WARMUP + 2
-"""A step after the capture."""
 
 
 def prefetch(run: Run, step: int) -> None:
@@ -59,6 +59,16 @@ def drop_a_loss(run: Run, step: int) -> None:
         run.loss(20_000)
 
 
+def interrupt(run: Run, step: int) -> None:
+    """An exception in the middle of an eager forward pass; the loop goes on."""
+    if step == LATER:
+        unit: Any = run.network.layers[1]
+        unit.broken, run.rows = True, 2
+        with pytest.raises(ArithmeticError):
+            run.loss(0)
+        unit.broken, run.rows = False, 3
+
+
 def save_and_load(run: Run, step: int) -> None:
     if step == LATER:
         state = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -70,6 +80,10 @@ def save_and_load(run: Run, step: int) -> None:
 def keep_after_forward_later(run: Run, step: int) -> None:
     if step == LATER:
         run.model.set_reshard_after_forward(False)
+
+
+def smaller_batches(run: Run, step: int) -> None:
+    run.rows = 3 if step < LATER else 2
 
 
 CASES = {
@@ -86,6 +100,13 @@ CASES = {
     "FSDP2, replicas of whole shards": Case(under_fsdp2(mesh=(2, 1))),
     "FSDP2, units of two shapes": Case(under_fsdp2(), inner=(16, 24, 16)),
     "FSDP2, no module around the units": Case(under_fsdp2(around=False)),
+    "FSDP2, units stay unsharded between later microbatches": Case(
+        under_fsdp2(), microbatch=unsharded_in_between_later
+    ),
+    "FSDP2, units are no longer resharded after forward": Case(
+        under_fsdp2(), before_step=keep_after_forward_later
+    ),
+    "FSDP2, inputs of units need no gradient": Case(under_fsdp2(), detached=True),
     "FSDP2, evaluation": Case(under_fsdp2(), before_step=evaluate),
     "FSDP2, state is saved and loaded": Case(under_fsdp2(), before_step=save_and_load),
     "FSDP2, every replay is verified": Case(under_fsdp2(), options={"verify_interval": 1}),
@@ -104,7 +125,19 @@ OF_FOUR = {
     ),
 }
 """The same on four ranks."""
-MOVED = Case(under_fsdp2(), before_step=keep_after_forward_later)
+WITH_OTHER_BATCHES = {
+    "FSDP2": Case(under_fsdp2(), before_step=smaller_batches),
+    "FSDP2, units stay unsharded between microbatches": Case(
+        under_fsdp2(), before_step=smaller_batches, microbatch=unsharded_in_between
+    ),
+    "FSDP2, units stay unsharded between later microbatches": Case(
+        under_fsdp2(), before_step=smaller_batches, microbatch=unsharded_in_between_later
+    ),
+    "FSDP2, inputs of units need no gradient": Case(
+        under_fsdp2(), before_step=smaller_batches, detached=True
+    ),
+}
+"""From a step after the capture on, every pass runs eagerly in these."""
 
 
 def trained(case: Case) -> dict[str, Any]:
@@ -155,16 +188,15 @@ def closed_while_unsharded() -> bool:
     return equal(eager, graphed)
 
 
-def kept_after_backward_later() -> str:
-    """What a run ends with whose units are no longer resharded after their backward pass."""
+def in_use_later() -> str:
+    """What a run ends with whose units are unsharded at the same time only after the capture."""
 
     def change(run: Run, step: int) -> None:
-        if step == LATER:
-            run.model.set_reshard_after_backward(False)
+        run.network.detached = step >= LATER
 
     try:
         Run(Case(under_fsdp2(), before_step=change)).train(graphed=True)
-    except ReplayMismatchError as error:
+    except BufferInUseError as error:
         return str(error)
     return ""
 
@@ -172,7 +204,9 @@ def kept_after_backward_later() -> str:
 def run_all(folder: Path) -> None:
     """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
-    found |= {"moved": trained(MOVED), "memory": memory(), "error": kept_after_backward_later()}
+    found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
+    found |= {"memory": memory(), "error": in_use_later()}
+    found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
     found["closed while unsharded"] = closed_while_unsharded()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
@@ -203,6 +237,16 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_replays_train_the_same_bits(reports: list[dict[str, Any]], name: str) -> None:
     for report in reports:
         assert_replayed(report[name])
+
+
+@pytest.mark.parametrize("name", WITH_OTHER_BATCHES)
+def test_eager_passes_beside_graphs_train_the_same_bits(
+    reports: list[dict[str, Any]], name: str
+) -> None:
+    for report in reports:
+        found = report["eager"][name]
+        assert found["equal"]
+        assert found["counters"]["eager"] == 3 * (STEPS - LATER) * MICROBATCHES
 
 
 def test_replays_train_the_same_bits_on_four_ranks(tmp_path: Path) -> None:
@@ -239,17 +283,20 @@ def test_graphs_are_closed_while_a_unit_is_unsharded(reports: list[dict[str, Any
         assert report["closed while unsharded"]
 
 
-def test_a_unit_whose_buffer_is_in_use_runs_eagerly(reports: list[dict[str, Any]]) -> None:
-    """The first unit keeps the buffer, and the other two get memory that no graph reads."""
+def test_training_goes_on_after_an_exception_in_a_unit(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert report["moved"]["equal"]
-        counters = report["moved"]["counters"]
-        assert counters["mismatched"] == 2 * (STEPS - LATER) * MICROBATCHES
+        assert report["interrupted"]["equal"]
+        counters = report["interrupted"]["counters"]
+        assert counters["replayed"] == 3 * (STEPS - WARMUP) * MICROBATCHES
+        assert counters["eager"] == 2  # of the pass that was interrupted in its second unit
 
 
-def test_a_buffer_in_use_in_the_backward_pass_ends_the_run(reports: list[dict[str, Any]]) -> None:
+def test_units_that_begin_to_need_one_buffer_end_the_run(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert "set_reshard_after_backward" in report["error"]
+        assert re.match(
+            r"FSDP2 gathers layers\.1 while layers\.2 is inside of its backward pass",
+            report["error"],
+        )
 
 
 def test_a_process_without_process_groups_is_one_rank() -> None:
