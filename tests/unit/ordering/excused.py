@@ -24,7 +24,20 @@ _OWN: Reasons = {
     "megatron_cg/telemetry/record_shards.py": {
         ("torch.cuda.synchronize()",): "at the end of a run, before shards are copied to the host"
     },
-    "megatron_cg/backends/tape/tape_backend.py": {("run.record()",): "it records tapes"},
+    "megatron_cg/backends/driver/capture.py": {
+        ("run.record(recorder)",): "it records tapes or graphs"
+    },
+    "megatron_cg/backends/native/cuda_recorder.py": {
+        ("torch.cuda.synchronize()",): "around the warmup of a capture; no step is under way"
+    },
+    "megatron_cg/backends/native/native_backend.py": {
+        ("torch.cuda.synchronize()",): "graphs are not destroyed while they run; no step follows"
+    },
+    "megatron_cg/fsdp/megatron_fsdp_v2_memory.py": {
+        ("context.current_stream().wait_stream(context.allgather_stream)",): (
+            "between two steps, as graphs of Megatron-FSDP v2 begin or end; the traces have v1"
+        )
+    },
     "megatron_cg/backends/tape/tape_recording.py": {
         ("value.wait()",): "of the tape; no GPU has it"
     },
