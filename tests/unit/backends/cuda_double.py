@@ -139,7 +139,9 @@ class Graph:
         assert self.tape is None
         self.registered.append(generator)
 
-    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+    def capture_begin(
+        self, pool: tuple[int, int], capture_error_mode: str, **_of_later_torch: object
+    ) -> None:
         cuda = self._cuda
         assert cuda.stream != DEFAULT and cuda.underway is None and self.tape is None
         cuda.underway, self.mode, self.stream = pool, capture_error_mode, cuda.stream
@@ -201,7 +203,10 @@ def cuda_double(*, fakes: bool = True, seen: bool = True) -> Iterator[CudaDouble
             "_cuda_releasePool": cuda.release_pool,
             "_host_emptyCache": lambda: None,
         }
-        for owner, replacements in ((torch.cuda, names), (torch._C, inner)):
+        # Optimizers of torch 2.15 ask it whether a step is being captured.
+        none = {"current_accelerator": lambda *_args, **_options: None}
+        owners = ((torch.cuda, names), (torch._C, inner), (torch.accelerator, none))
+        for owner, replacements in owners:
             for name, value in replacements.items():
                 stack.enter_context(replaced(owner, name, value))
         yield cuda
