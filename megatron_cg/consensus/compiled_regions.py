@@ -23,7 +23,7 @@ Note [A hook must not raise]
 
 Note [One vote before each compilation]
     Dynamo asks the hook only if a region has compiled code, which may be gone on one rank only: its
-    guards let go of an object when garbage is collected. So a rank that begins to compile without
+    guards drop an object when garbage is collected. So a rank that begins to compile without
     having been asked votes there. All ranks hold one vote at each call that any of them compiles.
     A vote at which all guards passed leads to no compilation, so it never counts for the next one.
     A failed vote counts for it, until the hook is asked again. If Dynamo may not compile after a

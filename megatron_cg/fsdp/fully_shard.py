@@ -25,7 +25,11 @@ from torch.distributed.tensor import DTensor
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.fully_shard_memory import StableMemory, group_of, notice_unsharded
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.fsdp.unsharded import hooks_without_sharding, watched_tensors
+from megatron_cg.fsdp.unsharded import (
+    hooks_without_sharding,
+    watched_tensors,
+    without_fully_shard,
+)
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import Symbol
@@ -59,14 +63,7 @@ class FullyShard:
         """Units that ``fully_shard`` was not called on, or whose parameters it cannot keep."""
         for name, module in units.items():
             if not self.is_unit(module):
-                yield Violation(
-                    "no-fsdp-unit",
-                    f"unit {name} is a {type(module).__name__} without fully_shard of its own",
-                    "its parameters are gathered and freed with those of a module around it, into "
-                    "memory that moves",
-                    "call fully_shard on it before the module around it, or name the module that "
-                    "fully_shard was called on",
-                )
+                yield without_fully_shard(name, module)
                 continue
             if not _own_parameters(module):
                 yield Violation(

@@ -30,7 +30,11 @@ from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
 from megatron_cg.fsdp.megatron_fsdp_v2_memory import StableMemory
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.fsdp.unsharded import hooks_without_sharding, watched_tensors
+from megatron_cg.fsdp.unsharded import (
+    hooks_without_sharding,
+    watched_tensors,
+    without_fully_shard,
+)
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 
@@ -86,14 +90,7 @@ class MegatronFsdpV2:
         """Units that ``fully_shard`` was not called on, or whose memory is a special one."""
         for name, module in units.items():
             if not self.is_unit(module):
-                yield Violation(
-                    "no-fsdp-unit",
-                    f"unit {name} is a {type(module).__name__} without fully_shard of its own",
-                    "its parameters are gathered and freed with those of a module around it, into "
-                    "memory that moves",
-                    "call fully_shard on it before the module around it, or name the module that "
-                    "fully_shard was called on",
-                )
+                yield without_fully_shard(name, module)
             elif any(group._symm_mem_pool is not None for group in _groups(module)):
                 yield Violation(
                     "fsdp-v2-symmetric-memory",

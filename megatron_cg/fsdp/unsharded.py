@@ -127,3 +127,15 @@ def hooks_without_sharding(unit: Unit, made: Callable[[Callable[..., object]], b
             for record in of_user(module):
                 raise never_called(unit.name, module, record)
     return UnitHooks({key: {} for key in CAPTURE_TIME_KEYS})
+
+
+def without_fully_shard(name: str, module: nn.Module) -> Violation:
+    """The violation of a unit whose parameters are gathered with those of a module around it."""
+    return Violation(
+        "no-fsdp-unit",
+        f"unit {name} is a {type(module).__name__} without fully_shard of its own",
+        "its parameters are gathered and freed with those of a module around it, into memory that "
+        "moves",
+        "call fully_shard on it before the module around it, or name the module that fully_shard "
+        "was called on",
+    )

@@ -9,7 +9,7 @@ Note [A tensor that a Function returns and has twice]
     that its forward has under two names (pytorch/pytorch#180642): one that it has written in place,
     or that ``contiguous()`` or ``to()`` have returned as it was. Dynamo makes both names outputs of
     the traced function, and the gradient of one is lost. Megatron's mappings do this: they allocate
-    an output, let a collective write it, and return it. The stand-ins return a functional
+    an output, let a collective write it, and return it. The replacements return a functional
     collective's own result. ``graph_checks.py`` refuses such a Function anywhere else.
 """
 
@@ -136,7 +136,7 @@ def _done_at_once(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """Put the stand-ins in place, for torch and, if it is installed, for Megatron."""
+    """Install the replacements, for torch and, if it is installed, for Megatron."""
     with ExitStack() as stack:
         done = {name: _done_at_once(getattr(dist, name)) for name in _ASYNCHRONOUS}
         for name, function in done.items():

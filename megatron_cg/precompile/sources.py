@@ -9,8 +9,8 @@ from hashlib import sha256
 from typing import Any
 
 _OURS = __name__.rpartition(".")[0]
-"""Stand-ins of this package, which need not be imported where code is loaded; the fingerprint has
-this package's version."""
+"""Replacements of this package, which need not be imported where code is loaded; the fingerprint
+has this package's version."""
 
 Source = tuple[str, int, int, str]
 """Module, first line, line after the last, SHA-256 of the lines."""
