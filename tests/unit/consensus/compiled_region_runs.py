@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_cg import compile_together
 from megatron_cg.upstream import patch
 
-SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
+SHORT, LONG = timedelta(seconds=8), timedelta(minutes=10)
 """For a vote to which a rank does not come; for one to which all come, however slow the machine."""
 RANKS, WIDTH, USUAL, MORE = 4, 3, 8, 12
 SLOW = 2
