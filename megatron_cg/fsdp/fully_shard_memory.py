@@ -97,16 +97,6 @@ class StableMemory:
                 undo.callback(self._hold(group))
             self._undo = undo.pop_all()
 
-    @property
-    def nbytes(self) -> int:
-        """The size of all buffers in bytes."""
-        return sum(
-            storage.nbytes()
-            for buffer in self._buffers.values()
-            for storages in buffer._storages
-            for storage in storages
-        )
-
     def close(self) -> None:
         """Let FSDP2 allocate and free again. Call it between two steps. Safe to call twice."""
         self._undo.close()

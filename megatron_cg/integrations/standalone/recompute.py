@@ -10,6 +10,10 @@ Note [Checkpointing around a unit]
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.upstream.symbols import Symbol
 
@@ -23,11 +27,17 @@ _NO_PASS = -1
 RELIES_ON = (_PASS, _HOOKS)
 
 
+@cache  # Each replay asks, and a lookup takes longer than the call.
+def _functions() -> tuple[Callable[[], int], Callable[[bool], Any]]:
+    return _PASS.find(), _HOOKS.find()
+
+
 def recompute_around() -> str | None:
     """What shows that a call made now is, or will be, recomputed; None if nothing does."""
-    if _PASS.find()() != _NO_PASS:
+    current_pass, hooks = _functions()
+    if current_pass() != _NO_PASS:
         return "inside a backward pass"
-    if _HOOKS.find()(False) is not None:  # False: also while a trace is made
+    if hooks(False) is not None:  # False: also while a trace is made
         return "under saved-tensor hooks"
     return None
 

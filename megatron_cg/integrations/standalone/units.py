@@ -26,7 +26,7 @@ def find_units(
     """The modules below ``sharding.network`` that ``wanted`` selects, by name.
 
     A string is a name as in ``named_modules()`` of the model that was sharded. In it ``*`` matches
-    any one part between dots.
+    any one part between dots. The model itself has no name, so no string selects it.
 
     Raises ConfigurationError with every reason why one of them cannot be captured.
     """
@@ -99,7 +99,7 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
 def _means(item: UnitName, name: str, module: nn.Module) -> bool:
     if isinstance(item, str):
         parts, pattern = name.split("."), item.split(".")
-        return len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
+        return bool(name) and len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
     return module is item if isinstance(item, nn.Module) else isinstance(module, item)
 
 
@@ -118,9 +118,10 @@ def _no_such_unit(item: UnitName, names: Iterable[str]) -> Violation:
 def _unit_violations(
     sharding: Sharding, name: str, module: nn.Module, found: Mapping[str, nn.Module]
 ) -> Iterator[Violation]:
-    inside = [other for other in found if other.startswith(f"{name}.")]
+    within = f"{name}." if name else ""
+    inside = [other for other in found if other != name and other.startswith(within)]
     inside += [
-        f"{name}.{child}"
+        f"{within}{child}"
         for child, below in module.named_modules()
         if below is not module and sharding.is_unit(below)
     ]
@@ -135,7 +136,7 @@ def _unit_violations(
         if getattr(below, "fuse_wgrad_accumulation", False):
             yield Violation(
                 "gradient-accumulation-fusion",
-                f"{name}.{child} was made with fuse_wgrad_accumulation=True",
+                f"{within}{child} was made with fuse_wgrad_accumulation=True",
                 "Transformer Engine then tells Megatron-FSDP in Python that a gradient is already "
                 "in its buffer; a replay runs no Python",
                 "fuse_wgrad_accumulation=False",

@@ -196,6 +196,15 @@ def unsharded_in_between_later(model: Any, last: bool) -> Any:
     return unsharded_in_between(model, last) if model.later else nullcontext()
 
 
+def trained(case: Case) -> dict[str, Any]:
+    """Train eagerly and with graphs; what a test needs to know of it."""
+    eager, graphed = Run(case), Run(case)
+    eager.train()
+    graphed.train(graphed=True)
+    assert graphed.graphs is not None
+    return {"equal": equal(eager, graphed), "counters": graphed.graphs.counters.as_dict()}
+
+
 def equal(one: Run, two: Run) -> bool:
     """Whether two runs have the same bits."""
     pairs = list(zip(one.tensors(), two.tensors(), strict=True))

@@ -30,6 +30,7 @@ from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import find_sharding
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.integrations.standalone.sharded import (
+    LATER,
     MICROBATCHES,
     STEPS,
     WARMUP,
@@ -37,10 +38,9 @@ from tests.unit.integrations.standalone.sharded import (
     Network,
     Run,
     equal,
+    trained,
 )
 
-LATER = WARMUP + 2
-"""A step after the capture."""
 OF_ONE_AXIS = Placements(["dp"], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()])
 HYBRID = Placements(
     ["outer", "dp"],
@@ -162,15 +162,6 @@ OF_FOUR = {
     "shards of four": case(under_v2(mesh=(4,))),
     "two replicas of two shards": case(under_v2(mesh=(2, 2)), microbatch=last_alone),
 }
-
-
-def trained(one: Case) -> dict[str, Any]:
-    """Train eagerly and with graphs; what a test needs to know of it."""
-    eager, graphed = Run(one), Run(one)
-    eager.train()
-    graphed.train(graphed=True)
-    assert graphed.graphs is not None
-    return {"equal": equal(eager, graphed), "counters": graphed.graphs.counters.as_dict()}
 
 
 def groups(run: Run) -> list[Any]:

@@ -27,6 +27,7 @@ from tests.unit.integrations.standalone.sharded import (
     Case,
     Run,
     equal,
+    trained,
     under_ddp,
     under_fsdp2,
     unsharded_in_between,
@@ -138,15 +139,6 @@ WITH_OTHER_BATCHES = {
     ),
 }
 """From a step after the capture on, every pass runs eagerly in these."""
-
-
-def trained(case: Case) -> dict[str, Any]:
-    """Train eagerly and with graphs; what a test needs to know of it."""
-    eager, graphed = Run(case), Run(case)
-    eager.train()
-    graphed.train(graphed=True)
-    assert graphed.graphs is not None
-    return {"equal": equal(eager, graphed), "counters": graphed.graphs.counters.as_dict()}
 
 
 def memory() -> dict[str, Any]:

@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ConfigurationError, HookError
+from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.standalone import graph_units
+from megatron_cg.integrations.standalone.units import find_units
 from tests.unit.integrations.standalone.networks import Run
 
 pytest.importorskip("megatron_fsdp")
@@ -48,6 +50,13 @@ def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
     with run.with_graphs(["la*.[12]"]) as graphs:
         run.step()
         assert list(graphs._units) == ["layers.1", "layers.2"]
+
+
+def test_no_string_selects_the_model_itself() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert list(find_units(Unsharded(model), ["*"], "tape")) == ["0", "1"]
+    with pytest.raises(ConfigurationError, match="contains 0"):
+        find_units(Unsharded(model), [model, "*"], "tape")
 
 
 def test_expandable_segments_are_refused_where_graphs_are_cuda_graphs(
