@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.capture.accumulators import forget_accumulators
+from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observers import PassEvents
 from megatron_cg.capture.refusals import clear_frames, refusal
@@ -61,6 +61,7 @@ class GuardedCapture:
         self._guards = UnitGuards(UnitGuard(unit) for unit in self._units)
         self._in_flight: defaultdict[int, InFlight] = defaultdict(InFlight)
         """By microbatch."""
+        self._leaves: OtherLeaves | None = None
         self.eager_passes: tuple[EagerPasses, ...] = ()
         """One for each unit, once its graphs are captured."""
 
@@ -100,6 +101,8 @@ class GuardedCapture:
             guard.watch_memory(self._sharding)
         if self._sharding.renews_accumulators:
             forget_accumulators(module for unit in self._units for module in unit.graphed)
+        else:
+            self._leaves = OtherLeaves(unit.layer for unit in self._units)
         begin()
         try:
             graphs = self._capture(order, args, kwargs, options)
@@ -129,9 +132,13 @@ class GuardedCapture:
     ) -> Sequence[Any]:
         layers = tuple(unit.layer for unit in self._units)
         emit(PassesBegin(order.warmup_passes, order.passes))
-        graphs = self._backend.capture(
-            layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
-        )
+        with self._leaves.held() if self._leaves is not None else nullcontext():
+            graphs = self._backend.capture(
+                layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
+            )
+        if self._leaves is not None:
+            for graph in graphs:
+                self._leaves.replays(self._backend.replay_function(graph))
         order.check_finished()
         emit(PassesDone())
         return graphs
@@ -206,6 +213,8 @@ class GuardedCapture:
             stack.enter_context(self._sharding.states_kept(modules))
             stack.enter_context(buffers_kept(modules))
             stack.enter_context(metrics_kept())
+            if self._leaves is not None:
+                stack.enter_context(self._leaves.held())
             stack.enter_context(without_gradients(list(unit.layer.parameters())))
             stack.enter_context(self._backend.preserved([unit.layer]))
             stack.enter_context(self._backend.without_updates())

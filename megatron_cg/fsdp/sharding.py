@@ -32,7 +32,8 @@ class Sharding(Protocol):
     megatron_fsdp: Any
     """The ``MegatronFSDP``, whose bookkeeping the fast path shortens; None for anything else."""
     renews_accumulators: bool
-    """Whether parameters may get new gradient accumulators; see ``capture/accumulators.py``."""
+    """Whether parameters may get new gradient accumulators for a capture. Otherwise modules hold
+    other leaves meanwhile; see ``capture/accumulators.py``."""
 
     def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
         """Every reason why one of these modules, by name, cannot be captured."""

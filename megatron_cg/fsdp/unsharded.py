@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,14 +18,7 @@ from megatron_cg.fsdp.transform import (
 from megatron_cg.hooks import HookRecord, module_hooks
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.symbols import Symbol
 
-_RESET = Symbol(
-    "torch",
-    "torch.distributed:Reducer._reset_state",
-    "what makes DistributedDataParallel expect no backward pass",
-)
-RELIES_ON = (_RESET,)
 _REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
     "first and capture again."
@@ -34,14 +27,6 @@ _REPLACED = (
 
 class Unsharded:
     """See :class:`megatron_cg.fsdp.sharding.Sharding`.
-
-    Note [DDP finds parameters by their accumulators]
-        DistributedDataParallel registers its hooks on the gradient accumulators that parameters
-        have when it is created (torch 2.11, ``reducer.cpp``). So parameters keep them. The hooks
-        expect a backward pass after a forward pass in training through DistributedDataParallel, and
-        ignore others. If the last loss before the capture was dropped without a backward pass, they
-        would count the capture's. So capture makes the reducer expect none (``_reset_state``, which
-        DDP calls before it changes its process group). The next forward pass prepares it anew.
 
     Args:
         wrapped: the ``DistributedDataParallel``, or the model.
@@ -80,12 +65,9 @@ class Unsharded:
         """Nothing to do."""
         return lambda: None
 
-    @contextmanager
-    def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """See Note [DDP finds parameters by their accumulators]."""
-        if isinstance(self.wrapped, DistributedDataParallel):
-            _RESET.find()(self.wrapped.reducer)
-        yield
+    def capturing(self, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Nothing to do: parameters are where they are."""
+        return nullcontext()
 
     def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
         """All parameters and buffers."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.capture.accumulators import forget_accumulators
+from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
+from megatron_cg.errors import CaptureError
+from megatron_cg.replay.replay_function import ReplayFunction
 
 
 def accumulator(parameter: nn.Parameter) -> Any:
@@ -39,3 +41,84 @@ def test_a_loss_that_is_still_held_no_longer_decides(dtype: torch.dtype) -> None
     model(torch.ones(1, 2, dtype=dtype)).sum().backward()
     assert {id(p) for p in seen} == {id(p) for p in model.parameters()}
     assert held.grad_fn is not None
+
+
+class Shared(nn.Module):
+    """A weight of its own under two names, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+        self.same = self.weight
+        self.frozen = nn.Parameter(torch.full((3,), 3.0), requires_grad=False)
+        self.kept = [self.weight]
+        self.by_attribute = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.weight if self.by_attribute else self.kept[0]
+        return x * first * self.same * self.frozen
+
+
+def run_on_leaves(model: Shared) -> tuple[OtherLeaves, list[nn.Parameter]]:
+    leaves = OtherLeaves([model])
+    with leaves.held():
+        held = [model.weight, model.same, model.frozen]
+        model(torch.ones(3)).sum().backward()
+    return leaves, held
+
+
+def test_passes_on_other_leaves_reach_no_accumulator_of_a_parameter() -> None:
+    model = Shared()
+    model.weight.partition = "columns"  # type: ignore[attr-defined]
+    reached: list[Any] = []
+    node = accumulator(model.weight)
+    node.register_hook(lambda *_: reached.append(node))
+    _, (weight, same, frozen) = run_on_leaves(model)
+    assert weight is same and weight is not model.weight and frozen is model.frozen
+    assert weight.partition == "columns" and weight.data_ptr() == model.weight.data_ptr()
+    assert weight.grad is not None and weight.grad.tolist() == [12.0] * 3
+    assert model.weight.grad is None and not reached
+    assert model.weight is model.same and model._parameters["weight"] is model.kept[0]
+    assert not model.weight._backward_hooks
+
+
+def test_a_replay_gives_its_gradients_to_the_parameters_but_for_verification() -> None:
+    model = Shared()
+    leaves, (leaf, *_) = run_on_leaves(model)
+    given: list[Any] = []
+
+    class Function:
+        @staticmethod
+        def apply(*args: Any) -> None:
+            given.append(args)
+
+        forward = backward = None
+
+    replaced: list[Any] = []
+    leaves.replays(ReplayFunction(Function, 1, replaced.append, lambda: lambda: None, ()))  # type: ignore[arg-type]
+    leaf.grad = None
+    replaced[0].apply("input", leaf, model.frozen)
+    with leaves.held():
+        replaced[0].apply("input", leaf, model.frozen)
+    outside, inside = given
+    assert outside[1] is model.weight and inside[1] is leaf
+    assert outside[2] is inside[2] is model.frozen
+
+
+def test_a_weight_that_is_not_used_by_its_attribute_is_refused() -> None:
+    model = Shared()
+    model.by_attribute = False
+    with pytest.raises(CaptureError, match=r"Shared\.weight is used through another reference"):
+        run_on_leaves(model)
+    assert model.weight is model.kept[0] and not model.weight._backward_hooks
+
+
+def test_recurrent_layers_of_torch_use_the_leaves() -> None:
+    model = nn.LSTM(2, 2)
+    leaves = OtherLeaves([model])
+    with leaves.held():
+        output, _ = model(torch.ones(1, 1, 2))
+        output.sum().backward()
+        assert all(weight.grad is not None for weight in model.parameters())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert model._flat_weights[0] is model.weight_ih_l0

@@ -116,6 +116,7 @@ CASES = {
     "DDP, unused parameters": Case(under_ddp(find_unused_parameters=True)),
     "DDP, one reduction a step": Case(under_ddp(), microbatch=without_sync),
     "DDP, a loss is dropped before the capture": Case(under_ddp(), before_step=drop_a_loss),
+    "DDP, every replay is verified": Case(under_ddp(), options={"verify_interval": 1}),
     "DDP, evaluation": Case(under_ddp(), before_step=evaluate),
 }
 """Every pass after the capture is replayed in these."""
