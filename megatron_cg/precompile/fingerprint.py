@@ -20,7 +20,9 @@ from megatron_cg.precompile.region import Region
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
 
-PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine")
+PACKAGES = ("megatron-core", "megatron-fsdp")
+"""Not transformer-engine: its modules cannot be traced, so no artifact holds code of it, and the
+machine that compiles may lack it."""
 
 Capability = tuple[int, int] | None
 """The compute capability of the GPUs; None for the CPU."""
@@ -53,7 +55,7 @@ def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
         capability: of the GPUs that the code is for, or None for the CPU.
     """
     found = {
-        "version.python": ".".join(platform.python_version_tuple()),
+        "version.python": ".".join(platform.python_version_tuple()[:2]),
         "version.megatron_cg": __version__,
         "version.torch": torch.__version__,  # With the suffix of its build, as torch compares it.
         "device": "cpu" if capability is None else "cuda {}.{}".format(*capability),
