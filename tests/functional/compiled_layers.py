@@ -1,0 +1,214 @@
+"""Layers compiled once without a GPU, loaded on two ranks, captured and replayed, bit for bit.
+
+    megatron-cg precompile tests/functional/compiled_layers.py:llama --world-size 2 --out DIR \
+        --deterministic
+    torchrun --nproc-per-node 2 tests/functional/compiled_layers.py llama DIR
+
+Each model trains eagerly, with graphs, and with graphs of the loaded code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_cg import graph_units
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.precompile.load import load
+from megatron_cg.precompile.megatron_groups import megatron_groups
+from megatron_cg.precompile.region import Region
+
+LAYERS, STEPS, MICROBATCHES, WARMUP = 3, 12, 2, 3
+SEQUENCE, BATCH, HIDDEN = 64, 2, 256
+_NO_FUSIONS = {
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
+def _region(device: str, *, part: str = "layer", **options: Any) -> Region:
+    """A layer of Megatron's local spec, or the ``mlp`` in it, on ``device``."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=512,
+        num_attention_heads=8,
+        num_query_groups=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True,
+        **_NO_FUSIONS,
+        **options,
+    )
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        config.tensor_model_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    if device != "meta":
+        model_parallel_cuda_manual_seed(1)
+    spec = get_gpt_layer_local_spec(config.num_moe_experts)
+    with torch.device(device):
+        layer = build_module(spec, config=config).to(device)
+        hidden = torch.zeros(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
+        if part == "mlp":
+            return Region(layer.mlp, (hidden,), {}, megatron_groups(), config)
+        rotary = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True)
+        angles = rotary(SEQUENCE) if device != "meta" else torch.zeros(SEQUENCE, 1, 1, 32)
+        mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    kwargs = {"attention_mask": mask, "rotary_pos_emb": angles.to(device)}
+    return Region(layer, (hidden,), kwargs, megatron_groups(), config)
+
+
+def llama(device: str = "meta") -> Region:
+    """A layer of Llama's form at TP 2."""
+    return _region(device, tensor_model_parallel_size=2)
+
+
+def sharded(device: str = "meta") -> Region:
+    """The same without TP, for FSDP2."""
+    return _region(device)
+
+
+def experts(device: str = "meta") -> Region:
+    """An MoE block of DeepSeek-V3's form at EP 2: sigmoid router with bias, shared expert."""
+    return _region(
+        device,
+        part="mlp",
+        expert_model_parallel_size=2,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=128,
+        moe_shared_expert_intermediate_size=128,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_expert_capacity_factor=1.0,
+        moe_pad_expert_input_to_capacity=True,
+    )
+
+
+MODELS = {"llama": llama, "sharded": sharded, "experts": experts}
+
+
+class Layers(torch.nn.Module):
+    """The modules of some regions, one behind the other.
+
+    No input of one is used outside of it too: autograd would add the gradients in another order.
+    """
+
+    def __init__(self, regions: list[Region]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(region.module for region in regions)
+        self.options = regions[0].kwargs
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden, _ = layer(hidden, **self.options)
+        return hidden
+
+
+def train(name: str, folder: Path, how: str, device: str) -> Iterator[torch.Tensor]:
+    """All losses and gradient norms, then this rank's parameters.
+
+    ``how`` is eager, graphs, or compiled, which is with graphs too.
+    """
+    regions = []
+    for number in range(LAYERS):
+        regions.append(MODELS[name](device))
+        torch.manual_seed(number)
+        for parameter in regions[-1].module.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    model = Layers(regions)
+    if how == "compiled":
+        compiled = load(folder, name, regions[0], Agreement())
+        assert compiled is not None
+        compiled.attach(model.layers)
+    if name == "sharded":
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (*model.layers, model):
+            fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    graphs: Any = nullcontext()
+    if how != "eager":
+        graphs = graph_units(model, ["layers.*"], warmup_steps=WARMUP, backend="native")
+    ranks_differ = dist.get_rank() if name != "llama" else 0
+    with graphs:
+        for step in range(STEPS):
+            with graphs.step() if how != "eager" else nullcontext():
+                for microbatch in range(MICROBATCHES):
+                    seed = (step * MICROBATCHES + microbatch) * 2 + ranks_differ
+                    torch.manual_seed(seed)
+                    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, device=device)
+                    loss = model(hidden.requires_grad_()).square().mean()
+                    loss.backward()
+                    yield loss.detach().clone()
+                norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                yield getattr(norm, "full_tensor", lambda norm=norm: norm)()
+                optimizer.step()
+                optimizer.zero_grad()
+        if how != "eager" and dist.get_rank() == 0:
+            print(f"{how}: {graphs.counters.as_dict()}", flush=True)
+    for parameter in model.parameters():
+        yield getattr(parameter, "_local_tensor", parameter).detach().clone()
+
+
+def compare(name: str, folder: Path, device: str) -> None:
+    """Train in each way; exit with 1 if one differs on a rank from eager training."""
+    torch.use_deterministic_algorithms(True)
+    eager = list(train(name, folder, "eager", device))
+    different = []
+    for how in ("graphs", "compiled"):
+        found = list(train(name, folder, how, device))
+        different.append(sum(not torch.equal(a, b) for a, b in zip(eager, found, strict=True)))
+    count = torch.tensor(different, device=device)
+    dist.all_reduce(count)
+    if dist.get_rank() == 0:
+        verdict = f"{count.tolist()} differ" if count.any() else "bitwise equal"
+        print(f"{name}: {len(eager)} values, {verdict}", flush=True)
+    if count.any():
+        raise SystemExit(1)
+
+
+def main() -> None:
+    """Compare one model in the processes of torchrun."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    try:
+        compare(args.model, args.folder, f"cuda:{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
