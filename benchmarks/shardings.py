@@ -1,11 +1,13 @@
 """A plain transformer under each way of sharding: eager, with graphs, and by torch.compile.
 
-    python -m benchmarks.shardings --out results              # one GPU
-    torchrun --nproc-per-node 2 -m benchmarks.shardings --out results
+    python -m benchmarks.shardings fsdp2 native --out results              # one GPU
+    torchrun --nproc-per-node 2 -m benchmarks.shardings fsdp2 native --out results
+    python -m benchmarks.shardings --table results
 
-The model is that of ``examples/standalone_transformer.py`` in BF16. All ways of running it take
-turns in one process, round after round. ``compile`` is ``torch.compile(mode="reduce-overhead")`` of
-each layer. Writes ``shardings.json`` and a table.
+One process measures one way of running one sharding, so that peaks of memory are its own, and adds
+a line to ``shardings.jsonl``. Run the ways in turn, several times. The model is that of
+``examples/standalone_transformer.py`` in BF16. ``compile`` is
+``torch.compile(mode="reduce-overhead")`` of each layer.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,150 +31,143 @@ from torch.nn import functional
 from examples.standalone_transformer import SHARDINGS, Transformer
 from megatron_cg import graph_units
 
-WAYS = ("eager", "te", "native", "compile")
-WARMUP, SETTLE = 3, 3
+GRAPHS = ("te", "native")
+WAYS = ("eager", *GRAPHS, "compile")
+WARMUP, SETTLE = 3, 5
 MIB = 2**20
-Measured = dict[str, float]
+RESULTS = "shardings.jsonl"
 
 
-def measure(args: argparse.Namespace, sharding: str, way: str) -> Measured:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Train a new model in one way.
 
     Returns:
-        ``step_ms`` (median), ``slowest_ms`` and ``fastest_ms`` of the timed steps, ``first_ms`` of
-        the longest step before them (capture or compilation), ``allocated_mib`` and
-        ``reserved_mib`` (peaks from the start of training), ``copied_bytes`` a step, ``loss``.
+        ``step_ms`` (median), ``slowest_ms`` and ``fastest_ms`` of the timed steps; ``first_ms``,
+        all steps before them, with capture or compilation; ``allocated_mib`` and ``reserved_mib``,
+        peaks of the timed steps; ``copied_bytes`` of a step; ``loss`` of the last step.
     """
     torch.manual_seed(1)
     network = Transformer(args.layers, args.hidden, args.sequence, dropout=0.0)
     network = network.to("cuda", torch.bfloat16)
-    if way == "compile":
+    if args.way == "compile":
         for layer in network.layers:
             layer.compile(mode="reduce-overhead")
-    model, optimizer = SHARDINGS[sharding](network, "cuda")
-    summed = dist.get_world_size() if sharding == "megatron-fsdp" else 1
+    model, optimizer = SHARDINGS[args.sharding](network, "cuda")
+    graphed = args.way in GRAPHS
     graphs: Any = nullcontext()
-    if way in ("te", "native"):
-        backend: Any = way
-        graphs = graph_units(model, ["layers.*"], warmup_steps=WARMUP, backend=backend)
+    if graphed:
+        graphs = graph_units(model, ["layers.*"], warmup_steps=WARMUP, backend=args.way)
     tokens = torch.randint(256, (args.batch, args.sequence + 1), device="cuda")
-    clear()
-    times, loss = [], torch.zeros(())
+    times, loss, settled = [], torch.zeros(()), WARMUP + SETTLE
     with graphs:
-        for _ in range(WARMUP + SETTLE + args.steps):
+        for number in range(settled + args.steps):
+            if number == settled:
+                gc.collect()
+                gc.disable()
+                torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
-            with graphs.step() if way in ("te", "native") else nullcontext():
-                optimizer.zero_grad()
-                for _ in range(args.microbatches):
-                    logits = model(tokens[:, :-1]).float()
-                    loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-                    (loss / args.microbatches / summed).backward()
-                optimizer.step()
+            with graphs.step() if graphed else nullcontext():
+                loss = step(args, model, optimizer, tokens)
             torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e3)
         copied = 0.0
-        if way in ("te", "native"):
+        if graphed:
             counters = graphs.counters
             total = counters.bytes_copied + counters.gradient_bytes_copied
             copied = total / (SETTLE + args.steps)
-    timed = times[-args.steps :]
+    timed = times[settled:]
     return {
         "step_ms": statistics.median(timed),
         "fastest_ms": min(timed),
         "slowest_ms": max(timed),
-        "first_ms": max(times[: -args.steps]),
+        "first_ms": sum(times[:settled]),
         "allocated_mib": torch.cuda.max_memory_allocated() / MIB,
         "reserved_mib": torch.cuda.max_memory_reserved() / MIB,
         "copied_bytes": copied,
-        "loss": float(loss.detach()),
+        "loss": float(loss),
     }
 
 
-def clear() -> None:
-    """Forget what earlier models left, so that peaks are those of the next one."""
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+def step(
+    args: argparse.Namespace, model: Any, optimizer: Any, tokens: torch.Tensor
+) -> torch.Tensor:
+    """One training step; returns the last loss."""
+    # The others average gradients over ranks by themselves.
+    summed = dist.get_world_size() if args.sharding == "megatron-fsdp" else 1
+    optimizer.zero_grad()
+    for _ in range(args.microbatches):
+        if args.way == "compile":
+            torch.compiler.cudagraph_mark_step_begin()
+        logits = model(tokens[:, :-1]).float()
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        (loss / args.microbatches / summed).backward()
+    optimizer.step()
+    return loss.detach()
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything that was asked for, in turn; an error is kept as its text."""
-    found: dict[str, Any] = {}
-    for sharding in args.shardings:
-        for _round in range(args.rounds):
-            for way in args.ways:
-                key = f"{sharding} {way}"
-                clear()
-                try:
-                    found.setdefault(key, []).append(measure(args, sharding, way))
-                except Exception as error:
-                    found.setdefault(key, []).append({"error": f"{type(error).__name__}: {error}"})
-                if dist.get_rank() == 0:
-                    print(key, found[key][-1], flush=True)
-    return found
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Markdown: medians over the runs, and ratios to eager runs of the same sharding."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        runs[line["sharding"], line["way"]].append(line)
 
+    def median(sharding: str, way: str, name: str) -> float:
+        found = [run[name] for run in runs[sharding, way] if "error" not in run]
+        return statistics.median(found) if found else float("nan")
 
-def table(found: dict[str, Any]) -> str:
-    """Markdown: the median of the rounds, and ratios to eager in the same sharding."""
-    lines = [
-        "| sharding | | step, ms | of eager | peak, MiB | of eager | copied a step, MiB |",
-        "|---|---|---:|---:|---:|---:|---:|",
+    rows = [
+        "| sharding | | runs | step, ms | of eager | first steps, s | peak, MiB | of eager "
+        "| copied a step, MiB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for key, rounds in found.items():
-        sharding, way = key.rsplit(" ", 1)
-        good = [one for one in rounds if "error" not in one]
-        if not good:
-            lines.append(f"| {sharding} | {way} | failed | | | | |")
-            continue
-        base = [one for one in found.get(f"{sharding} eager", []) if "error" not in one]
-        step, memory, copied = (
-            statistics.median(one[name] for one in good)
-            for name in ("step_ms", "allocated_mib", "copied_bytes")
+    for sharding, way in list(runs):
+        values = {
+            name: median(sharding, way, name)
+            for name in ("step_ms", "first_ms", "allocated_mib", "copied_bytes")
+        }
+        time_ratio, memory_ratio = (
+            values[name] / median(sharding, "eager", name) for name in ("step_ms", "allocated_mib")
         )
-        ratios = ["", ""]
-        if base:
-            of = [
-                statistics.median(one[name] for one in base)
-                for name in ("step_ms", "allocated_mib")
-            ]
-            ratios = [f"{step / of[0]:.2f}", f"{memory / of[1]:.3f}"]
-        lines.append(
-            f"| {sharding} | {way} | {step:.2f} | {ratios[0]} | {memory:.0f} | {ratios[1]} "
-            f"| {copied / MIB:.1f} |"
+        rows.append(
+            f"| {sharding} | {way} | {len(runs[sharding, way])} | {values['step_ms']:.2f} "
+            f"| {time_ratio:.2f} | {values['first_ms'] / 1e3:.1f} "
+            f"| {values['allocated_mib']:.0f} | {memory_ratio:.3f} "
+            f"| {values['copied_bytes'] / MIB:.1f} |"
         )
-    return "\n".join(lines)
+    return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure in this process, or in those of torchrun."""
+    """Measure in this process, or in those of torchrun; or print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shardings", nargs="+", choices=SHARDINGS, default=list(SHARDINGS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("sharding", nargs="?", choices=SHARDINGS, default="fsdp2")
+    parser.add_argument("way", nargs="?", choices=WAYS, default="native")
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--table", type=Path, metavar="DIR")
     numbers = {"layers": 12, "hidden": 1024, "sequence": 512, "batch": 2, "microbatches": 2}
-    for name, default in (numbers | {"steps": 20, "rounds": 2}).items():
+    for name, default in (numbers | {"steps": 40}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(arguments)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+    if args.table is not None:
+        lines = (args.table / RESULTS).read_text().splitlines()
+        print(table([json.loads(line) for line in lines]))
+        return
+    single = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    for name, value in single.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl")
-    found = run(args)
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "gpus": dist.get_world_size()}
+    found |= {name: str(value) for name, value in vars(args).items()}
+    try:
+        found |= measure(args)
+    except RuntimeError as error:  # What torch.compile cannot do is a result too.
+        found["error"] = str(error).splitlines()[0]
     if dist.get_rank() == 0:
         args.out.mkdir(parents=True, exist_ok=True)
-        options = {name: str(value) for name, value in vars(args).items()}
-        machine = {
-            "gpu": torch.cuda.get_device_name(),
-            "gpus": dist.get_world_size(),
-            "torch": torch.__version__,
-            "options": options,
-        }
-        text = json.dumps({"machine": machine, "measured": found}, indent=1)
-        (args.out / "shardings.json").write_text(text + "\n")
-        print(table(found), flush=True)
+        with (args.out / RESULTS).open("a") as file:
+            print(json.dumps(found), file=file)
+        print(found, flush=True)
     dist.destroy_process_group()
 
 

@@ -17,8 +17,8 @@ EP2 = ("--expert-model-parallel-size", "2")
 TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
 NATIVE = ("--cg-backend", "native")
-LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm")
-"""Torch's norm, which megatron-core takes without Apex, refuses ``persist_layer_norm``."""
+LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
+"""As without Apex: its norm and Megatron's fused softmax are packages that need not be there."""
 EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 

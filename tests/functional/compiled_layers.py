@@ -68,7 +68,7 @@ def _region(device: str, *, part: str = "layer", **options: Any) -> Region:
         create_gloo_process_groups=False,
     )
     if device != "meta":
-        model_parallel_cuda_manual_seed(1)
+        model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
     spec = get_gpt_layer_local_spec(config.num_moe_experts)
     with torch.device(device):
         layer = build_module(spec, config=config).to(device)
@@ -93,7 +93,14 @@ def sharded(device: str = "meta") -> Region:
 
 
 def experts(device: str = "meta") -> Region:
-    """An MoE block of DeepSeek-V3's form at EP 2: sigmoid router with bias, shared expert."""
+    """An MoE block of DeepSeek-V3's form at EP 2: sigmoid router with bias, shared expert.
+
+    Where TE is installed, Megatron's router calls TE's GEMM, which cannot be traced. Here it does
+    not, in any of the runs.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
     return _region(
         device,
         part="mlp",
