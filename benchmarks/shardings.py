@@ -7,7 +7,7 @@
 One process measures one way of running one sharding, so that peaks of memory are its own, and adds
 a line to ``shardings.jsonl``. Run the ways in turn, several times. The model is that of
 ``examples/standalone_transformer.py`` in BF16. ``compile`` is
-``torch.compile(mode="reduce-overhead")`` of each layer.
+``torch.compile(mode="reduce-overhead")`` of each layer, and of the whole network under DDP.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     network = Transformer(args.layers, args.hidden, args.sequence, dropout=0.0)
     network = network.to("cuda", torch.bfloat16)
     if args.way == "compile":
-        for layer in network.layers:
-            layer.compile(mode="reduce-overhead")
+        # FSDP's hooks are between the layers. DDP's are not in the network.
+        for module in (network,) if args.sharding == "ddp" else network.layers:
+            module.compile(mode="reduce-overhead")
     model, optimizer = SHARDINGS[args.sharding](network, "cuda")
     graphed = args.way in GRAPHS
     graphs: Any = nullcontext()

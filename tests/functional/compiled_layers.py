@@ -138,8 +138,8 @@ class Layers(torch.nn.Module):
         return hidden
 
 
-def train(name: str, folder: Path, how: str, device: str) -> Iterator[torch.Tensor]:
-    """All losses and gradient norms, then this rank's parameters.
+def train(name: str, folder: Path, how: str, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """All losses and gradient norms, then this rank's parameters, each with what it is.
 
     ``how`` is eager, graphs, or compiled, which is with graphs too.
     """
@@ -173,15 +173,16 @@ def train(name: str, folder: Path, how: str, device: str) -> Iterator[torch.Tens
                     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, device=device)
                     loss = model(hidden.requires_grad_()).square().mean()
                     loss.backward()
-                    yield loss.detach().clone()
+                    yield f"step {step}, loss {microbatch}", loss.detach().clone()
                 norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                yield getattr(norm, "full_tensor", lambda norm=norm: norm)()
+                norm = getattr(norm, "full_tensor", lambda norm=norm: norm)()
+                yield f"step {step}, gradient norm", norm
                 optimizer.step()
                 optimizer.zero_grad()
         if how != "eager" and dist.get_rank() == 0:
             print(f"{how}: {graphs.counters.as_dict()}", flush=True)
-    for parameter in model.parameters():
-        yield getattr(parameter, "_local_tensor", parameter).detach().clone()
+    for label, parameter in model.named_parameters():
+        yield label, getattr(parameter, "_local_tensor", parameter).detach().clone()
 
 
 def compare(name: str, folder: Path, device: str) -> None:
@@ -190,8 +191,11 @@ def compare(name: str, folder: Path, device: str) -> None:
     eager = list(train(name, folder, "eager", device))
     different = []
     for how in ("graphs", "compiled"):
-        found = list(train(name, folder, how, device))
-        different.append(sum(not torch.equal(a, b) for a, b in zip(eager, found, strict=True)))
+        pairs = zip(eager, train(name, folder, how, device), strict=True)
+        labels = [label for (label, one), (_, two) in pairs if not torch.equal(one, two)]
+        different.append(len(labels))
+        if labels:
+            print(f"{how}, rank {dist.get_rank()}: {labels[0]} is the first to differ", flush=True)
     count = torch.tensor(different, device=device)
     dist.all_reduce(count)
     if dist.get_rank() == 0:

@@ -41,5 +41,5 @@ def start(module: str, *words: str, **env: str) -> subprocess.CompletedProcess[s
         timeout=240,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
     return ended
