@@ -17,11 +17,19 @@ _Named = list[tuple[str, torch.Tensor | None]]
 def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None:
     """The first output, buffer or gradient that differs between eager and compiled, in words.
 
+    Outputs that are all zero are named as well, since equal zeros say nothing about the code.
+
     Both passes run on the region's own arguments. Buffers are put back; gradients of parameters
     are not accumulated, and hooks of parameters do not run. All ranks of the region's groups call
     this together, since both passes contain its collectives.
     """
     eager = _pass(region, region.module)
+    outputs = [value for name, value in eager if name.startswith("output ")]
+    if outputs and not any(one is not None and one.any() for one in outputs):
+        return (
+            "every output is zero, so the comparison would show nothing: give the region arguments "
+            "with values like those to come"
+        )
     found = _pass(region, lambda *args, **kwargs: compiled(region.module, *args, **kwargs))
     if [name for name, _value in eager] != [name for name, _value in found]:
         return f"{len(eager)} results in eager and {len(found)} in compiled code"

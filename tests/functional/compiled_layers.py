@@ -68,11 +68,12 @@ def _region(device: str, *, part: str = "layer", **options: Any) -> Region:
         create_gloo_process_groups=False,
     )
     if device != "meta":
+        torch.manual_seed(1)  # Of the arguments, with which load compares on all ranks.
         model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
     spec = get_gpt_layer_local_spec(config.num_moe_experts)
     with torch.device(device):
         layer = build_module(spec, config=config).to(device)
-        hidden = torch.zeros(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
+        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
         if part == "mlp":
             return Region(layer.mlp, (hidden,), {}, megatron_groups(), config)
         rotary = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True)

@@ -94,3 +94,11 @@ def test_equal_code_changes_nothing(region: Region) -> None:
     assert int(region.module.count) == 0  # type: ignore[arg-type]
     assert all(parameter.grad is None for parameter in region.module.parameters()) and not ran
     assert region.args[0].grad is None
+
+
+def test_outputs_that_are_all_zero_show_nothing(region: Region) -> None:
+    with torch.no_grad():
+        region.module.linear.bias.zero_()
+    empty = Region(region.module, (torch.zeros(2, 4, requires_grad=True),), region.kwargs)
+    said = first_difference(empty, right)
+    assert said is not None and said.startswith("every output is zero")
