@@ -26,12 +26,3 @@ def native_has_no_fp8(
 
 
 RULES: tuple[Rule, ...] = (native_has_no_fp8,)
-
-
-def unseen_backend(environment: Environment) -> Iterator[str]:
-    """A sentence about a backend that was not run on a GPU."""
-    if environment.backend == NATIVE:
-        yield (
-            "The native backend was not run on a GPU with this package. Compare a short run with "
-            "and without graphs before a long one: megatron-cg align."
-        )

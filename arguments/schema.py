@@ -65,7 +65,7 @@ class GraphArguments:
     cg_backend: Literal["te", "native"] = _flag(
         "te",
         "What captures graphs: Transformer Engine (default), or this package with torch alone, "
-        "without FP8. The native backend was not run on a GPU yet.",
+        "without FP8.",
         choices=("te", "native"),
     )
     cg_on_failure: Literal["error", "eager"] = _flag(

@@ -52,7 +52,6 @@ def notices(run: RunArguments, graph: GraphArguments, environment: Environment) 
     if not run.wants_graphs:
         return ()
     lines = list(rules_environment.unseen_versions(environment))
-    lines += rules_backend.unseen_backend(environment)
     if not run.te_rng_tracker:
         lines.append(
             "--te-rng-tracker was not given and Megatron turns it on for graphs. An eager run "

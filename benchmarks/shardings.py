@@ -159,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl")
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "gpus": dist.get_world_size()}
-    found |= {name: str(value) for name, value in vars(args).items()}
+    left_out = ("out", "table")
+    found |= {name: str(value) for name, value in vars(args).items() if name not in left_out}
     try:
         found |= measure(args)
     except RuntimeError as error:  # What torch.compile cannot do is a result too.

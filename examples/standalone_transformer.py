@@ -1,8 +1,8 @@
 """Train a transformer of plain PyTorch, eagerly or with graphs, sharded in a way of your choice.
 
 No megatron-core is needed, and no megatron-fsdp but for its own sharding. On GPUs the graphs are
-CUDA graphs by Transformer Engine, or with --backend native by torch alone (not run on a GPU yet);
-without a GPU, two processes train over gloo with tapes instead.
+CUDA graphs by torch alone, or with --backend te by Transformer Engine. Without a GPU, two processes
+train over gloo, with tapes instead.
 
     torchrun --nproc-per-node 2 examples/standalone_transformer.py --graphs
     torchrun --nproc-per-node 2 examples/standalone_transformer.py --compare --sharding fsdp2
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers |= {"layers": 4, "hidden": 64, "sequence": 32}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--backend", choices=("te", "native"), default="te", help="on GPUs")
+    parser.add_argument("--backend", choices=("native", "te"), default="native", help="on GPUs")
     parser.add_argument("--sharding", choices=SHARDINGS, default="megatron-fsdp")
     parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args(arguments)

@@ -13,19 +13,14 @@ from tests.functional.conftest import skip_without
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "standalone_transformer.py"
 
 
-@pytest.mark.parametrize("sharding", ["megatron-fsdp", "megatron-fsdp-v2"])
-def test_the_example_trains_the_eager_numbers_though_its_loop_keeps_the_loss(sharding: str) -> None:
-    compare(sharding)
-
-
-@pytest.mark.parametrize("sharding", ["fsdp2", "ddp"])
-def test_the_example_trains_the_eager_numbers_without_megatron_fsdp(sharding: str) -> None:
-    compare(sharding)
-
-
-@pytest.mark.parametrize("sharding", ["megatron-fsdp", "fsdp2", "ddp"])
-def test_the_native_backend_trains_the_eager_numbers(sharding: str) -> None:
-    compare(sharding, "--backend", "native")
+@pytest.mark.parametrize("backend", ["native", "te"])
+@pytest.mark.parametrize("sharding", ["megatron-fsdp", "megatron-fsdp-v2", "fsdp2", "ddp"])
+def test_the_example_trains_the_eager_numbers_though_its_loop_keeps_the_loss(
+    sharding: str, backend: str
+) -> None:
+    ended = run([str(EXAMPLE), "--compare", "--sharding", sharding, "--backend", backend])
+    assert "all parameter shards: bitwise equal" in ended.stdout
+    assert "'eager': 0," in ended.stdout and "'replayed': 0" not in ended.stdout
 
 
 def test_a_model_of_torchtitan_trains_the_eager_numbers() -> None:
@@ -34,13 +29,6 @@ def test_a_model_of_torchtitan_trains_the_eager_numbers() -> None:
     assert "bitwise equal" in ended.stdout
     # 3 graphs; 3 layers x 9 steps x 2 microbatches; one evaluation.
     assert "'captured': 3, 'replayed': 54, 'eager': 3, 'mismatched': 0" in ended.stdout
-
-
-def compare(sharding: str, *more: str) -> None:
-    """Run the example on two GPUs; nothing may run eagerly after the capture."""
-    ended = run([str(EXAMPLE), "--compare", "--sharding", sharding, *more])
-    assert "all parameter shards: bitwise equal" in ended.stdout
-    assert "'eager': 0," in ended.stdout and "'replayed': 0" not in ended.stdout
 
 
 def run(script: list[str]) -> subprocess.CompletedProcess[str]:

@@ -55,8 +55,9 @@ def train(*, graphed: bool) -> Iterator[torch.Tensor]:
     """All losses and gradient norms, an evaluation, then this rank's shards."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    backend = None if GPU else "tape"
-    graphs: Any = graph_units(model, ["layers.*"], backend=backend) if graphed else nullcontext()
+    graphs: Any = nullcontext()
+    if graphed:
+        graphs = graph_units(model, ["layers.*"], backend="native" if GPU else "tape")
     with graphs:
         for step in range(STEPS):
             with graphs.step() if graphed else nullcontext():

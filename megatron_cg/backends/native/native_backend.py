@@ -2,7 +2,7 @@
 
 For plain modules, Megatron's local spec, and TE's modules without FP8. Warmup, the order of passes,
 hooks and the life of results are the driver's (``backends/driver/capture.py``), which CI runs on
-the tape. Not run on a GPU yet.
+the tape.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def graph_units(
     units: UnitName | Iterable[UnitName],
     *,
     warmup_steps: int = 3,
-    backend: Backend | BackendName | None = None,
+    backend: Backend | BackendName = "native",
     on_failure: OnFailure = "error",
     on_mismatch: OnMismatch = "eager",
     verify_interval: int = 0,
@@ -79,8 +79,8 @@ def graph_units(
             dots; modules; or classes. A single one may be given without a list.
         warmup_steps: eager steps before capture, at least 1. From 3 on, keyword inputs that are the
             same tensor in all steps, such as a mask or a rotary table, are read in place.
-        backend: the capture backend, as an object or by name (``"transformer_engine"`` or ``"te"``,
-            ``"native"``, ``"tape"``); Transformer Engine if None.
+        backend: the capture backend, as an object or by name: ``"native"``, which needs nothing but
+            torch; ``"transformer_engine"`` or ``"te"``, which captures FP8 too; ``"tape"``.
         on_failure: whether a failed capture raises, or is logged and training goes on eagerly.
         on_mismatch: what happens when a graph must not be replayed; as ``--cg-on-mismatch``.
         verify_interval: compare replays with eager passes once in so many steps; 0 means never.

@@ -98,7 +98,7 @@ def test_equal_code_changes_nothing(region: Region) -> None:
 
 def test_outputs_that_are_all_zero_show_nothing(region: Region) -> None:
     with torch.no_grad():
-        region.module.linear.bias.zero_()
+        region.module.get_parameter("linear.bias").zero_()
     empty = Region(region.module, (torch.zeros(2, 4, requires_grad=True),), region.kwargs)
     said = first_difference(empty, right)
     assert said is not None and said.startswith("every output is zero")
