@@ -8,7 +8,7 @@ ATen operations: Inductor's code names its GPU, and so could not serve other ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import AotAutograd
 from megatron_cg.errors import PrecompileError
 from megatron_cg.precompile.collectives import traceable
 from megatron_cg.precompile.fingerprint import Capability, fingerprint
+from megatron_cg.precompile.fused_norm import fused_norms_kept
 from megatron_cg.precompile.graph_checks import (
     PREFIX,
     name_groups,
@@ -86,7 +87,8 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
     made = _Graphs(region)
     settings = torch._dynamo.config.patch(enable_aot_compile=True)
     # torch's cache on disk would answer instead of our compilers, with a pickle of who knows whom.
-    with settings, _FRESH_CACHE.find()(), traceable(), _naming_the_place(rank):
+    fused = nullcontext() if capability is None else fused_norms_kept()
+    with settings, fused, _FRESH_CACHE.find()(), traceable(), _naming_the_place(rank):
         backend = _Checked(
             fw_compiler=made.compiler("forward"), bw_compiler=made.compiler("backward")
         )
