@@ -30,12 +30,19 @@ DETERMINISTIC_ENVIRONMENT = {
     "NCCL_ALGO": "Ring",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "MAMBA_DETERMINISTIC": "1",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
 }
-"""Variables that megatron-core 0.19.2 requires for --deterministic-mode (training/determinism.py).
+"""Variables without which even two eager runs can differ.
 
-Also for mamba-ssm (2.3.2, utils/determinism.py): its Triton kernels choose their block sizes at
-import, before --deterministic-mode is known. Otherwise they choose them by timing, and even two
-eager runs can differ.
+The first three megatron-core 0.19.2 requires for --deterministic-mode (training/determinism.py).
+The fourth is for mamba-ssm (2.3.2, utils/determinism.py): its Triton kernels choose their block
+sizes at import, before --deterministic-mode is known, and otherwise by timing.
+
+The last two are for code compiled for any number of rows, as Megatron's activation of experts.
+Inductor chooses how a kernel sums from the number of rows that it is compiled with (torch 2.11,
+``_persistent_reduction_configs``: 8 warps below 1,024 rows of 1,024 elements, else 1). Torch's
+caches on disk do not know that number, so a later run would take the kernel of another rank.
 """
 
 MUTATION_VARIABLE = "MEGATRON_CG_MUTATE"

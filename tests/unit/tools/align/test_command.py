@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +86,19 @@ def test_the_environment_is_deterministic_and_finds_the_package() -> None:
     assert env["NCCL_ALGO"] == "Ring" and env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
     assert env["CUDNN_HOME"] == "/cudnn" and env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env and "MEGATRON_CG_MUTATE" not in env
+
+
+def test_the_runs_share_no_compiled_code_of_other_row_counts() -> None:
+    """Torch's caches on disk hold kernels that were chosen for the rows of another process."""
+    script = (
+        "import torch._inductor.config as inductor, torch._functorch.config as functorch; "
+        "print(inductor.fx_graph_cache, functorch.enable_autograd_cache)"
+    )
+    env = environment(os.environ, root=Path("/root"), cudnn=None)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["False", "False"]
 
 
 def test_a_cudnn_that_was_chosen_is_kept_and_a_mutation_is_passed_on() -> None:
