@@ -20,7 +20,7 @@ from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.files import write_text
 from megatron_cg.tools.align import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.align_tables import as_json, print_report
-from megatron_cg.tools.align.command import Plan
+from megatron_cg.tools.align.command import Plan, by_run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, NOT_COMPARABLE
 from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.tools.align.presets import Preset, load_preset
@@ -85,6 +85,7 @@ def _check_writable(path: Path) -> None:
 def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) -> Align:
     """Both runs of a Megatron script; prepares their data first. Raises LaunchError."""
     LayerSelection.parse(args.cg_layers)
+    both, of_graphs = by_run(extra)
     plan = Plan(
         script=(args.script or example_script()).resolve(),
         nproc=args.nproc or max(1, min(preset.nproc, gpu_count())),
@@ -93,8 +94,8 @@ def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) 
         scopes=preset.scopes if args.scopes is None else tuple(args.scopes),
         warmup_steps=args.warmup_steps,
         bf16=args.dtype == "bf16",
-        graph_extra=_graph_flags(args),
-        extra=tuple(extra),
+        graph_extra=(*_graph_flags(args), *of_graphs),
+        extra=both,
     )
     check_gpus(plan, options)
     return partial(align_on_gpus, plan, options=options)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+from megatron_cg.arguments.schema import GraphArguments
+from megatron_cg.arguments.validation import ANY_RUN
 
 BASE_FLAGS = (
     *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
@@ -45,6 +48,13 @@ Inductor chooses how a kernel sums from the number of rows that it is compiled w
 caches on disk do not know that number, so a later run would take the kernel of another rank.
 """
 
+ABOUT_GRAPHS = frozenset(
+    f"--{field.name.replace('_', '-')}"
+    for field in fields(GraphArguments)
+    if field.name not in ANY_RUN
+)
+"""This package's flags that a run without graphs refuses."""
+
 MUTATION_VARIABLE = "MEGATRON_CG_MUTATE"
 
 
@@ -81,6 +91,21 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
     name = "graphs" if graphs else "eager"
     extra = [word.replace("{run}", name) for word in plan.extra]
     return [*words, *extra, "--cg-record", str(record)]
+
+
+def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the user gave for the script: the words of both runs, and those of the graph run alone.
+
+    The latter are this package's flags about graphs, which an eager run refuses, with their values.
+    """
+    both: list[str] = []
+    of_graphs: list[str] = []
+    chosen = both
+    for word in words:
+        if word.startswith("--"):
+            chosen = of_graphs if word.partition("=")[0] in ABOUT_GRAPHS else both
+        chosen.append(word)
+    return tuple(both), tuple(of_graphs)
 
 
 def graph_flags(plan: Plan) -> list[str]:

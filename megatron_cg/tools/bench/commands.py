@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT, environment
+from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT, by_run, environment
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.bench.configurations import KNOWN, shared_words
 from megatron_cg.tools.bench.shapes import default_scopes, layer_count, parallel_words, with_layers
@@ -72,7 +72,8 @@ def script_words(settings: Settings, configuration: str, data: Sequence[str]) ->
     words += [*data, "--train-iters", str(settings.windows.steps)]
     words += parallel_words(settings.preset, settings.nproc, settings.microbatches)
     words += one.words(settings.chosen_scopes, settings.windows.warmup)
-    return [*words, *settings.extra]
+    both, of_graphs = by_run(settings.extra)
+    return [*words, *both, *(of_graphs if one.fsdp and one.graphs == "partial" else ())]
 
 
 def command(settings: Settings, configuration: str, data: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ EAGER, EAGER_FAST_PATH, DDP_EAGER = "fsdp-eager", "fsdp-eager-fast-path", "ddp-e
 GRAPHS, PLAIN, DDP_GRAPHS = "fsdp-graphs", "fsdp-graphs-plain", "ddp-graphs"
 FULL = "fsdp-full-iteration"
 TORCH_EAGER, EXPERTS = "fsdp-eager-torch-gemm", "fsdp-graphs-experts"
+NATIVE_GRAPHS = "fsdp-graphs-native"
 
 _FSDP_ONLY = {
     "--use-megatron-fsdp": 0,
@@ -45,6 +46,8 @@ class Configuration:
     """The models that it makes sense for."""
     torch_gemm: bool = False
     """Whether experts compute by torch's grouped GEMM; graphs then hold them."""
+    native: bool = False
+    """Whether graphs are captured without Transformer Engine."""
     baseline: str = EAGER
     """The name of the configuration that its ratios are to."""
 
@@ -63,6 +66,7 @@ class Configuration:
         if self.graphs == "full":
             return [*words, "--cuda-graph-impl", "full_iteration"]
         words += ["--cuda-graph-impl", "transformer_engine"]
+        words += ["--cg-backend", "native"] if self.native else []
         captured = self.captured(scopes)
         words += ["--cuda-graph-modules", *captured] if captured else []
         return [*words, *(self._fast_path_words() if self.fsdp else ())]
@@ -139,17 +143,28 @@ WITH_TORCH_GEMM = {
         Configuration(
             TORCH_EAGER,
             "Megatron-FSDP, eager, with torch's grouped GEMM",
-            *(True, "none", (), "MoE", True, TORCH_EAGER),
+            *(True, "none", (), "MoE", True),
+            baseline=TORCH_EAGER,
         ),
         Configuration(
             EXPERTS,
             "Megatron-FSDP with graphs that hold whole MoE layers, by torch's grouped GEMM",
-            *(True, "partial", PARTS, "MoE", True, TORCH_EAGER),
+            *(True, "partial", PARTS, "MoE", True),
+            baseline=TORCH_EAGER,
         ),
     )
 }
 """Dropless experts in graphs, and the baseline with the same grouped GEMM; by ``--only``."""
-KNOWN = CONFIGURATIONS | ABLATIONS | WITH_TORCH_GEMM
+WITHOUT_TE = {
+    NATIVE_GRAPHS: Configuration(
+        NATIVE_GRAPHS,
+        "Megatron-FSDP with partial graphs by the native backend",
+        *(True, "partial", PARTS),
+        native=True,
+    )
+}
+"""Graphs by torch alone; by ``--only``."""
+KNOWN = CONFIGURATIONS | ABLATIONS | WITH_TORCH_GEMM | WITHOUT_TE
 
 
 def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:

@@ -2,7 +2,8 @@
 
 The same model, data and seed; loss and gradient norm of every step and, at the end, every
 parameter shard. Exit code 0: identical; 1: different; 3: a run failed; 2: cannot be run or compared
-as asked. Arguments after a bare -- are Megatron's own, for both runs.
+as asked. Arguments after a bare -- are for the script: Megatron's flags for both runs, and flags of
+this package about graphs, such as --cg-verify-interval, for the run with graphs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.command import Plan, arguments, environment
+from megatron_cg.tools.align.command import Plan, arguments, by_run, environment
 from megatron_cg.tools.align.processes import LaunchError, Options
 from megatron_cg.tools.align.token_data import TokenStream
 
@@ -66,6 +66,17 @@ def test_extra_flags_come_last_so_that_they_win() -> None:
     line = words(True)
     assert line.index("--seed") < len(line) - 1 - line[::-1].index("--seed")
     assert line[-6:] == ["--seed", "5", "--save", "/saved/graphs", "--cg-record", "/r"]
+
+
+def test_flags_about_graphs_are_for_the_graph_run_alone() -> None:
+    given = ["--seed", "5", "--cg-verify-interval", "1", "--cg-grouped-gemm", "torch"]
+    given += ["--cg-layers", "attn:0-1", "mlp:2", "--cg-no-fsdp-fast-path", "--lr=1", "--x", "-1"]
+    both, of_graphs = by_run([*given, "--cg-on-mismatch=error"])
+    assert " ".join(both) == "--seed 5 --cg-grouped-gemm torch --lr=1 --x -1"
+    assert " ".join(of_graphs) == (
+        "--cg-verify-interval 1 --cg-layers attn:0-1 mlp:2 --cg-no-fsdp-fast-path "
+        "--cg-on-mismatch=error"
+    )
 
 
 def test_no_scope_is_the_whole_layer() -> None:

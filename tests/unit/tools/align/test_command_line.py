@@ -91,6 +91,16 @@ def test_the_native_backend_captures_the_run_with_graphs(
     assert asked["plan"].graph_extra == flags
 
 
+def test_flags_about_graphs_reach_the_graph_run(
+    text: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer(monkeypatch, Outcome(Comparison(IDENTICAL, "", (SAME,), 4)))
+    extra = ["--", "--seed", "7", "--cg-moe-rows", "1.5"]
+    assert main(["align", "--backend", "transformer_engine", *text, *extra]) == 0
+    assert asked["plan"].graph_extra == ("--cg-moe-rows", "1.5")
+    assert asked["plan"].extra == ("--seed", "7")
+
+
 def test_the_table_shows_numbers_differences_and_shards(
     text: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

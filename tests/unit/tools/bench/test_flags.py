@@ -16,11 +16,14 @@ from megatron_cg.tools.bench.commands import Settings, script_words
 from megatron_cg.tools.bench.configurations import (
     ABLATIONS,
     EAGER_FAST_PATH,
+    EXPERTS,
     FULL,
     GRAPHS,
     KNOWN,
     PLAIN,
+    TORCH_EAGER,
     WITH_TORCH_GEMM,
+    WITHOUT_TE,
 )
 from megatron_cg.tools.bench.shapes import SHAPES, is_moe
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
@@ -33,7 +36,7 @@ PAIRS = [
     for shape in SHAPES
     for configuration in configurations_for(load_preset(shape), None, scaling=False)
 ]
-PAIRS += [("qwen3-moe", name) for name in ABLATIONS]
+PAIRS += [("qwen3-moe", name) for name in (*ABLATIONS, *WITHOUT_TE)]
 PAIRS += [(shape, name) for shape in ("qwen3-moe", "deepseek-v3") for name in WITH_TORCH_GEMM]
 
 
@@ -87,6 +90,7 @@ def test_every_configuration_of_every_shape_is_accepted(
     assert captured == (list(scopes) if one.graphs == "partial" else [])
     assert ("moe" in captured) is (one.torch_gemm and one.graphs == "partial")
     assert args.cg_grouped_gemm == ("torch" if one.torch_gemm else "te")
+    assert args.cg_backend == ("native" if one.native else "te")
     impl = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
     assert config.cuda_graph_impl == impl[one.graphs]
     assert args.cuda_graph_warmup_steps == 3
@@ -131,6 +135,16 @@ def test_what_was_left_out_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     args = parsed(settings, GRAPHS, monkeypatch)
     assert args.check_for_nan_in_loss_and_grad and args.seq_length == 2048
     assert args.apply_rope_fusion
+
+
+def test_flags_about_graphs_are_for_configurations_with_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    extra = ("--cg-moe-rows", "1.25", "--seed", "7")
+    settings = Settings(load_preset(MOE), nproc=2, extra=extra)
+    graphs, eager = (parsed(settings, name, monkeypatch) for name in (EXPERTS, TORCH_EAGER))
+    assert graphs.cg_moe_rows == 1.25 and eager.cg_moe_rows is None
+    assert graphs.seed == eager.seed == 7
 
 
 def test_a_full_iteration_is_for_dense_models_alone() -> None:
