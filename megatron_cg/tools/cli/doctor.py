@@ -20,9 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
         "--backend",
-        choices=("transformer_engine", "tape"),
+        choices=("transformer_engine", "native", "tape"),
         default="transformer_engine",
-        help="what is to capture: TE on GPUs (default), or the tape, which needs neither",
+        help="what is to capture: TE on GPUs (default), torch alone on GPUs, or the tape, which "
+        "needs neither",
     )
 
 

@@ -75,10 +75,10 @@ class Interpreter:
         if self._version("torch") is None:
             return answers
         stages = [TORCH]
-        if self._backend == TE:
+        if self._backend != "tape":
             stages.append(DRIVER)
-            if self._version("transformer-engine") is not None:
-                stages.append(TE)
+        if self._backend == TE and self._version("transformer-engine") is not None:
+            stages.append(TE)
         if self._version("megatron-core") is not None or self._has_megatron():
             stages += [SYMBOLS, FLAGS, CHANGES]
         # Last, because it starts many programs, and no other stage needs it.

@@ -12,7 +12,7 @@ from megatron_cg.tools.doctor import gpu_checks as machine
 from megatron_cg.tools.doctor import module_places as modules
 from megatron_cg.tools.doctor import symbol_checks as symbols
 from megatron_cg.tools.doctor.finding import Finding, Level, NotReachedError, note
-from megatron_cg.tools.doctor.system import TAPE, TRANSFORMER_ENGINE, System
+from megatron_cg.tools.doctor.system import NATIVE, TAPE, TRANSFORMER_ENGINE, System
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,24 @@ class Check:
     look: Callable[[System], Iterable[Finding]]
     decides: bool = True
     """Whether it can find that a run is impossible; then its own failure must be reported."""
-    backends: tuple[str, ...] = (TRANSFORMER_ENGINE, TAPE)
+    backends: tuple[str, ...] = (TRANSFORMER_ENGINE, NATIVE, TAPE)
     stage: str | None = None
     """The stage of the other process; this check reports the stage's failure."""
 
 
-_GPU = (TRANSFORMER_ENGINE,)
+_TE = (TRANSFORMER_ENGINE,)
+_GPU = (TRANSFORMER_ENGINE, NATIVE)
 CHECKS: tuple[Check, ...] = (
     Check("python", versions.python),
     Check("packages", versions.packages),
-    Check("te-parts", versions.te_parts, backends=_GPU),
+    Check("te-parts", versions.te_parts, backends=_TE),
     Check("torch", symbols.torch_imports, stage=ask.TORCH),
     Check("cuda", versions.cuda, backends=_GPU),
     Check("driver", machine.driver, backends=_GPU, stage=ask.DRIVER),
     Check("gpus", machine.gpus, backends=_GPU),
     Check("gpu-memory", machine.memory, decides=False, backends=_GPU),
     Check("shared-memory", machine.shared_memory, decides=False, backends=_GPU),
-    Check("te-import", symbols.te_imports, backends=_GPU, stage=ask.TE),
+    Check("te-import", symbols.te_imports, backends=_TE, stage=ask.TE),
     Check("libraries", libraries.libraries, decides=False, backends=_GPU),
     Check("megatron", modules.megatron_copies),
     Check("dataset-helpers", modules.dataset_helpers, backends=_GPU),

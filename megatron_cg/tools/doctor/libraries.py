@@ -62,7 +62,7 @@ def te_cudnn_by_variables(variables: Mapping[str, str]) -> Path | None:
 
 def _expected_of_te(system: System, family: str) -> list[dict[str, Any]]:
     """If TE cannot be inspected: the libraries that it would open, in its own order."""
-    if family != "cudnn" or not system.wants_gpu:
+    if family != "cudnn" or not system.wants_te:
         return []
     named = te_cudnn_by_variables(system.variables)
     if named is not None:

@@ -26,6 +26,8 @@ _TE_ONLY = (
     f"{_FAST}.gradients.detached",
     "megatron_cg.moe.install",
 )
+_NOT_NATIVE = ("megatron_cg.backends.te.te_backend", "megatron_cg.backends.te.te_replay")
+"""What captures by Transformer Engine. Its modules may still be in the model."""
 _WITHOUT_GRAPHS = ("megatron_cg.consensus.compiled_regions",)
 """Modules that a run with graphs does not use; they change other packages in their own block."""
 _TAPE_ONLY = ("megatron_cg.backends.tape.", "megatron_cg.tools.cpu.")
@@ -89,7 +91,7 @@ def taken_over(backend: str, package: Path = _PACKAGE) -> list[dict[str, str]]:
 
 def _used(backend: str, package: Path) -> list[str]:
     """The modules that a run with ``backend`` uses."""
-    others = _TAPE_ONLY if backend == TE else _TE_ONLY
+    others = {TE: _TAPE_ONLY, "native": (*_TAPE_ONLY, *_NOT_NATIVE)}.get(backend, _TE_ONLY)
     return [name for name in modules_that_rely(package) if not name.startswith(others)]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_cg.tools.doctor.ask import Interpreter
 from megatron_cg.upstream.symbols import installed_version
 
-TRANSFORMER_ENGINE, TAPE = "transformer_engine", "tape"
+TRANSFORMER_ENGINE, NATIVE, TAPE = "transformer_engine", "native", "tape"
 _ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -42,8 +42,8 @@ class System:
     package: Path = _ROOT / "megatron_cg"
 
     @property
-    def wants_gpu(self) -> bool:
-        """Whether graphs will be captured on GPUs."""
+    def wants_te(self) -> bool:
+        """Whether Transformer Engine will capture graphs."""
         return self.backend == TRANSFORMER_ENGINE
 
 

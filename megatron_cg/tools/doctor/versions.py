@@ -56,7 +56,7 @@ def packages(system: System) -> Iterator[Finding]:
             "pip install megatron-cg",
         )
     for name in PACKAGES:
-        if name == _TE and not system.wants_gpu:
+        if name == _TE and not system.wants_te:
             continue
         yield _package(system, name, ranges.get(name, Requirement(name)))
 

@@ -26,8 +26,8 @@ from megatron_cg.tools.doctor.finding import (
     warning,
 )
 from megatron_cg.tools.doctor.findings_shown import as_json, print_report
-from megatron_cg.tools.doctor.system import TAPE, TRANSFORMER_ENGINE, System
-from tests.unit.tools.doctor.systems import ROOT, of_level, only, system
+from megatron_cg.tools.doctor.system import NATIVE, TAPE, TRANSFORMER_ENGINE, System
+from tests.unit.tools.doctor.systems import ROOT, VERSIONS, of_level, only, system
 
 
 def finds_then_fails(_system: System) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ def test_every_check_survives_a_system_with_nothing_in_it(tmp_path: Path) -> Non
         requirements=["~~ not one"],
         python="?",
     )
-    for backend in (TRANSFORMER_ENGINE, TAPE):
+    for backend in (TRANSFORMER_ENGINE, NATIVE, TAPE):
         found = examine(dataclasses.replace(here, backend=backend))
         assert {finding.check for finding in found} >= {"torch", "symbols", "packages"}
         assert not can_run(found)
@@ -78,6 +78,14 @@ def test_names_of_checks_are_unique_and_no_check_of_a_gpu_is_for_the_tape() -> N
     assert len(set(names)) == len(names)
     tape = {check.name for check in CHECKS if TAPE in check.backends}
     assert tape.isdisjoint({"driver", "gpus", "gpu-memory", "cuda", "te-import", "libraries"})
+
+
+def test_the_native_backend_needs_a_gpu_and_no_transformer_engine() -> None:
+    here = system(backend=NATIVE, versions={name: None for name in VERSIONS if "engine" in name})
+    found = examine(here)
+    checks = {finding.check for finding in found}
+    assert checks >= {"driver", "gpus", "cuda"} and checks.isdisjoint({"te-parts", "te-import"})
+    assert not [f for f in found if f.level is Level.ERROR and "ngine" in f.found]
 
 
 STAGES = """

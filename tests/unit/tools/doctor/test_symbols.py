@@ -20,7 +20,7 @@ from megatron_cg.upstream.symbols import Symbol
 from tests.unit.tools.doctor.systems import ROOT, of_level, only, system
 
 PACKAGE = ROOT / "megatron_cg"
-TE_ONLY = ["megatron_cg.backends.te.gone"]
+TE_ONLY = ["megatron_cg.backends.te.gone", "megatron_cg.backends.te.te_replay_gone"]
 TAPE_ONLY = ["megatron_cg.backends.tape.gone", "megatron_cg.tools.cpu.gone"]
 NOT_YET = ("tools/bench/",)
 """Modules that look symbols up and do not declare them yet; they are not in the doctor's report."""
@@ -123,7 +123,9 @@ def test_each_backend_needs_the_modules_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relied_on, "modules_that_rely", lambda _: [*TE_ONLY, *TAPE_ONLY])
-    for backend, mine in (("transformer_engine", TE_ONLY), ("tape", TAPE_ONLY)):
+    native = TE_ONLY[:1]
+    backends = (("transformer_engine", TE_ONLY), ("native", native), ("tape", TAPE_ONLY))
+    for backend, mine in backends:
         assert [row["module"] for row in look_up(backend)] == mine
 
 
