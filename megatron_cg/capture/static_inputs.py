@@ -12,6 +12,7 @@ Note [A borrowed input is never written]
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -24,7 +25,10 @@ from megatron_cg.upstream.copies import look_before
 
 
 class StaticInputs:
-    """Observes whole training steps to find the keyword inputs of layers that never change."""
+    """Observes whole training steps to find the inputs of layers that never change.
+
+    Inputs are known by name, also those that are given by position.
+    """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = tuple(layers)
@@ -37,8 +41,9 @@ class StaticInputs:
         stack = ExitStack()
         for index, layer in enumerate(self._layers):
 
-            def look(_module: Any, _args: Any, kwargs: Any, index: int = index) -> None:
-                self._look(index, kwargs)
+            def look(module: Any, args: Any, kwargs: Any, index: int = index) -> None:
+                names = positional_names(module.forward, len(args))
+                self._look(index, dict(zip(names, args, strict=True)) | kwargs)
 
             stack.callback(look_before(layer, look))
         self._steps += 1
@@ -76,6 +81,16 @@ class StaticInputs:
                 self._seen[key] = weakref.ref(value)
             elif self._seen[key]() is not value:
                 self._changed.add(key)
+
+
+def positional_names(forward: Callable[..., Any], count: int) -> list[str]:
+    """Names of the first ``count`` positional arguments; ``number N`` without one as a keyword."""
+    parameters = list(inspect.signature(forward).parameters.values())
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [
+        parameters[n].name if n < len(parameters) and parameters[n].kind is named else f"number {n}"
+        for n in range(count)
+    ]
 
 
 def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -3,17 +3,20 @@
 A graph takes tensors and nothing else. Modules of plain PyTorch also take flags and None
 (``nn.TransformerEncoder`` passes ``is_causal`` to its layers). An argument that is no tensor keeps
 its observed value: capture uses it, and a call with another value is not replayed.
+
+A graph gets the first tensor that is given by position, and all others by name. So a table that is
+given by position, as torchtitan gives ``freqs_cis``, can be read in place like one by keyword.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_cg.capture.static_inputs import positional_names
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 
@@ -32,30 +35,37 @@ _TENSOR = _Tensor()
 class CallForm:
     """The form of one unit's calls.
 
-    ``args`` and ``kwargs`` hold a mark for each tensor and every other argument itself. ``names``
+    ``args`` and ``kwargs`` hold a mark for each tensor and every other argument itself. ``tensors``
     are the names of the positional tensors.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    names: tuple[str, ...]
+    tensors: tuple[str, ...]
 
     @classmethod
     def of(
         cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallForm:
         """The form of ``forward(*args, **kwargs)``."""
-        labels = _labels(forward, len(args))
+        names = positional_names(forward, len(args))
         return cls(
             tuple(_marked(value) for value in args),
             {name: _marked(value) for name, value in kwargs.items()},
-            tuple(n for n, v in zip(labels, args, strict=True) if isinstance(v, torch.Tensor)),
+            tuple(n for n, v in zip(names, args, strict=True) if isinstance(v, torch.Tensor)),
         )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of the tensor that a graph gets by position; empty if there is none."""
+        return self.tensors[:1]
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], Mismatch | None]:
-        """A call's tensors, by position and by keyword, and its first mismatch with this form."""
+        """A call's first positional tensor, the others by name, and the first mismatch with this
+        form.
+        """
         if len(args) != len(self.args):
             found = Mismatch(
                 "structure",
@@ -71,15 +81,16 @@ class CallForm:
         for name, expected, actual in entries:
             if not _same(expected, actual):
                 return (), {}, _mismatch(name, expected, actual)
-        positional = tuple(v for v, old in zip(args, self.args, strict=True) if old is _TENSOR)
-        by_name = {name: kwargs[name] for name, old in self.kwargs.items() if old is _TENSOR}
-        return positional, by_name, None
+        given = [v for v, old in zip(args, self.args, strict=True) if old is _TENSOR]
+        by_name = dict(zip(self.tensors[1:], given[1:], strict=True))
+        by_name |= {name: kwargs[name] for name, old in self.kwargs.items() if old is _TENSOR}
+        return tuple(given[:1]), by_name, None
 
     def join(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments of a call with these tensors; the reverse of :meth:`split`."""
-        tensors = iter(args)
+        tensors = iter((*args, *(kwargs[name] for name in self.tensors[1:])))
         positional = tuple(next(tensors) if old is _TENSOR else old for old in self.args)
         by_name = {n: kwargs[n] if old is _TENSOR else old for n, old in self.kwargs.items()}
         return positional, by_name
@@ -92,7 +103,7 @@ class CallForm:
             for name, value in [*entries, *self.kwargs.items()]
             if value is not _TENSOR and not isinstance(value, _CONSTANTS)
         ]
-        if not self.names:
+        if not self.tensors:
             found.append("no argument given by position is a tensor")
         return found
 
@@ -116,11 +127,3 @@ def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
         described(actual),
         "Only tensors go into a graph; all else is in it as it was at capture.",
     )
-
-
-def _labels(forward: Callable[..., Any], count: int) -> list[str]:
-    """Names of the first ``count`` positional parameters."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(forward).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
-    return names + [f"number {n}" for n in range(len(names), count)]

@@ -61,3 +61,22 @@ def test_a_table_unlike_the_sample_is_not_read_in_place() -> None:
     unlike = (torch.zeros(4), torch.zeros(3).half(), torch.zeros(6)[::2])
     for sample in (*unlike, torch.zeros(3, device="meta"), torch.zeros(3, requires_grad=True)):
         assert replaced(inputs, sample) is sample
+
+
+def test_a_table_given_by_position_is_known_by_its_name() -> None:
+    class ByPosition(nn.Module):
+        def forward(self, x: torch.Tensor, table: torch.Tensor, /, *more: object) -> torch.Tensor:
+            return x
+
+    class Named(nn.Module):
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return x
+
+    table, sample = torch.ones(3), torch.zeros(3)
+    for layer, name in ((ByPosition(), "number 1"), (Named(), "table")):
+        inputs = StaticInputs([layer])
+        for _ in range(2):
+            stop = inputs.observe_step()
+            layer(torch.ones(1), table)
+            stop()
+        assert inputs.replace_in(0, {name: sample})[name] is table

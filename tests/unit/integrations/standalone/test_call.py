@@ -23,10 +23,21 @@ def form() -> CallForm:
 
 def test_tensors_are_taken_out_and_put_back() -> None:
     args, kwargs, mismatch = form().split((Y, True, X), {"scale": 1, "mask": MASK})
-    assert args == (Y, X) and kwargs == {"mask": MASK} and mismatch is None
-    assert form().names == ("x", "y")
-    joined, named = form().join((X, Y), {"mask": MASK})
+    assert args == (Y,) and kwargs == {"y": X, "mask": MASK} and mismatch is None
+    assert form().names == ("x",)
+    joined, named = form().join((X,), {"mask": MASK, "y": Y})
     assert joined == (X, True, Y) and named == {"mask": MASK, "scale": 1}
+
+
+def test_tensors_without_a_name_are_numbered() -> None:
+    def variadic(x: Any, /, *more: Any, **named: Any) -> None:
+        pass
+
+    found = CallForm.of(variadic, (1, X, Y), {"x": MASK})
+    assert found.split((1, X, Y), {"x": MASK})[:2] == ((X,), {"number 2": Y, "x": MASK})
+    joined = found.join((X,), {"number 2": Y, "x": MASK})
+    assert joined == ((1, X, Y), {"x": MASK})
+    assert CallForm.of(variadic, (X, Y), {"x": MASK}).names == ("number 0",)
 
 
 @pytest.mark.parametrize(

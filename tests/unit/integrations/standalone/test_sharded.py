@@ -311,3 +311,35 @@ def test_a_process_without_process_groups_is_one_rank() -> None:
             found.append([p.detach().clone() for p in model.parameters()])
             assert graphs.counters.replayed == 3 * (1 + graphed)
     assert all(map(torch.equal, *found))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, flag: bool, table: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) * table if flag else x
+        return y
+
+
+@pytest.mark.parametrize("new_table", [False, True])
+def test_a_table_by_position_is_read_in_place_until_it_changes(new_table: bool) -> None:
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        unit, table = Scaled(), torch.arange(4.0)
+        graphs = graph_units(torch.nn.Sequential(unit), ["0"], warmup_steps=3, backend="tape")
+        for step in range(6):
+            if new_table and step == 5:
+                table = table + 1
+            with graphs.step() if graphed else nullcontext():
+                unit(torch.full((3, 4), float(step)), True, table).square().sum().backward()
+        found.append([p.grad.clone() for p in unit.parameters() if p.grad is not None])
+        if graphed:
+            replays = 3 - new_table
+            counters = graphs.counters
+            assert (counters.replayed, counters.eager) == (replays, int(new_table))
+            assert (counters.inputs_in_place, counters.inputs_copied) == (replays, replays)
+        graphs.close()
+    assert all(map(torch.equal, *found))
