@@ -20,8 +20,10 @@ Note [DDP finds parameters by their accumulators]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,25 +72,29 @@ class OtherLeaves:
     def held(self) -> Iterator[None]:
         """Modules hold the leaves inside the block.
 
-        Raises CaptureError if a backward pass in the block reached a parameter itself.
+        Raises CaptureError if a pass in the block uses a parameter itself, or moves a leaf to other
+        memory.
         """
-        missed: list[str] = []
         with ExitStack() as undo:
             for owner, name, parameter in self._places:
                 undo.callback(setattr, owner, name, parameter)
                 setattr(owner, name, self._leaves[parameter])
-                label = f"{type(owner).__name__}.{name}"
-                handle = parameter.register_hook(lambda _grad, label=label: missed.append(label))
-                undo.callback(handle.remove)
+                if parameter.requires_grad:  # It may have been frozen since.
+                    refuse = partial(_used_itself, f"{type(owner).__name__}.{name}")
+                    undo.callback(parameter.register_hook(refuse).remove)
+            for owner in {owner: None for owner, _, _ in self._places}:
+                if isinstance(owner, nn.RNNBase):
+                    undo.callback(_flattened(owner))
             self._held = True
             undo.callback(setattr, self, "_held", False)
             yield
-        if missed:
-            raise CaptureError(
-                f"{missed[0]} is used through another reference than the attribute of its module, "
-                "so its gradient cannot be captured under DistributedDataParallel. Use the "
-                "attribute in forward, or leave the unit out of graph_units."
-            )
+            for owner, name, parameter in self._places:
+                if self._leaves[parameter].data_ptr() != parameter.data_ptr():
+                    raise CaptureError(
+                        f"{type(owner).__name__} moves {name} to other memory in its forward pass, "
+                        "so a graph of it under DistributedDataParallel would not see what the "
+                        "optimizer changes. Leave the unit out of graph_units."
+                    )
 
     def replays(self, replay: ReplayFunction) -> None:
         """Make a graph captured in :meth:`held` give its gradients to the parameters."""
@@ -114,6 +120,31 @@ class _OnParameters:
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(parameter.detach())
+    made: Any = nn.Parameter(parameter.detach())
+    kind = type(parameter)
+    if type(made) is not kind and issubclass(kind, nn.Parameter):
+        # As Parameter makes itself. A forward pass may ask for the class.
+        made = torch.Tensor._make_subclass(kind, parameter.detach(), True)
     vars(made).update(vars(parameter))
-    return made
+    leaf: nn.Parameter = made
+    return leaf
+
+
+def _used_itself(label: str, _gradient: torch.Tensor) -> None:
+    raise CaptureError(
+        f"{label} is used through another reference than the attribute of its module, so its "
+        "gradient cannot be captured under DistributedDataParallel. Use the attribute in forward, "
+        "or leave the unit out of graph_units."
+    )
+
+
+def _flattened(module: nn.RNNBase) -> Callable[[], None]:
+    """Tell a recurrent module that its weights are flattened already, as those of the leaves are.
+
+    Otherwise it would flatten the leaves into new memory (torch 2.11, ``RNNBase.forward``). Returns
+    the undo.
+    """
+    before: Any = module._flat_weight_refs
+    after: Any = [None if one is None else weakref.ref(one) for one in module._flat_weights]
+    module._flat_weight_refs = after
+    return partial(setattr, module, "_flat_weight_refs", before)

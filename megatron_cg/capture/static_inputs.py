@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,7 +32,8 @@ class StaticInputs:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = tuple(layers)
-        self._seen: dict[tuple[int, str], weakref.ref[torch.Tensor]] = {}
+        self._seen: dict[tuple[int, str], tuple[weakref.ref[torch.Tensor], int]] = {}
+        """With the version of the values: a layer may write into an input, such as a state."""
         self._changed: set[tuple[int, str]] = set()
         self._steps = 0
 
@@ -42,7 +43,7 @@ class StaticInputs:
         for index, layer in enumerate(self._layers):
 
             def look(module: Any, args: Any, kwargs: Any, index: int = index) -> None:
-                names = positional_names(module.forward, len(args))
+                names = positional_names(module.forward, len(args), kwargs)
                 self._look(index, dict(zip(names, args, strict=True)) | kwargs)
 
             stack.callback(look_before(layer, look))
@@ -65,7 +66,7 @@ class StaticInputs:
         found = dict(samples)
         for name, sample in samples.items():
             reference = self._seen.get((index, name))
-            tensor = reference() if reference is not None else None
+            tensor = reference[0]() if reference is not None else None
             if self._steps < 2 or tensor is None or (index, name) in self._changed:
                 continue
             if _alike(tensor, sample):
@@ -78,18 +79,32 @@ class StaticInputs:
             if not isinstance(value, torch.Tensor) or value.requires_grad:
                 self._changed.add(key)
             elif key not in self._seen:
-                self._seen[key] = weakref.ref(value)
-            elif self._seen[key]() is not value:
-                self._changed.add(key)
+                self._seen[key] = weakref.ref(value), _version(value)
+            else:
+                reference, version = self._seen[key]
+                if reference() is not value or version != _version(value):
+                    self._changed.add(key)
 
 
-def positional_names(forward: Callable[..., Any], count: int) -> list[str]:
-    """Names of the first ``count`` positional arguments; ``number N`` without one as a keyword."""
-    parameters = list(inspect.signature(forward).parameters.values())
+def _version(tensor: torch.Tensor) -> int:
+    """How often the values were written in place; torch does not count it in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def positional_names(
+    forward: Callable[..., Any], count: int, taken: Container[str] = ()
+) -> list[str]:
+    """Names of the first ``count`` positional arguments.
+
+    ``number N`` where there is none that a keyword could have, or where a keyword has it already: a
+    decorator may pass on the signature of what it decorates, and take other arguments.
+    """
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(forward).parameters.values()
+    names = [one.name if one.kind is named else None for one in parameters][:count]
+    names += [None] * (count - len(names))
     return [
-        parameters[n].name if n < len(parameters) and parameters[n].kind is named else f"number {n}"
-        for n in range(count)
+        f"number {n}" if name is None or name in taken else name for n, name in enumerate(names)
     ]
 
 

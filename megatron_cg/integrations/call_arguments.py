@@ -94,7 +94,7 @@ def _backend(value: object) -> Iterator[Violation]:
 _NO_TE = Violation(
     "backend",
     "Transformer Engine is not installed",
-    "the default backend captures by it",
+    "this backend captures by it",
     'pip install "transformer-engine[pytorch]", or capture without it: backend="native"',
 )
 

@@ -51,7 +51,11 @@ def _shapes(
     weight: torch.Tensor | None,
     eps: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs like those of the CUDA kernel: the result, and the reciprocal deviation in fp32."""
+    """Outputs like those of the CUDA kernel: the result, and the reciprocal deviation.
+
+    In a trace it is enough that this is there: torch takes the shapes from its own decomposition.
+    """
     rows = given.shape[: given.dim() - len(normalized_shape)]
     kept = [*rows, *(1 for _ in normalized_shape)]
-    return torch.empty_like(given), given.new_empty(kept, dtype=torch.float32)
+    dtype = torch.promote_types(given.dtype, torch.float32)
+    return given.new_empty(given.shape), given.new_empty(kept, dtype=dtype)

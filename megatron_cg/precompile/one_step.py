@@ -24,13 +24,13 @@ def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None
     this together, since both passes contain its collectives.
     """
     eager = _pass(region, region.module)
+    found = _pass(region, lambda *args, **kwargs: compiled(region.module, *args, **kwargs))
     outputs = [value for name, value in eager if name.startswith("output ")]
     if outputs and not any(one is not None and one.any() for one in outputs):
         return (
-            "every output is zero, so the comparison would show nothing: give the region arguments "
-            "with values like those to come"
+            "every output is zero, so the comparison shows nothing: give the region arguments and "
+            "weights with values like those to come"
         )
-    found = _pass(region, lambda *args, **kwargs: compiled(region.module, *args, **kwargs))
     if [name for name, _value in eager] != [name for name, _value in found]:
         return f"{len(eager)} results in eager and {len(found)} in compiled code"
     for (name, one), (_, other) in zip(eager, found, strict=True):

@@ -48,7 +48,7 @@ class CallForm:
         cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallForm:
         """The form of ``forward(*args, **kwargs)``."""
-        names = positional_names(forward, len(args))
+        names = positional_names(forward, len(args), kwargs)
         return cls(
             tuple(_marked(value) for value in args),
             {name: _marked(value) for name, value in kwargs.items()},

@@ -92,6 +92,7 @@ def graph_units(
         HookError: the model is sharded in a way that is not known, or in more than one.
         ConfigurationError: with every reason why a unit cannot be captured.
         UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
+        CaptureError: the native backend, and there is no GPU.
     """
     wanted = several(units)
     broken = [] if wanted else [_NO_UNITS]

@@ -113,12 +113,56 @@ def test_a_weight_that_is_not_used_by_its_attribute_is_refused() -> None:
     assert model.weight is model.kept[0] and not model.weight._backward_hooks
 
 
-def test_recurrent_layers_of_torch_use_the_leaves() -> None:
-    model = nn.LSTM(2, 2)
+class Flattening(nn.LSTM):
+    """Flattens its weights into new memory as on a GPU, where torch does."""
+
+    def flatten_parameters(self) -> None:
+        for weight in getattr(self, "_flat_weights", ()):
+            with torch.no_grad():
+                weight.set_(weight.clone())
+
+
+def test_recurrent_layers_of_torch_use_the_leaves_where_the_parameters_are() -> None:
+    model = Flattening(2, 2)
+    model(torch.ones(1, 1, 2))
+    places = [weight.data_ptr() for weight in model.parameters()]
+    refs = model._flat_weight_refs
     leaves = OtherLeaves([model])
     with leaves.held():
         output, _ = model(torch.ones(1, 1, 2))
         output.sum().backward()
         assert all(weight.grad is not None for weight in model.parameters())
+        assert [weight.data_ptr() for weight in model.parameters()] == places
     assert all(weight.grad is None for weight in model.parameters())
-    assert model._flat_weights[0] is model.weight_ih_l0
+    assert model._flat_weights[0] is model.weight_ih_l0 and model._flat_weight_refs is refs
+    model(torch.ones(1, 1, 2))
+    assert [weight.data_ptr() for weight in model.parameters()] == places
+
+
+def test_a_module_that_moves_its_weights_is_refused() -> None:
+    class Moving(Shared):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.clone()
+            return x * self.weight
+
+    with pytest.raises(CaptureError, match="Moving moves weight to other memory"):
+        run_on_leaves(Moving())
+
+
+def test_the_class_of_a_parameter_is_kept() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    model = Shared()
+    model.weight = model.same = Special(torch.full((3,), 2.0))
+    _, (weight, *_) = run_on_leaves(model)
+    assert type(weight) is Special and weight.requires_grad and weight.grad is not None
+
+
+def test_a_parameter_that_was_frozen_since_can_be_held() -> None:
+    model = Shared()
+    leaves = OtherLeaves([model])
+    model.weight.requires_grad_(False)
+    with leaves.held():
+        assert model.weight is not model.kept[0]
+    assert model.weight is model.kept[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.capture.static_inputs import StaticInputs, positional_names
 
 
 class Layer(nn.Module):
@@ -80,3 +80,26 @@ def test_a_table_given_by_position_is_known_by_its_name() -> None:
             layer(torch.ones(1), table)
             stop()
         assert inputs.replace_in(0, {name: sample})[name] is table
+
+
+def test_a_tensor_that_a_layer_writes_to_stays_a_sample() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+            seen += 1
+            return x
+
+    state, sample, layer = torch.zeros(()), torch.ones(()), Counts()
+    inputs = StaticInputs([layer])
+    for _ in range(2):
+        stop = inputs.observe_step()
+        layer(torch.ones(1), state)
+        stop()
+    assert inputs.replace_in(0, {"seen": sample})["seen"] is sample
+
+
+def test_a_name_that_a_keyword_has_is_not_given_to_another_argument() -> None:
+    def forward(x: torch.Tensor, bias: torch.Tensor) -> None:
+        pass
+
+    assert positional_names(forward, 2) == ["x", "bias"]
+    assert positional_names(forward, 3, {"bias": 1}) == ["x", "number 1", "number 2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -38,6 +39,20 @@ def test_tensors_without_a_name_are_numbered() -> None:
     joined = found.join((X,), {"number 2": Y, "x": MASK})
     assert joined == ((1, X, Y), {"x": MASK})
     assert CallForm.of(variadic, (X, Y), {"x": MASK}).names == ("number 0",)
+
+
+def test_a_decorator_with_another_argument_mixes_no_tensors_up() -> None:
+    def plain(x: Any, bias: Any) -> None:
+        pass
+
+    @functools.wraps(plain)
+    def scaled(scale: Any, x: Any, bias: Any) -> None:
+        pass
+
+    found = CallForm.of(scaled, (X, Y), {"bias": MASK})
+    args, kwargs, mismatch = found.split((X, Y), {"bias": MASK})
+    assert mismatch is None
+    assert found.join(args, kwargs) == ((X, Y), {"bias": MASK})
 
 
 @pytest.mark.parametrize(
