@@ -15,6 +15,7 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observers import PassEvents
+from megatron_cg.capture.other_parameters import other_parameters_refused
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import buffers_kept, without_gradients
@@ -132,7 +133,10 @@ class GuardedCapture:
     ) -> Sequence[Any]:
         layers = tuple(unit.layer for unit in self._units)
         emit(PassesBegin(order.warmup_passes, order.passes))
-        with self._leaves.held() if self._leaves is not None else nullcontext():
+        with (
+            self._leaves.held() if self._leaves is not None else nullcontext(),
+            other_parameters_refused(self._sharding.wrapped, self._units, lambda: order.under_way),
+        ):
             graphs = self._backend.capture(
                 layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
             )
