@@ -14,7 +14,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_cg.arguments.layout import decoder_symbols
-from megatron_cg.arguments.schema import BACKENDS, SCOPES, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import (
+    BACKENDS,
+    SCOPES,
+    Environment,
+    GraphArguments,
+    RunArguments,
+    flag_of,
+)
 from megatron_cg.arguments.validation import notices, violations
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.upstream.symbols import changed
@@ -51,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group(title=_GROUP)
     for field in dataclasses.fields(GraphArguments):
         group.add_argument(
-            "--" + field.name.replace("_", "-"),
+            flag_of(field.name),
             default=field.default,
             help=field.metadata["help"],
             **field.metadata["argparse"],

@@ -23,8 +23,8 @@ WHOLE_LAYER = "layer"
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Megatron's scope names: ``megatron.core.transformer.enums.CudaGraphModule`` of 0.19.2."""
 
-TRANSFORMER_ENGINE, NATIVE = "transformer_engine", "native"
-"""Names of the capture backends on GPUs."""
+TRANSFORMER_ENGINE, NATIVE, TAPE = "transformer_engine", "native", "tape"
+"""Names of the capture backends; the tape needs no GPU."""
 BACKENDS = MappingProxyType({"te": TRANSFORMER_ENGINE, "native": NATIVE})
 """The backend of each value of ``--cg-backend``."""
 
@@ -47,6 +47,11 @@ def _flag(default: Any, text: str, **argparse_options: Any) -> Any:
 
 def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field of GraphArguments."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_cg.arguments import (
     rules_scopes,
 )
 from megatron_cg.arguments.rule import Rule
-from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, flag_of
 from megatron_cg.errors import Violation
 
 ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm")
@@ -68,7 +68,7 @@ def _unused_flags(
         value = getattr(graph, field.name)
         if value != field.default and field.name not in ANY_RUN:
             words = " ".join(value) if isinstance(value, tuple) else str(value)
-            given.append(f"--{field.name.replace('_', '-')} {words}")
+            given.append(f"{flag_of(field.name)} {words}")
     if not given:
         return ()
     fsdp = "with" if run.use_megatron_fsdp else "without"

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from examples.standalone_transformer import SHARDINGS, Transformer
+from examples.standalone_transformer import SHARDINGS, Transformer, ranks_summed
 from megatron_cg import graph_units
 
 GRAPHS = ("te", "native")
@@ -93,8 +93,7 @@ def step(
     args: argparse.Namespace, model: Any, optimizer: Any, tokens: torch.Tensor
 ) -> torch.Tensor:
     """One training step; returns the last loss."""
-    # The others average gradients over ranks by themselves.
-    summed = dist.get_world_size() if args.sharding == "megatron-fsdp" else 1
+    summed = ranks_summed(args.sharding)
     optimizer.zero_grad()
     for _ in range(args.microbatches):
         if args.way == "compile":

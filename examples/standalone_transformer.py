@@ -128,6 +128,11 @@ SHARDINGS = {
 }
 
 
+def ranks_summed(sharding: str) -> int:
+    """How many ranks' gradients the sharding adds; the others average them by themselves."""
+    return dist.get_world_size() if sharding == "megatron-fsdp" else 1
+
+
 def build(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     """The sharded model and its optimizer, the same in every run."""
     torch.manual_seed(args.seed)
@@ -154,8 +159,7 @@ def train(args: argparse.Namespace, device: str, *, graphed: bool) -> list[torch
     from megatron_cg.backends.tape.tape_backend import TapeBackend
 
     model, optimizer = build(args, device)
-    # The others average gradients over ranks by themselves.
-    summed = dist.get_world_size() if args.sharding == "megatron-fsdp" else 1
+    summed = ranks_summed(args.sharding)
     losses = []
     graphs: Any = nullcontext()
     if graphed:

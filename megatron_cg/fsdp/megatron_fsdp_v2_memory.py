@@ -32,15 +32,10 @@ import torch
 
 from megatron_cg.errors import BufferInUseError
 from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
+from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.patch import put_over
-from megatron_cg.upstream.symbols import Symbol
 
-_GRAPH_TASK = Symbol(
-    "torch", "torch._C:_current_graph_task_id", "the backward pass that runs now, -1 if none does"
-)
-_NO_BACKWARD = -1
 RELIES_ON = (
-    _GRAPH_TASK,
     *fsdp_v2("module:FsdpModule", "a sharded module", "_parameter_groups", "_context"),
     *fsdp_v2("module:FsdpModule", "whether it is gathered", "_unshard_event"),
     *fsdp_v2("module:FsdpModule._reshard_parameter_groups", "reshards a module"),
@@ -135,7 +130,7 @@ def _take(group: Any, buffer: _Buffer) -> None:
         buffer.holder = group
         if not is_there:
             _point(group, buffer.storage)
-    elif is_there and _GRAPH_TASK.find()() != _NO_BACKWARD:
+    elif is_there and in_backward_pass():
         raise BufferInUseError(
             "Megatron-FSDP v2 gathers a unit for its backward pass while another unit holds the "
             "buffer that both share while there are graphs. Run units in the order in which they "

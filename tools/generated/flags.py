@@ -8,17 +8,12 @@ import re
 from typing import Any
 
 from megatron_cg.arguments.rule import Refusal
-from megatron_cg.arguments.schema import VARIABLES, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import VARIABLES, GraphArguments, RunArguments, flag_of
 from megatron_cg.arguments.validation import RULES
 from tools.generated.tables import code, table
 
 _FLAG = re.compile(r"(?<![\w`-])(--[a-z][a-z0-9-]*)")
 _FIELD = re.compile(r"\{run\.(\w+)\}")
-
-
-def flag_name(field: dataclasses.Field[Any]) -> str:
-    """The flag of a field of GraphArguments."""
-    return "--" + field.name.replace("_", "-")
 
 
 def our_flags() -> str:
@@ -27,7 +22,7 @@ def our_flags() -> str:
     for field in dataclasses.fields(GraphArguments):
         options = field.metadata["argparse"]
         parts += [
-            f"### `{flag_name(field)}`",
+            f"### `{flag_of(field.name)}`",
             f"```text\n{_usage(field, options)}\n```",
             f"{in_code(field.metadata['help'])} Default: {default(field.default)}.",
         ]
@@ -36,10 +31,10 @@ def our_flags() -> str:
 
 def _usage(field: dataclasses.Field[Any], options: dict[str, Any]) -> str:
     if options.get("action", "").startswith("store_"):
-        return flag_name(field)
+        return flag_of(field.name)
     value = options.get("metavar") or "{" + ",".join(map(str, options.get("choices", ()))) + "}"
     more = f" [{value} ...]" if options.get("nargs") == "+" else ""
-    return f"{flag_name(field)} {value}{more}"
+    return f"{flag_of(field.name)} {value}{more}"
 
 
 def default(value: object) -> str:

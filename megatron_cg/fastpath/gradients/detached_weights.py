@@ -49,6 +49,7 @@ from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.gradients.bucketing import GradientBucketing
 from megatron_cg.fastpath.hook_closures import hooks_of_gradient
 from megatron_cg.fastpath.not_applicable import NotApplicableError
+from megatron_cg.upstream.backward_pass import CURRENT_PASS, NO_PASS
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -64,9 +65,7 @@ _BACKWARD = Symbol(
     "transformer-engine", f"{MODULE}:{_NAME}.backward", "its gradients", parameters=("ctx",)
 )
 _EXECUTES = Symbol("torch", "torch._C:_will_engine_execute_node", "what a backward pass comes to")
-_PASS = Symbol("torch", "torch._C:_current_graph_task_id", "which backward pass is under way")
-_NO_PASS = -1
-RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, _PASS)
+RELIES_ON = (_FORWARD, _BACKWARD, _EXECUTES, CURRENT_PASS)
 MANY = 4
 """Minimum number of an operation's weights; with fewer, detaching does not pay off."""
 Gradients = Sequence[torch.Tensor | None]
@@ -175,7 +174,7 @@ class _Detached(torch.autograd.Function):
         _leaf: Any,
         *head: Any,
     ) -> Any:
-        ctx.detached, ctx.computed_in = (function, weights, borrowed, len(head)), _NO_PASS
+        ctx.detached, ctx.computed_in = (function, weights, borrowed, len(head)), NO_PASS
         weights.is_used_by(ctx)
         return function.forward(ctx, *head, *tail)
 
@@ -259,7 +258,7 @@ class Weights:
         self.leaf = torch.zeros((), device=self.parameters[0].device, requires_grad=True)
         """See Note [Passes that name their inputs]."""
         self._executes: Callable[[Any], bool] = _EXECUTES.find()
-        self._number_of_pass: Callable[[], int] = _PASS.find()
+        self._number_of_pass: Callable[[], int] = CURRENT_PASS.find()
         self._of_leaf = get_gradient_edge(self.leaf).node
         self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
         self._calls: list[weakref.ref[Any]] = []
@@ -290,7 +289,7 @@ class Weights:
         """Record a call whose backward pass may follow."""
         self._calls = [one for one in self._calls if one() is not None]
         self._calls.append(weakref.ref(node))
-        if self._number_of_pass() == _NO_PASS:
+        if self._number_of_pass() == NO_PASS:
             self._before.clear()
 
     def are_used(self) -> bool:
@@ -300,7 +299,7 @@ class Weights:
     def is_still_to_come(self) -> bool:
         """Whether this backward pass has yet to reach a call."""
         now = self._number_of_pass()
-        if now == _NO_PASS:
+        if now == NO_PASS:
             return False
         calls = (call() for call in self._calls)
         return any(

@@ -15,29 +15,28 @@ from functools import cache
 from typing import Any
 
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.symbols import Symbol
 
-_PASS = Symbol("torch", "torch._C:_current_graph_task_id", "which backward pass is under way")
 _HOOKS = Symbol(
     "torch",
     "torch._C:_autograd._top_saved_tensors_default_hooks",
     "the saved-tensor hooks that apply now, or None",
 )
-_NO_PASS = -1
-RELIES_ON = (_PASS, _HOOKS)
+RELIES_ON = (_HOOKS,)
 
 
 @cache  # Each replay asks, and a lookup takes longer than the call.
-def _functions() -> tuple[Callable[[], int], Callable[[bool], Any]]:
-    return _PASS.find(), _HOOKS.find()
+def _hooks() -> Callable[[bool], Any]:
+    found: Callable[[bool], Any] = _HOOKS.find()
+    return found
 
 
 def recompute_around() -> str | None:
     """What shows that a call made now is, or will be, recomputed; None if nothing does."""
-    current_pass, hooks = _functions()
-    if current_pass() != _NO_PASS:
+    if in_backward_pass():
         return "inside a backward pass"
-    if hooks(False) is not None:  # False: also while a trace is made
+    if _hooks()(False) is not None:  # False: also while a trace is made
         return "under saved-tensor hooks"
     return None
 

@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.files import write_text
-from megatron_cg.tools.align import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.align_tables import as_json, print_report
 from megatron_cg.tools.align.command import Plan, by_run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, NOT_COMPARABLE

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron_cg.arguments.schema import GraphArguments
+from megatron_cg.arguments.schema import GraphArguments, flag_of
 from megatron_cg.arguments.validation import ANY_RUN
 
 BASE_FLAGS = (
@@ -49,9 +49,7 @@ caches on disk do not know that number, so a later run would take the kernel of 
 """
 
 ABOUT_GRAPHS = frozenset(
-    f"--{field.name.replace('_', '-')}"
-    for field in fields(GraphArguments)
-    if field.name not in ANY_RUN
+    flag_of(field.name) for field in fields(GraphArguments) if field.name not in ANY_RUN
 )
 """This package's flags that a run without graphs refuses."""
 

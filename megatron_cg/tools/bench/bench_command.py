@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
+from megatron_cg.arguments.schema import TAPE, TRANSFORMER_ENGINE
 from megatron_cg.files import write_text
-from megatron_cg.tools.align import TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.run import gpu_count
 from megatron_cg.tools.align.tape import TAPE_NOTICE, tape_shape

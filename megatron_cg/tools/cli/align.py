@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cg.tools.align import NATIVE, TAPE, TRANSFORMER_ENGINE
+from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.command import MUTATION_VARIABLE
 from megatron_cg.tools.align.presets import preset_names
 from megatron_cg.tools.cli.numbers import positive, seconds, whole

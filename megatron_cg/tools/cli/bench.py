@@ -13,8 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cg.arguments.schema import SCOPES
-from megatron_cg.tools.align import TAPE, TRANSFORMER_ENGINE
+from megatron_cg.arguments.schema import SCOPES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.bench.shapes import SHAPES
 from megatron_cg.tools.cli.numbers import positive, seconds, whole
 

@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import MegatronCGError
 
 
@@ -20,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
         "--backend",
-        choices=("transformer_engine", "native", "tape"),
-        default="transformer_engine",
+        choices=(TRANSFORMER_ENGINE, NATIVE, TAPE),
+        default=TRANSFORMER_ENGINE,
         help="what is to capture: TE on GPUs (default), torch alone on GPUs, or the tape, which "
         "needs neither",
     )

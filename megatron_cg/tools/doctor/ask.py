@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_cg.arguments.schema import TAPE
 from megatron_cg.tools.doctor.finding import NotReachedError
 
 SECONDS = 300.0
@@ -75,7 +76,7 @@ class Interpreter:
         if self._version("torch") is None:
             return answers
         stages = [TORCH]
-        if self._backend != "tape":
+        if self._backend != TAPE:
             stages.append(DRIVER)
         if self._backend == TE and self._version("transformer-engine") is not None:
             stages.append(TE)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.doctor import ask, environment, libraries, versions
 from megatron_cg.tools.doctor import gpu_checks as machine
 from megatron_cg.tools.doctor import module_places as modules
 from megatron_cg.tools.doctor import symbol_checks as symbols
 from megatron_cg.tools.doctor.finding import Finding, Level, NotReachedError, note
-from megatron_cg.tools.doctor.system import NATIVE, TAPE, TRANSFORMER_ENGINE, System
+from megatron_cg.tools.doctor.system import System
 
 
 @dataclass(frozen=True)

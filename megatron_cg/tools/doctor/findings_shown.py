@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_cg.arguments.schema import TAPE
 from megatron_cg.tools.doctor.checks import can_run
 from megatron_cg.tools.doctor.finding import FORMAT, Finding, Level
-from megatron_cg.tools.doctor.system import TAPE
 from megatron_cg.version import __version__
 
 _STYLE = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}

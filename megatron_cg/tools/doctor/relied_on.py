@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron_cg.arguments.schema import NATIVE
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.tools.doctor.ask import TE
 from megatron_cg.upstream.symbols import Symbol, installed_version
@@ -91,7 +92,7 @@ def taken_over(backend: str, package: Path = _PACKAGE) -> list[dict[str, str]]:
 
 def _used(backend: str, package: Path) -> list[str]:
     """The modules that a run with ``backend`` uses."""
-    others = {TE: _TAPE_ONLY, "native": (*_TAPE_ONLY, *_NOT_NATIVE)}.get(backend, _TE_ONLY)
+    others = {TE: _TAPE_ONLY, NATIVE: (*_TAPE_ONLY, *_NOT_NATIVE)}.get(backend, _TE_ONLY)
     return [name for name in modules_that_rely(package) if not name.startswith(others)]
 
 

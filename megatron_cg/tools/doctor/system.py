@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_cg.arguments.schema import TRANSFORMER_ENGINE
 from megatron_cg.tools.doctor.ask import Interpreter
 from megatron_cg.upstream.symbols import installed_version
 
-TRANSFORMER_ENGINE, NATIVE, TAPE = "transformer_engine", "native", "tape"
 _ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -62,17 +62,22 @@ def static(*sizes: int) -> list[str]:
     return [f"{size} {WIDTH}" for size in sizes]
 
 
+def counts(*, guards: int, failed: int, compiled: int) -> dict[str, int]:
+    """The counters of a rank that compiled at its own failures and at those of others."""
+    followed = compiled - failed
+    return {
+        "guards": guards,
+        "failed": failed,
+        "followed": followed,
+        "compiled": compiled,
+        "sizes": 0,
+    }
+
+
 def test_all_compile_for_one_shape_when_one_guard_fails(outcome: Any) -> None:
     for rank, (shapes, counters, spent) in enumerate(outcome(one_guard_fails)):
         assert shapes == [*static(USUAL), f"? {WIDTH}"]
-        failed = 1 + (rank == SLOW)
-        assert counters == {
-            "guards": 5,
-            "failed": failed,
-            "followed": 2 - failed,
-            "compiled": 2,
-            "sizes": 0,
-        }
+        assert counters == counts(guards=5, failed=1 + (rank == SLOW), compiled=2)
         assert spent["votes"] == 7 and min(spent["issuing_ms"], spent["waiting_ms"]) > 0
 
 
@@ -117,14 +122,7 @@ def test_a_rank_whose_code_is_gone_votes_after_another_region_passed(outcome: An
         assert error == ""
         assert shapes == static(USUAL) * 2
         (counters,) = counted
-        failed = 2 + (rank == SLOW)
-        assert counters == {
-            "guards": 4,
-            "failed": failed,
-            "followed": 3 - failed,
-            "compiled": 3,
-            "sizes": 0,
-        }
+        assert counters == counts(guards=4, failed=2 + (rank == SLOW), compiled=3)
 
 
 def test_ranks_in_different_regions_end(outcome: Any) -> None:

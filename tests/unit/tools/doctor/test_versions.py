@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from megatron_cg.arguments.schema import TAPE
 from megatron_cg.tools.doctor import versions
 from megatron_cg.tools.doctor.finding import Finding, Level
-from megatron_cg.tools.doctor.system import TAPE, System, own_requirements
+from megatron_cg.tools.doctor.system import System, own_requirements
 from tests.unit.tools.doctor.systems import ROOT, of_level, only, system, torch_answer
 
 Check = Callable[[System], Iterator[Finding]]
