@@ -19,17 +19,24 @@ from megatron_cg.tools.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 
 LONGEST = (
+    "moe/test_repeats.py",
     "ordering/test_order.py",
-    "tools/plan/test_sweep.py",
-    "precompile/test_loaded.py",
+    "moe/test_training.py",
     "backends/tape/test_own_loop.py",
+    "consensus/test_compiled_regions.py",
+    "tools/plan/test_sweep.py",
+    "integrations/standalone/test_sharded.py",
+    "integrations/standalone/test_megatron_fsdp_v2.py",
     "runs/test_life.py",
+    "precompile/test_loaded.py",
     "fastpath/test_fast_path.py",
-    "runs/test_some_layers.py",
-    "tools/plan/test_plans.py",
-    "tools/bench/test_command_line.py",
+    "examples/test_standalone_transformer.py",
+    "examples/test_precompiled_layer.py",
+    "capture/test_token_counts.py",
     "tools/align/test_schema.py",
-    "integrations/megatron/test_teardown.py",
+    "runs/test_some_layers.py",
+    "tools/bench/test_command_line.py",
+    "fastpath/test_gather.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""
 
@@ -134,9 +141,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def imported() -> None:
-    """Megatron, whose modules and classes no collection of garbage need visit again and again."""
+    """Megatron; no collection of garbage visits it, or what earlier files imported, again."""
     from megatron.core.models import gpt  # noqa: F401
 
     gc.collect()

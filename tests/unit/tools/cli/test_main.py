@@ -107,9 +107,7 @@ PLAN = "plan llama-tiny --nproc 2"
 
 
 @pytest.mark.parametrize("line", [PLAN, "bench --dry-run --out {}"])
-def test_a_reader_that_has_gone_is_no_error(
-    line: str, command: list[str], tmp_path: Path
-) -> None:
+def test_a_reader_that_has_gone_is_no_error(line: str, command: list[str], tmp_path: Path) -> None:
     """As with ``| head``: nothing on standard error, whether rich prints or we."""
     words = [*command, *line.format(tmp_path).split()]
     reader, writer = os.pipe()
