@@ -148,7 +148,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         scopes = self._layer_scopes(layer)
         if scopes == self._run_scopes():
             return True
-        view = LayerConfig(self.config, scopes)
+        view = LayerConfig(self.config, cuda_graph_modules=scopes)
         return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
 
     def _keep_only(self, wanted: Callable[[nn.Module], bool]) -> None:

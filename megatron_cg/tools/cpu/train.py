@@ -14,6 +14,7 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import Session
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.helper import units_of
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.tools.cpu.batches import Batches
@@ -113,19 +114,22 @@ class Trainer:
             **options,
         )
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
-        with session.capturing(), _megatron_capturing():
-            graphs = session.capture(
-                tuple(layers),
-                args,
-                sample_kwargs=kwargs,
-                num_warmup_iters=2,
-                allow_unused_input=True,
-                _order=[1, -1],
-                _num_layers_per_chunk=[len(layers)],
-                _reuse_graph_input_output_buffers=True,
-            )
-            for layer, graph in zip(layers, graphs, strict=True):
-                layer.cuda_graphs = [graph]
+        with ExitStack() as lasting:
+            lasting.callback(recompute_in_layers(self.model))
+            with session.capturing(), _megatron_capturing():
+                graphs = session.capture(
+                    tuple(layers),
+                    args,
+                    sample_kwargs=kwargs,
+                    num_warmup_iters=2,
+                    allow_unused_input=True,
+                    _order=[1, -1],
+                    _num_layers_per_chunk=[len(layers)],
+                    _reuse_graph_input_output_buffers=True,
+                )
+                for layer, graph in zip(layers, graphs, strict=True):
+                    layer.cuda_graphs = [graph]
+            session.on_close(lasting.pop_all().close)
         self._optimizer.zero_grad()
         self.session = session
         return session
