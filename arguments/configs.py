@@ -44,6 +44,7 @@ TRANSFORMER: Mapping[str, str] = {
     "moe_input_jitter_eps": "moe_input_jitter_eps",
     "recompute_granularity": "recompute_granularity",
     "recompute_modules": "recompute_modules",
+    "distribute_saved_activations": "distribute_saved_activations",
     "attention_dropout": "attention_dropout",
     "hidden_dropout": "hidden_dropout",
     "cpu_offloading": "cpu_offloading",

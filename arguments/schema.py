@@ -191,6 +191,9 @@ class RunArguments:
 
     recompute_granularity: str | None = _setting(None, "None, selective or full")
     recompute_modules: tuple[str, ...] = _setting(("core_attn",), "what selective recomputes")
+    distribute_saved_activations: bool = _setting(
+        False, "tensor-parallel ranks share what full recompute keeps"
+    )
     attention_dropout: float = _setting(0.1, "dropout in attention")
     hidden_dropout: float = _setting(0.1, "dropout after attention and MLP")
     cpu_offloading: bool = _setting(False, "activations of whole layers go to the CPU")

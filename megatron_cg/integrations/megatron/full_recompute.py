@@ -23,7 +23,7 @@ Note [Once per microbatch around, twice within]
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from megatron_cg.replay.region import is_capturing, not_capturing
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over, set_attribute
@@ -124,13 +125,15 @@ def _recompute(layer: Any) -> Callable[[], None]:
             if inside or not layer.training or not torch.is_grad_enabled():
                 return run(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
+            as_now = nullcontext if is_capturing() else not_capturing
 
             def once(*given: Any) -> Any:
                 nonlocal inside
                 inside = True
                 try:
                     args, kwargs = tree_unflatten(given, spec)
-                    return run(*args, **kwargs)
+                    with as_now():
+                        return run(*args, **kwargs)
                 finally:
                     inside = False
 

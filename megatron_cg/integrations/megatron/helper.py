@@ -27,6 +27,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -225,6 +226,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         with ExitStack() as scopes:
             masks = without_unused_masks(self.flattened_callables, self._static_inputs)
             scopes.callback(masks)
+            scopes.callback(recompute_in_layers(self.model[0]))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))

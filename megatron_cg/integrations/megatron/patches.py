@@ -57,18 +57,20 @@ _YAML_VIOLATION = Violation(
 _active: ExitStack | None = None
 
 
-def enable(*, grouped_gemm: GroupedGemm = "te") -> None:
+def enable(*, grouped_gemm: GroupedGemm = "te", full_recompute: bool = False) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
     Adds our argument group and its rules to Megatron's parser, replaces Megatron's capture helper
     with ours (also in custom training loops), and releases graphs before the process groups are
     destroyed. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
     before the arguments are parsed and before a helper is created. A second call changes nothing
-    but ``grouped_gemm``.
+    but what its arguments ask for.
 
     Args:
         grouped_gemm: as ``--cg-grouped-gemm``, for loops that parse no arguments of Megatron's.
             Models that are built from now on compute their experts by it.
+        full_recompute: for such loops too: whether configs that are made from now on may have
+            ``recompute_granularity="full"`` beside graphs, which Megatron refuses.
 
     Raises:
         ArgumentError: ``grouped_gemm`` is neither ``"te"`` nor ``"torch"``.
@@ -81,6 +83,8 @@ def enable(*, grouped_gemm: GroupedGemm = "te") -> None:
             from megatron_cg.moe.install import use_device_counts
 
             undo.callback(use_device_counts())
+        if full_recompute:
+            undo.callback(_allow_full_recompute())
         if _active is not None:
             _active.callback(undo.pop_all().close)
             return
@@ -145,7 +149,10 @@ def _extend_validation() -> Callable[[], None]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             flags.validate(args)
             result = old(args, *rest, **kwargs)
-            start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
+            wanted = flags.wants_graphs(args)
+            if wanted and flags.recomputes_layers(args) and _active is not None:
+                _active.callback(_allow_full_recompute())
+            start(flags.read_graph(args), args, wants_graphs=wanted)
             return result
 
         return validate_args
@@ -218,6 +225,12 @@ def _replace_helper(settings: Any, bound: Any) -> Callable[[], None]:
         undo.callback(follow_steps(live))
         undo.callback(follow_log(live))
         return undo.pop_all().close
+
+
+def _allow_full_recompute() -> Callable[[], None]:
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+
+    return allow_full_recompute()
 
 
 def _help_own_loops() -> Callable[[], None]:
