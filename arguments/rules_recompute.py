@@ -98,8 +98,8 @@ RULES: tuple[Rule, ...] = (
         "low-precision-full-recompute",
         lambda run: _recomputes_layers(run) and (run.fp8 is not None or run.fp4 is not None),
         "--recompute-granularity full with FP8 or FP4",
-        "Transformer Engine keeps the scales of the first pass for the second one in Python, which "
-        "a replay does not run",
+        "Megatron recomputes such layers by Transformer Engine's own checkpoint, and that has not "
+        "been made to work inside a graph",
         "drop --fp8-format and --fp4-format, or drop --recompute-granularity",
     ),
     Refusal(
