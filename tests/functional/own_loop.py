@@ -294,9 +294,9 @@ def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
 
 @contextmanager
 def dropless() -> Iterator[None]:
-    """Models that are built in the block may have dropless experts in their graphs."""
+    """Models that are built in the block may have dropless experts, and recompute, in graphs."""
     with nullcontext() if GPU else in_place_of_te():
-        megatron_cg.enable(grouped_gemm="torch")
+        megatron_cg.enable(grouped_gemm="torch", full_recompute=True)
         try:
             yield
         finally:

@@ -39,6 +39,7 @@ RUNS = {
     "ep2": (Run("bf16", PREPROCESS, ENABLED),),
     "dropless": (Run("bf16", EXPERTS, ENABLED),),
     "dropless-ep2": (Run("bf16", EXPERTS, API),),
+    "dropless-recompute": (Run("bf16", EXPERTS, API), Run("bf16", EXPERTS, ENABLED)),
     "mtp": (Run("fp32", PREPROCESS, API), Run("fp32", PREPROCESS, ENABLED)),
     "qwen3-moe-tiny": (Run("bf16", PREPROCESS, API),),
     "deepseek-v3-tiny": (Run("bf16", PREPROCESS, API),),
