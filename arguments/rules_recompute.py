@@ -39,7 +39,6 @@ _REPEATED_DRAW = (
 )
 
 
-
 def _recomputes_layers(run: RunArguments) -> bool:
     return run.recompute_granularity == "full"
 

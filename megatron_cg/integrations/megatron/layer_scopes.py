@@ -18,7 +18,11 @@ def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Callable[[], None]:
         for owner in (layer, getattr(layer, "mlp", None)):
             config = getattr(owner, "config", None)
             if owner is not None and config is not None:
-                undo.callback(set_attribute(owner, "config", LayerConfig(config, cuda_graph_modules=list(modules))))
+                undo.callback(
+                    set_attribute(
+                        owner, "config", LayerConfig(config, cuda_graph_modules=list(modules))
+                    )
+                )
         return undo.pop_all().close
 
 

@@ -155,7 +155,8 @@ def live(way: str) -> list[dict[str, Any]]:
         trainer: Any = Trainer(replace(with_model(options=BLOCK), graphs=graphs, microbatches=1))
         undo.callback(parallel_state.destroy_model_parallel)
         layers: list[Any] = transformer_layers(trainer.model)
-        session, kept = None, []
+        session: Any = None
+        kept: list[int] = []
         for step in range(END):
             if graphs and step in (WARMUP, AGAIN):
                 only = SOME if step == AGAIN else None
