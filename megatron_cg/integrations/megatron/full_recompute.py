@@ -8,16 +8,23 @@ Note [Where the checkpoint is]
     graph runs the forward pass again before it differentiates. The passes of all layers use the
     same memory of the pool one after another.
 
+    The checkpoint is torch's. Megatron's own runs nothing twice while a capture is under way
+    (``tensor_parallel/random.py``, ``checkpoint``). It keeps no states of random generators, so the
+    rules refuse what draws (``arguments/rules_recompute.py``). It is the reentrant one, which needs
+    ``torch.autograd.backward`` without ``inputs``, as Transformer Engine calls it in a capture.
+
 Note [Which layers]
     ``uniform`` recomputes all layers, in chunks of ``recompute_num_layers`` of which only the first
     input is kept. A graph has its input in static memory in any case, so a larger chunk saves
     nothing, and each layer is a chunk of its own. ``block`` recomputes the first
     ``recompute_num_layers`` layers.
 
-Note [Once per microbatch around, twice within]
-    Hooks of Megatron-FSDP run around the layer once for each pass, as without recompute. In an
-    eager run they run again around the recomputation, where Megatron-FSDP gathers the weights
-    without a prefetch and leaves them for the backward pass that follows. Both gather them twice.
+Note [Gathered as often]
+    In an eager run with full recompute, Megatron-FSDP's hooks run around the first pass and again
+    around the second one, inside the backward pass. There they gather the weights and leave them
+    for the backward pass that follows. Here the hooks run once around the layer, and the handler of
+    its backward pass gathers the weights, for the second pass too. Either way weights are gathered
+    twice.
 """
 
 from __future__ import annotations
@@ -44,7 +51,13 @@ _CHECKPOINTS = Symbol(
     "where Megatron puts the checkpoints of full recompute",
     fingerprints=("b74d031a67fcc88b",),
 )
-RELIES_ON = (_CHECKPOINTS,)
+_BLOCK = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.transformer_block:TransformerBlock",
+    "what asks its config for full recompute",
+    attributes=("layers", "config"),
+)
+RELIES_ON = (_CHECKPOINTS, _BLOCK)
 
 
 def allow_full_recompute() -> Callable[[], None]:
@@ -85,7 +98,6 @@ def _goes_into_layers(config: Any) -> bool:
         and not config.distribute_saved_activations
         and not config.cpu_offloading
         and not config.moe_layer_recompute
-        and not config.overlap_moe_expert_parallel_comm
     )
 
 
@@ -118,24 +130,18 @@ def _recomputed(block: Any) -> list[nn.Module]:
 
 def _recompute(layer: Any) -> Callable[[], None]:
     """Put a checkpoint into the passes of ``layer``: the eager one, and the captured region."""
-    inside = False
 
     def recomputing(run: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if inside or not layer.training or not torch.is_grad_enabled():
+            if not layer.training or not torch.is_grad_enabled():
                 return run(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             as_now = nullcontext if is_capturing() else not_capturing
 
             def once(*given: Any) -> Any:
-                nonlocal inside
-                inside = True
-                try:
-                    args, kwargs = tree_unflatten(given, spec)
-                    with as_now():
-                        return run(*args, **kwargs)
-                finally:
-                    inside = False
+                args, kwargs = tree_unflatten(given, spec)
+                with as_now():
+                    return run(*args, **kwargs)
 
             return checkpoint(once, *leaves, use_reentrant=True, preserve_rng_state=False)
 

@@ -354,23 +354,44 @@ def test_a_model_without_it_is_left_alone(block: Any) -> None:
     assert dict(vars(block)) == before
 
 
-@pytest.mark.parametrize("as_captured", [True, False])
-def test_a_region_is_recomputed_as_it_ran(
-    block: Any, monkeypatch: pytest.MonkeyPatch, as_captured: bool
-) -> None:
-    layer, ran = block.layers[0], []
+@contextmanager
+def passes_of(block: Any) -> Iterator[list[tuple[bool, bool]]]:
+    """Of each pass of the first layer: whether a capture runs, and whether gradients are on."""
+    ran: list[tuple[bool, bool]] = []
+    layer = block.layers[0]
     own = layer._forward_mlp
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         ran.append((is_capturing(), torch.is_grad_enabled()))
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(layer, "_forward_mlp", forward)
-    undo = recompute_in_layers(block)
-    hidden = torch.ones(4, 1, 32, dtype=torch.bfloat16, requires_grad=True)
-    (out,) = run_region(layer, (hidden,), {"attention_mask": None}, as_captured=as_captured)
-    with region_in_backward():
-        out.sum().backward()
-    undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "_forward_mlp", forward)
+        undo = recompute_in_layers(block)
+        yield ran
+        undo()
+
+
+def hidden_states() -> torch.Tensor:
+    return torch.ones(4, 1, 32, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("as_captured", [True, False])
+def test_a_region_is_recomputed_as_it_ran(block: Any, as_captured: bool) -> None:
+    hidden, given = hidden_states(), {"attention_mask": None}
+    with passes_of(block) as ran:
+        (out,) = run_region(block.layers[0], (hidden,), given, as_captured=as_captured)
+        with region_in_backward():
+            out.sum().backward()
     assert ran == [(as_captured, False), (as_captured, True)]
     assert hidden.grad is not None
+
+
+@pytest.mark.filterwarnings("error:None of the inputs")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_only_training_is_recomputed(block: Any, training: bool, gradients: bool) -> None:
+    block.layers[0].train(training)
+    with passes_of(block) as ran, torch.set_grad_enabled(gradients):
+        block.layers[0].forward(hidden_states(), attention_mask=None)
+    assert [grad for _, grad in ran] == [gradients and not training]
