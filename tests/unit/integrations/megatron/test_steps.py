@@ -25,7 +25,7 @@ class Routine:
     """Notes what it is called for, instead of a ``StepRoutine``."""
 
     def __init__(self, events: list[Any]) -> None:
-        self.before_step = lambda: events.append("before")
+        self.before_step = lambda done: events.append("before")
         self.after_step = lambda: events.append("after")
         self.vote = lambda step: events.append(("vote", step))
         self.close = lambda: None
