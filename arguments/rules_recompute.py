@@ -44,15 +44,23 @@ def _recomputes_layers(run: RunArguments) -> bool:
 
 
 def _partial_layer(run: RunArguments, graph: GraphArguments) -> int | None:
-    """The first layer of which a graph holds a part, not the whole; 0 if that is not known."""
+    """The first layer of which a graph holds a part, not the whole; 0 if that is not known.
+
+    A layer of multi-token prediction is like the last one, and has all scopes of the run.
+    """
     available = available_scopes(run)
     if available is None:
         return None if run.is_whole_layer else 0
     selection, _ = read_tokens(graph.cg_layers)
-    for index, has in enumerate(available):
-        on = has.intersection(selection.scopes(index, len(available), run.cuda_graph_modules))
-        parts = has.intersection(_PARTS)
-        if on and WHOLE_LAYER not in on and not parts <= on:
+    count = len(available)
+    layers = [
+        (has, selection.scopes(i, count, run.cuda_graph_modules)) for i, has in enumerate(available)
+    ]
+    if run.mtp_num_layers:
+        layers.append((available[-1], run.scope_names))
+    for index, (has, scopes) in enumerate(layers):
+        on = has.intersection(scopes)
+        if on and WHOLE_LAYER not in on and not has.intersection(_PARTS) <= on:
             return index
     return None
 
@@ -100,14 +108,6 @@ RULES: tuple[Rule, ...] = (
         "Megatron recomputes such layers by Transformer Engine's own checkpoint, and that has not "
         "been made to work inside a graph",
         "drop --fp8-format and --fp4-format, or drop --recompute-granularity",
-    ),
-    Refusal(
-        "prediction-layers-in-full-recompute",
-        lambda run: _recomputes_layers(run) and run.mtp_num_layers is not None,
-        "--recompute-granularity full with --mtp-num-layers",
-        "Megatron puts a checkpoint of its own around a prediction layer, and with it around the "
-        "graph in that layer",
-        "drop --mtp-num-layers, or type --recompute-granularity selective",
     ),
     Refusal(
         "hybrid-full-recompute",

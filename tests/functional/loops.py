@@ -96,7 +96,7 @@ GROUPS = {
         ),
         Group(
             "dropless-recompute",
-            {**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2},
+            {**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2, "mtp_num_layers": 1},
             scopes=(EXPERTS,),
             dtypes=("bf16",),
         ),

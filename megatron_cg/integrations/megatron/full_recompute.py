@@ -19,6 +19,9 @@ Note [Which layers]
     nothing, and each layer is a chunk of its own. ``block`` recomputes the first
     ``recompute_num_layers`` layers.
 
+    A layer of multi-token prediction is recomputed by ``uniform`` alone. Megatron also recomputes
+    the projection before it, which no graph holds; here that keeps its activations.
+
 Note [Gathered as often]
     In an eager run with full recompute, Megatron-FSDP's hooks run around the first pass and again
     around the second one, inside the backward pass. There they gather the weights and leave them
@@ -34,6 +37,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -51,13 +55,16 @@ _CHECKPOINTS = Symbol(
     "where Megatron puts the checkpoints of full recompute",
     fingerprints=("b74d031a67fcc88b",),
 )
-_BLOCK = Symbol(
+_PREDICTION = Symbol(
     "megatron-core",
-    "megatron.core.transformer.transformer_block:TransformerBlock",
-    "what asks its config for full recompute",
-    attributes=("layers", "config"),
+    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
+    "._checkpointed_forward",
+    "where Megatron puts the checkpoint of a layer of multi-token prediction",
+    fingerprints=("d9391af079bd5b25",),
 )
-RELIES_ON = (_CHECKPOINTS, _BLOCK)
+RELIES_ON = (_CHECKPOINTS, _PREDICTION)
+_CALLERS = (TransformerBlock, MultiTokenPredictionLayer)
+"""They ask their config whether to put checkpoints around the layers that they call."""
 
 
 def allow_full_recompute() -> Callable[[], None]:
@@ -70,9 +77,10 @@ def allow_full_recompute() -> Callable[[], None]:
         UpstreamChangedError: Megatron lacks the rules, or places its checkpoints in another way
             than this was written for.
     """
-    unknown = _CHECKPOINTS.unknown_body()
-    if unknown is not None:
-        raise changed(_CHECKPOINTS.distribution, _CHECKPOINTS.path, unknown)
+    for symbol in RELIES_ON:
+        unknown = symbol.unknown_body()
+        if unknown is not None:
+            raise changed(symbol.distribution, symbol.path, unknown)
     return relax_rules(_check)
 
 
@@ -108,12 +116,12 @@ def recompute_in_layers(model: nn.Module) -> Callable[[], None]:
     two steps, and undo it after the graphs are deleted.
     """
     with ExitStack() as undo:
-        for block in model.modules():
-            if isinstance(block, TransformerBlock) and recomputes_layers(block.config):
-                for layer in _recomputed(block):
+        for caller in model.modules():
+            if isinstance(caller, _CALLERS) and recomputes_layers(caller.config):
+                for layer in _recomputed(caller):
                     undo.callback(_recompute(layer))
-                plain = LayerConfig(block.config, recompute_granularity=None)
-                undo.callback(set_attribute(block, "config", plain))
+                plain = LayerConfig(caller.config, recompute_granularity=None)
+                undo.callback(set_attribute(caller, "config", plain))
         return undo.pop_all().close
 
 
@@ -122,10 +130,13 @@ def recomputes_layers(config: Any) -> bool:
     return bool(config.recompute_granularity == "full")
 
 
-def _recomputed(block: Any) -> list[nn.Module]:
-    layers = list(block.layers)
-    every = block.config.recompute_method == "uniform"
-    return layers if every else layers[: block.config.recompute_num_layers]
+def _recomputed(caller: Any) -> list[nn.Module]:
+    """The layers that ``caller`` has checkpoints around; see Note [Which layers]."""
+    every = caller.config.recompute_method == "uniform"
+    if isinstance(caller, MultiTokenPredictionLayer):
+        return [caller.mtp_model_layer] if every else []
+    layers = list(caller.layers)
+    return layers if every else layers[: caller.config.recompute_num_layers]
 
 
 def _recompute(layer: Any) -> Callable[[], None]:

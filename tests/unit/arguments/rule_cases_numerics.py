@@ -90,11 +90,12 @@ RECOMPUTE = (
         "drop --fp8-format",
     ),
     Case(
-        "prediction-layers-in-full-recompute",
-        {**_FULL, "mtp_num_layers": 1},
-        "full with --mtp-num-layers",
-        "around the graph",
-        "drop --mtp-num-layers",
+        "full-recompute-of-parts",
+        {**_FULL, "num_experts": 8, "moe_layer_freq": (0, 0, 0, 1), "mtp_num_layers": 1},
+        "a part of a layer (layer 4)",
+        "as a whole",
+        "capture whole layers",
+        layers=("attn:0-2",),
     ),
     Case(
         "hybrid-full-recompute",

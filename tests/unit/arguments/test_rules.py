@@ -215,6 +215,7 @@ def test_our_flags_without_graphs_are_refused(graph: GraphArguments, flag: str) 
         },
         {"cuda_graph_modules": ("attn", "mlp"), "num_experts": None},
         {**FULL, "num_experts": None},
+        {**FULL, "num_experts": None, "mtp_num_layers": 1},
         {**FULL, "num_experts": None, "custom_layers": True},
         {**FULL, "cuda_graph_modules": ("attn", "mlp"), "num_experts": None},
         {**FULL, **DROP_AND_PAD, "cuda_graph_modules": ("attn", "moe")},

@@ -315,9 +315,13 @@ def test_without_it_megatron_refuses_it() -> None:
         config()
 
 
-def test_checkpoints_in_another_place_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = replace(full_recompute._CHECKPOINTS, fingerprints=("0",))
-    monkeypatch.setattr(full_recompute, "_CHECKPOINTS", other)
+@pytest.mark.parametrize("at", range(len(full_recompute.RELIES_ON)))
+def test_checkpoints_in_another_place_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    symbols = list(full_recompute.RELIES_ON)
+    symbols[at] = replace(symbols[at], fingerprints=("0",))
+    monkeypatch.setattr(full_recompute, "RELIES_ON", tuple(symbols))
     with pytest.raises(UpstreamChangedError, match=r"checkpointed_forward.*another body"):
         allow_full_recompute()
     with pytest.raises(AssertionError, match="only supported with full iteration"):
@@ -345,6 +349,28 @@ def test_everything_is_put_back(block: Any) -> None:
     undo()
     undo()
     assert [dict(vars(module)) for module in (block, *block.layers)] == before
+
+
+@pytest.mark.parametrize(("recompute", "recomputed"), [(FULL, True), (BLOCK, False)], ids=str)
+def test_a_prediction_layer_is_recomputed_by_uniform_alone(
+    one_rank: None, allowed: None, recompute: dict[str, Any], recomputed: bool
+) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    from tests.functional.loops import GROUPS, Run
+    from tests.functional.own_loop import make_config, make_model
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    group = replace(GROUPS["mtp"], config={**GROUPS["mtp"].config, **recompute})
+    model: Any = make_model(group, make_config(group, Run("fp32")))
+    (prediction,) = model.mtp.layers
+    undo = recompute_in_layers(model)
+    assert prediction.config.recompute_granularity is None
+    assert ("forward" in vars(prediction.mtp_model_layer)) is recomputed
+    undo()
+    assert prediction.config.recompute_granularity == "full"
+    assert "forward" not in vars(prediction.mtp_model_layer)
 
 
 def test_a_model_without_it_is_left_alone(block: Any) -> None:
