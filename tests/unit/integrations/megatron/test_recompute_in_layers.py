@@ -187,5 +187,6 @@ def test_a_region_is_recomputed_as_it_ran(block: Any, as_captured: bool) -> None
 def test_only_training_is_recomputed(block: Any, training: bool, gradients: bool) -> None:
     block.layers[0].train(training)
     with passes_of(block) as ran, torch.set_grad_enabled(gradients):
-        block.layers[0].forward(hidden_states(), attention_mask=None)
+        hidden = hidden_states().requires_grad_(gradients)
+        block.layers[0].forward(hidden, attention_mask=None)
     assert [grad for _, grad in ran] == [gradients and not training]
