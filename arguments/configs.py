@@ -48,6 +48,7 @@ TRANSFORMER: Mapping[str, str] = {
     "hidden_dropout": "hidden_dropout",
     "cpu_offloading": "cpu_offloading",
     "fine_grained_activation_offloading": "fine_grained_activation_offloading",
+    "transformer_impl": "transformer_impl",
     "bf16": "bf16",
     "fp16": "fp16",
     "fp8": "fp8",
@@ -81,6 +82,8 @@ ELSEWHERE: Mapping[str, str] = {
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",
     "logs_passes": "flags of megatron.training's train_step",
+    "fused_operations": "for --cg-precompile-dir, a flag of Megatron's scripts",
+    "init_model_with_meta_device": "the same",
     "sft": "of megatron.training's data loader; other loops pack sequences themselves",
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
 }

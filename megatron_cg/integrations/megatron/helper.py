@@ -27,6 +27,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.integrations.megatron.layer_code import LayerCode
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -75,6 +76,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     policy: ReplayPolicy = ReplayPolicy()
     fast_path: bool | Collection[str] = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
+    code: LayerCode | None = None
+    """What captures run instead of the layers' own code."""
     live: list[FsdpCudaGraphHelper] | None = None
     """Helpers of models under FSDP add themselves here, to be notified of training steps."""
     callables_per_chunk: list[list[Any]]
@@ -225,6 +228,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         with ExitStack() as scopes:
             masks = without_unused_masks(self.flattened_callables, self._static_inputs)
             scopes.callback(masks)
+            if self.code is not None:
+                scopes.callback(self.code.captured_in(self.flattened_callables))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
