@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 
 class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
-    """Endless (tokens, labels), each (batch, sequence) int64; processes take turns in the stream.
+    """Endless (tokens, labels), each (batch, sequence) int64; data-parallel ranks take turns.
 
     ``prefix`` names a dataset in Megatron's indexed format; None uses the bytes of Python's own
     ``os.py``. Each id is taken modulo ``vocabulary``.
@@ -25,7 +25,8 @@ class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
         stream = stream.repeat(sequence // stream.numel() + 1)
         self._stream = stream % vocabulary
         self._batch, self._sequence = batch, sequence
-        self._next = dist.get_rank()
+        self._next = parallel_state.get_data_parallel_rank()
+        self._processes = parallel_state.get_data_parallel_world_size()
         self._count = max(1, (stream.numel() - 1) // sequence)
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +34,7 @@ class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
         for _ in range(self._batch):
             start = (self._next % self._count) * self._sequence
             rows.append(self._stream[start : start + self._sequence + 1])
-            self._next += dist.get_world_size()
+            self._next += self._processes
         block = torch.stack(rows)
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
