@@ -246,9 +246,7 @@ def _layer_settings(namespace: argparse.Namespace) -> dict[str, Any]:
 def _fused_operations(namespace: argparse.Namespace) -> tuple[str, ...]:
     """The flags that would turn off what is fused; an MLP has one of the two activations."""
     other = "bias_gelu_fusion" if _get(namespace, "swiglu") else "bias_swiglu_fusion"
-    return tuple(
-        flag for name, flag in _FUSIONS.items() if name != other and _get(namespace, name)
-    )
+    return tuple(flag for name, flag in _FUSIONS.items() if name != other and _get(namespace, name))
 
 
 def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:

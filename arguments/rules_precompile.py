@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cg.arguments.rule import Refusal, Rule
-from megatron_cg.arguments.schema import TRANSFORMER_ENGINE, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import (
+    TRANSFORMER_ENGINE,
+    Environment,
+    GraphArguments,
+    RunArguments,
+)
 from megatron_cg.errors import Violation
 
 _DROP = "or drop --cg-precompile-dir"

@@ -206,7 +206,13 @@ class RunArguments:
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
 
     transformer_impl: str = _setting("transformer_engine", "whose modules layers are made of")
-    fused_operations: tuple[str, ...] = _setting((), "flags that turn off operations that are fused")
+    fused_operations: tuple[str, ...] = _setting(
+        (
+            *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-masked-softmax-fusion"),
+            "--no-rope-fusion",
+        ),
+        "the flags that would turn off what is fused",
+    )
     init_model_with_meta_device: bool = _setting(False, "weights get values after the wrapping")
 
     bf16: bool = _setting(False, "parameters and activations are bfloat16")

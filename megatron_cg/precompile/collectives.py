@@ -95,6 +95,7 @@ _CAUSAL = Symbol(
     "megatron-core",
     "megatron.core.fusions.fused_softmax:get_default_causal_mask",
     "makes the mask of a layer that gets none, on a device by name",
+    fingerprints=("4b98020062c1e495",),
 )
 _BOUND = tuple(
     Symbol("megatron-core", f"{module}:{name}", "a collective of torch, bound at import")

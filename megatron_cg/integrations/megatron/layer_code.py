@@ -21,11 +21,10 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import PrecompileError
+from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 from megatron_cg.integrations.megatron.sample_types import hidden_type
 from megatron_cg.precompile.load import OnRefusal, Precompiled, load
 from megatron_cg.precompile.megatron_groups import megatron_groups
@@ -51,8 +50,14 @@ _CAPTURED = Symbol(
     "megatron-core",
     f"{_LAYER}._te_cuda_graph_capture",
     "for a whole layer, its forward pass; returns the hidden states alone",
+    fingerprints=("b86d9a6b2b0f80e1",),
 )
-_FORWARD = Symbol("megatron-core", f"{_LAYER}.forward", "returns hidden states and context")
+_FORWARD = Symbol(
+    "megatron-core",
+    f"{_LAYER}.forward",
+    "returns hidden states and context",
+    fingerprints=("8f9ec0dac7627d44",),
+)
 _DECODER = Symbol(
     "megatron-core",
     "megatron.core.utils:get_attr_wrapped_model",
@@ -137,6 +142,13 @@ class LayerCode:
 
         Raises as :func:`megatron_cg.precompile.load.load` and :func:`layer_regions`.
         """
+        unknown = _CAPTURED.unknown_body() or _FORWARD.unknown_body()
+        if unknown is not None:
+            # The same on all ranks, whose versions are the same.
+            if self._on_refusal == "error":
+                raise ArtifactRefusedError(f"{unknown}: drop --cg-precompile-dir")
+            logger.warning("megatron_cg: layers run their own code: %s", unknown)
+            return
         began = time.perf_counter()
         first, *others = layer_regions(model, self._call)
         votes = Agreement()
@@ -206,8 +218,3 @@ def _run(
         return own(*args, **kwargs)
     hidden, _context = compiled(layer, *args, **kwargs)
     return (hidden,)
-
-
-def taken_by(model: nn.Module, call: LayerCall) -> Region:
-    """The region that stands for all layers when they are compiled."""
-    return layer_regions(model, call)[0]

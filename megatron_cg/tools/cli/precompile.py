@@ -142,8 +142,8 @@ def _of_run(args: argparse.Namespace, extra: Sequence[str]) -> _Job:
     found = read_run(args.build, extra, args.world_size)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    deterministic = found.deterministic or args.deterministic
-    return _Job(found.build, NAME, found.folder, found.world_size, deterministic)
+    deterministic = bool(found.args.deterministic_mode or args.deterministic)
+    return _Job(found.build, NAME, found.folder, found.args.world_size, deterministic)
 
 
 def builder(text: str) -> Any:

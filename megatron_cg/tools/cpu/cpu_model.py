@@ -104,7 +104,9 @@ def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
     """Build the model without FSDP; needs Megatron's process groups."""
     config = transformer_config(model)
     layer = get_gpt_layer_local_spec(
-        num_experts=model.experts or None, moe_grouped_gemm=False, normalization=config.normalization
+        num_experts=model.experts or None,
+        moe_grouped_gemm=False,
+        normalization=config.normalization,
     )
     if model.grouped:
         layer.submodules.mlp = grouped_experts(layer.submodules.mlp)

@@ -14,8 +14,9 @@ class CpuModelConfig:
     ``experts=0`` makes a dense model. Otherwise it is an MoE model with that many experts, and each
     token uses ``topk`` of them. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty
     tuple means the whole layer. ``grouped`` experts compute by Megatron's TEGroupedMLP, else one by
-    one. ``expert_parallel`` ranks share the experts, and ``tensor_parallel`` ranks each layer. ``options`` go to Megatron's
-    TransformerConfig, ``fsdp_options`` to Megatron's DistributedDataParallelConfig.
+    one. ``expert_parallel`` ranks share the experts, and ``tensor_parallel`` ranks each layer.
+    ``options`` go to Megatron's TransformerConfig, ``fsdp_options`` to Megatron's
+    DistributedDataParallelConfig.
     """
 
     layers: int = 3

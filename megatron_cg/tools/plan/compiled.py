@@ -12,14 +12,13 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_cg.errors import ConfigurationError, MegatronCGError
-from megatron_cg.precompile.region import Build, Region
+from megatron_cg.precompile.region import Region
 from megatron_cg.tools.cpu.fakes import replaced
 from megatron_cg.tools.plan.fake_machine import simulated_gpus
 from megatron_cg.tools.plan.request import read_request
@@ -30,12 +29,26 @@ from megatron_cg.tools.plan.settings import read_settings
 class CompiledRun:
     """A run whose layers are to be compiled."""
 
-    build: Build
+    args: Any
+    """Megatron's namespace, validated."""
     folder: Path
     """The value of ``--cg-precompile-dir``."""
-    world_size: int
-    deterministic: bool
     notes: tuple[str, ...]
+
+    def build(self) -> Region:
+        """The layer of the rank that the default process group says, on the meta device."""
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+        parallel_state.initialize_model_parallel(
+            self.args.tensor_model_parallel_size, create_gloo_process_groups=False
+        )
+        with (
+            torch.device("meta"),
+            # Weights get no values, so nothing is drawn from states that are not there.
+            replaced(CudaRNGStatesTracker, "fork", lambda *_args, **_kwargs: nullcontext()),
+        ):
+            return layers_of(self.args)[0]
 
 
 def read_run(target: str | None, extra: Sequence[str], world_size: int | None) -> CompiledRun:
@@ -67,38 +80,25 @@ def read_run(target: str | None, extra: Sequence[str], world_size: int | None) -
             "the flags do not say where the artifact goes: add --cg-precompile-dir DIR, here and "
             "to the run"
         )
-    args = settings.args
-    return CompiledRun(
-        partial(_build, args),
-        Path(settings.graph.cg_precompile_dir),
-        args.world_size,
-        bool(args.deterministic_mode),
-        tuple(settings.notes),
-    )
+    folder = Path(settings.graph.cg_precompile_dir)
+    return CompiledRun(settings.args, folder, tuple(settings.notes))
 
 
-def _build(args: Any) -> Region:
-    """The layer of the rank that the default process group says."""
-    from megatron.core import parallel_state
+def layers_of(args: Any) -> list[Region]:
+    """The layers of this rank's model, which is built as ``megatron.training`` builds it.
+
+    Megatron's process groups are initialised.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.module import Float16Module
     from megatron.training.argument_utils import gpt_config_from_args
 
-    from megatron_cg.integrations.megatron.layer_code import LayerCall, taken_by
+    from megatron_cg.integrations.megatron.layer_code import LayerCall, layer_regions
 
-    parallel_state.initialize_model_parallel(
-        args.tensor_model_parallel_size, create_gloo_process_groups=False
-    )
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        torch.device("meta"),
-        # Weights get no values, so nothing is drawn from states that are not there.
-        replaced(CudaRNGStatesTracker, "fork", lambda *_args, **_kwargs: nullcontext()),
-    ):
+    with contextlib.redirect_stdout(io.StringIO()):
         made = gpt_config_from_args(args)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         model = made.get_builder_cls()(made).build_model(groups)
-        if args.bf16:
-            model = Float16Module(made.transformer, model)
-        return taken_by(model.train(), LayerCall.of(args))
+    if args.bf16:
+        model = Float16Module(made.transformer, model)
+    return layer_regions(model.train(), LayerCall.of(args))

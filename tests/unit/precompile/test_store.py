@@ -27,6 +27,7 @@ def manifest(data: bytes = DATA) -> store.Manifest:
         world_size=2,
         code_sha256="0" * 64,
         sources=(("os", 1, 2, "0" * 64),),
+        seconds=1.5,
     )
 
 
