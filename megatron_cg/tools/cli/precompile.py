@@ -149,18 +149,20 @@ def _of_run(args: argparse.Namespace, extra: Sequence[str]) -> _Job:
 def builder(text: str) -> Any:
     """The function that ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION`` names.
 
-    A file is imported as a module of its own name, since code that is loaded looks for it there.
+    A file is imported as a module of its own name, since code that is loaded looks for it there,
+    and a module is also looked for in the working directory, as by ``python -m``.
     Raises MegatronCGError if there is none.
     """
     module_name, colon, function = text.rpartition(":")
     if not colon:
         raise MegatronCGError(f"{text} names no function: write {text}:FUNCTION")
+    folder = Path()
     if module_name.endswith(".py"):
         file = Path(module_name)
         if not file.is_file():
             raise MegatronCGError(f"there is no file {file}")
-        sys.path.insert(0, str(file.resolve().parent))
-        module_name = file.stem
+        folder, module_name = file.parent, file.stem
+    sys.path.insert(0, str(folder.resolve()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
