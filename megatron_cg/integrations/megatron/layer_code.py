@@ -136,6 +136,8 @@ class LayerCode:
     def __init__(self, folder: Path, call: LayerCall, on_refusal: OnRefusal) -> None:
         self._folder, self._call, self._on_refusal = folder, call, on_refusal
         self._code: list[tuple[nn.Module, Precompiled]] = []
+        self.loaded: dict[str, Any] | None = None
+        """What the record has; None as long as nothing is loaded."""
 
     def load(self, model: nn.Module) -> None:
         """Load the code of a model's layers, on all ranks together.
@@ -167,15 +169,13 @@ class LayerCode:
             return
         self._code += [(region.module, compiled) for region in (first, *others)]
         seconds = time.perf_counter() - began
-        note(
-            RECORDED,
-            {
-                "artifact": NAME,
-                "layers": 1 + len(others),
-                "load_seconds": seconds,
-                "compile_seconds": compiled.manifest.seconds,
-            },
-        )
+        self.loaded = {
+            "artifact": NAME,
+            "layers": 1 + len(others),
+            "load_seconds": seconds,
+            "compile_seconds": compiled.manifest.seconds,
+        }
+        note(RECORDED, self.loaded)
         logger.warning(
             "megatron_cg: %d layers run code of %s in graphs; loaded in %.2f s, compiled in %.2f s",
             1 + len(others),
