@@ -153,9 +153,7 @@ def builder(text: str) -> Any:
     and a module is also looked for in the working directory, as by ``python -m``.
     Raises MegatronCGError if there is none.
     """
-    module_name, colon, function = text.rpartition(":")
-    if not colon:
-        raise MegatronCGError(f"{text} names no function: write {text}:FUNCTION")
+    module_name, _, function = text.rpartition(":")
     folder = Path()
     if module_name.endswith(".py"):
         file = Path(module_name)
