@@ -1,10 +1,10 @@
 """Compile a layer once, without a GPU and without weights, for all ranks of a run.
 
-For a run of Megatron: give its script, or a preset, and after a bare -- the flags of the run, among
-them --cg-precompile-dir; or after -- its whole command line. For a loop of your own BUILD is
-FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the module on the
-meta device, and returns a megatron_cg.precompile.region.Region. It is called once for each traced
-rank. Exit code 0: written; 2: the layer cannot be compiled, with the module and what to do.
+For a run of Megatron: give its script, or a preset, and after a bare -- the flags of the run; or
+after -- its whole command line. The flags say where the artifact goes. For a loop of your own BUILD
+is FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the module on
+the meta device, and returns a megatron_cg.precompile.region.Region. It is called once for each
+traced rank. Exit code 0: written; 2: the layer cannot be compiled, with the module and what to do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="where to write the artifact of a function; that of a run goes to --cg-precompile-dir",
+        help="where to write the artifact of a function",
     )
     add("--name", help="name of the artifact of a function (default: that of the function)")
     add(
