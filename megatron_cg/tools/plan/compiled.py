@@ -22,7 +22,7 @@ from megatron_cg.precompile.region import Region
 from megatron_cg.tools.cpu.fakes import replaced
 from megatron_cg.tools.plan.fake_machine import simulated_gpus
 from megatron_cg.tools.plan.request import read_request
-from megatron_cg.tools.plan.settings import read_settings
+from megatron_cg.tools.plan.settings import WITHOUT_TE, read_settings
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def read_run(target: str | None, extra: Sequence[str], world_size: int | None) -
             "to the run"
         )
     folder = Path(settings.graph.cg_precompile_dir)
-    return CompiledRun(settings.args, folder, tuple(settings.notes))
+    notes = tuple(note for note in settings.notes if note != WITHOUT_TE)
+    return CompiledRun(settings.args, folder, notes)
 
 
 def layers_of(args: Any) -> list[Region]:

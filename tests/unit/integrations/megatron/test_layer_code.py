@@ -258,6 +258,23 @@ def test_all_ranks_refuse_what_one_refuses(
         assert found["good"] == found["good again"] == f"{LAYERS} layers"
 
 
+@pytest.mark.parametrize("name", ["forward", "_te_cuda_graph_capture"])
+def test_layers_of_another_release_run_their_own_code(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_cg.integrations.megatron.layer_code import LayerCall, LayerCode
+
+    monkeypatch.setattr(TransformerLayer, name, lambda layer, *args: args)
+    model = torch.nn.Module()  # Not looked at.
+    with pytest.raises(ArtifactRefusedError, match=f"TransformerLayer.{name} of megatron-core"):
+        LayerCode(tmp_path, LayerCall.of(ARGS), "error").load(model)
+    code = LayerCode(tmp_path, LayerCall.of(ARGS), "eager")
+    code.load(model)
+    assert code.loaded is None
+
+
 def test_with_cg_on_failure_eager_all_ranks_capture_the_layers_own_code(
     results: list[dict[str, Any]],
 ) -> None:
