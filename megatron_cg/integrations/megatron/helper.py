@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -27,7 +27,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
-from megatron_cg.integrations.megatron.layer_code import LayerCode
+from megatron_cg.integrations.megatron import repeat
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -42,6 +42,9 @@ from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
+
+if TYPE_CHECKING:  # It imports torch's compiler.
+    from megatron_cg.integrations.megatron.layer_code import LayerCode
 
 RELIES_ON = tuple(
     Symbol("megatron-core", f"megatron.core.{path}", expected)
@@ -112,6 +115,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                 clean_up=self._after_failure,
             )
             self.steps = StepRoutine(self.controller, self._static_inputs)
+            self.undo.callback(repeat.follow(self))
             if self.live is not None:
                 self.live.append(self)
 
@@ -123,6 +127,11 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def session(self) -> Session | None:
         """The current graphs under Megatron-FSDP; None if there are none."""
         return self.controller.session if self.controller is not None else None
+
+    @property
+    def step_number(self) -> int | None:
+        """The number of the step that runs, from 1; None if the loop does not tell."""
+        return self.steps.number if self.steps is not None else None
 
     def _discover_layers(self) -> None:
         super()._discover_layers()

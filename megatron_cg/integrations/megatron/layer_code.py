@@ -25,6 +25,7 @@ from torch import nn
 
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArtifactRefusedError, PrecompileError
+from megatron_cg.integrations.megatron.model_rules import with_decoder
 from megatron_cg.integrations.megatron.sample_types import hidden_type
 from megatron_cg.precompile.load import OnRefusal, Precompiled, load
 from megatron_cg.precompile.megatron_groups import megatron_groups
@@ -58,12 +59,7 @@ _FORWARD = Symbol(
     "returns hidden states and context",
     fingerprints=("8f9ec0dac7627d44",),
 )
-_DECODER = Symbol(
-    "megatron-core",
-    "megatron.core.utils:get_attr_wrapped_model",
-    "finds the module with the decoder",
-)
-RELIES_ON = (_WRAPPER, _WRAP, _CAPTURED, _FORWARD, _DECODER)
+RELIES_ON = (_WRAPPER, _WRAP, _CAPTURED, _FORWARD)
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +93,12 @@ def layer_regions(model: nn.Module, call: LayerCall) -> list[Region]:
     Raises:
         PrecompileError: the model has no decoder with layers.
     """
-    gpt = _DECODER.find()(model, "decoder", allow_none=False, return_model_obj=True)
-    layers = list(getattr(gpt.decoder, "layers", ()))
+    gpt = with_decoder(model)
+    layers = list(getattr(getattr(gpt, "decoder", None), "layers", ()))
     if not layers:
-        raise PrecompileError(f"{type(gpt).__name__} has no layers: leave out --cg-precompile-dir")
+        raise PrecompileError(
+            f"{type(model).__name__} has no decoder with layers: drop --cg-precompile-dir"
+        )
     return [_region(gpt, layer, call) for layer in layers]
 
 

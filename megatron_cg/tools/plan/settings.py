@@ -30,8 +30,8 @@ from megatron_cg.tools.plan.fakes.packages import TE_VERSION
 
 _TE = "transformer-engine"
 WITHOUT_TE = (
-    f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the estimates are the "
-    "same with and without it: fakes replace its modules."
+    f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the estimates are "
+    "the same with and without it: fakes replace its modules."
 )
 """The note of a plan."""
 MOST_GPUS = 2**18

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.errors import ArtifactRefusedError
+from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 from megatron_cg.integrations.call_arguments import OnFailure
 from megatron_cg.precompile.load import Precompiled
 from megatron_cg.precompile.save import save
@@ -273,6 +273,13 @@ def test_layers_of_another_release_run_their_own_code(
     code = LayerCode(tmp_path, LayerCall.of(ARGS), "eager")
     code.load(model)
     assert code.loaded is None
+
+
+def test_a_model_without_layers_is_refused_by_name() -> None:
+    from megatron_cg.integrations.megatron.layer_code import LayerCall, layer_regions
+
+    with pytest.raises(PrecompileError, match="Linear has no decoder with layers"):
+        layer_regions(torch.nn.Linear(1, 1), LayerCall.of(ARGS))
 
 
 def test_with_cg_on_failure_eager_all_ranks_capture_the_layers_own_code(
