@@ -49,6 +49,8 @@ TRANSFORMER: Mapping[str, str] = {
     "hidden_dropout": "hidden_dropout",
     "cpu_offloading": "cpu_offloading",
     "fine_grained_activation_offloading": "fine_grained_activation_offloading",
+    "transformer_impl": "transformer_impl",
+    "init_model_with_meta_device": "init_model_with_meta_device",
     "bf16": "bf16",
     "fp16": "fp16",
     "fp8": "fp8",
@@ -82,6 +84,7 @@ ELSEWHERE: Mapping[str, str] = {
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",
     "logs_passes": "flags of megatron.training's train_step",
+    "fused_operations": "for --cg-precompile-dir, a flag of Megatron's scripts",
     "sft": "of megatron.training's data loader; other loops pack sequences themselves",
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
 }

@@ -23,6 +23,8 @@ NATIVE = ("--cg-backend", "native")
 VERIFIED = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
 LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
 """As without Apex: its norm and Megatron's fused softmax are packages that need not be there."""
+SEPARATE = (*LOCAL, "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion")
+"""And without operations that torch compiles: layers whose code can be traced."""
 EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -313,6 +315,22 @@ CASES = [
     ),
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]
+
+_COMPILED = (*NATIVE, "--cg-precompile-dir", "{directory}/artifacts")
+COMPILED = [
+    Case(f"compiled-{name}", DENSE, (), flags, graph_flags=(*_COMPILED, *more))
+    for name, flags, more in (
+        ("fsdp", (*batch(8), *SEPARATE), ()),
+        ("tp2", (*batch(4), *SEPARATE, "--tensor-model-parallel-size", "2"), ()),
+        (
+            "verified",
+            (*batch(8), *SEPARATE),
+            ("--cg-verify-interval", "2", "--cg-on-mismatch", "error"),
+        ),
+        ("evaluation", (*batch(8), *SEPARATE, *EVALUATED), ()),
+    )
+]
+"""Graphs of layers that were compiled beforehand, from the flags of the graph run."""
 
 SAVED = ("--save", "{directory}/{run}/checkpoints")
 LIFE = {

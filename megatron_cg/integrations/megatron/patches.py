@@ -228,14 +228,14 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
         _active.callback(install_report(settings.cg_report, args.log_interval))
     if wants_graphs:
-        _active.callback(_replace_helper(settings))
+        _active.callback(_replace_helper(settings, args))
     elif settings.cg_record is not None or settings.cg_report is not None:
         from megatron_cg.telemetry.step_log import follow_log
 
         _active.callback(follow_log(()))
 
 
-def _replace_helper(settings: Any) -> Callable[[], None]:
+def _replace_helper(settings: Any, args: Any) -> Callable[[], None]:
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
@@ -243,9 +243,17 @@ def _replace_helper(settings: Any) -> Callable[[], None]:
 
     live: list[FsdpCudaGraphHelper] = []
     members = settings_of(settings)
-    helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
     with ExitStack() as undo:
+        if settings.cg_precompile_dir is not None:
+            from megatron_cg.integrations.megatron.layer_code import LayerCall, LayerCode
+
+            code = LayerCode(
+                Path(settings.cg_precompile_dir), LayerCall.of(args), settings.cg_on_failure
+            )
+            members["code"] = code
+            undo.callback(code.before_wrapping())
         undo.callback(settings_for_own_loops(members))
+        helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
         undo.callback(_replace(_HELPER, lambda _old: helper))
         undo.callback(follow_steps(live))
         undo.callback(follow_log(live))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 
 from megatron_cg.backends.base import Backend
@@ -39,7 +40,11 @@ class Trainer:
             torch.optim.Adam(self._parameters, lr=plan.learning_rate)
         )
         self._batches = Batches(
-            plan.tokens, plan.micro_batch_size, plan.model.sequence_length, plan.model.vocabulary
+            plan.tokens,
+            plan.micro_batch_size,
+            plan.model.sequence_length,
+            plan.model.vocabulary,
+            parallel_state.get_data_parallel_group(),
         )
         self._static_inputs = StaticInputs(transformer_layers(self.model))
         self.session: Session | None = None
