@@ -11,14 +11,20 @@ PREPROCESS = ("attn", "moe_router", "moe_preprocess")
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 FP8 = ("--fp8-format", "hybrid")
 RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
+FULL = ("--recompute-granularity", "full", "--recompute-method")
+UNIFORM = (*FULL, "uniform", "--recompute-num-layers", "1")
 TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EVALUATED = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5")
 EP2 = ("--expert-model-parallel-size", "2")
 TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
+CAPACITY = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 NATIVE = ("--cg-backend", "native")
+VERIFIED = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
 LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
 """As without Apex: its norm and Megatron's fused softmax are packages that need not be there."""
+SEPARATE = (*LOCAL, "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion")
+"""And without operations that torch compiles: layers whose code can be traced."""
 EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -137,10 +143,7 @@ CASES = [
             f"capacity{name}",
             MOE,
             EXPERTS,
-            (
-                *batch(8),
-                *("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
-            ),
+            (*batch(8), *CAPACITY),
             graph_flags=flags,
         )
         for name, flags in (("", ()), ("-torch-gemm", TORCH_GEMM))
@@ -201,6 +204,24 @@ CASES = [
     Case("recompute", MOE, ("moe_router",), (*batch(8), *RECOMPUTE)),
     Case("recompute-in-graph", DENSE, ("attn", "mlp"), (*batch(8), *RECOMPUTE)),
     Case("recompute-fp8", MOE, ("moe_router",), (*batch(8), *RECOMPUTE, *FP8)),
+    # Whole layers that recompute themselves in their graphs.
+    *(
+        replace(case, name=f"full-recompute-{case.name}", flags=(*batch(8), *case.flags))
+        for case in (
+            Case("whole-layer", DENSE, (), UNIFORM),
+            Case("block", DENSE, ("attn", "mlp"), (*FULL, "block", "--recompute-num-layers", "2")),
+            Case("chunks", DENSE, (), (*FULL, "uniform", "--recompute-num-layers", "2")),
+            Case("tp2", DENSE, (), (*UNIFORM, *TENSOR_PARALLEL)),
+            Case("evaluation", DENSE, (), (*UNIFORM, *EVALUATED)),
+            Case(
+                "zero2", DENSE, (), (*UNIFORM, "--data-parallel-sharding-strategy", "optim_grads")
+            ),
+            Case("dropless-ep2", MOE, EXPERTS, (*UNIFORM, *EP2), graph_flags=TORCH_GEMM),
+            Case("capacity", MOE, EXPERTS, (*UNIFORM, *CAPACITY)),
+            Case("native", DENSE, (), UNIFORM, graph_flags=NATIVE),
+            Case("verified", DENSE, (), UNIFORM, graph_flags=VERIFIED),
+        )
+    ),
     Case("dropout", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
     Case("dropout-router", MOE, ROUTER, (*batch(8), *DROPOUT)),
     Case("dropout-fp8", MOE, ROUTER, (*batch(8), *DROPOUT, *FP8)),
@@ -234,7 +255,7 @@ CASES = [
             preset,
             scopes,
             (*batch(8), *flags),
-            graph_flags=("--cg-verify-interval", "2", "--cg-on-mismatch", "error"),
+            graph_flags=VERIFIED,
         )
         for name, preset, scopes, flags in (
             ("dropout", DENSE, ("attn", "mlp"), DROPOUT),
@@ -290,6 +311,22 @@ CASES = [
     ),
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]
+
+_COMPILED = (*NATIVE, "--cg-precompile-dir", "{directory}/artifacts")
+COMPILED = [
+    Case(f"compiled-{name}", DENSE, (), flags, graph_flags=(*_COMPILED, *more))
+    for name, flags, more in (
+        ("fsdp", (*batch(8), *SEPARATE), ()),
+        ("tp2", (*batch(4), *SEPARATE, "--tensor-model-parallel-size", "2"), ()),
+        (
+            "verified",
+            (*batch(8), *SEPARATE),
+            ("--cg-verify-interval", "2", "--cg-on-mismatch", "error"),
+        ),
+        ("evaluation", (*batch(8), *SEPARATE, *EVALUATED), ()),
+    )
+]
+"""Graphs of layers that were compiled beforehand, from the flags of the graph run."""
 
 SAVED = ("--save", "{directory}/{run}/checkpoints")
 LIFE = {

@@ -16,6 +16,11 @@ EXPERTS = ("attn", "moe")
 SCOPES = (("attn",), PREPROCESS, ("moe_router",))
 EAGER, ENABLED, API, NATIVE = "eager", "enable", "api", "native"
 GROUPED = {"moe_grouped_gemm": True}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 DRIVERS = (ENABLED, API)
 """Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``. NATIVE is
 ``GraphedLayers`` with the native backend."""
@@ -36,6 +41,8 @@ class Group:
     drivers: tuple[str, ...] = DRIVERS
     local: bool = False
     """The layers are those of Megatron's local spec instead of Transformer Engine's."""
+    moe_rows: float | None = None
+    """As ``--cg-moe-rows``; steps that exceed it are repeated."""
     needs: str = ""
     """A module without which the group cannot run."""
 
@@ -86,6 +93,19 @@ GROUPS = {
             {**GROUPED, "expert_model_parallel_size": 2},
             scopes=(EXPERTS,),
             dtypes=("bf16",),
+        ),
+        Group(
+            "dropless-recompute",
+            {**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2, "mtp_num_layers": 1},
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+        ),
+        Group(
+            "dropless-rows",
+            {**GROUPED, "expert_model_parallel_size": 2},
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+            moe_rows=1.2,
         ),
         *(
             Group(name, preset=name, scopes=(scopes,), dtypes=("bf16",), drivers=(API,), needs=need)

@@ -23,6 +23,8 @@ LONGEST = (
     "moe/test_repeats.py",
     "ordering/test_order.py",
     "moe/test_training.py",
+    "integrations/megatron/test_layer_code.py",
+    "tools/plan/test_compiled.py",
     "backends/tape/test_own_loop.py",
     "consensus/test_compiled_regions.py",
     "tools/plan/test_sweep.py",

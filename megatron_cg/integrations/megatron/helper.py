@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -27,6 +27,8 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.integrations.megatron import repeat
+from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -41,6 +43,9 @@ from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
+
+if TYPE_CHECKING:  # It imports torch's compiler.
+    from megatron_cg.integrations.megatron.layer_code import LayerCode
 
 RELIES_ON = tuple(
     Symbol("megatron-core", f"megatron.core.{path}", expected)
@@ -75,6 +80,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     policy: ReplayPolicy = ReplayPolicy()
     fast_path: bool | Collection[str] = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
+    code: LayerCode | None = None
+    """What captures run instead of the layers' own code."""
     live: list[FsdpCudaGraphHelper] | None = None
     """Helpers of models under FSDP add themselves here, to be notified of training steps."""
     callables_per_chunk: list[list[Any]]
@@ -109,6 +116,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                 clean_up=self._after_failure,
             )
             self.steps = StepRoutine(self.controller, self._static_inputs)
+            self.undo.callback(repeat.follow(self))
             if self.live is not None:
                 self.live.append(self)
 
@@ -120,6 +128,11 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def session(self) -> Session | None:
         """The current graphs under Megatron-FSDP; None if there are none."""
         return self.controller.session if self.controller is not None else None
+
+    @property
+    def step_number(self) -> int | None:
+        """The number of the step that runs, from 1; None if the loop does not tell."""
+        return self.steps.number if self.steps is not None else None
 
     def _discover_layers(self) -> None:
         super()._discover_layers()
@@ -148,7 +161,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         scopes = self._layer_scopes(layer)
         if scopes == self._run_scopes():
             return True
-        view = LayerConfig(self.config, scopes)
+        view = LayerConfig(self.config, cuda_graph_modules=scopes)
         return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
 
     def _keep_only(self, wanted: Callable[[nn.Module], bool]) -> None:
@@ -225,6 +238,9 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         with ExitStack() as scopes:
             masks = without_unused_masks(self.flattened_callables, self._static_inputs)
             scopes.callback(masks)
+            scopes.callback(recompute_in_layers(self.model[0]))
+            if self.code is not None:
+                scopes.callback(self.code.captured_in(self.flattened_callables))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.moe.steps_of_megatron import MegatronTrainer, trainer_of
+from tests.unit.moe.steps_of_megatron import Helper, MegatronTrainer, trainer_of
 
 WARMUP, LAYERS, MICROBATCHES, FACTOR = 1, 2, 2, 1.05
 
@@ -91,6 +91,12 @@ SIGMOID = {
 }
 LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    **SIGMOID,
+}
 PLACES: dict[str, Exceeds] = {
     "never": never,
     "one rank": lambda one: one.rank == 1,
@@ -121,6 +127,8 @@ CASES = {
     "a real bound, all at once": Case(
         real=True, options=SIGMOID | LOSSES, dropout=0.2, verify_interval=2
     ),
+    "a real bound, recomputed": Case(real=True, options=RECOMPUTED),
+    "recomputed, verified": Case(real=True, options=RECOMPUTED, verify_interval=1),
 }
 
 
@@ -199,7 +207,8 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.events import StepRepeated, subscribe
-    from megatron_cg.integrations.megatron.repeat import repeat_steps
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+    from megatron_cg.integrations.megatron.repeat import follow, repeat_steps
     from megatron_cg.moe import row_bound
     from megatron_cg.moe.install import bound_rows, use_device_counts
     from megatron_cg.moe.row_bound import RowBound
@@ -222,6 +231,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
     numpy.random.seed(1)
     with ExitStack() as undo:
         undo.enter_context(patch.object(row_bound, "MULTIPLE", 1))
+        undo.callback(allow_full_recompute())
         if ours:
             undo.enter_context(in_place_of_te())
             undo.callback(use_device_counts())
@@ -231,7 +241,8 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
         if ours:
             trainer.before = getattr(bound, "before", trainer.before)
             undo.callback(subscribe(events.append))
-            undo.callback(repeat_steps(trainer.helpers, bound))
+            undo.callback(repeat_steps())
+            undo.callback(follow(Helper(trainer)))
         numbers, states = [], []
         policy = ReplayPolicy("error", case.verify_interval)
         for step in range(steps):
