@@ -34,6 +34,7 @@ from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.integrations.megatron.without_te import capture_without_te
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.memory.usage import log_report
+from megatron_cg.moe.shared_expert import gate_in_region, shared_experts_resume
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
@@ -225,6 +226,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         with ExitStack() as scopes:
             masks = without_unused_masks(self.flattened_callables, self._static_inputs)
             scopes.callback(masks)
+            scopes.callback(shared_experts_resume(self.flattened_callables))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
@@ -308,5 +310,5 @@ def _has_collectives(config: Any) -> bool:
 def _graphed(layer: nn.Module) -> tuple[nn.Module, ...]:
     """The modules below ``layer`` whose forward runs inside its graph."""
     covered = cast(Sequence[nn.Module], cast(Any, layer)._get_submodules_under_cudagraphs())
-    found = {id(m): m for root in covered for m in root.modules() if m is not layer}
-    return tuple(found.values())
+    inside = [m for root in covered for m in root.modules() if m is not layer]
+    return tuple({id(m): m for m in [*inside, *gate_in_region(layer)]}.values())

@@ -15,6 +15,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.integrations.megatron.helper import units_of
+from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.tools.cpu.batches import Batches
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
@@ -113,7 +114,8 @@ class Trainer:
             **options,
         )
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
-        with session.capturing(), _megatron_capturing():
+        with ExitStack() as undo, session.capturing(), _megatron_capturing():
+            undo.callback(shared_experts_resume(layers))
             graphs = session.capture(
                 tuple(layers),
                 args,
@@ -126,6 +128,8 @@ class Trainer:
             )
             for layer, graph in zip(layers, graphs, strict=True):
                 layer.cuda_graphs = [graph]
+            lasting = undo.pop_all()
+        session.on_close(lasting.close)
         self._optimizer.zero_grad()
         self.session = session
         return session
