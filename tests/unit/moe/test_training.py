@@ -27,6 +27,7 @@ class Model:
     options: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
     experts: int = 4
+    grouped: bool = True
     ways: tuple[str, ...] = ("fast",)
 
 
@@ -51,7 +52,9 @@ MODELS = {
     "overlapped, ZeRO-2": Model(
         2, OVERLAPPED, {"data_parallel_sharding_strategy": "optim_grads"}, ways=("router",)
     ),
-    "overlapped, drop and pad": Model(2, {**OVERLAPPED, **DROP_AND_PAD}, ways=("fast", "layer")),
+    "overlapped, drop and pad": Model(
+        2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False, ways=("fast", "layer")
+    ),
     "sigmoid, bias": Model(2, SIGMOID),
     "groups of experts": Model(2, GROUPS, experts=8),
     "z-loss, jitter": Model(2, {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}),
@@ -91,7 +94,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         shape = CpuModelConfig(
             layers=LAYERS,
             experts=model.experts,
-            grouped=True,
+            grouped=model.grouped,
             expert_parallel=model.expert_parallel,
             options=model.options,
             fsdp_options=model.fsdp,
