@@ -77,14 +77,8 @@ def captured(trainer: Any, **options: Any) -> Any:
     return trainer.capture(TapeBackend(), Agreement(), **options)
 
 
-def shared_experts(trainer: Any) -> list[Any]:
-    return [m for m in trainer.model.modules() if hasattr(m, "_overlap_state")]
-
-
-def watched(trainer: Any) -> list[Any]:
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    return [*shared_experts(trainer), *transformer_layers(trainer.model)]
+def shared_experts(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "_overlap_state")]
 
 
 def failed(trainer: Any) -> str:
@@ -99,7 +93,9 @@ def failed(trainer: Any) -> str:
 
 def live(scopes: tuple[str, ...], *, graphs: bool) -> dict[str, Any]:
     """Losses and norms, to the last bit, and what the graphs did."""
+    from megatron_cg.integrations.megatron.helper import units_of
     from megatron_cg.replay.mismatch_policy import ReplayPolicy
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     steps, error = [], ""
     with trainer_of(scopes) as trainer, ExitStack() as undo:
@@ -116,8 +112,10 @@ def live(scopes: tuple[str, ...], *, graphs: bool) -> dict[str, Any]:
             names = ("replayed", "eager", "verified", "gradients_verified")
             done = {name: getattr(session.counters, name) for name in names}
             session.close()
-        changed = [name for m in watched(trainer) for name in vars(m) if name in REPLACED]
-    return {"steps": steps, "error": error, "done": done, "changed": changed}
+        units = units_of(transformer_layers(trainer.model))
+        inside = [one in unit.graphed for unit in units for one in shared_experts(unit.layer)]
+        changed = [name for m in trainer.model.modules() for name in vars(m) if name in REPLACED]
+    return {"steps": steps, "error": error, "done": done, "changed": changed, "inside": inside}
 
 
 def streams_of_a_capture() -> list[str]:
@@ -125,7 +123,7 @@ def streams_of_a_capture() -> list[str]:
     log: list[str] = []
     with trainer_of(ROUTER) as trainer, ExitStack() as undo:
         trainer.step()
-        for shared in shared_experts(trainer):
+        for shared in shared_experts(trainer.model):
             shared.stream = LoggedStream(log, "fork")
         main = LoggedStream(log, "join")
         undo.enter_context(patch.object(torch.cuda, "current_stream", lambda *_: main))
@@ -197,6 +195,14 @@ def test_nothing_of_ours_is_left_when_the_graphs_are_gone(
 ) -> None:
     for found in results:
         assert found[scopes]["graphs"]["changed"] == []
+
+
+@pytest.mark.parametrize("scopes", SCOPES)
+def test_the_gate_is_guarded_as_a_part_of_the_region(
+    results: list[dict[str, Any]], scopes: str
+) -> None:
+    for found in results:
+        assert found[scopes]["graphs"]["inside"] == [True] * LAYERS
 
 
 def test_the_region_joins_the_stream_that_its_first_stage_forked(
