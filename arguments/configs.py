@@ -20,6 +20,7 @@ TRANSFORMER: Mapping[str, str] = {
     "cuda_graph_impl": "cuda_graph_impl",
     "cuda_graph_modules": "cuda_graph_modules",
     "gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "transformer_impl": "transformer_impl",
     "num_layers": "num_layers",
     "num_experts": "num_moe_experts",
     "moe_grouped_gemm": "moe_grouped_gemm",
@@ -67,6 +68,9 @@ TRANSFORMER: Mapping[str, str] = {
 """Fields of :class:`RunArguments`, each with its field of ``TransformerConfig``."""
 
 DISTRIBUTED: Mapping[str, str] = {
+    "data_parallel_sharding_strategy": "data_parallel_sharding_strategy",
+    "megatron_fsdp_main_grads_dtype": "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype": "megatron_fsdp_grad_comm_dtype",
     "fsdp_double_buffer": "fsdp_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_db_use_persist_buf_on_alloc_fail",
     "fp8_param_gather": "fp8_param_gather",
@@ -74,6 +78,9 @@ DISTRIBUTED: Mapping[str, str] = {
     "delay_wgrad_compute": "delay_wgrad_compute",
 }
 """The same for ``DistributedDataParallelConfig``; a switch in both configs is on if one is on."""
+
+_DTYPES = {"None": "auto", "torch.float32": "fp32", "torch.bfloat16": "bf16"}
+"""As flags name what the configs have as dtypes."""
 
 ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
@@ -109,6 +116,8 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
     values["moe_router_load_balancing_type"] = (
         (balancing,) if isinstance(balancing, str) else tuple(balancing)
     )
+    for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
+        values[name] = _DTYPES.get(str(values[name]), str(values[name]))
     frequency = values["moe_layer_freq"]
     values["moe_layer_freq"] = frequency if isinstance(frequency, int) else tuple(frequency)
     values["optimizer_cuda_graph"] = bool(getattr(optimizer_config, "optimizer_cuda_graph", False))

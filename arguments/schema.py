@@ -156,7 +156,13 @@ class RunArguments:
     fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(
         False, "units that do not fit the two buffers get buffers that stay"
     )
+    data_parallel_sharding_strategy: str = _setting(
+        "optim_grads_params", "what ranks have a part of"
+    )
+    megatron_fsdp_main_grads_dtype: str = _setting("auto", "dtype of reduced gradients")
+    megatron_fsdp_grad_comm_dtype: str = _setting("auto", "dtype in which they are reduced")
     gradient_accumulation_fusion: bool = _setting(True, "weight gradients go into main_grad in TE")
+    transformer_impl: str = _setting("transformer_engine", "whose layers the model has")
 
     num_layers: int | None = _setting(None, "decoder layers, without multi-token prediction")
     hybrid_layer_pattern: str | None = _setting(None, "one letter a layer, of a hybrid model")

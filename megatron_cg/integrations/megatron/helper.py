@@ -32,6 +32,7 @@ from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_ou
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
+from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.integrations.megatron.without_te import capture_without_te
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.memory.usage import log_report
@@ -234,6 +235,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             masks = without_unused_masks(self.flattened_callables, self._static_inputs)
             scopes.callback(masks)
             scopes.callback(shared_experts_resume(self.flattened_callables))
+            returned = weight_gradients_returned(self.model[0], self.flattened_callables)
+            scopes.callback(returned)
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))

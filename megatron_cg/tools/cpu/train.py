@@ -15,6 +15,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.integrations.megatron.helper import units_of
+from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.tools.cpu.batches import Batches
@@ -116,6 +117,7 @@ class Trainer:
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
         with ExitStack() as undo, session.capturing(), _megatron_capturing():
             undo.callback(shared_experts_resume(layers))
+            undo.callback(weight_gradients_returned(self.model, layers))
             graphs = session.capture(
                 tuple(layers),
                 args,
