@@ -65,7 +65,7 @@ RELIES_ON = (
 )
 
 
-def shared_experts_resume(layers: Iterable[nn.Module]) -> Callable[[], None]:
+def shared_experts_resume(layers: Iterable[Any]) -> Callable[[], None]:
     """Let the regions of ``layers`` end between two stages of an overlapped shared expert.
 
     To be called before the first pass of a capture, and undone after the graphs are gone. Layers

@@ -74,9 +74,9 @@ def train(
         steps, error = [], ""
         for step in range(STEPS):
             if graphs and step == CAPTURED:
-                options = {"fast_path": graphs == "fast"}
+                fast = graphs == "fast"
                 try:
-                    session = trainer.capture(TapeBackend(), Agreement(), **options)
+                    session = trainer.capture(TapeBackend(), Agreement(), fast_path=fast)
                     undo.callback(session.close)
                 except CaptureError as caught:
                     error = str(caught)
@@ -139,7 +139,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def steps(found: dict[str, Any], strategy: str, microbatches: int, *, fused: bool) -> list[Any]:
+def steps(found: dict[str, Any], strategy: str, microbatches: int, *, fused: bool) -> Any:
     return found[f"{strategy} {microbatches} {fused}"]["steps"]
 
 
