@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_cg.arguments.layout import decoder_symbols
-from megatron_cg.arguments.schema import RunArguments
+from megatron_cg.arguments.schema import RunArguments, dtype_name
 from megatron_cg.upstream.symbols import changed
 
 TRANSFORMER: Mapping[str, str] = {
@@ -79,9 +79,6 @@ DISTRIBUTED: Mapping[str, str] = {
 }
 """The same for ``DistributedDataParallelConfig``; a switch in both configs is on if one is on."""
 
-_DTYPES = {"None": "auto", "torch.float32": "fp32", "torch.bfloat16": "bf16"}
-"""As flags name what the configs have as dtypes."""
-
 ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
     "optimizer_cuda_graph": "a field of OptimizerConfig, read from the optimizer's config",
@@ -117,7 +114,7 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
         (balancing,) if isinstance(balancing, str) else tuple(balancing)
     )
     for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
-        values[name] = _DTYPES.get(str(values[name]), str(values[name]))
+        values[name] = dtype_name(values[name])
     frequency = values["moe_layer_freq"]
     values["moe_layer_freq"] = frequency if isinstance(frequency, int) else tuple(frequency)
     values["optimizer_cuda_graph"] = bool(getattr(optimizer_config, "optimizer_cuda_graph", False))

@@ -248,6 +248,14 @@ class RunArguments:
         return self.cuda_graph_modules or (WHOLE_LAYER,)
 
 
+_DTYPES = {"None": "auto", "torch.float32": "fp32", "torch.bfloat16": "bf16"}
+
+
+def dtype_name(dtype: Any) -> str:
+    """A dtype as flags name it. Megatron replaces names by dtypes, and ``auto`` by None."""
+    return _DTYPES.get(str(dtype), str(dtype))
+
+
 def _no_strings() -> Mapping[str, str]:
     return MappingProxyType({})
 
