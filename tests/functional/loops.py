@@ -16,6 +16,11 @@ EXPERTS = ("attn", "moe")
 SCOPES = (("attn",), PREPROCESS, ("moe_router",))
 EAGER, ENABLED, API, NATIVE = "eager", "enable", "api", "native"
 GROUPED = {"moe_grouped_gemm": True}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 DRIVERS = (ENABLED, API)
 """Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``. NATIVE is
 ``GraphedLayers`` with the native backend."""
@@ -86,6 +91,12 @@ GROUPS = {
         Group(
             "dropless-ep2",
             {**GROUPED, "expert_model_parallel_size": 2},
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+        ),
+        Group(
+            "dropless-recompute",
+            {**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2, "mtp_num_layers": 1},
             scopes=(EXPERTS,),
             dtypes=("bf16",),
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -28,6 +28,7 @@ from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron import repeat
+from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -44,6 +45,9 @@ from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
+
+if TYPE_CHECKING:  # It imports torch's compiler.
+    from megatron_cg.integrations.megatron.layer_code import LayerCode
 
 RELIES_ON = tuple(
     Symbol("megatron-core", f"megatron.core.{path}", expected)
@@ -78,6 +82,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     policy: ReplayPolicy = ReplayPolicy()
     fast_path: bool | Collection[str] = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
+    code: LayerCode | None = None
+    """What captures run instead of the layers' own code."""
     live: list[FsdpCudaGraphHelper] | None = None
     """Helpers of models under FSDP add themselves here, to be notified of training steps."""
     callables_per_chunk: list[list[Any]]
@@ -157,7 +163,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         scopes = self._layer_scopes(layer)
         if scopes == self._run_scopes():
             return True
-        view = LayerConfig(self.config, scopes)
+        view = LayerConfig(self.config, cuda_graph_modules=scopes)
         return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
 
     def _keep_only(self, wanted: Callable[[nn.Module], bool]) -> None:
@@ -237,6 +243,9 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             scopes.callback(shared_experts_resume(self.flattened_callables))
             returned = weight_gradients_returned(self.model[0], self.flattened_callables)
             scopes.callback(returned)
+            scopes.callback(recompute_in_layers(self.model[0]))
+            if self.code is not None:
+                scopes.callback(self.code.captured_in(self.flattened_callables))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))

@@ -64,7 +64,7 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
             "fsdp": describe_buffers(fsdp, _unit_names(fsdp, decoder)),
             "layers": rows,
         }
-        undo = helper.scopes_given()
+        undo = helper.prepared()
         try:
             samples, options = helper.samples(masks=masks_given(args))
             captured = simulate(samples, model, options)
