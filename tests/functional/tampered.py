@@ -42,7 +42,6 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "busy": lambda _: environment.keep_another_stream_busy(),
     "fault": replay.fault,
     "average": lambda step: copies.average_from(int(step)),
-    "fusion": lambda _: environment.fuse_gradients(),
     "earlier-error": lambda _: environment.fail_earlier(),
 }
 

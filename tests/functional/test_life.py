@@ -64,15 +64,6 @@ def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
         assert len(rank["memory"]) == 50 and rank["memory"][4] == rank["memory"][-1]
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "experts"])
-def test_gradient_accumulation_fusion_has_the_bits_of_eager_fusion(name: str, align: Align) -> None:
-    fusion = (("MEGATRON_CG_SCENARIO", "fusion@"),)
-    outcome = align(replace(LIFE[name], name=f"{name}-fusion", env=fusion), script=SCRIPT)
-    assert_identical(outcome, 12)
-    for run in (outcome.eager, outcome.graphed):
-        assert run is not None and all(record["fused"] > 0 for record in run.values())
-
-
 def test_steps_with_more_rows_than_graphs_have_room_for_are_repeated(
     align: Align, log: Log
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,32 +12,6 @@ from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import before_capture, wrap
 
 _BUSY_CYCLES = 50_000_000  # some 30 ms of a GPU
-
-
-def fuse_gradients() -> None:
-    """Train with gradient-accumulation fusion, without Apex: under Megatron-FSDP none is called.
-
-    Notes how many layers have it in the first step.
-    """
-    from megatron.core.tensor_parallel import layers
-    from megatron.training import training
-
-    sys.argv.remove("--no-gradient-accumulation-fusion")
-    layers._grad_accum_fusion_available = True
-    counted: list[int] = []
-
-    def make(old: Callable[..., Any]) -> Callable[..., Any]:
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            if not counted:
-                model = kwargs["model"] if "model" in kwargs else args[2]
-                on = (getattr(m, "fuse_wgrad_accumulation", False) for m in model[0].modules())
-                counted.append(sum(map(bool, on)))
-                note("fused", counted[0])
-            return old(*args, **kwargs)
-
-        return train_step
-
-    wrap(training, "train_step", make)
 
 
 def collect_garbage_in_capture() -> None:
