@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_cg.arguments.layout import decoder_symbols
-from megatron_cg.arguments.schema import RunArguments
+from megatron_cg.arguments.schema import RunArguments, dtype_name
 from megatron_cg.upstream.symbols import changed
 
 TRANSFORMER: Mapping[str, str] = {
@@ -70,6 +70,9 @@ TRANSFORMER: Mapping[str, str] = {
 """Fields of :class:`RunArguments`, each with its field of ``TransformerConfig``."""
 
 DISTRIBUTED: Mapping[str, str] = {
+    "data_parallel_sharding_strategy": "data_parallel_sharding_strategy",
+    "megatron_fsdp_main_grads_dtype": "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype": "megatron_fsdp_grad_comm_dtype",
     "fsdp_double_buffer": "fsdp_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_db_use_persist_buf_on_alloc_fail",
     "fp8_param_gather": "fp8_param_gather",
@@ -113,6 +116,8 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
     values["moe_router_load_balancing_type"] = (
         (balancing,) if isinstance(balancing, str) else tuple(balancing)
     )
+    for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
+        values[name] = dtype_name(values[name])
     frequency = values["moe_layer_freq"]
     values["moe_layer_freq"] = frequency if isinstance(frequency, int) else tuple(frequency)
     values["optimizer_cuda_graph"] = bool(getattr(optimizer_config, "optimizer_cuda_graph", False))

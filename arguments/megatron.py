@@ -20,6 +20,7 @@ from megatron_cg.arguments.schema import (
     Environment,
     GraphArguments,
     RunArguments,
+    dtype_name,
     flag_of,
 )
 from megatron_cg.arguments.validation import notices, violations
@@ -43,6 +44,8 @@ _DERIVED = {
     "cpu_offloading",
     "expert_tensor_parallel_size",
     "logs_passes",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
     "fused_operations",
 }
 _FUSIONS = {
@@ -140,6 +143,10 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         fsdp_double_buffer=_any(
             namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
         ),
+        megatron_fsdp_main_grads_dtype=dtype_name(
+            _get(namespace, "megatron_fsdp_main_grads_dtype")
+        ),
+        megatron_fsdp_grad_comm_dtype=dtype_name(_get(namespace, "megatron_fsdp_grad_comm_dtype")),
         moe_router_load_balancing_type=tuple(
             _scope_names(_get(namespace, "moe_router_load_balancing_type"))
         ),

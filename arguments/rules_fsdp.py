@@ -2,7 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_cg.arguments.rule import Refusal, Rule
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.errors import Violation
+
+_ON = "gradient accumulation fusion, which is on by default,"
+
+
+def fusion(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """While graphs live, layers hand over their gradients instead; where bits would differ."""
+    if not run.gradient_accumulation_fusion:
+        return
+    for found, reason in _against_fusion(run):
+        yield Violation(
+            "gradient-accumulation-fusion", found, reason, "add --no-gradient-accumulation-fusion"
+        )
+
+
+def _against_fusion(run: RunArguments) -> Iterator[tuple[str, str]]:
+    """What was found, and why."""
+    if run.data_parallel_sharding_strategy in ("no_shard", "optim"):
+        yield (
+            f"{_ON} with --data-parallel-sharding-strategy {run.data_parallel_sharding_strategy}",
+            "Megatron-FSDP sets overwrite_main_grad on weights without sharded gradients too "
+            "(megatron-core 0.19.2), so each microbatch overwrites the gradients of the one before "
+            "it, without graphs as well",
+        )
+    own = "bf16" if run.bf16 else "fp32"
+    for flag, dtype in (
+        ("--megatron-fsdp-main-grads-dtype", run.megatron_fsdp_main_grads_dtype),
+        ("--megatron-fsdp-grad-comm-dtype", run.megatron_fsdp_grad_comm_dtype),
+    ):
+        if dtype not in ("auto", own):
+            yield (
+                f"{_ON} with {flag} {dtype}",
+                f"the GEMM would write gradients in {dtype}; a graph hands over gradients in "
+                f"{own}, so their bits would differ",
+            )
+    if run.transformer_impl != "transformer_engine":
+        yield (
+            f"{_ON} with --transformer-impl {run.transformer_impl}",
+            "Megatron's own layers then compute gradients by another GEMM than without the fusion, "
+            "and a graph holds the one without, so their bits would differ",
+        )
+    if run.use_transformer_engine_op_fuser:
+        yield (
+            f"{_ON} with --use-transformer-engine-op-fuser",
+            "fused operations tell Megatron-FSDP in Python, by grad_added_to_main_grad, that a "
+            "gradient is in its buffer already; a replay runs no Python, so the placeholder that "
+            "it returns is taken for the gradient",
+        )
+
 
 RULES: tuple[Rule, ...] = (
     Refusal(
@@ -29,15 +83,7 @@ RULES: tuple[Rule, ...] = (
         "and a replayed graph reads memory that was freed",
         "add --fsdp-db-use-persist-buf-on-alloc-fail",
     ),
-    Refusal(
-        "gradient-accumulation-fusion",
-        lambda run: run.gradient_accumulation_fusion,
-        "gradient accumulation fusion is on, as it is by default",
-        "Transformer Engine then tells Megatron-FSDP in Python, by grad_added_to_main_grad, that "
-        "a weight's gradient is already in its buffer; a replay runs no Python, so the placeholder "
-        "that it returns is taken for the gradient",
-        "add --no-gradient-accumulation-fusion",
-    ),
+    fusion,
     Refusal(
         "expert-parallel-overlap",
         lambda run: run.overlap_moe_expert_parallel_comm,

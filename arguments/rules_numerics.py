@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from megatron_cg.arguments.rule import Refusal, Rule
-from megatron_cg.arguments.schema import RunArguments
 
 _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
-_ROUTER_SCOPES = ("moe", "moe_router", "moe_preprocess")
-
-
-def _captures_shared_expert(run: RunArguments) -> bool:
-    return run.is_whole_layer or any(s in _ROUTER_SCOPES for s in run.cuda_graph_modules)
-
 
 RULES: tuple[Rule, ...] = (
     Refusal(
@@ -53,13 +46,6 @@ RULES: tuple[Rule, ...] = (
         "--fsdp-double-buffer has ('No buffer found for bucket_id'), and other recipes were never "
         "seen to work",
         "type --fp8-recipe delayed or --fp8-recipe tensorwise, or drop --fp8-param-gather",
-    ),
-    Refusal(
-        "shared-expert-overlap",
-        lambda run: run.moe_shared_expert_overlap and _captures_shared_expert(run),
-        "--moe-shared-expert-overlap with a captured MoE router",
-        "open: the shared expert's own streams and states are not idle in the warmup of a capture",
-        "drop --moe-shared-expert-overlap, or type --cuda-graph-modules attn",
     ),
     Refusal(
         "optimizer-graph",

@@ -165,6 +165,11 @@ class RunArguments:
     fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(
         False, "units that do not fit the two buffers get buffers that stay"
     )
+    data_parallel_sharding_strategy: str = _setting(
+        "optim_grads_params", "what ranks have a part of"
+    )
+    megatron_fsdp_main_grads_dtype: str = _setting("auto", "dtype of reduced gradients")
+    megatron_fsdp_grad_comm_dtype: str = _setting("auto", "dtype in which they are reduced")
     gradient_accumulation_fusion: bool = _setting(True, "weight gradients go into main_grad in TE")
 
     num_layers: int | None = _setting(None, "decoder layers, without multi-token prediction")
@@ -262,6 +267,14 @@ class RunArguments:
     def scope_names(self) -> tuple[str, ...]:
         """The run's scopes, under their names in ``--cg-layers``."""
         return self.cuda_graph_modules or (WHOLE_LAYER,)
+
+
+_DTYPES = {"None": "auto", "torch.float32": "fp32", "torch.bfloat16": "bf16"}
+
+
+def dtype_name(dtype: Any) -> str:
+    """A dtype as flags name it. Megatron replaces names by dtypes, and ``auto`` by None."""
+    return _DTYPES.get(str(dtype), str(dtype))
 
 
 def _no_strings() -> Mapping[str, str]:

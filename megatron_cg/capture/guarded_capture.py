@@ -14,6 +14,7 @@ import torch
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
+from megatron_cg.capture.marked_weights import MarkedWeights
 from megatron_cg.capture.observers import PassEvents
 from megatron_cg.capture.other_parameters import other_parameters_refused
 from megatron_cg.capture.refusals import clear_frames, refusal
@@ -94,7 +95,11 @@ class GuardedCapture:
             len(args),
             [unit.capture_time for unit in hooks],
             options,
-            (PassEvents([unit.name for unit in self._units]), self._guards),
+            (
+                PassEvents([unit.name for unit in self._units]),
+                self._guards,
+                MarkedWeights(self._units),
+            ),
         )
         numbers_of = [order.samples_of(index) for index in range(len(self._units))]
         borrowed = self._borrow(numbers_of, kwargs)

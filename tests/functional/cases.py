@@ -18,6 +18,7 @@ EVALUATED = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5")
 EP2 = ("--expert-model-parallel-size", "2")
 TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
+OVERLAP = ("--moe-shared-expert-overlap", "--moe-shared-expert-gate")
 CAPACITY = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 NATIVE = ("--cg-backend", "native")
 VERIFIED = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
@@ -108,6 +109,24 @@ def _dropless() -> list[Case]:
     ]
 
 
+def _overlapped() -> list[Case]:
+    """A shared expert that runs beside the exchange of tokens, on a stream of its own."""
+    rows = (
+        ("router", ROUTER, EP2, ()),
+        ("preprocess", PREPROCESS, EP2, VERIFIED),
+        ("preprocess-tp2", PREPROCESS, TENSOR_PARALLEL, ()),
+        ("preprocess-native", PREPROCESS, EP2, NATIVE),
+        ("capacity", EXPERTS, (*EP2, *CAPACITY), ()),
+        ("dropless-ep1", EXPERTS, (), TORCH_GEMM),
+        ("dropless-ep2", EXPERTS, EP2, TORCH_GEMM),
+        ("dropless-whole-layer", (), EP2, TORCH_GEMM),
+    )
+    return [
+        Case(f"overlapped-{name}", MLA, scopes, (*batch(8), *OVERLAP, *flags), graph_flags=ours)
+        for name, scopes, flags, ours in rows
+    ]
+
+
 def _realistic() -> list[Case]:
     """Widths of real models, two layers. Both runs have torch's grouped GEMM: see experts.md."""
     mixtral = (
@@ -135,6 +154,7 @@ def _realistic() -> list[Case]:
 CASES = [
     *_grid(),
     *_dropless(),
+    *_overlapped(),
     *_realistic(),
     Case("dropless-same-gemm", MOE, EXPERTS, (*batch(8), *EP2, *TORCH_GEMM)),
     Case("router-dp2-together", MOE, ROUTER, batch(8)),
@@ -250,13 +270,7 @@ CASES = [
         (*batch(8), "--megatron-fsdp-enable-fine-grained-param-gather"),
     ),
     *(
-        Case(
-            f"verified-{name}",
-            preset,
-            scopes,
-            (*batch(8), *flags),
-            graph_flags=VERIFIED,
-        )
+        Case(f"verified-{name}", preset, scopes, (*batch(8), *flags), graph_flags=VERIFIED)
         for name, preset, scopes, flags in (
             ("dropout", DENSE, ("attn", "mlp"), DROPOUT),
             ("moe-fp8", MOE, ROUTER, FP8),

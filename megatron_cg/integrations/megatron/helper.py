@@ -33,9 +33,11 @@ from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_ou
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
+from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.integrations.megatron.without_te import capture_without_te
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.memory.usage import log_report
+from megatron_cg.moe.shared_expert import gate_in_region, shared_experts_resume
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
@@ -238,6 +240,9 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         with ExitStack() as scopes:
             masks = without_unused_masks(self.flattened_callables, self._static_inputs)
             scopes.callback(masks)
+            scopes.callback(shared_experts_resume(self.flattened_callables))
+            returned = weight_gradients_returned(self.model[0], self.flattened_callables)
+            scopes.callback(returned)
             scopes.callback(recompute_in_layers(self.model[0]))
             if self.code is not None:
                 scopes.callback(self.code.captured_in(self.flattened_callables))
@@ -324,5 +329,5 @@ def _has_collectives(config: Any) -> bool:
 def _graphed(layer: nn.Module) -> tuple[nn.Module, ...]:
     """The modules below ``layer`` whose forward runs inside its graph."""
     covered = cast(Sequence[nn.Module], cast(Any, layer)._get_submodules_under_cudagraphs())
-    found = {id(m): m for root in covered for m in root.modules() if m is not layer}
-    return tuple(found.values())
+    inside = [m for root in covered for m in root.modules() if m is not layer]
+    return tuple({id(m): m for m in [*inside, *gate_in_region(layer)]}.values())

@@ -17,6 +17,8 @@ from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.helper import units_of
+from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
+from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.tools.cpu.batches import Batches
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
@@ -120,6 +122,8 @@ class Trainer:
         )
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
         with ExitStack() as lasting:
+            lasting.callback(shared_experts_resume(layers))
+            lasting.callback(weight_gradients_returned(self.model, layers))
             lasting.callback(recompute_in_layers(self.model))
             with session.capturing(), _megatron_capturing():
                 graphs = session.capture(

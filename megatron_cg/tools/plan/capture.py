@@ -28,6 +28,7 @@ from torch.distributions import Distribution
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
 from megatron_cg.hooks.capture_schedule import schedule
+from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.replay.region import run_region
 from megatron_cg.tools.plan.planned_samples import Sample
 from megatron_cg.tools.plan.pool import Pool, round_up
@@ -88,6 +89,7 @@ def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) ->
         # Validated once, when a layer creates it in warmup (such as jitter on a router's input).
         stack.callback(set_attribute(Distribution, "_validate_args", False))
         stack.callback(_quiet(sample.layer for sample in samples))
+        stack.callback(shared_experts_resume(sample.layer for sample in samples))
         for step in passes:
             if step.forward:
                 state.forward(step.sample)

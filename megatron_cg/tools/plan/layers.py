@@ -12,12 +12,13 @@ from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.layout import available_scopes
 from megatron_cg.arguments.schema import WHOLE_LAYER
 
+_SHARED = "shared expert"
 _PARTS = {
     "self_attention": ("attention", "attn"),
     "mixer": ("Mamba mixer", "mamba"),
     "mlp": ("MLP", "mlp"),
     "mlp.router": ("router", "moe_router"),
-    "mlp.shared_experts": ("shared expert", "moe_router"),
+    "mlp.shared_experts": (_SHARED, "moe_router"),
     "mlp.experts": ("experts", "moe"),
 }
 """Parts of a layer by the path of their module: their name, and their scope."""
@@ -36,7 +37,7 @@ def describe_layers(
     found = []
     for index, layer in enumerate(layers):
         active = selection.scopes(index, count, run.cuda_graph_modules)
-        here = _parts_of(layer)
+        here = _parts_of(layer, run)
         exists = available[index] if available is not None else None
         used = [s for s in active if exists is None or s in exists]
         captured = [name for name, scope in here if _is_captured(scope, used, run)]
@@ -57,11 +58,11 @@ def describe_layers(
     return found
 
 
-def _parts_of(layer: nn.Module) -> list[tuple[str, str]]:
+def _parts_of(layer: nn.Module, run: RunArguments) -> list[tuple[str, str]]:
     modules = dict(layer.named_modules())
     is_moe = "mlp.experts" in modules
     parts = [
-        (name, scope)
+        (name, "moe" if name == _SHARED and run.moe_shared_expert_overlap else scope)
         for path, (name, scope) in _PARTS.items()
         if any(True for _ in getattr(modules.get(path), "parameters", tuple)())
         and not (path == "mlp" and is_moe)
@@ -90,6 +91,8 @@ def _reason(name: str, scope: str, index: int, run: RunArguments, active: Sequen
         return f"layer {index} has no such scope"
     if name == "experts":
         return f"tokens per expert differ from step to step; moe can capture them with {_FIXED}"
+    if name == _SHARED and run.moe_shared_expert_overlap:
+        return "it runs beside the exchange of tokens; moe can capture both"
     if name == _DISPATCH[0]:
         return "its counting of tokens can be captured by moe_preprocess; its communication cannot"
     return f"{scope} is not in --cuda-graph-modules"

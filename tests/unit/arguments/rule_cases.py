@@ -31,12 +31,37 @@ FSDP = (
         "a buffer that moves",
         "add --fsdp-db-use-persist-buf-on-alloc-fail",
     ),
-    Case(
-        "gradient-accumulation-fusion",
-        {"gradient_accumulation_fusion": True},
-        "on, as it is by default",
-        "grad_added_to_main_grad",
-        "--no-gradient-accumulation-fusion",
+    *(
+        Case(
+            "gradient-accumulation-fusion",
+            {"gradient_accumulation_fusion": True, **change},
+            f"on by default, with {flag}",
+            why,
+            "--no-gradient-accumulation-fusion",
+        )
+        for change, flag, why in (
+            (
+                {"data_parallel_sharding_strategy": "optim"},
+                "--data-parallel-sharding-strategy optim",
+                "each microbatch overwrites",
+            ),
+            (
+                {"megatron_fsdp_main_grads_dtype": "fp32"},
+                "--megatron-fsdp-main-grads-dtype fp32",
+                "a graph hands over gradients in bf16",
+            ),
+            (
+                {"megatron_fsdp_grad_comm_dtype": "fp32"},
+                "--megatron-fsdp-grad-comm-dtype fp32",
+                "their bits would differ",
+            ),
+            ({"transformer_impl": "local"}, "--transformer-impl local", "by another GEMM"),
+            (
+                {"use_transformer_engine_op_fuser": True},
+                "--use-transformer-engine-op-fuser",
+                "grad_added_to_main_grad",
+            ),
+        )
     ),
     Case(
         "expert-parallel-overlap",

@@ -204,13 +204,6 @@ NUMERICS = (
         "--fp8-recipe tensorwise",
     ),
     Case(
-        "shared-expert-overlap",
-        {"moe_shared_expert_overlap": True},
-        "with a captured MoE router",
-        "not idle in the warmup",
-        "drop --moe-shared-expert-overlap",
-    ),
-    Case(
         "optimizer-graph",
         {"optimizer_cuda_graph": True},
         "--optimizer-cuda-graph",

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig
@@ -70,6 +71,17 @@ def test_values_come_from_all_three_configs() -> None:
     assert run.delay_wgrad_compute
     # The layers that were built count, whatever moe_layer_freq says.
     assert (run.num_layers, run.moe_layer_freq, run.custom_layers) == (2, (0, 1), False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(None, "auto"), (torch.float32, "fp32"), (torch.bfloat16, "bf16")]
+)
+def test_dtypes_of_gradients_are_named_as_by_flags(dtype: Any, name: str) -> None:
+    distributed = DistributedDataParallelConfig(
+        megatron_fsdp_main_grads_dtype=dtype, megatron_fsdp_grad_comm_dtype=dtype
+    )
+    run = run_of(model(layer()), config(), distributed)
+    assert run.megatron_fsdp_main_grads_dtype == run.megatron_fsdp_grad_comm_dtype == name
 
 
 def test_a_hybrid_models_layers_are_those_of_its_pattern() -> None:

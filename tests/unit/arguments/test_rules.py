@@ -200,7 +200,8 @@ def test_our_flags_without_graphs_are_refused(graph: GraphArguments, flag: str) 
 @pytest.mark.parametrize(
     "change",
     [
-        {"moe_shared_expert_overlap": True, "cuda_graph_modules": ("attn",)},
+        {"moe_shared_expert_overlap": True, "cuda_graph_modules": ("attn", "moe_router")},
+        {"gradient_accumulation_fusion": True, "megatron_fsdp_main_grads_dtype": "bf16"},
         {"fp8": "hybrid"},
         {"fp8_param_gather": True},
         {"fp8": "hybrid", "fp8_param_gather": True, "keep_fp8_transpose_cache": True},

@@ -71,7 +71,7 @@ def model(one_rank: None) -> Any:
 def test_a_model_that_cannot_be_graphed_is_refused_for_every_reason(model: Any) -> None:
     from megatron_cg.integrations.megatron.loop import GraphedLayers
 
-    model.config.gradient_accumulation_fusion = True
+    model.config.gradient_accumulation_fusion, model.config.transformer_impl = True, "local"
     sizes: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2}
     with pytest.raises(ConfigurationError) as error:
         GraphedLayers(model, None, **sizes, backend=TapeBackend())

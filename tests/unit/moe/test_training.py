@@ -17,6 +17,7 @@ from megatron_cg.tools.cpu.launch import run_processes
 STEPS, WARMUP, LAYERS, MICROBATCHES = 3, 1, 2, 2
 EXPERTS = ("attn", "moe")
 ROUTER = ("attn", "moe_router", "moe_preprocess")
+ALONE = ("attn", "moe_router")
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,13 @@ class Model:
     options: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
     experts: int = 4
+    grouped: bool = True
     ways: tuple[str, ...] = ("fast",)
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 32}
+OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True, "moe_shared_expert_gate": True}
+DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 SIGMOID = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -45,7 +49,13 @@ MODELS = {
     "one expert a rank": Model(2, ONE_CHOICE, experts=2),
     "more choices than local experts": Model(2, {"moe_router_topk": 3}),
     "shared experts": Model(2, SHARED),
-    "shared experts, overlapped": Model(2, {**SHARED, "moe_shared_expert_overlap": True}),
+    "shared experts, overlapped": Model(2, OVERLAPPED, ways=("fast", "router", "alone", "layer")),
+    "overlapped, ZeRO-2": Model(
+        2, OVERLAPPED, {"data_parallel_sharding_strategy": "optim_grads"}, ways=("router",)
+    ),
+    "overlapped, drop and pad": Model(
+        2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False, ways=("fast", "layer")
+    ),
     "sigmoid, bias": Model(2, SIGMOID),
     "groups of experts": Model(2, GROUPS, experts=8),
     "z-loss, jitter": Model(2, {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}),
@@ -55,7 +65,8 @@ MODELS = {
     "no shards": Model(2, fsdp={"data_parallel_sharding_strategy": "no_shard"}),
 }
 CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]
-SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "router": ROUTER, "layer": ()}
+SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "layer": ()}
+SCOPES |= {"router": ROUTER, "alone": ALONE}
 
 
 def fit(model: Model, way: str) -> dict[str, Any]:
@@ -84,7 +95,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         shape = CpuModelConfig(
             layers=LAYERS,
             experts=model.experts,
-            grouped=True,
+            grouped=model.grouped,
             expert_parallel=model.expert_parallel,
             options=model.options,
             fsdp_options=model.fsdp,
@@ -138,7 +149,9 @@ def test_whole_layers_were_replayed(results: list[dict[str, Any]], model: str, w
     for found in results:
         one = found[model][way]
         graphs = way != "eager"
-        assert one["device"] == (way != "router") and not found[model]["megatron"]["device"]
+        dropless = "moe_pad_expert_input_to_capacity" not in MODELS[model].options
+        on_device = dropless and way not in ("router", "alone")
+        assert one["device"] == on_device and not found[model]["megatron"]["device"]
         assert one["captured"] == LAYERS * graphs and one["eager"] == 0
         assert one["replayed"] == replayed * graphs
         assert ("gradients" in one["parts"]) == (way == "fast" and not MODELS[model].fsdp)

@@ -130,13 +130,11 @@ TRIED = (
         "--moe-mlp-glu-interleave-size 16",
         _SHARED,
         f"{_SHARED} --moe-shared-expert-gate",
+        f"{_SHARED} --moe-shared-expert-gate --moe-shared-expert-overlap",
         "--expert-model-parallel-size 2",
         "--tensor-model-parallel-size 2 --sequence-parallel",
     ),
-    *(
-        Try(base, f"{_SHARED} --moe-shared-expert-overlap", rule="shared-expert-overlap")
-        for base in ("preprocess", "experts")
-    ),
+    *_each("router,whole experts", f"{_SHARED} --moe-shared-expert-overlap"),
     *(
         Try(base, "--moe-enable-routing-replay", rule="routing-replay")
         for base in ("router", "experts", "whole experts")

@@ -20,6 +20,7 @@ SELECTED = ("attn:0-1", "moe_router:1-")
 HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model somebody/model"
 RECOMPUTED = "--recompute-granularity full --recompute-method"
 CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+OVERLAP = "--moe-shared-expert-overlap"
 
 
 def dropless(*flags: str) -> Request:
@@ -54,6 +55,10 @@ REQUESTS = {
     "context parallel": on_preset("--context-parallel-size 2"),
     "experts": read_request("mixtral-tiny", CAPACITY.split(), scopes=["attn", "moe"]),
     "tensor parallel": on_preset("--tensor-model-parallel-size 2 --sequence-parallel"),
+    "overlapped": read_request("deepseek-v3-tiny", [OVERLAP]),
+    "overlapped, dropless": read_request(
+        "deepseek-v3-tiny", [OVERLAP], scopes=["attn", "moe"], cg_grouped_gemm="torch"
+    ),
     "again": read_request("deepseek-v3-tiny", []),
 }
 
@@ -257,6 +262,17 @@ def test_whole_layers_capture_everything(plans: dict[str, Plan]) -> None:
 def test_experts_of_fixed_capacity_are_captured(plans: dict[str, Plan]) -> None:
     for row in plans["experts"]["layers"]:
         assert "experts" in row["captured"] and not row["eager"]
+
+
+def test_an_overlapped_shared_expert_is_captured_with_the_exchange(plans: dict[str, Plan]) -> None:
+    for name, inside in (("overlapped", False), ("overlapped, dropless", True)):
+        assert not plans[name]["violations"] and plans[name]["megatron"] is None
+        rows = [row for row in plans[name]["layers"] if "MoE" in row["kind"]]
+        assert rows
+        for row in rows:
+            reasons = {part["part"]: part["reason"] for part in row["eager"]}
+            assert ("shared expert" in row["captured"]) is inside
+            assert ("moe can capture both" in reasons.get("shared expert", "")) is not inside
 
 
 def test_dropless_experts_are_captured_with_room_for_any_routing(plans: dict[str, Plan]) -> None:

@@ -1,0 +1,66 @@
+"""Layers that hand over their weight gradients, although gradient-accumulation fusion is on.
+
+With the fusion a layer's GEMM writes a weight's gradient into Megatron-FSDP's bucket and says so
+from Python (``weight.grad_added_to_main_grad``; transformer-engine 2.20.2, ``module/linear.py``). A
+replay runs no Python, so Megatron-FSDP would copy the placeholder that the graph returns over the
+gradient.
+
+Note [The same bits]
+    While graphs live, these layers compute as without the fusion, in eager passes too. If gradients
+    are sharded, a fused GEMM overwrites the bucket (``overwrite_main_grad``), and microbatches are
+    added when it is reduced. So it is the same GEMM, and what it writes is copied as it is, if the
+    bucket has the gradients' dtype. ``arguments/rules_fsdp.py`` refuses other settings.
+    Megatron's own layers write into the bucket by another GEMM than without the fusion, so those
+    outside of graphs, such as the output layer, keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from torch import nn
+
+from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+_OF_TE, _OF_MEGATRON = "fuse_wgrad_accumulation", "gradient_accumulation_fusion"
+RELIES_ON = (
+    *(
+        Symbol(
+            "transformer-engine",
+            f"transformer_engine.pytorch.module.{file}:{name}",
+            "a layer that reads its setting in each forward pass",
+            attributes=(_OF_TE,),
+        )
+        for file, name in (
+            ("linear", "Linear"),
+            ("layernorm_linear", "LayerNormLinear"),
+            ("layernorm_mlp", "LayerNormMLP"),
+            ("grouped_linear", "GroupedLinear"),
+        )
+    ),
+    *(
+        Symbol(
+            "megatron-core",
+            f"megatron.core.tensor_parallel.layers:{name}",
+            "a layer that reads its setting in each forward pass",
+            attributes=(_OF_MEGATRON,),
+        )
+        for name in ("ColumnParallelLinear", "RowParallelLinear")
+    ),
+)
+
+
+def weight_gradients_returned(model: nn.Module, layers: Sequence[nn.Module]) -> Callable[[], None]:
+    """Turn the fusion off in Transformer Engine's layers of ``model`` and in all of ``layers``.
+
+    Called between two steps. Returns the undo.
+    """
+    graphed = {module for layer in layers for module in layer.modules()}
+    with ExitStack() as undo:
+        for module in model.modules():
+            for name in (_OF_TE, _OF_MEGATRON):
+                if vars(module).get(name) and (name == _OF_TE or module in graphed):
+                    undo.callback(set_attribute(module, name, False))
+        return undo.pop_all().close
