@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import multiprocessing
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,19 +20,26 @@ from megatron_cg.tools.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 
 LONGEST = (
+    "moe/test_repeats.py",
     "ordering/test_order.py",
-    "tools/plan/test_sweep.py",
-    "precompile/test_loaded.py",
+    "moe/test_training.py",
     "integrations/megatron/test_layer_code.py",
     "tools/plan/test_compiled.py",
     "backends/tape/test_own_loop.py",
+    "consensus/test_compiled_regions.py",
+    "tools/plan/test_sweep.py",
+    "integrations/standalone/test_sharded.py",
+    "integrations/standalone/test_megatron_fsdp_v2.py",
     "runs/test_life.py",
+    "precompile/test_loaded.py",
     "fastpath/test_fast_path.py",
-    "runs/test_some_layers.py",
-    "tools/plan/test_plans.py",
-    "tools/bench/test_command_line.py",
+    "examples/test_standalone_transformer.py",
+    "examples/test_precompiled_layer.py",
+    "capture/test_token_counts.py",
     "tools/align/test_schema.py",
-    "integrations/megatron/test_teardown.py",
+    "runs/test_some_layers.py",
+    "tools/bench/test_command_line.py",
+    "fastpath/test_gather.py",
 )
 """The files that take longest. They begin first, so that none is left to one worker at the end."""
 
@@ -54,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where Transformer Engine is, some of them keep it out of Megatron, before that is imported.
     if importlib.util.find_spec("transformer_engine") is None:
         imported += ["megatron_cg.tools.cpu.train", "megatron.core.models.gpt"]
+    # Inductor would import torch in two more processes to find out which vectors the CPU has.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     # Of a second one models this small gain nothing, and it takes a core from the other worker.
     torch.set_num_threads(1)
     launch.START = "forkserver"
@@ -136,9 +146,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def imported() -> None:
-    """Megatron, whose modules and classes no collection of garbage need visit again and again."""
+    """Megatron; no collection of garbage visits it, or what earlier files imported, again."""
     from megatron.core.models import gpt  # noqa: F401
 
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from megatron_cg.version import __version__
 
 def render(template: str, **context: Any) -> str:
     """The page made of ``template``, a path in ``megatron_cg/tools``, with ``context``."""
+    return _environment().get_template(template).render(context)
+
+
+@cache
+def _environment() -> Environment:
+    """Keeps the templates that it compiled."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parents[1]),
         autoescape=True,
@@ -22,4 +29,4 @@ def render(template: str, **context: Any) -> str:
     )
     shared = {"DARK": DARK, "LIGHT": LIGHT, "variables": variables, "version": __version__}
     environment.globals |= shared
-    return environment.get_template(template).render(context)
+    return environment

@@ -9,15 +9,19 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from megatron_cg import compile_together
-from megatron_cg.upstream import patch
+from megatron_cg.consensus.exchange import _gloo
+from megatron_cg.upstream.patch import applied
 
-SHORT, LONG = timedelta(seconds=8), timedelta(minutes=10)
+SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
 """For a vote to which a rank does not come; for one to which all come, however slow the machine."""
+HALF_COME = timedelta(seconds=8)
+"""For a vote to which all come and one after it to which a rank does not."""
 RANKS, WIDTH, USUAL, MORE = 4, 3, 8, 12
 SLOW = 2
 """The rank whose batch is larger, or that does not come."""
@@ -73,6 +77,17 @@ def barrier_of_all() -> Iterator[None]:
         dist.barrier()
 
 
+@contextmanager
+def together_for_a_moment() -> Iterator[None]:
+    """The block, whose votes wait for a short time; the ranks have a long one to connect."""
+    connect = dist.new_group
+    with (
+        patch.object(dist, "new_group", lambda **how: connect(**how | {"timeout": LONG})),
+        compile_together(timeout=SHORT),
+    ):
+        yield
+
+
 def compiled_together() -> Region:
     """A region that all ranks have compiled."""
     region = Region()
@@ -106,9 +121,10 @@ def one_guard_fails_alone(rank: int) -> Any:
 
 def compilers_meet_alone(rank: int) -> Any:
     """A compiler that makes decisions with the other ranks, as torch's partitioner does."""
-    group = dist.new_group(backend="gloo", timeout=SHORT)
+    group = dist.new_group(backend="gloo", timeout=LONG)
     region = Region(partial(dist.all_reduce, torch.ones(1), group=group))
     region(USUAL)
+    _gloo(group).set_timeout(SHORT)
     waited = said(lambda: region(batch_of(rank)))
     dist.barrier()
     return region.shapes, waited
@@ -203,7 +219,7 @@ def one_does_not_come(rank: int) -> Any:
     first: list[str] = []
 
     def block() -> None:
-        with compile_together(timeout=SHORT):
+        with together_for_a_moment():
             if rank != SLOW:
                 first.append(said(lambda: region(USUAL)))
                 region(USUAL)
@@ -217,7 +233,7 @@ def one_does_not_come_and_none_compiles(rank: int) -> Any:
     after: list[str] = []
 
     def block() -> None:
-        with compile_together(timeout=SHORT), barrier_of_all():
+        with together_for_a_moment(), barrier_of_all():
             if rank != SLOW:
                 with torch.compiler.set_stance("eager_on_recompile"):
                     after.append(said(lambda: region(USUAL)))
@@ -229,7 +245,7 @@ def one_does_not_compile(rank: int) -> Any:
     """One rank votes that its guards fail, and ends."""
 
     def block() -> None:
-        with compile_together(timeout=SHORT) as together, barrier_of_all():
+        with compile_together(timeout=HALF_COME) as together, barrier_of_all():
             region = Region()
             if rank == SLOW:
                 together.guards_checked(False)
@@ -262,7 +278,7 @@ def in_each_other(rank: int) -> Any:
         with compile_together(timeout=LONG):
             pass
 
-    changes = len(patch.applied())
+    changes = len(applied())
     with compile_together(timeout=LONG):
         second = said(enter)
     torch.compiler.set_enable_guard_collectives(True)
@@ -275,7 +291,7 @@ def in_each_other(rank: int) -> Any:
     with compile_together(timeout=LONG):
         set_hook(hook)
     later = set_hook(None) is hook
-    return second, over_torchs, kept, later, len(patch.applied()) - changes
+    return second, over_torchs, kept, later, len(applied()) - changes
 
 
 def errors_suppressed(rank: int) -> Any:
@@ -286,11 +302,11 @@ def errors_suppressed(rank: int) -> Any:
         with compile_together(timeout=LONG):
             entered.append(True)
 
-    changes = len(patch.applied())
+    changes = len(applied())
     with torch._dynamo.config.patch(suppress_errors=True):
         refused = said(block)
     hook = torch._C._dynamo.eval_frame.set_guard_complete_hook(None)
-    return refused, entered, hook is None, len(patch.applied()) - changes
+    return refused, entered, hook is None, len(applied()) - changes
 
 
 SCENARIOS = (

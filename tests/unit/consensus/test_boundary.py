@@ -28,7 +28,7 @@ KEEP, RECAPTURE, GIVE_UP = Level
 LONG = timedelta(minutes=10)
 RANKS, ASKING = 4, 2
 STEPS, WARMUP, ASKED = 5, 1, 1
-LIMIT = 15.0
+LIMIT = 5.0
 """Seconds that the step takes which never ends."""
 
 

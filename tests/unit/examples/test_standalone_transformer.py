@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,33 +22,75 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 """
 """Python runs it as it starts, in the processes that the example starts too."""
+EXAMPLE = str(ROOT / "examples" / "standalone_transformer.py")
+FLAGS = "--compare --steps 4 --warmup 2 --layers 2 --hidden 16 --sequence 8 --sharding"
+FORKED = """
+import runpy, sys
+from megatron_cg.tools.cpu import launch
+
+launch.START = "fork"
+example, *flags = sys.argv[1:]
+for sharding in flags.pop().split(","):
+    print("with", sharding, flush=True)
+    runpy.run_path(example)["main"]([*flags, sharding])
+"""
+"""The example with each sharding, whose processes need not import everything anew."""
+SHARDINGS = {
+    "megatron-fsdp": ["megatron"],
+    "megatron-fsdp-v2": ["megatron"],
+    "ddp": ["megatron", "megatron_fsdp"],
+    "fsdp2": ["megatron", "megatron_fsdp"],
+}
+"""What each can do without."""
+AS_A_USER = "fsdp2"
+"""This one is started by its own command, which starts the processes as for users."""
 
 
-@pytest.mark.parametrize("sharding", ["megatron-fsdp", "megatron-fsdp-v2", "fsdp2", "ddp"])
-def test_it_trains_the_same_numbers_without_megatron_core(tmp_path: Path, sharding: str) -> None:
-    if under_megatron := sharding.startswith("megatron-fsdp"):
+def python(folder: Path, blocked: Iterable[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where these packages cannot be imported."""
+    (folder / "sitecustomize.py").write_text(BLOCKER.replace("{blocked}", repr([*blocked])))
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the example printed with each sharding, or how it failed."""
+    found = {}
+    folder = tmp_path_factory.mktemp("blocked")
+    for blocked in (["megatron"], ["megatron", "megatron_fsdp"]):
+        names = [name for name, without in SHARDINGS.items() if without == blocked]
+        together = [name for name in names if name != AS_A_USER]
+        ended = python(folder, blocked, "-c", FORKED, EXAMPLE, *FLAGS.split(), ",".join(together))
+        for part in ended.stdout.split("with ")[1:]:
+            name, _, text = part.partition("\n")
+            found[name] = text
+        found |= {name: ended.stderr for name in together if name not in found}
+        if AS_A_USER in names:
+            ended = python(folder, blocked, EXAMPLE, *FLAGS.split(), AS_A_USER)
+            found[AS_A_USER] = ended.stdout if ended.returncode == 0 else ended.stderr
+    return found
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_it_trains_the_same_numbers_without_megatron_core(
+    printed: dict[str, str], sharding: str
+) -> None:
+    if sharding.startswith("megatron-fsdp"):
         pytest.importorskip("megatron_fsdp")
-    blocked = ["megatron"] if under_megatron else ["megatron", "megatron_fsdp"]
-    (tmp_path / "sitecustomize.py").write_text(BLOCKER.replace("{blocked}", repr(blocked)))
-    flags = "--compare --steps 4 --warmup 2 --layers 2 --hidden 16 --sequence 8".split()
-    flags += ["--sharding", sharding]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    imported = subprocess.run(
-        [sys.executable, "-c", f"import {blocked[-1]}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert f"blocked: {blocked[-1]}" in imported.stderr
-    found = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "standalone_transformer.py"), *flags],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "losses of 4 steps and all parameter shards: bitwise equal" in found.stdout
+    text = printed[sharding]
+    assert "losses of 4 steps and all parameter shards: bitwise equal" in text, text
     # 2 graphs; 2 layers x 2 steps x 2 microbatches.
-    assert "'captured': 2, 'replayed': 8, 'eager': 0, 'mismatched': 0" in found.stdout
+    assert "'captured': 2, 'replayed': 8, 'eager': 0, 'mismatched': 0" in text
+
+
+@pytest.mark.parametrize("package", ["megatron", "megatron_fsdp"])
+def test_what_is_blocked_cannot_be_imported(package: str, tmp_path: Path) -> None:
+    ended = python(tmp_path, ["megatron", "megatron_fsdp"], "-c", f"import {package}")
+    assert f"blocked: {package}" in ended.stderr

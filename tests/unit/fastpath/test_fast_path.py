@@ -17,7 +17,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.fastpath import FastPath, install
 from megatron_cg.tools.cpu.launch import run_processes
 
-STEPS, CAPTURED_AFTER, LAYERS = 5, 2, 2
+STEPS, CAPTURED_AFTER, LAYERS = 4, 1, 2
 PARTS = [
     *("last-unit", "swap", "gradients", "detached-weights-of-graphs", "unshard", "gathers"),
     *("main-gradients", "main-weights", "zero-gradients"),

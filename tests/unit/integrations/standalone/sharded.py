@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_cg.integrations.standalone import GraphedUnits, graph_units
 
 VOCABULARY, WIDTH, LENGTH = 16, 8, 5
-WARMUP, STEPS, MICROBATCHES = 2, 7, 2
+WARMUP, STEPS, MICROBATCHES = 2, 6, 2
 LATER = WARMUP + 2
 """A step after the capture."""
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

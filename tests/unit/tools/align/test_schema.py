@@ -236,9 +236,10 @@ def test_a_page_is_made_of_whatever_is_accepted(
     from megatron_cg.tools.pages import figures
     from megatron_cg.tools.pages.theme import STYLED
 
-    def drawn(draw: Any, *_: Any) -> tuple[str, str]:
-        # All but the writing of SVG, which takes most of the time.
-        draw(Figure(), figures.Look(STYLED, 7.4))
+    def drawn(draw: Any, width: float, *_: Any) -> tuple[str, str]:
+        # All but the writing of SVG, which takes most of the time; pages of both widths in turn.
+        if width == (figures.WIDE, figures.NARROW)[accepted % 2]:
+            draw(Figure(), figures.Look(STYLED, width))
         return "", ""
 
     monkeypatch.setattr(figures, "_svg", drawn)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import pytest
 from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.tools.align.presets import preset_names
 from megatron_cg.tools.cli.main import COMMANDS, DEFECT, NO_READER, TAKING_FLAGS, USAGE_ERROR, main
-from megatron_cg.tools.plan.process import WORKING
+from megatron_cg.tools.plan.process import WORKING, make_plans
+from megatron_cg.tools.plan.request import read_request
 from tests.unit.tools.report.made_up import make_record, write
 
 HINT = "Megatron's own come after a bare --"
@@ -79,10 +82,34 @@ def test_a_time_that_is_none_is_refused(
     assert f"'{number}' is not a number of seconds above 0" in refused(f"{line}={number}", capsys)
 
 
-@pytest.mark.parametrize("line", ["plan llama-tiny --nproc 2", "bench --dry-run --out {}"])
-def test_a_reader_that_has_gone_is_no_error(line: str, tmp_path: Path) -> None:
+WITH_A_PLAN = """
+import json, sys
+from megatron_cg.tools.cli import main
+from megatron_cg.tools.plan import process
+
+with open(sys.argv[1], encoding="utf-8") as made:
+    plans = json.load(made)
+process.make_plans = lambda requests: plans
+sys.exit(main.main(sys.argv[2:]))
+"""
+"""The command in a new interpreter, with a plan that was made already."""
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """How the command is started; its plan is that of :data:`PLAN`."""
+    file = tmp_path_factory.mktemp("plan") / "plan.json"
+    file.write_text(json.dumps(make_plans([read_request("llama-tiny", [], nproc=2)])))
+    return [sys.executable, "-c", WITH_A_PLAN, str(file)]
+
+
+PLAN = "plan llama-tiny --nproc 2"
+
+
+@pytest.mark.parametrize("line", [PLAN, "bench --dry-run --out {}"])
+def test_a_reader_that_has_gone_is_no_error(line: str, command: list[str], tmp_path: Path) -> None:
     """As with ``| head``: nothing on standard error, whether rich prints or we."""
-    words = [sys.executable, "-m", "megatron_cg.tools.cli.main", *line.format(tmp_path).split()]
+    words = [*command, *line.format(tmp_path).split()]
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -98,18 +125,19 @@ def but_for_progress(stderr: bytes) -> str:
     return "".join(line for line in lines if not line.startswith(WORKING))
 
 
-def started(words: str, shell: str, **env: str) -> tuple[int, str]:
+def started(words: list[str], shell: str, **env: str) -> tuple[int, str]:
     """Exit code and standard error of a command whose standard output is what ``shell`` says."""
-    command = f"{sys.executable} -m megatron_cg.tools.cli.main {words} {shell}"
+    line = f"{shlex.join(words)} {shell}"
     done = subprocess.run(
-        ["bash", "-c", command], env={**os.environ, **env}, capture_output=True, check=False
+        ["bash", "-c", line], env={**os.environ, **env}, capture_output=True, check=False
     )
     return done.returncode, but_for_progress(done.stderr)
 
 
-def test_a_closed_or_full_output_and_another_alphabet_are_no_verdict() -> None:
-    plan = "plan llama-tiny --nproc 2"
-    assert started(plan, ">&-") == (0, "")
+def test_a_closed_or_full_output_and_another_alphabet_are_no_verdict(command: list[str]) -> None:
+    whole = [sys.executable, "-m", "megatron_cg.tools.cli.main", *PLAN.split()]
+    assert started(whole, ">&-") == (0, "")
+    plan = [*command, *PLAN.split()]
     assert started(plan, "", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") == (0, "")
     said = "megatron-cg plan: output: No space left on device\n"
     assert started(plan, "> /dev/full") == (USAGE_ERROR, said)

@@ -55,6 +55,12 @@ def document(made_up_page: str) -> Document:
     return Document(made_up_page)
 
 
+@pytest.fixture
+def no_svg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are written without their plots, which take most of the time."""
+    monkeypatch.setattr("megatron_cg.tools.pages.figures._svg", lambda *_: ("0 0 1 1", ""))
+
+
 def test_every_element_is_closed_and_every_id_is_one(document: Document) -> None:
     assert document.open == []
     ids = Counter(attributes["id"] for _, attributes in document.attributes if "id" in attributes)
@@ -124,7 +130,7 @@ def test_a_record_without_what_newer_ones_have_is_told_of() -> None:
     assert "was not recorded" in text and "not recorded</code>" in text
 
 
-def test_what_is_changed_in_other_packages_is_listed_where_it_was_recorded() -> None:
+def test_what_is_changed_in_other_packages_is_listed_where_it_was_recorded(no_svg: None) -> None:
     record = make_record(steps=6)
     text = page(Story("one", {0: record}))
     assert "Changes in other packages" in text and "Layer.forward" in text
@@ -200,7 +206,7 @@ def test_a_key_of_matplotlib_that_is_gone_is_an_error(monkeypatch: pytest.Monkey
     assert set(settings) <= set(mpl.rcParams)
 
 
-def test_the_title_names_the_model_and_the_date(tape_pair: Path) -> None:
+def test_the_title_names_the_model_and_the_date(tape_pair: Path, no_svg: None) -> None:
     record = make_record(steps=2) | {"began": "2026-11-23T10:00:00+00:00"}
     model: dict[str, Any] = {"num_layers": 24, "hidden_size": 2048, "num_experts": 128}
     record["setup"] = {"model": model}
@@ -219,7 +225,7 @@ def test_the_title_names_the_model_and_the_date(tape_pair: Path) -> None:
     assert re.search(r"<h1>tape, 20\d\d-\d\d-\d\d</h1>", page(read_story(tape_pair)))
 
 
-def test_unequal_numbers_and_shards_are_a_table() -> None:
+def test_unequal_numbers_and_shards_are_a_table(no_svg: None) -> None:
     eager, graphs = make_record(graphs=False, steps=20), make_record(steps=20, off=17)
     graphs["parameters"] = {"main:w": "b", "<s>": "a"}
     text = page(Story("pair", {0: graphs}, reference={0: eager}))
@@ -246,7 +252,7 @@ def test_numbers_that_a_failed_run_lacks_are_no_rows() -> None:
     assert 'id="different"' not in text and "RuntimeError: on purpose" in text
 
 
-def test_sections_with_nothing_in_them_are_left_out(made_up_page: str) -> None:
+def test_sections_with_nothing_in_them_are_left_out(made_up_page: str, no_svg: None) -> None:
     every = ["different", "losses", "times", "graphed", "memory", "counters", "faults", "patches"]
     assert re.findall(r'<section id="(\w+)"', made_up_page) == [*every, "versions"]
     assert re.findall(r'<li><a href="#(\w+)"', made_up_page) == [*every, "versions"]
