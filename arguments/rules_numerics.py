@@ -69,14 +69,6 @@ RULES: tuple[Rule, ...] = (
         "drop --optimizer-cuda-graph",
     ),
     Refusal(
-        "repeated-prediction-layer",
-        lambda run: run.mtp_use_repeated_layer and (run.mtp_num_layers or 0) > 1,
-        "--mtp-use-repeated-layer with --mtp-num-layers above 1",
-        "one layer then runs several times before its first backward, and its one graph keeps the "
-        "activations of the last run only, so the gradients would be wrong",
-        "drop --mtp-use-repeated-layer, or type --mtp-num-layers 1",
-    ),
-    Refusal(
         "packed-sequences",
         lambda run: run.sft or run.rl_use_sequence_packing,
         "packed sequences (--sft or --rl-use-sequence-packing)",

@@ -130,7 +130,19 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             layers = list(self.chunks_with_decoder[0].decoder.layers)
             for index, layer in enumerate(layers):
                 self._scopes[layer] = self._scopes_of(index, len(layers))
-        self._keep_only(self._is_selected)
+        repeated = self._repeated_layers()
+        self._keep_only(lambda layer: layer not in repeated and self._is_selected(layer))
+
+    def _repeated_layers(self) -> list[nn.Module]:
+        """Prediction layers that run several times in a pass; they stay eager.
+
+        A graph keeps the activations of one run alone; see Note [Order of replays] in
+        ``replay/in_flight.py``.
+        """
+        if not prediction_is_repeated(self.config):
+            return []
+        pairs = zip(self.flattened_callables, self.flattened_callables_is_mtp, strict=True)
+        return [layer for layer, is_mtp in pairs if is_mtp]
 
     def _scopes_of(self, index: int, num_layers: int) -> list[Any]:
         by_name = {module.name: module for module in self.config.cuda_graph_modules}
@@ -276,6 +288,11 @@ def settings_of(given: GraphArguments) -> dict[str, Any]:
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
         "fast_path": parts_of(given),
     }
+
+
+def prediction_is_repeated(config: Any) -> bool:
+    """Whether one layer predicts all further tokens, so that it runs several times in a pass."""
+    return bool(config.mtp_use_repeated_layer and (config.mtp_num_layers or 0) > 1)
 
 
 def units_of(layers: Sequence[Any]) -> list[Unit]:

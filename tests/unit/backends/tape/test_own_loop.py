@@ -40,6 +40,7 @@ RUNS = {
     "dropless": (Run("bf16", EXPERTS, ENABLED),),
     "dropless-ep2": (Run("bf16", EXPERTS, API),),
     "mtp": (Run("fp32", PREPROCESS, API), Run("fp32", PREPROCESS, ENABLED)),
+    "mtp-repeated": (Run("fp32", PREPROCESS, API), Run("bf16", PREPROCESS, ENABLED)),
     "qwen3-moe-tiny": (Run("bf16", PREPROCESS, API),),
     "deepseek-v3-tiny": (Run("bf16", PREPROCESS, API),),
 }
