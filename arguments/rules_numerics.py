@@ -13,6 +13,11 @@ def _captures_shared_expert(run: RunArguments) -> bool:
     return run.is_whole_layer or any(s in _ROUTER_SCOPES for s in run.cuda_graph_modules)
 
 
+def _captures_mixing(run: RunArguments) -> bool:
+    """Whether a graph holds what mixes the tokens of a sequence."""
+    return run.is_whole_layer or bool({"attn", "mamba"} & set(run.cuda_graph_modules))
+
+
 RULES: tuple[Rule, ...] = (
     Refusal(
         "fp16",
@@ -70,11 +75,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Refusal(
         "packed-sequences",
-        lambda run: run.sft or run.rl_use_sequence_packing,
-        "packed sequences (--sft or --rl-use-sequence-packing)",
-        "the lengths of the sequences in a pack differ from step to step, and a graph keeps the "
-        "shapes and lengths it was captured with",
-        "drop the flag and train on sequences of one length, or type --cuda-graph-impl none",
+        lambda run: (run.sft or run.rl_use_sequence_packing) and _captures_mixing(run),
+        "packed sequences (--sft or --rl-use-sequence-packing) with captured attention or Mamba "
+        "mixers",
+        "a pack's boundaries reach the layer as PackedSeqParams, of which Megatron's graphs take "
+        "no tensor (cu_seqlens differs from step to step in length and values, max_seqlen is a "
+        "number)",
+        "type --cuda-graph-modules with scopes other than attn and mamba, such as mlp or moe_router "
+        "moe_preprocess, or --cuda-graph-impl none",
     ),
     Refusal(
         "hybrid-context-parallel",

@@ -122,26 +122,20 @@ NUMERICS = (
         "invalid argument",
         "drop --optimizer-cuda-graph",
     ),
-    Case(
-        "repeated-prediction-layer",
-        {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
-        "--mtp-use-repeated-layer",
-        "activations of the last run only",
-        "--mtp-num-layers 1",
-    ),
-    Case(
-        "packed-sequences",
-        {"sft": True},
-        "--sft",
-        "differ from step to step",
-        "--cuda-graph-impl none",
-    ),
-    Case(
-        "packed-sequences",
-        {"rl_use_sequence_packing": True},
-        "--rl-use-sequence-packing",
-        "differ from step to step",
-        "--cuda-graph-impl none",
+    *(
+        Case(
+            "packed-sequences",
+            {**modules(*scopes), **change},
+            "with captured attention",
+            "cu_seqlens",
+            "--cuda-graph-modules with scopes other than attn and mamba",
+        )
+        for scopes, change in (
+            (("attn", "moe_router"), {"sft": True}),
+            (("attn", "moe_router"), {"rl_use_sequence_packing": True}),
+            ((), {"sft": True, "num_experts": None}),
+            (("mamba",), {"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None}),
+        )
     ),
     Case(
         "hybrid-context-parallel",

@@ -136,10 +136,7 @@ TRIED = (
         Try(base, f"{_SHARED} --moe-shared-expert-overlap", rule="shared-expert-overlap")
         for base in ("preprocess", "experts")
     ),
-    *(
-        Try(base, "--moe-enable-routing-replay", rule="routing-replay")
-        for base in ("router", "experts", "whole experts")
-    ),
+    *_each("router,experts,whole experts", "--moe-enable-routing-replay"),
     # Dispatchers and experts.
     *(Try(base, without="--moe-grouped-gemm") for base in ("preprocess", "experts")),
     *_each("router,preprocess", "--moe-token-dispatcher-type allgather"),
