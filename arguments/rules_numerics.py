@@ -29,14 +29,6 @@ RULES: tuple[Rule, ...] = (
         "type --bf16 instead, or drop --fp16 and train in fp32",
     ),
     Refusal(
-        "fp8-without-bf16",
-        lambda run: run.fp8 is not None and not run.bf16,
-        "--fp8-format {run.fp8} without --bf16",
-        "untested: no run has shown that FP8 with weights in another type than bfloat16 trains "
-        "under Megatron-FSDP",
-        "add --bf16, or drop --fp8-format",
-    ),
-    Refusal(
         "fp8-primary-weights",
         lambda run: (
             run.fp8 is not None and run.fp8_param_gather and not run.keep_fp8_transpose_cache
@@ -91,13 +83,5 @@ RULES: tuple[Rule, ...] = (
         "sequences of several lengths are spread over changing groups of ranks, and a graph keeps "
         "the shapes and groups it was captured with",
         "drop --hybrid-context-parallel",
-    ),
-    Refusal(
-        "inference-rng-tracker",
-        lambda run: run.inference_rng_tracker,
-        "--inference-rng-tracker",
-        "that tracker keeps no random states and its fork() does nothing, so training does not "
-        "draw the numbers it should and a graph has no state to register",
-        "drop --inference-rng-tracker and add --te-rng-tracker",
     ),
 )

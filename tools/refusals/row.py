@@ -19,6 +19,7 @@ class Status(StrEnum):
     """Whether a run with graphs may use a feature."""
 
     SUPPORTED = "supported"
+    SETTING = "supported with another flag"
     UPSTREAM = "refused: the released packages cannot"
     GRAPH = "refused: no CUDA graph can"
     HERE = "refused: not supported here"

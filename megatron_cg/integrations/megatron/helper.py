@@ -42,7 +42,13 @@ from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
 
-RELIES_ON = tuple(
+_CONFIG = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.transformer_config:TransformerConfig",
+    "the model's config",
+    attributes=("mtp_num_layers", "mtp_use_repeated_layer"),
+)
+RELIES_ON = _CONFIG, *(
     Symbol("megatron-core", f"megatron.core.{path}", expected)
     for path, expected in (
         ("transformer.cuda_graphs:TECudaGraphHelper._discover_layers", "which layers are captured"),

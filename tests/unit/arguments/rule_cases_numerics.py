@@ -144,11 +144,4 @@ NUMERICS = (
         "several lengths",
         "drop --hybrid-context-parallel",
     ),
-    Case(
-        "inference-rng-tracker",
-        {"inference_rng_tracker": True},
-        "--inference-rng-tracker",
-        "no random states",
-        "add --te-rng-tracker",
-    ),
 )
