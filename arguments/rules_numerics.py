@@ -62,7 +62,9 @@ RULES: tuple[Rule, ...] = (
         "optimizer-graph",
         lambda run: run.optimizer_cuda_graph,
         "--optimizer-cuda-graph with layerwise graphs",
-        "under Megatron-FSDP this ended in 'CUDA error: invalid argument'",
+        "the optimizer's step begins an all-gather of Megatron-FSDP, for which the next forward "
+        "pass waits outside of the graph, and its graph would read gradients that move: it ended "
+        "in 'CUDA error: invalid argument'",
         "drop --optimizer-cuda-graph",
     ),
     Refusal(
@@ -73,8 +75,8 @@ RULES: tuple[Rule, ...] = (
         "a pack's boundaries reach the layer as PackedSeqParams, of which Megatron's graphs take "
         "no tensor (cu_seqlens differs from step to step in length and values, max_seqlen is a "
         "number)",
-        "type --cuda-graph-modules with scopes other than attn and mamba, such as mlp or moe_router "
-        "moe_preprocess, or --cuda-graph-impl none",
+        "type --cuda-graph-modules with scopes other than attn and mamba, such as mlp or "
+        "moe_router moe_preprocess, or --cuda-graph-impl none",
     ),
     Refusal(
         "hybrid-context-parallel",

@@ -158,6 +158,7 @@ CASES = [
     Case("fp32", DENSE, ("attn", "mlp"), batch(8), bf16=False),
     Case("fp32-moe", MOE, PREPROCESS, batch(8), bf16=False),
     Case("fp8", MOE, ROUTER, (*batch(8), *FP8)),
+    Case("fp8-fp32", DENSE, ("attn", "mlp"), (*batch(8), *FP8), bf16=False),
     *(
         Case(
             f"fp8-{recipe}{'-weights' if weights else ''}",
@@ -202,6 +203,13 @@ CASES = [
     Case("recompute-in-graph", DENSE, ("attn", "mlp"), (*batch(8), *RECOMPUTE)),
     Case("recompute-fp8", MOE, ("moe_router",), (*batch(8), *RECOMPUTE, *FP8)),
     Case("dropout", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
+    Case(
+        "inference-rng",
+        DENSE,
+        ("attn", "mlp"),
+        (*batch(8), *DROPOUT, "--inference-rng-tracker"),
+    ),
+    Case("routing-replay", MOE, ROUTER, (*batch(8), "--moe-enable-routing-replay")),
     Case("dropout-router", MOE, ROUTER, (*batch(8), *DROPOUT)),
     Case("dropout-fp8", MOE, ROUTER, (*batch(8), *DROPOUT, *FP8)),
     Case("dropout-recompute", MOE, ("moe_router",), (*batch(8), *DROPOUT, *RECOMPUTE)),

@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.errors import UpstreamChangedError
+from tests.unit.arguments.rule_cases import ALL
+from tests.unit.test_fault_table import matches
 from tools.generated import refused
 from tools.refusals.registry import ELSEWHERE, MISTAKES, OWN_LOOP, ROWS
 from tools.refusals.row import CORE, Line, Row, Status
-from tests.unit.arguments.rule_cases import ALL
-from tests.unit.test_fault_table import matches
 
 ROOT = Path(__file__).parents[2]
 CODE = (ROOT / "arguments", ROOT / "megatron_cg")
 MAKES = {"Violation", "Refusal", "_WithGemm", "_InGraph"}
 """What takes a refusal's name first."""
+SHOWN = [row for row in ROWS if row.tests]
 
 
 def names_in(path: Path) -> Iterator[str]:
@@ -74,7 +75,7 @@ def collected() -> set[str]:
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.tests], ids=lambda row: row.feature[:40])
+@pytest.mark.parametrize("row", SHOWN, ids=lambda row: row.feature[:40])
 def test_every_test_that_a_row_names_exists(row: Row, collected: set[str]) -> None:
     for name in row.tests:
         assert matches(f"tests/{name}", collected), name

@@ -18,9 +18,7 @@ ROWS = (
         "its loop ends when a value on the GPU is small enough: the host reads it in every round",
         rules=("sinkhorn-router",),
         tests=(f"{_SWEEP}[router --moe-router-load-balancing-type sinkhorn…]",),
-        lines=(
-            Line(CORE, "megatron/core/transformer/moe/moe_utils.py", "while error > tol:"),
-        ),
+        lines=(Line(CORE, "megatron/core/transformer/moe/moe_utils.py", "while error > tol:"),),
     ),
     Row(
         "`--moe-token-dispatcher-type allgather`, or `flex` by NCCL EP without static shapes, with "
@@ -30,9 +28,7 @@ ROWS = (
         rules=("dispatcher-reads-counts",),
         tests=(f"{_SWEEP}[experts --moe-token-dispatcher-type allgather]",),
         lines=(
-            Line(
-                CORE, _DISPATCHER, "tokens_per_expert = self.local_map.sum(dim=0).long().cpu()"
-            ),
+            Line(CORE, _DISPATCHER, "tokens_per_expert = self.local_map.sum(dim=0).long().cpu()"),
             Line(CORE, _DISPATCHER, "num_valid = int(self.tokens_per_expert.sum().item())"),
         ),
     ),
@@ -58,8 +54,10 @@ ROWS = (
         Status.GRAPH,
         "how many rows a rank sends differs from step to step, and a graph's shapes do not",
         rules=("experts-uneven",),
-        tests=("unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why["
-               "experts-uneven…]",),
+        tests=(
+            "unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why["
+            "experts-uneven…]",
+        ),
         lines=(Line(CORE, _CONFIG, "'moe cuda graph is only supported with drop-padding MoE.'"),),
     ),
     Row(
@@ -68,8 +66,9 @@ ROWS = (
         "Transformer Engine's grouped GEMM reads token counts on the host; `--cg-grouped-gemm "
         "torch`, or experts that drop and pad, need no such read ([experts](experts.md))",
         rules=("moe-without-drop-and-pad", "whole-moe-layer"),
-        tests=("functional/test_align.py::test_losses_norms_and_shards_are_bit_equal["
-               "dropless-ep2]",),
+        tests=(
+            "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal[dropless-ep2]",
+        ),
         lines=(
             Line(
                 TE,
@@ -90,13 +89,14 @@ ROWS = (
         ),
     ),
     Row(
-        "Megatron-FSDP without `--fsdp-double-buffer` or "
-        "`--fsdp-db-use-persist-buf-on-alloc-fail`",
+        "Megatron-FSDP without `--fsdp-double-buffer` or `--fsdp-db-use-persist-buf-on-alloc-fail`",
         Status.SETTING,
         "unsharded parameters then move. A replay sees that and runs eagerly, but parameters that "
         "move before a backward replay end the run",
         rules=("double-buffer", "persistent-fallback"),
-        tests=(f"{_MOVED}::test_without_double_buffers_what_moves_after_its_forward_replay_ends_the_run",),
+        tests=(
+            f"{_MOVED}::test_without_double_buffers_what_moves_after_its_forward_replay_ends_the_run",
+        ),
     ),
     Row(
         "`--fp8-param-gather` without `--keep-fp8-transpose-cache`",

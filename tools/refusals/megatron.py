@@ -51,7 +51,9 @@ ROWS = (
         "overlap, and delayed weight gradients need the overlap",
         rules=("expert-parallel-overlap", "delayed-weight-gradients"),
         lines=(
-            Line(CORE, _ADAPTER, '"1F1B overlap with FSDP does not support per-layer CUDA graphs "'),
+            Line(
+                CORE, _ADAPTER, '"1F1B overlap with FSDP does not support per-layer CUDA graphs "'
+            ),
             _config("must be enabled when enabling delay_wgrad_compute'"),
         ),
     ),
@@ -158,7 +160,7 @@ ROWS = (
         Status.UPSTREAM,
         "Megatron-FSDP's gathers could not overlap, and Megatron refuses to start",
         rules=("max-connections",),
-        lines=(Line(CORE, _ARGUMENTS, "'FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset.'"),),
+        lines=(Line(CORE, _ARGUMENTS, "FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1"),),
     ),
     Row(
         "`expandable_segments:True` without `NCCL_GRAPH_REGISTER=0`",

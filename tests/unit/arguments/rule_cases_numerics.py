@@ -83,13 +83,6 @@ NUMERICS = (
         "type --bf16",
     ),
     Case(
-        "fp8-without-bf16",
-        {"bf16": False, "fp8": "hybrid"},
-        "--fp8-format hybrid without --bf16",
-        "another type than bfloat16",
-        "add --bf16",
-    ),
-    Case(
         "fp8-primary-weights",
         {"fp8": "hybrid", "fp8_param_gather": True},
         "--fp8-param-gather without --keep-fp8-transpose-cache",

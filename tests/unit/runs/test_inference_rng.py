@@ -1,4 +1,4 @@
-"""Dropout under ``--inference-rng-tracker``, whose forks do nothing: the generator is the default."""
+"""Dropout under ``--inference-rng-tracker``, whose forks do nothing: one generator draws all."""
 
 from __future__ import annotations
 

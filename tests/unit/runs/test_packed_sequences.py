@@ -5,6 +5,7 @@ Sequences of a pack have other lengths, and other numbers, in every step; tokens
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def packed(attention: Any) -> Any:
         def forward(self, *tensors: Any, packed_seq_params: Any = None, **named: Any) -> Any:
             if packed_seq_params is None:
                 return super().forward(*tensors, **named)
-            query, key, value, *_ = (t if t is None else t.unsqueeze(1) for t in tensors)
+            query, key, value = (tensor.unsqueeze(1) for tensor in tensors[:3])
             starts = packed_seq_params.cu_seqlens_q
             pack = torch.bucketize(torch.arange(query.shape[0]), starts, right=True)
             others = pack[:, None] != pack[None, :]
@@ -59,7 +60,7 @@ def train(scopes: tuple[str, ...], experts: int, *, graphed: bool) -> tuple[Any,
     model, session = trainer.model, None
 
     def step(starts: tuple[int, ...]) -> tuple[float, float]:
-        lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        lengths = [end - start for start, end in pairwise(starts)]
         ends = torch.tensor(starts, dtype=torch.int32)
         pack = PackedSeqParams(
             qkv_format="thd",
