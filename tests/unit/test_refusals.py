@@ -46,6 +46,12 @@ def test_every_refusal_is_in_one_place_and_every_name_is_one() -> None:
     assert set(placed.values()) == {1}
 
 
+def test_a_plan_names_every_refusal_of_a_feature() -> None:
+    """It checks the rules that have cases; of the others one is read first, one has no flags."""
+    named = {name for row in ROWS for name in row.rules}
+    assert named - {case.rule for case in ALL} == {"yaml-config", "rows-in-own-loop"}
+
+
 def test_what_a_message_cannot_say_is_no_mistake() -> None:
     """A mistake is mended by what its message says to type; every rule of ours has such a case."""
     ours = {case.rule for case in ALL}

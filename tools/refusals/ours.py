@@ -159,12 +159,26 @@ NOT_YET = (
         tests=(f"{_ONE_CHANGE}[grouped-gemm-op-fuser…]", f"{_ONE_CHANGE}[experts-delayed…]"),
     ),
     Row(
-        "dropless experts in a graph with the dispatcher `flex`, or with a router whose balancing "
-        "is not among `aux_loss`, `seq_aux_loss`, `global_aux_loss` and `none`",
+        "dropless experts in a graph with `--moe-router-load-balancing-type quantile_balancing`",
         Status.HERE,
-        "no such run was compared yet",
-        rules=("experts-dispatcher", "experts-router"),
-        tests=(f"{_ONE_CHANGE}[experts-dispatcher…]", f"{_ONE_CHANGE}[experts-router…]"),
+        "Megatron's config takes graphs of whole MoE layers only as drop and pad. This package "
+        "shows it such a config, and that is refused with quantile balancing",
+        rules=("experts-router",),
+        tests=("unit/moe/test_install.py::test_a_router_that_is_not_known_is_refused_by_its_name",),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/transformer_config.py",
+                "elif self.moe_router_load_balancing_type not in [",
+            ),
+        ),
+    ),
+    Row(
+        "dropless experts in a graph with the dispatcher `flex`",
+        Status.HERE,
+        "its packages (DeepEP, HybridEP, NCCL EP) were not run here",
+        rules=("experts-dispatcher",),
+        tests=(f"{_ONE_CHANGE}[experts-dispatcher…]",),
     ),
     Row(
         "`--cg-moe-rows` in a training loop of your own, or with options that save passes",

@@ -48,7 +48,7 @@ _COMPILE = Symbol(
     "what runs make for datasets",
 )
 RELIES_ON = (_PARSER, _RULES, _YAML_RULES, _HELPER, _COMPILE)
-_YAML_VIOLATION = Violation(
+YAML_VIOLATION = Violation(
     "yaml-config",
     "--yaml-cfg asks for layerwise graphs under Megatron-FSDP",
     "the settings of a YAML file do not pass the rules that keep a replay correct, and no such run "
@@ -164,7 +164,7 @@ def _refuse_yaml_with_graphs() -> Callable[[], None]:
         def validate_yaml(*args: Any, **kwargs: Any) -> Any:
             result = old(*args, **kwargs)
             if wants_graphs(result):
-                raise ConfigurationError([_YAML_VIOLATION])
+                raise ConfigurationError([YAML_VIOLATION])
             return result
 
         return validate_yaml
