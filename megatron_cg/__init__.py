@@ -55,11 +55,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-def enable(*, grouped_gemm: GroupedGemm = "te") -> None:
+def enable(*, grouped_gemm: GroupedGemm = "te", moe_rows: float | None = None) -> None:
     """Make partial CUDA graphs work under Megatron-FSDP; see ``megatron.patches.enable``."""
     from megatron_cg.integrations.megatron.patches import enable as enable_patches
 
-    enable_patches(grouped_gemm=grouped_gemm)
+    enable_patches(grouped_gemm=grouped_gemm, moe_rows=moe_rows)
 
 
 def disable() -> None:

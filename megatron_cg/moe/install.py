@@ -89,7 +89,8 @@ def use_device_counts() -> Callable[[], None]:
 def bound_rows(bound: RowBound) -> Callable[[], None]:
     """Bound the rows of layers that dispatch by counts on the device and are built from now on.
 
-    Whoever calls it repeats the steps that exceed the bound. Call :func:`use_device_counts` first.
+    Whoever calls it has the steps repeated that exceed the bound. Call :func:`use_device_counts`
+    first.
     Returns the undo.
     """
     make = _DISPATCHER.find()
@@ -109,9 +110,9 @@ def counts_on_device(model: nn.Module) -> bool:
     return any(_dispatchers(model))
 
 
-def rows_are_bounded(model: nn.Module) -> bool:
-    """Whether graphs of the model may have room for fewer rows than the worst case."""
-    return any(one.bound is not None for one in _dispatchers(model))
+def bound_of(model: nn.Module) -> RowBound | None:
+    """The bound of rows that the model was built with; None if its graphs have room for all."""
+    return next((one.bound for one in _dispatchers(model) if one.bound is not None), None)
 
 
 def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:

@@ -42,7 +42,7 @@ class RowBound:
     """
 
     def __init__(self, factor: float) -> None:
-        self._factor = factor
+        self.factor = factor
         self.bound = 0
         """Rows of a slot, in the last exchange that was captured."""
         self._average = 0.0
@@ -59,7 +59,7 @@ class RowBound:
     def slot(self, sent: int, ranks: int, worst: int) -> int:
         """Rows of a slot if a rank sends ``sent`` to ``ranks``; ``worst`` at most."""
         self._average = sent / ranks
-        multiples = math.ceil(min(self._factor * self._average, worst) / MULTIPLE)
+        multiples = math.ceil(min(self.factor * self._average, worst) / MULTIPLE)
         self.bound = min(multiples * MULTIPLE, worst)
         return self.bound
 

@@ -36,6 +36,8 @@ class Group:
     drivers: tuple[str, ...] = DRIVERS
     local: bool = False
     """The layers are those of Megatron's local spec instead of Transformer Engine's."""
+    moe_rows: float | None = None
+    """As ``--cg-moe-rows``; steps that exceed it are repeated."""
     needs: str = ""
     """A module without which the group cannot run."""
 
@@ -92,6 +94,13 @@ GROUPS = {
             {**GROUPED, "expert_model_parallel_size": 2},
             scopes=(EXPERTS,),
             dtypes=("bf16",),
+        ),
+        Group(
+            "dropless-rows",
+            {**GROUPED, "expert_model_parallel_size": 2},
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+            moe_rows=1.2,
         ),
         *(
             Group(name, preset=name, scopes=(scopes,), dtypes=("bf16",), drivers=(API,), needs=need)

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.moe import row_bound
 from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.cpu.fakes import replaced
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from tests.functional.loops import (
     API,
@@ -289,19 +291,21 @@ def with_api(
 
 def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
     """One run, which starts and leaves the process clean."""
-    with dropless() if run.scopes == EXPERTS else nullcontext():
+    with dropless(group.moe_rows) if run.scopes == EXPERTS else nullcontext():
         return train_model(group, run, steps)
 
 
 @contextmanager
-def dropless() -> Iterator[None]:
+def dropless(rows: float | None) -> Iterator[None]:
     """Models that are built in the block may have dropless experts in their graphs."""
-    with nullcontext() if GPU else in_place_of_te():
-        megatron_cg.enable(grouped_gemm="torch")
-        try:
-            yield
-        finally:
-            megatron_cg.disable()
+    with ExitStack() as undo:
+        if not GPU:
+            undo.enter_context(in_place_of_te())
+            # A small model has fewer rows than a grouped GEMM computes at a time.
+            undo.enter_context(replaced(row_bound, "MULTIPLE", 1))
+        megatron_cg.enable(grouped_gemm="torch", moe_rows=rows)
+        undo.callback(megatron_cg.disable)
+        yield
 
 
 def train_model(group: Group, run: Run, steps: int) -> dict[str, Any]:
@@ -348,7 +352,6 @@ def enabled() -> Iterator[None]:
 def tapes() -> Iterator[None]:
     """Megatron's helper of a loop of one's own captures on tapes."""
     from megatron_cg.integrations.megatron.own_loops import LoopHelper
-    from megatron_cg.tools.cpu.fakes import replaced
 
     with replaced(LoopHelper, "make_backend", staticmethod(TapeBackend)):
         yield

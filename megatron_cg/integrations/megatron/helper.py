@@ -27,6 +27,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
+from megatron_cg.integrations.megatron import repeat
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -121,6 +122,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                 clean_up=self._after_failure,
             )
             self.steps = StepRoutine(self.controller, self._static_inputs)
+            self.undo.callback(repeat.follow(self))
             if self.live is not None:
                 self.live.append(self)
 
@@ -132,6 +134,11 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def session(self) -> Session | None:
         """The current graphs under Megatron-FSDP; None if there are none."""
         return self.controller.session if self.controller is not None else None
+
+    @property
+    def step_number(self) -> int | None:
+        """The number of the step that runs, from 1; None if the loop does not tell."""
+        return self.steps.number if self.steps is not None else None
 
     def _discover_layers(self) -> None:
         super()._discover_layers()

@@ -124,7 +124,7 @@ class GraphedLayers:
         if self._steps == self._warmup_steps and not self._helper.capture_finished():
             self._helper.create_cudagraphs()
         routine = self._helper.steps
-        routine.before_step()
+        routine.before_step(self._steps)
         try:
             yield
         finally:

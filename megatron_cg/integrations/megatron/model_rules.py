@@ -12,9 +12,9 @@ from typing import Any
 from megatron_cg.arguments.configs import run_of
 from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
-from megatron_cg.errors import ConfigurationError, HookError, Violation
+from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
-from megatron_cg.moe.install import counts_on_device, rows_are_bounded
+from megatron_cg.moe.install import bound_of, counts_on_device
 
 
 def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:
@@ -44,21 +44,12 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
             'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
         )
     if counts_on_device(fsdp):
-        given = replace(given, cg_grouped_gemm="torch")
+        bound = bound_of(fsdp)
+        rows = bound.factor if bound is not None else None
+        given = replace(given, cg_grouped_gemm="torch", cg_moe_rows=rows)
     broken = violations(run, given, Environment.read(backend))
-    if rows_are_bounded(fsdp):
-        broken += (_ROWS,)
     if broken:
         raise ConfigurationError(broken)
-
-
-_ROWS = Violation(
-    "rows-in-own-loop",
-    "--cg-moe-rows in a training loop of your own",
-    "a step in which a rank receives more rows is repeated by megatron.training's train_step, "
-    "which this loop does not run, so tokens would be dropped",
-    "drop --cg-moe-rows, or train by megatron.training's pretrain",
-)
 
 
 def _with_decoder(model: Any) -> Any:

@@ -53,7 +53,7 @@ class LoopHelper(FsdpCudaGraphHelper):
         self._steps_done = 0
         for optimizer in self.optimizers[-1:]:
             self.undo.callback(run_after(optimizer, "step", self.step_done))
-        self.steps.before_step()
+        self.steps.before_step(self._steps_done)
 
     def create_cudagraphs(self) -> None:
         """Capture as Megatron does, between two steps; then begin the next step."""
@@ -71,7 +71,7 @@ class LoopHelper(FsdpCudaGraphHelper):
         self.steps.after_step()
         self._steps_done += 1
         self.steps.vote(self._steps_done)
-        self.steps.before_step()
+        self.steps.before_step(self._steps_done)
 
     def close(self) -> None:
         """Delete the graphs, and stop following steps and voting. Safe to call twice.

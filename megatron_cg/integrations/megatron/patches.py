@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -59,30 +59,32 @@ YAML_VIOLATION = Violation(
 _active: ExitStack | None = None
 
 
-def enable(*, grouped_gemm: GroupedGemm = "te") -> None:
+def enable(*, grouped_gemm: GroupedGemm = "te", moe_rows: float | None = None) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
     Adds our argument group and its rules to Megatron's parser, replaces Megatron's capture helper
     with ours (also in custom training loops), and releases graphs before the process groups are
     destroyed. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
     before the arguments are parsed and before a helper is created. A second call changes nothing
-    but ``grouped_gemm``.
+    but ``grouped_gemm`` and ``moe_rows``.
 
     Args:
         grouped_gemm: as ``--cg-grouped-gemm``, for loops that parse no arguments of Megatron's.
             Models that are built from now on compute their experts by it.
+        moe_rows: as ``--cg-moe-rows``, for such loops: a multiple of the average, at least 1. The
+            loop runs all passes of a step by one call of the function that
+            ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on.
 
     Raises:
-        ArgumentError: ``grouped_gemm`` is neither ``"te"`` nor ``"torch"``.
+        ArgumentError: an argument has a wrong value.
         UpstreamChangedError: a symbol that we replace is missing; then nothing is changed.
     """
     global _active
-    refuse(list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm))))
+    broken = list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm)))
+    refuse(broken or list(_wrong_rows(moe_rows, grouped_gemm)))
     with ExitStack() as undo:
         if grouped_gemm == "torch":
-            from megatron_cg.moe.install import use_device_counts
-
-            undo.callback(use_device_counts())
+            undo.callback(_compute_experts_by_torch(moe_rows))
         if _active is not None:
             _active.callback(undo.pop_all().close)
             return
@@ -172,19 +174,41 @@ def _refuse_yaml_with_graphs() -> Callable[[], None]:
     return _replace(_YAML_RULES, extended)
 
 
+def _wrong_rows(rows: object, grouped_gemm: str) -> Iterator[Violation]:
+    if rows is None:
+        return
+    if not isinstance(rows, int | float) or isinstance(rows, bool) or not rows >= 1:
+        reason = "it is a multiple of the rows that a rank receives on average, at least 1"
+        yield Violation("argument", f"moe_rows={rows!r}", reason, "moe_rows=1.25")
+    elif grouped_gemm != "torch":
+        yield Violation(
+            "argument",
+            f"moe_rows={rows!r} with grouped_gemm={grouped_gemm!r}",
+            "it bounds the rows of experts that compute by torch's grouped GEMM",
+            "add grouped_gemm='torch', or leave moe_rows out",
+        )
+
+
+def _compute_experts_by_torch(rows: float | None) -> Callable[[], None]:
+    """In models that are built from now on; ``rows`` is that of ``--cg-moe-rows``."""
+    from megatron_cg.integrations.megatron.repeat import repeat_steps
+    from megatron_cg.moe.install import bound_rows, use_device_counts
+    from megatron_cg.moe.row_bound import RowBound
+
+    with ExitStack() as undo:
+        undo.callback(use_device_counts())
+        if rows is not None:
+            undo.callback(bound_rows(RowBound(rows)))
+            undo.callback(repeat_steps())
+        return undo.pop_all().close
+
+
 def start(settings: Any, args: Any, wants_graphs: bool) -> None:
     """After :func:`enable` and validation: install the recorder and our helper, if asked for."""
     if _active is None:
         return
-    bound = None
     if settings.cg_grouped_gemm == "torch":
-        from megatron_cg.moe.install import bound_rows, use_device_counts
-        from megatron_cg.moe.row_bound import RowBound
-
-        _active.callback(use_device_counts())
-        if settings.cg_moe_rows is not None:
-            bound = RowBound(settings.cg_moe_rows)
-            _active.callback(bound_rows(bound))
+        _active.callback(_compute_experts_by_torch(settings.cg_moe_rows))
     if settings.cg_record is not None:
         from megatron_cg.telemetry.record import install_recorder
 
@@ -194,14 +218,14 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
         _active.callback(install_report(settings.cg_report, args.log_interval))
     if wants_graphs:
-        _active.callback(_replace_helper(settings, bound))
+        _active.callback(_replace_helper(settings))
     elif settings.cg_record is not None or settings.cg_report is not None:
         from megatron_cg.telemetry.step_log import follow_log
 
         _active.callback(follow_log(()))
 
 
-def _replace_helper(settings: Any, bound: Any) -> Callable[[], None]:
+def _replace_helper(settings: Any) -> Callable[[], None]:
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
@@ -213,10 +237,6 @@ def _replace_helper(settings: Any, bound: Any) -> Callable[[], None]:
     with ExitStack() as undo:
         undo.callback(settings_for_own_loops(members))
         undo.callback(_replace(_HELPER, lambda _old: helper))
-        if bound is not None:
-            from megatron_cg.integrations.megatron.repeat import repeat_steps
-
-            undo.callback(repeat_steps(live, bound))
         undo.callback(follow_steps(live))
         undo.callback(follow_log(live))
         return undo.pop_all().close

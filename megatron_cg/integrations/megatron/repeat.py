@@ -1,10 +1,10 @@
 """Repeats a training step in which a rank had more rows for another than its graphs have room for.
 
-Megatron's ``train`` looks up ``train_step`` as a global of its module for each step, and
-``train_step`` gets the function that runs all forward and backward passes as an argument. Here this
-function runs them once by graphs. If the bound of ``--cg-moe-rows`` was exceeded on any rank, all
-ranks restore what the passes changed (``step_state.py``) and run them once more eagerly, where
-Megatron's dispatcher drops nothing. So the optimizer only sees gradients of a pass without a bound.
+Megatron's ``train`` and most other loops on megatron-core get the function of a step's passes from
+``get_forward_backward_func``, which looks it up as a global of its module. Here this function runs
+the passes once by graphs. If the bound of ``--cg-moe-rows`` was exceeded on any rank, all ranks
+restore what the passes changed (``step_state.py``) and run them once more eagerly, where Megatron's
+dispatcher drops nothing. So the optimizer only sees gradients of a pass without a bound.
 
 Note [What it costs]
     Without a repeat: one all-reduce of four bytes, copies of the model's small buffers, and a wait
@@ -15,123 +15,187 @@ Note [Verification]
     A replay beyond the bound differs from the eager pass that ``--cg-verify-interval`` runs beside
     it, on all ranks that exchange anything with it. So a difference counts only while no rank has
     exceeded the bound in this step.
+
+Note [What a loop must do]
+    A repeat clears the gradients. So a step is one call of this function, after
+    ``zero_grad_buffer()``: a second call would lose what the first one added. And each replay has
+    to be inside such a call, or nobody sees that it exceeded the bound. A loop that does otherwise
+    ends with an error before its optimizer changes a weight.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 from megatron_cg.capture.session import Session
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.events import StepRepeated, emit
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.step_state import StepState
+from megatron_cg.moe.install import bound_of
 from megatron_cg.moe.row_bound import RowBound
-from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, run_after, run_before
 from megatron_cg.upstream.symbols import Symbol
 
-_FUNCTION, _FORWARD, _DATA = "forward_backward_func", "forward_step_func", "data_iterator"
-_LOOP = Symbol("megatron-core", "megatron.training.training", "Megatron's training loop")
-_STEP = Symbol(
-    "megatron-core",
-    "megatron.training.training:train_step",
-    "one training step",
-    parameters=("model", "optimizer", _FUNCTION, "iteration"),
+_FORWARD, _DATA, _MODEL = "forward_step_func", "data_iterator", "model"
+_MICROBATCHES, _EVALUATES = "num_microbatches", "forward_only"
+_SCHEDULES = Symbol(
+    "megatron-core", "megatron.core.pipeline_parallel.schedules", "Megatron's schedules"
 )
-RELIES_ON = (_LOOP, _STEP)
+_PASSES = Symbol(
+    "megatron-core",
+    "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+    "all passes of a step without pipeline parallelism",
+    parameters=(_FORWARD, _DATA, _MODEL, _MICROBATCHES, _EVALUATES),
+)
+RELIES_ON = (_SCHEDULES, _PASSES)
+
+_OUTSIDE = Violation(
+    "rows-outside-schedule",
+    "--cg-moe-rows, and passes that Megatron's schedule did not run",
+    "nobody has seen whether a rank had more rows than its graphs have room for, and then tokens "
+    "would be dropped",
+    "run all passes by megatron.core.pipeline_parallel.get_forward_backward_func(), and call that "
+    "after megatron_cg.enable(); or leave the bound out",
+)
+_SECOND = Violation(
+    "rows-second-call",
+    "--cg-moe-rows, and a second call of forward_backward_func for the same gradients",
+    "a step that exceeds the bound is repeated with cleared gradients, so those of the first call "
+    "would be lost",
+    "call model.zero_grad_buffer() before each call and train all microbatches in one, or leave "
+    "the bound out",
+)
 
 
 class Graphed(Protocol):
     """A capture helper, as far as its steps are repeated."""
 
     @property
+    def model(self) -> Sequence[Any]:
+        """The chunks of its model."""
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """What steps after the passes."""
+
+    @property
     def session(self) -> Session | None:
         """The current graphs; None if there are none."""
 
+    @property
+    def step_number(self) -> int | None:
+        """The number of the step that runs, from 1; None if unknown."""
 
-def repeat_steps(helpers: Sequence[Graphed], bound: RowBound) -> Callable[[], None]:
-    """Repeat each training step that exceeds ``bound``; returns the undo.
 
-    ``helpers`` is read again at each step; a step without graphs is Megatron's own. Raises
-    UpstreamChangedError if ``train_step`` is not as relied on.
+_steps: WeakKeyDictionary[nn.Module, _Steps] = WeakKeyDictionary()
+"""By the ``MegatronFSDP`` of a model."""
+
+
+def repeat_steps() -> Callable[[], None]:
+    """Let Megatron's schedule repeat steps of the models of :func:`follow`; returns the undo.
+
+    Raises UpstreamChangedError if the schedule is not as relied on.
     """
-    old, module = _STEP.find(), _LOOP.find()
-    names = list(inspect.signature(old).parameters)
-    states: WeakKeyDictionary[Session, StepState] = WeakKeyDictionary()
+    module, old = _SCHEDULES.find(), _PASSES.find()
 
     @wraps(old)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        sessions = [helper.session for helper in helpers if helper.session is not None]
-        if not sessions:
-            return old(*args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        model = given["model"]
-        if sessions[0] not in states:
-            states[sessions[0]] = StepState(model)
+    def forward_backward_no_pipelining(**options: Any) -> Any:
+        model = options[_MODEL]
+        fsdp = find_megatron_fsdp(model[0] if isinstance(model, list) else model)
+        steps = _steps.get(fsdp) if fsdp is not None else None
+        if steps is None or options.get(_EVALUATES):
+            return old(**options)
+        return steps.run(old, options)
 
-        def clear() -> None:
-            for chunk in model:
-                chunk.zero_grad_buffer()
-            given["optimizer"].zero_grad()
-
-        run = _Repeatable(given[_FUNCTION], bound, sessions, states[sessions[0]], clear)
-        if given.get("iteration") is not None:
-            run.step = given["iteration"] + 1
-        place = names.index(_FUNCTION)
-        if len(args) > place:
-            return old(*args[:place], run, *args[place + 1 :], **kwargs)
-        return old(*args, **{**kwargs, _FUNCTION: run})
-
-    return put_over(module, "train_step", train_step)
+    return put_over(module, old.__name__, forward_backward_no_pipelining)
 
 
-class _Repeatable:
-    """All forward and backward passes of a step, repeated eagerly if they exceed the bound."""
+def follow(helper: Graphed) -> Callable[[], None]:
+    """Repeat steps of the helper's model if its layers have a bound of rows; returns the undo."""
+    fsdp: Any = find_megatron_fsdp(helper.model[0])
+    bound = bound_of(fsdp)
+    if bound is None:
+        return lambda: None
+    steps = _Steps(helper, bound)
+    with ExitStack() as undo:
+        undo.callback(run_after(helper.model[0], "zero_grad_buffer", steps.begin))
+        for optimizer in helper.optimizers:
+            undo.callback(run_before(optimizer, "step", steps.check))
+        _steps[fsdp] = steps
+        undo.callback(_steps.pop, fsdp, None)
+        return undo.pop_all().close
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        bound: RowBound,
-        sessions: Sequence[Session],
-        state: StepState,
-        clear: Callable[[], None],
-    ) -> None:
-        self._function, self._bound, self._state = function, bound, state
-        self._policies = [session.mismatches for session in sessions]
-        self._clear = clear
-        self.step: int | None = None
-        """The step, as Megatron's log counts it: from 1."""
 
-    def __call__(self, **options: Any) -> Any:
-        """Megatron's function, with its arguments."""
+class _Steps:
+    """The steps of one model, each of which is repeated if it exceeds the bound."""
+
+    def __init__(self, helper: Graphed, bound: RowBound) -> None:
+        self._helper, self._bound = helper, bound
+        self._states: WeakKeyDictionary[Session, StepState] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
+        """Replays whose rows were looked at."""
+        self._ran = False
+
+    def begin(self) -> None:
+        """Gradients were cleared."""
+        self._ran = False
+
+    def check(self) -> None:
+        """Raise ConfigurationError if a replay was in no call of :meth:`run`."""
+        session = self._helper.session
+        if session is not None and session.counters.replayed != self._seen.get(session, 0):
+            raise ConfigurationError([_OUTSIDE])
+
+    def run(self, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """Run the passes of a step, by graphs if there are any, and repeat them if needed."""
+        session = self._helper.session
+        if session is None:
+            return passes(**options)
+        if self._ran:
+            raise ConfigurationError([_SECOND])
+        self._ran = True
+        state = self._states.get(session)
+        if state is None:
+            state = self._states[session] = StepState(self._helper.model)
         options[_DATA] = batches = _readable_again(options[_DATA])
-        self._state.save()
+        state.save()
         self._bound.begin_step()
-        with _set(self._policies, "numbers_hold", self._bound.holds):
-            result = self._function(**options | {_FORWARD: self._sharing(options)})
+        with _set(session.mismatches, "numbers_hold", self._bound.holds):
+            result = passes(**options | {_FORWARD: self._sharing(options)})
+        self._seen[session] = session.counters.replayed
         rows = self._bound.exceeded()
         if not rows:
             return result
         del result
-        emit(StepRepeated(self.step, rows, self._bound.bound, self._bound.enough(rows)))
-        self._state.restore()
+        number, enough = self._helper.step_number, self._bound.enough(rows)
+        emit(StepRepeated(number, rows, self._bound.bound, enough))
+        state.restore()
         for one in batches if isinstance(batches, list) else [batches]:
             if one is not None:
                 one.rewind()
         self._clear()
-        for policy in self._policies:
-            policy.counters.repeated += 1
-        with _set(self._policies, "repeats", True):
-            return self._function(**options)
+        session.counters.repeated += 1
+        with _set(session.mismatches, "repeats", True):
+            return passes(**options)
+
+    def _clear(self) -> None:
+        for chunk in self._helper.model:
+            chunk.zero_grad_buffer()
+        for optimizer in self._helper.optimizers:
+            optimizer.zero_grad()
+        self._ran = True
 
     def _sharing(self, options: dict[str, Any]) -> Callable[..., Any]:
         """The function of a microbatch's forward pass; see Note [When the host knows]."""
-        old, left = options[_FORWARD], options["num_microbatches"]
+        old, left = options[_FORWARD], options[_MICROBATCHES]
 
         @wraps(old)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -146,15 +210,13 @@ class _Repeatable:
 
 
 @contextmanager
-def _set(policies: Sequence[MismatchPolicy], name: str, value: Any) -> Iterator[None]:
-    before = [getattr(policy, name) for policy in policies]
-    for policy in policies:
-        setattr(policy, name, value)
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        for policy, old in zip(policies, before, strict=True):
-            setattr(policy, name, old)
+        setattr(owner, name, before)
 
 
 def _readable_again(data: Any) -> Any:

@@ -1,6 +1,6 @@
 """What a step changes before its optimizer does, saved and restored.
 
-Gradients are not among it: ``train_step`` clears them before it begins. Megatron's own
+Gradients are not among it: they are cleared before a step begins. Megatron's own
 ``RerunStateMachine`` (megatron-core 0.19.2) saves random states and batches alone, since it expects
 the same numbers again. Here the numbers of the first attempt were wrong, so whatever counts or sums
 up numbers has to be as before:
@@ -40,8 +40,8 @@ _RNG = Symbol(
 )
 _MACHINE = Symbol(
     "megatron-core",
-    "megatron.core.rerun_state_machine:get_rerun_state_machine",
-    "Megatron's checks of results",
+    "megatron.core.rerun_state_machine:_GLOBAL_RERUN_STATE_MACHINE",
+    "Megatron's checks of results; None in a loop without them",
 )
 _TRACKERS = tuple(
     Symbol("megatron-core", f"{module}:{name}.tracker", "sums of losses for the log")
@@ -70,7 +70,7 @@ class StepState:
         self._sums = [
             (sums, {key: _cloned(value) for key, value in sums.items()}) for sums in _sums()
         ]
-        self._machine = {key: _copied(value) for key, value in vars(_MACHINE.find()()).items()}
+        self._machine = {key: _copied(value) for key, value in _checks_of_results().items()}
 
     def restore(self) -> None:
         """Put back what :meth:`save` saved; once for each call of it."""
@@ -88,7 +88,7 @@ class StepState:
         for sums, saved in self._sums:
             sums.clear()
             sums.update(saved)
-        vars(_MACHINE.find()()).update(self._machine)
+        _checks_of_results().update(self._machine)
 
 
 def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
@@ -100,6 +100,11 @@ def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 def _sums() -> list[dict[str, Any]]:
     helpers = (getattr(sys.modules.get(module), name, None) for module, name in _HELPERS.items())
     return [helper.tracker for helper in helpers if helper is not None]
+
+
+def _checks_of_results() -> dict[str, Any]:
+    machine = _MACHINE.find()
+    return vars(machine) if machine is not None else {}
 
 
 def _copied(value: Any) -> Any:

@@ -46,9 +46,12 @@ class StepRoutine:
     def __init__(self, controller: GraphController, static_inputs: StaticInputs) -> None:
         self._controller, self._static_inputs = controller, static_inputs
         self._stop_observing: Callable[[], None] | None = None
+        self.number: int | None = None
+        """The number of the step that runs, from 1, as in the log; None if unknown."""
 
-    def before_step(self) -> None:
-        """Apply the decision of all ranks, and begin the step."""
+    def before_step(self, done: int | None = None) -> None:
+        """Apply the decision of all ranks, and begin the step after ``done`` others."""
+        self.number = done + 1 if done is not None else None
         self._controller.before_step()
         if self._controller.session is not None:
             self._controller.session.mismatches.begin_step()
@@ -138,7 +141,7 @@ def follow_steps(helpers: Sequence[Followed]) -> Callable[[], None]:
             for routine in routines:
                 undo.callback(routine.after_step)
             for routine in routines:
-                routine.before_step()
+                routine.before_step(kwargs.get(_ITERATION))
             ended = votes.is_due(partial(_vote, routines, kwargs.get(_ITERATION)))
             try:
                 result = old(*args, **kwargs)

@@ -28,7 +28,7 @@ class MegatronTrainer(Trainer):
         config.no_sync_func = self.model.no_sync
         config.timers = None
         self.config = config
-        self.helpers: list[Any] = [self]
+        self.optimizer = SimpleNamespace(zero_grad=self._optimizer.zero_grad, step=self._update)
         self.steps = 0
         self.norm = 0.0
         self.forward_passes = self.trained = 0
@@ -36,18 +36,17 @@ class MegatronTrainer(Trainer):
         """Runs before each forward pass of training."""
 
     def _step(self) -> tuple[float, float]:
-        from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+        from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.training import training
 
-        optimizer = SimpleNamespace(zero_grad=self._optimizer.zero_grad, step=self._update)
         losses, *_ = training.train_step(
             self._forward_step,
             self._batches,
             [self.model],
-            optimizer,
+            self.optimizer,
             SimpleNamespace(step=lambda increment: None),
             self.config,
-            forward_backward_no_pipelining,
+            get_forward_backward_func(),
             iteration=self.steps,
         )
         self.steps += 1
@@ -101,6 +100,22 @@ class MegatronTrainer(Trainer):
             output, _ = self._forward_step(self._batches, self.model)
         self.model.train()
         return float(output.sum())
+
+
+class Helper:
+    """Stands for the capture helper of a trainer's model."""
+
+    def __init__(self, trainer: MegatronTrainer) -> None:
+        self._trainer = trainer
+        self.model, self.optimizers = [trainer.model], [trainer.optimizer]
+
+    @property
+    def session(self) -> Any:
+        return self._trainer.session
+
+    @property
+    def step_number(self) -> int:
+        return self._trainer.steps + 1
 
 
 @contextmanager

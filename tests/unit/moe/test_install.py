@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -197,30 +196,54 @@ def test_only_dispatchers_in_graphs_are_bounded(one_rank: None, used: None) -> N
 
 
 @pytest.mark.parametrize("factor", [1.25, None])
-def test_with_the_flag_and_not_without_it_steps_are_repeated(
-    one_rank: None, in_place_of_te: None, factor: float | None
+@pytest.mark.parametrize("by", ["flag", "argument"])
+def test_with_a_bound_and_not_without_it_steps_are_repeated(
+    one_rank: None, in_place_of_te: None, by: str, factor: float | None
 ) -> None:
     from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
 
     from megatron_cg.integrations.megatron import patches
 
     parallel_state.initialize_model_parallel()
-    undone: list[str] = []
-    with patch("megatron_cg.integrations.megatron.repeat.repeat_steps") as repeats:
-        repeats.return_value = lambda: undone.append("undone")
-        try:
+    before = schedules.forward_backward_no_pipelining
+    try:
+        if by == "flag":
             megatron_cg.enable()
             given = GraphArguments(cg_grouped_gemm="torch", cg_moe_rows=factor)
             patches.start(given, SimpleNamespace(), wants_graphs=True)
-            bound = dispatcher().bound
-        finally:
-            megatron_cg.disable()
-    assert [call.args[1] for call in repeats.call_args_list] == [bound] * (factor is not None)
-    assert (bound is not None) == bool(undone) == (factor is not None)
+        else:
+            megatron_cg.enable(grouped_gemm="torch", moe_rows=factor)
+        bound = dispatcher().bound
+        repeats = schedules.forward_backward_no_pipelining is not before
+    finally:
+        megatron_cg.disable()
+    assert repeats == (factor is not None)
+    assert (bound.factor if bound is not None else None) == factor
+    assert schedules.forward_backward_no_pipelining is before
     assert moe_layer.MoEAlltoAllTokenDispatcher is MoEAlltoAllTokenDispatcher
 
 
-def test_a_loop_of_ones_own_refuses_a_bound(one_rank: None, used: None) -> None:
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"grouped_gemm": "torch", "moe_rows": 0.5}, "moe_rows=1.25"),
+        ({"grouped_gemm": "torch", "moe_rows": "1.25"}, "moe_rows=1.25"),
+        ({"grouped_gemm": "torch", "moe_rows": float("nan")}, "moe_rows=1.25"),
+        ({"moe_rows": 1.25}, "add grouped_gemm='torch'"),
+    ],
+)
+def test_a_wrong_bound_is_refused_before_anything_changes(
+    given: dict[str, Any], remedy: str
+) -> None:
+    from megatron_cg.integrations.megatron import patches
+
+    with pytest.raises(ArgumentError, match=remedy):
+        megatron_cg.enable(**given)
+    assert patches._active is None
+
+
+def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: None) -> None:
     from megatron_cg.integrations.megatron.model_rules import check_model
     from megatron_cg.tools.cpu.train import Trainer
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
@@ -232,5 +255,5 @@ def test_a_loop_of_ones_own_refuses_a_bound(one_rank: None, used: None) -> None:
     with pytest.raises(ConfigurationError) as error:
         check_model(trainer.model, None, GraphArguments(), "tape")
     rules = [violation.rule for violation in error.value.violations]
-    assert rules == ["rows-in-own-loop"]
+    assert rules == ["rows-without-expert-parallel"]
     assert "drop --cg-moe-rows" in str(error.value)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.moe.steps_of_megatron import MegatronTrainer, trainer_of
+from tests.unit.moe.steps_of_megatron import Helper, MegatronTrainer, trainer_of
 
 STEPS, WARMUP, LAYERS, MICROBATCHES, FACTOR = 7, 2, 2, 2, 1.05
 
@@ -161,7 +161,7 @@ def train(case: Case, ours: bool) -> dict[str, Any]:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.events import StepRepeated, subscribe
-    from megatron_cg.integrations.megatron.repeat import repeat_steps
+    from megatron_cg.integrations.megatron.repeat import follow, repeat_steps
     from megatron_cg.moe import row_bound
     from megatron_cg.moe.install import bound_rows, use_device_counts
     from megatron_cg.moe.row_bound import RowBound
@@ -193,7 +193,8 @@ def train(case: Case, ours: bool) -> dict[str, Any]:
         if ours:
             trainer.before = getattr(bound, "before", trainer.before)
             undo.callback(subscribe(events.append))
-            undo.callback(repeat_steps(trainer.helpers, bound))
+            undo.callback(repeat_steps())
+            undo.callback(follow(Helper(trainer)))
         steps, states = [], []
         policy = ReplayPolicy("error", case.verify_interval)
         for step in range(STEPS):

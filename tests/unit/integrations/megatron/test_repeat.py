@@ -1,4 +1,4 @@
-"""When a step is repeated, and what Megatron's functions are called with."""
+"""When a step is repeated, and what Megatron's schedule is called with."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
+from megatron_cg.errors import ConfigurationError
 from megatron_cg.events import StepRepeated, emit, subscribe
-from megatron_cg.integrations.megatron.repeat import repeat_steps
+from megatron_cg.integrations.megatron import repeat
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 
@@ -45,52 +47,59 @@ class Bound:
 
 class Session:
     def __init__(self) -> None:
-        self.mismatches = MismatchPolicy(ReplayPolicy(), Counters())
+        self.counters = Counters()
+        self.mismatches = MismatchPolicy(ReplayPolicy(), self.counters)
+
+
+class Optimizer:
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def zero_grad(self) -> None:
+        self.events.append("optimizer's zero")
+
+    def step(self) -> None:
+        self.events.append("update")
 
 
 class Loop:
-    """Megatron's training module with a ``train_step`` that does little."""
+    """A model, its helper, and a schedule that does little instead of Megatron's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatron.training import training
-
         self.events: list[Any] = []
-        self.module: Any = training
         self.bound, self.session = Bound(self.events), Session()
-        self.helper = SimpleNamespace(session=self.session)
-        chunk: Any = torch.nn.Linear(1, 1)
+        self.fsdp = torch.nn.Linear(1, 1)
+        self.chunk: Any = torch.nn.Linear(1, 1)
+        chunk: Any = self.chunk
         chunk.zero_grad_buffer = lambda: self.events.append("zero")
-        self.chunk = chunk
-        self.optimizer = SimpleNamespace(zero_grad=lambda: self.events.append("optimizer's zero"))
+        self.optimizer = Optimizer(self.events)
+        self.helper: Any = SimpleNamespace(
+            model=[chunk], optimizers=[self.optimizer], session=self.session, step_number=12
+        )
         self.forward: Callable[[Any], Any] = self.take
-        self.microbatches, self.given = 2, {"seq_length": 7}
+        found = {id(chunk): self.fsdp}
+        monkeypatch.setattr(repeat, "find_megatron_fsdp", lambda model: found.get(id(model)))
+        monkeypatch.setattr(repeat, "bound_of", {self.fsdp: self.bound}.get)
+        monkeypatch.setattr(schedules, "forward_backward_no_pipelining", self.schedule())
+        self.undo_repeats = repeat.repeat_steps()
+        self.undo = repeat.follow(self.helper)
 
-        def train_step(
+    def schedule(self) -> Any:
+        def forward_backward_no_pipelining(
+            *,
             forward_step_func: Any,
             data_iterator: Any,
             model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            config: Any,
-            forward_backward_func: Any,
-            iteration: int | None = None,
+            num_microbatches: int,
+            forward_only: bool = False,
         ) -> Any:
-            return forward_backward_func(
-                forward_step_func=forward_step_func,
-                data_iterator=data_iterator,
-                num_microbatches=self.microbatches,
-                **self.given,
-            )
+            policy = self.session.mismatches
+            self.events.append("eager" if policy.repeats else "graphs")
+            self.events.append(policy.numbers_hold())
+            self.session.counters.replayed += not policy.repeats
+            return [forward_step_func(data_iterator) for _ in range(num_microbatches)]
 
-        monkeypatch.setattr(training, "train_step", train_step)
-        bound: Any = self.bound
-        self.undo = repeat_steps([self.helper], bound)
-
-    def passes(self, forward_step_func: Any, data_iterator: Any, **given: Any) -> Any:
-        policy = self.session.mismatches
-        self.events.append("eager" if policy.repeats else "graphs")
-        self.events.append(policy.numbers_hold())
-        return [forward_step_func(data_iterator) for _ in range(given["num_microbatches"])]
+        return forward_backward_no_pipelining
 
     def take(self, data_iterator: Any) -> Any:
         one = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
@@ -99,10 +108,16 @@ class Loop:
         batch["changed"] = True
         return batch
 
+    def passes(self, data: Any, **options: Any) -> Any:
+        given = {"forward_step_func": self.forward, "data_iterator": data, "model": [self.chunk]}
+        return get_forward_backward_func(pp_size=1)(**given | {"num_microbatches": 2} | options)
+
     def step(self, data: Any, **options: Any) -> Any:
+        self.chunk.zero_grad_buffer()
         self.events.clear()
-        args = (self.forward, data, [self.chunk], self.optimizer, None, None)
-        return self.module.train_step(*args, self.passes, **options)
+        result = self.passes(data, **options)
+        self.optimizer.step()
+        return result
 
 
 @pytest.fixture
@@ -110,16 +125,20 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     loop = Loop(monkeypatch)
     yield loop
     loop.undo()
+    loop.undo_repeats()
 
 
 def batches() -> Iterator[dict[str, int]]:
     return iter([{"tokens": number} for number in range(9)])
 
 
+ONCE = ["begin", "graphs", True, {"tokens": 0}, {"tokens": 1}, "share"]
+
+
 def test_a_step_within_the_bound_runs_once(loop: Loop) -> None:
     loop.step(batches())
-    assert loop.events == ["begin", "graphs", True, {"tokens": 0}, {"tokens": 1}, "share"]
-    assert loop.session.mismatches.counters.repeated == 0
+    assert loop.events == [*ONCE, "update"]
+    assert loop.session.counters.repeated == 0
 
 
 def test_a_step_beyond_it_runs_once_more_eagerly_with_the_same_batches(loop: Loop) -> None:
@@ -127,10 +146,10 @@ def test_a_step_beyond_it_runs_once_more_eagerly_with_the_same_batches(loop: Loo
     heard: list[Any] = []
     undo = subscribe(heard.append)
     data = batches()
-    result = loop.step(data, iteration=11)
+    result = loop.step(data)
     undo()
     first = ["begin", "graphs", False, {"tokens": 0}, {"tokens": 1}, "share"]
-    again = ["zero", "optimizer's zero", "eager", True, {"tokens": 0}, {"tokens": 1}]
+    again = ["zero", "optimizer's zero", "eager", True, {"tokens": 0}, {"tokens": 1}, "update"]
     assert loop.events == [*first, *again]
     assert [batch["tokens"] for batch in result] == [0, 1] and next(data) == {"tokens": 2}
     assert heard == [StepRepeated(12, 200, 128, 2.0)]
@@ -173,24 +192,62 @@ def test_a_failed_step_leaves_no_mode_behind(loop: Loop) -> None:
     assert not loop.session.mismatches.repeats
 
 
-def test_the_function_may_be_given_by_name(loop: Loop) -> None:
+def test_the_model_may_be_given_without_a_list(loop: Loop) -> None:
+    loop.step(batches(), model=loop.chunk)
+    assert loop.events == [*ONCE, "update"]
+
+
+@pytest.mark.parametrize("case", ["no graphs", "evaluation", "another model"])
+def test_other_passes_are_megatrons_own(loop: Loop, case: str) -> None:
     loop.bound.rows = 200
-    args = (loop.forward, batches(), [loop.chunk])
-    rest = {"optimizer": loop.optimizer, "opt_param_scheduler": None, "config": None}
-    loop.module.train_step(*args, forward_backward_func=loop.passes, **rest)
-    assert "eager" in loop.events
-
-
-def test_without_graphs_the_step_is_megatrons(loop: Loop) -> None:
-    loop.helper.session = None
-    loop.step(batches())
+    if case == "no graphs":
+        loop.helper.session = None
+    changed: dict[str, dict[str, Any]]
+    changed = {"evaluation": {"forward_only": True}, "another model": {"model": loop.fsdp}}
+    loop.passes(batches(), **changed.get(case, {}))
     assert loop.events == ["graphs", True, {"tokens": 0}, {"tokens": 1}]
 
 
-def test_the_undo_puts_back_megatrons_function(loop: Loop) -> None:
-    loop.undo()
+def test_a_second_call_for_the_same_gradients_is_refused(loop: Loop) -> None:
     loop.bound.rows = 200
     loop.step(batches())
+    with pytest.raises(ConfigurationError, match=r"call model\.zero_grad_buffer\(\)") as error:
+        loop.passes(batches())
+    assert [one.rule for one in error.value.violations] == ["rows-second-call"]
+    loop.chunk.zero_grad_buffer()
+    loop.passes(batches())
+
+
+def test_replays_outside_of_the_schedule_end_before_the_update(loop: Loop) -> None:
+    loop.step(batches())
+    loop.events.clear()
+    loop.session.counters.replayed += 1
+    with pytest.raises(ConfigurationError, match="get_forward_backward_func") as error:
+        loop.optimizer.step()
+    assert [one.rule for one in error.value.violations] == ["rows-outside-schedule"]
+    assert loop.events == []
+    loop.helper.session = Session()
+    loop.optimizer.step()
+    assert loop.events == ["update"]
+
+
+def test_a_model_without_a_bound_is_not_followed(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.undo()
+    monkeypatch.setattr(repeat, "bound_of", lambda fsdp: None)
+    repeat.follow(loop.helper)()
+    loop.bound.rows = 200
+    loop.step(batches())
+    assert "begin" not in loop.events and loop.events[-1] == "update"
+
+
+def test_the_undo_puts_back_what_was_there(loop: Loop) -> None:
+    loop.undo()
+    loop.undo_repeats()
+    loop.bound.rows = 200
+    loop.step(batches())
+    loop.passes(batches())
     assert "eager" not in loop.events and "begin" not in loop.events
 
 

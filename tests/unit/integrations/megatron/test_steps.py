@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from megatron_cg.integrations.megatron.steps import follow_steps
+from megatron_cg.integrations.megatron.steps import StepRoutine, follow_steps
 
 
 class Optimizer:
@@ -25,7 +25,7 @@ class Routine:
     """Notes what it is called for, instead of a ``StepRoutine``."""
 
     def __init__(self, events: list[Any]) -> None:
-        self.before_step = lambda: events.append("before")
+        self.before_step = lambda done: events.append(("before", done))
         self.after_step = lambda: events.append("after")
         self.vote = lambda step: events.append(("vote", step))
         self.close = lambda: None
@@ -84,7 +84,7 @@ def test_the_vote_comes_with_the_optimizers_step_and_once(loop: Loop) -> None:
     loop.parts *= 2
     assert loop.step(iteration=7) == "numbers"
     vote = ("vote", 7)
-    assert loop.events == ["before", "optimizer", vote, "optimizer", "end", "after"]
+    assert loop.events == [("before", 7), "optimizer", vote, "optimizer", "end", "after"]
     assert loop.optimizer.step() == "updated"
     assert loop.events[-1] == "optimizer"
 
@@ -92,27 +92,27 @@ def test_the_vote_comes_with_the_optimizers_step_and_once(loop: Loop) -> None:
 def test_a_step_without_the_optimizers_is_voted_on_at_its_end(loop: Loop) -> None:
     loop.parts.clear()
     loop.step()
-    assert loop.events == ["before", "end", "after", ("vote", None)]
+    assert loop.events == [("before", None), "end", "after", ("vote", None)]
 
 
 def test_the_optimizer_may_be_given_by_name(loop: Loop) -> None:
     rest = {"opt_param_scheduler": 5, "config": 6, "forward_backward_func": 7}
     loop.module.train_step(1, 2, 3, optimizer=loop.optimizer, **rest)
-    assert loop.events == ["before", "optimizer", ("vote", None), "end", "after"]
+    assert loop.events == [("before", None), "optimizer", ("vote", None), "end", "after"]
 
 
 def test_nothing_is_voted_on_before_a_failure(loop: Loop) -> None:
     loop.parts.insert(0, loop.fail)
     with pytest.raises(ValueError, match="failed"):
         loop.step()
-    assert loop.events == ["before", "after"]
+    assert loop.events == [("before", None), "after"]
 
 
 def test_a_failure_after_the_vote_adds_none(loop: Loop) -> None:
     loop.parts.append(loop.fail)
     with pytest.raises(ValueError, match="failed"):
         loop.step()
-    assert loop.events == ["before", "optimizer", ("vote", None), "after"]
+    assert loop.events == [("before", None), "optimizer", ("vote", None), "after"]
 
 
 def test_an_optimizers_step_is_wrapped_once_for_all_steps(
@@ -131,7 +131,7 @@ def test_an_optimizers_step_is_wrapped_once_for_all_steps(
     loop.optimizer.step = theirs  # type: ignore[method-assign]
     loop.events.clear()
     loop.step(iteration=3)
-    assert loop.events == ["before", "theirs", "optimizer", ("vote", 3), "end", "after"]
+    assert loop.events == [("before", 3), "theirs", "optimizer", ("vote", 3), "end", "after"]
     loop.undo()
     assert loop.optimizer.step is theirs
     loop.events.clear()
@@ -139,3 +139,13 @@ def test_an_optimizers_step_is_wrapped_once_for_all_steps(
     assert loop.events == ["theirs", "optimizer"]
     assert "Optimizer.step is left as it is" in caplog.text
     del loop.optimizer.step
+
+
+def test_a_routine_knows_the_number_of_its_step() -> None:
+    controller = SimpleNamespace(before_step=lambda: None, session=None, awaits_capture=False)
+    routine = StepRoutine(cast(Any, controller), cast(Any, None))
+    assert routine.number is None
+    routine.before_step(4)
+    assert routine.number == 5
+    routine.before_step(None)
+    assert routine.number is None
