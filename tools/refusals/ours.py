@@ -89,7 +89,8 @@ NOT_YET = (
         "`--optimizer-cuda-graph`",
         Status.HERE,
         "the optimizer's step begins an all-gather of Megatron-FSDP, for which the next forward "
-        "pass waits outside of the graph (Megatron turns it off for `full_iteration` alone); and "
+        "pass waits outside of the graph (Megatron turns it off for `full_iteration` alone, see "
+        "NVIDIA/Megatron-LM#4663); and "
         "Megatron-FSDP casts gradients to a new place in each step, unless "
         "`--megatron-fsdp-main-grads-dtype fp32` is given. On GPUs the run ended in 'CUDA error: "
         "invalid argument'; that the gather is the cause was not shown there",
@@ -181,11 +182,18 @@ NOT_YET = (
         tests=(f"{_ONE_CHANGE}[experts-dispatcher…]",),
     ),
     Row(
-        "`--cg-moe-rows` in a training loop of your own, or with options that save passes",
+        "`--cg-moe-rows` with passes outside of Megatron's schedule, with gradients that two of "
+        "its calls sum, or with options that save passes",
         Status.HERE,
-        "a step in which a rank receives more rows is repeated by `train_step`, and would be saved "
-        "twice",
-        rules=("rows-in-own-loop", "rows-logged-passes"),
-        tests=(f"{_ONE_CHANGE}[rows-logged-passes…]",),
+        "a step in which a rank receives more rows is repeated by the schedule, with cleared "
+        "gradients, and would be saved twice",
+        rules=("rows-outside-schedule", "rows-second-call", "rows-logged-passes"),
+        tests=(
+            "unit/integrations/megatron/test_repeat.py::"
+            "test_replays_outside_of_the_schedule_end_before_the_update",
+            "unit/integrations/megatron/test_repeat.py::"
+            "test_a_second_call_for_the_same_gradients_is_refused",
+            f"{_ONE_CHANGE}[rows-logged-passes…]",
+        ),
     ),
 )
