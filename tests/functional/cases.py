@@ -92,6 +92,8 @@ def _dropless() -> list[Case]:
         ("ep2-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED)),
         ("ep2-permute-fusion", MOE, EXPERTS, (*EP2, "--moe-permute-fusion")),
         ("ep2-shared-experts", MLA, EXPERTS, EP2),
+        ("ep2-routing-replay", MOE, EXPERTS, (*EP2, "--moe-enable-routing-replay")),
+        ("ep2-inference-rng", MOE, EXPERTS, (*EP2, *DROPOUT, "--inference-rng-tracker")),
         # In a graph as many rows as 192 of each expert, eagerly 96: grouped_mm takes other tiles.
         ("ep2-few-rows", MOE, EXPERTS, (*EP2, "--seq-length", "192")),
         ("router-ep2", MOE, PREPROCESS, EP2),

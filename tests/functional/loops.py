@@ -80,6 +80,13 @@ GROUPS = {
             {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
             scopes=(PREPROCESS,),
         ),
+        Group(
+            "dropless-mtp-repeated",
+            {**GROUPED, "mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+            drivers=(API,),
+        ),
         Group("native", drivers=(NATIVE,)),
         Group(
             "native-tp2",

@@ -21,6 +21,8 @@ SUPPORTED = (
         tests=(
             "unit/backends/tape/test_own_loop.py::test_losses_and_norms_are_equal_to_eager["
             "mtp-repeated…]",
+            "unit/backends/tape/test_own_loop.py::test_losses_and_norms_are_equal_to_eager["
+            "dropless-mtp-repeated…]",
             "functional/test_own_loop.py::test_losses_and_gradient_norms_are_equal_to_eager",
         ),
     ),
@@ -32,6 +34,7 @@ SUPPORTED = (
         tests=(
             "unit/replay/guard/test_routing.py::test_what_a_router_records_is_as_in_an_eager_run",
             f"{_ALIGNED}[routing-replay]",
+            f"{_ALIGNED}[dropless-ep2-routing-replay]",
         ),
         lines=(
             Line(
@@ -56,6 +59,7 @@ SUPPORTED = (
         tests=(
             "unit/runs/test_inference_rng.py::test_replays_draw_what_eager_passes_draw",
             f"{_ALIGNED}[inference-rng]",
+            f"{_ALIGNED}[dropless-ep2-inference-rng]",
         ),
     ),
     Row(
