@@ -43,10 +43,13 @@ TRANSFORMER: Mapping[str, str] = {
     "moe_input_jitter_eps": "moe_input_jitter_eps",
     "recompute_granularity": "recompute_granularity",
     "recompute_modules": "recompute_modules",
+    "distribute_saved_activations": "distribute_saved_activations",
     "attention_dropout": "attention_dropout",
     "hidden_dropout": "hidden_dropout",
     "cpu_offloading": "cpu_offloading",
     "fine_grained_activation_offloading": "fine_grained_activation_offloading",
+    "transformer_impl": "transformer_impl",
+    "init_model_with_meta_device": "init_model_with_meta_device",
     "bf16": "bf16",
     "fp16": "fp16",
     "fp8": "fp8",
@@ -58,6 +61,7 @@ TRANSFORMER: Mapping[str, str] = {
     "delay_wgrad_compute": "delay_wgrad_compute",
     "overlap_dispatch_backward_with_experts_wgrad": "overlap_dispatch_backward_with_experts_wgrad",
     "hybrid_context_parallel": "hybrid_context_parallel",
+    "mtp_num_layers": "mtp_num_layers",
     "te_rng_tracker": "use_te_rng_tracker",
 }
 """Fields of :class:`RunArguments`, each with its field of ``TransformerConfig``."""
@@ -77,6 +81,7 @@ ELSEWHERE: Mapping[str, str] = {
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",
     "logs_passes": "flags of megatron.training's train_step",
+    "fused_operations": "for --cg-precompile-dir, a flag of Megatron's scripts",
     "sft": "of megatron.training's data loader; other loops pack sequences themselves",
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
 }

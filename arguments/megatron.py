@@ -43,7 +43,16 @@ _DERIVED = {
     "cpu_offloading",
     "expert_tensor_parallel_size",
     "logs_passes",
+    "fused_operations",
 }
+_FUSIONS = {
+    "bias_gelu_fusion": "--no-bias-gelu-fusion",
+    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
+    "bias_dropout_fusion": "--no-bias-dropout-fusion",
+    "masked_softmax_fusion": "--no-masked-softmax-fusion",
+    "apply_rope_fusion": "--no-rope-fusion",
+}
+"""Operations that a layer may run as one, each with the flag that turns this off."""
 _UNCHANGED = tuple(
     field.name for field in dataclasses.fields(RunArguments) if field.name not in _DERIVED
 )
@@ -93,6 +102,11 @@ def wants_graphs(namespace: argparse.Namespace) -> bool:
     return RunArguments(use_megatron_fsdp=True, **_graph_settings(namespace)).wants_graphs
 
 
+def recomputes_layers(namespace: argparse.Namespace) -> bool:
+    """Whether the run recomputes whole layers."""
+    return bool(_get(namespace, "recompute_granularity") == "full")
+
+
 def read(namespace: argparse.Namespace) -> tuple[RunArguments, GraphArguments]:
     """The settings of a run from Megatron's namespace.
 
@@ -139,6 +153,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
             "moe_routing_trace_path",
         ),
         cpu_offloading=_get(namespace, "cpu_offloading_num_layers") > 0,
+        fused_operations=_fused_operations(namespace),
     )
 
 
@@ -231,6 +246,12 @@ def _layer_settings(namespace: argparse.Namespace) -> dict[str, Any]:
         ),
         "moe_layer_freq": frequency if isinstance(frequency, int) else tuple(frequency),
     }
+
+
+def _fused_operations(namespace: argparse.Namespace) -> tuple[str, ...]:
+    """The flags that would turn off what is fused; an MLP has one of the two activations."""
+    other = "bias_gelu_fusion" if _get(namespace, "swiglu") else "bias_swiglu_fusion"
+    return tuple(flag for name, flag in _FUSIONS.items() if name != other and _get(namespace, name))
 
 
 def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -1,13 +1,22 @@
 """Recomputed and offloaded activations together with graphs.
 
-The first five rules are assertions of ``TransformerConfig.__post_init__`` in megatron-core 0.19.2,
-in our words.
+The rules of selective recompute are assertions of ``TransformerConfig.__post_init__`` in
+megatron-core 0.19.2, in our words. Megatron refuses full recompute altogether; here each layer
+recomputes itself inside its graph (``integrations/megatron/full_recompute.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from megatron_cg.arguments.layers import read_tokens
+from megatron_cg.arguments.layout import available_scopes
 from megatron_cg.arguments.rule import Refusal, Rule
-from megatron_cg.arguments.schema import RunArguments
+from megatron_cg.arguments.schema import WHOLE_LAYER, Environment, GraphArguments, RunArguments
+from megatron_cg.errors import Violation
+
+_PARTS = ("attn", "mlp", "moe", "mamba")
+"""The scopes that together are a layer."""
 
 
 def _recomputes(run: RunArguments, module: str) -> bool:
@@ -29,14 +38,91 @@ _REPEATED_DRAW = (
     "does not do inside a graph"
 )
 
+
+def _recomputes_layers(run: RunArguments) -> bool:
+    return run.recompute_granularity == "full"
+
+
+def _partial_layer(run: RunArguments, graph: GraphArguments) -> int | None:
+    """The first layer of which a graph holds a part, not the whole; 0 if that is not known.
+
+    A layer of multi-token prediction is like the last one, and has all scopes of the run.
+    """
+    available = available_scopes(run)
+    if available is None:
+        return None if run.is_whole_layer else 0
+    selection, _ = read_tokens(graph.cg_layers)
+    count = len(available)
+    layers = [
+        (has, selection.scopes(i, count, run.cuda_graph_modules)) for i, has in enumerate(available)
+    ]
+    if run.mtp_num_layers:
+        layers.append((available[-1], run.scope_names))
+    for index, (has, scopes) in enumerate(layers):
+        on = has.intersection(scopes)
+        if on and WHOLE_LAYER not in on and not has.intersection(_PARTS) <= on:
+            return index
+    return None
+
+
+def parts_of_recomputed_layers(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """The checkpoint of a whole layer is inside its graph, so the graph holds the whole layer."""
+    layer = _partial_layer(run, graph) if _recomputes_layers(run) else None
+    if layer is not None:
+        yield Violation(
+            "full-recompute-of-parts",
+            f"--recompute-granularity full with graphs of a part of a layer (layer {layer})",
+            "the layer is run again as a whole, which would be around this graph, and around a "
+            "graph recompute saves no memory",
+            "capture whole layers: drop --cuda-graph-modules, or type --cuda-graph-modules attn "
+            "mlp (dense) or attn moe (experts, with --cg-grouped-gemm torch or drop and pad); or "
+            "type --recompute-granularity selective",
+        )
+
+
 RULES: tuple[Rule, ...] = (
+    parts_of_recomputed_layers,
     Refusal(
-        "full-recompute",
-        lambda run: run.recompute_granularity == "full",
-        "--recompute-granularity full",
-        "whole layers are then run again in the backward pass, around the graph instead of in it",
-        "type --recompute-granularity selective --recompute-modules core_attn, or drop "
-        "--recompute-granularity",
+        "dropout-in-full-recompute",
+        lambda run: (
+            _recomputes_layers(run) and (run.attention_dropout != 0.0 or run.hidden_dropout != 0.0)
+        ),
+        "--recompute-granularity full with --attention-dropout {run.attention_dropout} and "
+        "--hidden-dropout {run.hidden_dropout}",
+        _REPEATED_DRAW,
+        "type --attention-dropout 0 --hidden-dropout 0, or drop --recompute-granularity",
+    ),
+    Refusal(
+        "jitter-in-full-recompute",
+        lambda run: _recomputes_layers(run) and run.moe_input_jitter_eps is not None,
+        "--recompute-granularity full with --moe-input-jitter-eps {run.moe_input_jitter_eps}",
+        _REPEATED_DRAW,
+        "drop --moe-input-jitter-eps, or drop --recompute-granularity",
+    ),
+    Refusal(
+        "low-precision-full-recompute",
+        lambda run: _recomputes_layers(run) and (run.fp8 is not None or run.fp4 is not None),
+        "--recompute-granularity full with FP8 or FP4",
+        "Megatron recomputes such layers by Transformer Engine's own checkpoint, and that has not "
+        "been made to work inside a graph",
+        "drop --fp8-format and --fp4-format, or drop --recompute-granularity",
+    ),
+    Refusal(
+        "hybrid-full-recompute",
+        lambda run: _recomputes_layers(run) and run.hybrid_layer_pattern is not None,
+        "--recompute-granularity full in a hybrid model",
+        "the checkpoint is moved into the layers of a TransformerBlock alone, and this model has a "
+        "HybridStack",
+        "type --recompute-granularity selective, or drop --recompute-granularity",
+    ),
+    Refusal(
+        "distributed-full-recompute",
+        lambda run: _recomputes_layers(run) and run.distribute_saved_activations,
+        "--distribute-saved-activations",
+        "a graph reads its input from static memory of its own, so there is nothing to distribute",
+        "drop --distribute-saved-activations, or add --sequence-parallel instead",
     ),
     Refusal(
         "moe-recompute-around-router",

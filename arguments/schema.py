@@ -123,6 +123,15 @@ class GraphArguments:
         "choice.",
         metavar="PART,PART",
     )
+    cg_precompile_dir: str | None = _flag(
+        None,
+        "Capture code that 'megatron-cg precompile' made of the layers from the same flags and "
+        "wrote into this folder. Each rank checks it and compares a step of each layer with eager; "
+        "all ranks use it or none. What is missing or refused ends the run, or with "
+        "--cg-on-failure eager the layers' own code is captured. For --cg-backend native and whole "
+        "dense layers of --transformer-impl local.",
+        metavar="DIR",
+    )
     cg_record: str | None = _flag(
         None,
         "Write each step's loss and gradient norm, and at the end the digest of every parameter "
@@ -190,10 +199,23 @@ class RunArguments:
 
     recompute_granularity: str | None = _setting(None, "None, selective or full")
     recompute_modules: tuple[str, ...] = _setting(("core_attn",), "what selective recomputes")
+    distribute_saved_activations: bool = _setting(
+        False, "tensor-parallel ranks share what full recompute keeps"
+    )
     attention_dropout: float = _setting(0.1, "dropout in attention")
     hidden_dropout: float = _setting(0.1, "dropout after attention and MLP")
     cpu_offloading: bool = _setting(False, "activations of whole layers go to the CPU")
     fine_grained_activation_offloading: bool = _setting(False, "activations of modules go there")
+
+    transformer_impl: str = _setting("transformer_engine", "whose modules layers are made of")
+    fused_operations: tuple[str, ...] = _setting(
+        (
+            *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-masked-softmax-fusion"),
+            "--no-rope-fusion",
+        ),
+        "the flags that would turn off what is fused",
+    )
+    init_model_with_meta_device: bool = _setting(False, "weights get values after the wrapping")
 
     bf16: bool = _setting(False, "parameters and activations are bfloat16")
     fp16: bool = _setting(False, "they are float16; without both they are float32")
@@ -210,6 +232,8 @@ class RunArguments:
         False, "weight gradients of experts while tokens' gradients are exchanged"
     )
     hybrid_context_parallel: bool = _setting(False, "sequences of several lengths over ranks")
+
+    mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
 
     logs_passes: bool = _setting(False, "activations, tokens of experts or gradients are saved")
     sft: bool = _setting(False, "fine-tuning, on packed sequences")

@@ -12,6 +12,7 @@ from megatron_cg.arguments import (
     rules_fsdp,
     rules_layers,
     rules_numerics,
+    rules_precompile,
     rules_recompute,
     rules_scopes,
 )
@@ -30,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     *rules_recompute.RULES,
     *rules_numerics.RULES,
     *rules_backend.RULES,
+    *rules_precompile.RULES,
     *rules_environment.RULES,
 )
 """The rules of a run that asks for layerwise graphs under Megatron-FSDP."""

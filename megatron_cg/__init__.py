@@ -55,11 +55,16 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-def enable(*, grouped_gemm: GroupedGemm = "te", moe_rows: float | None = None) -> None:
+def enable(
+    *,
+    grouped_gemm: GroupedGemm = "te",
+    moe_rows: float | None = None,
+    full_recompute: bool = False,
+) -> None:
     """Make partial CUDA graphs work under Megatron-FSDP; see ``megatron.patches.enable``."""
     from megatron_cg.integrations.megatron.patches import enable as enable_patches
 
-    enable_patches(grouped_gemm=grouped_gemm, moe_rows=moe_rows)
+    enable_patches(grouped_gemm=grouped_gemm, moe_rows=moe_rows, full_recompute=full_recompute)
 
 
 def disable() -> None:

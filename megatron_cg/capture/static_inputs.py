@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.copies import look_before
 
 
@@ -43,6 +44,8 @@ class StaticInputs:
         for index, layer in enumerate(self._layers):
 
             def look(module: Any, args: Any, kwargs: Any, index: int = index) -> None:
+                if in_backward_pass():
+                    return  # recomputed, on inputs that were detached: other tensors each time
                 names = positional_names(module.forward, len(args), kwargs)
                 self._look(index, dict(zip(names, args, strict=True)) | kwargs)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.fully_shard_memory import StableMemory, group_of, notice_unsharded
@@ -157,6 +156,7 @@ def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
             "they are gathered with the first and freed with the last of them",
             "call fully_shard on each of them",
         )
+    yield from _tensor_parallel(name, group.fsdp_params)
     for param in group.fsdp_params:
         child = param._module_info.param_name
         local = param.sharded_param.to_local()
@@ -167,13 +167,6 @@ def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
                 "it makes its unsharded parameter itself, in memory that is not known here",
                 "leave the unit out of units, or shard plain parameters",
             )
-        elif isinstance(param.sharded_param, DTensor) and param.is_dtensor:
-            yield Violation(
-                "fsdp2-tensor-parallel",
-                f"parameter {child} of unit {name} is a DTensor under fully_shard",
-                "graphs of units with DTensor parameters have not been tried",
-                "leave the unit out of units",
-            )
         elif param.offload_to_cpu:
             yield Violation(
                 "fsdp2-cpu-offload",
@@ -182,3 +175,26 @@ def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
                 "fully_shard without offload_policy, or leave the unit out of units",
             )
             return
+
+
+def _tensor_parallel(name: str, params: Sequence[Any]) -> Iterator[Violation]:
+    """Units that another call, such as ``parallelize_module``, has made DTensors of before.
+
+    Note [DTensor parameters]
+        ``parallelize_module`` puts hooks on the modules in a unit, which turn tensors into DTensors
+        and exchange them between ranks. They are part of what the unit computes, and a capture
+        takes all hooks of a unit off. FSDP2 gathers the local tensor of such a parameter, so its
+        buffers have another size than the parameter. And the ``data_ptr`` of a DTensor is 0 (torch
+        2.11), so no guard would see that its memory has moved.
+    """
+    names = [one._module_info.param_name for one in params if one.is_dtensor]
+    if names:
+        yield Violation(
+            "fsdp2-tensor-parallel",
+            f"{len(names)} of {len(params)} parameters of unit {name} are DTensors under "
+            f"fully_shard (the first is a {names[0]}), as parallelize_module makes them",
+            "hooks on the modules inside of it exchange its tensors, and a capture takes hooks "
+            "off; and a DTensor has no address that can be compared before a replay",
+            "leave the unit out of units, or use tensor-parallel modules of plain tensors, such as "
+            "megatron-core's",
+        )

@@ -15,6 +15,7 @@ from megatron_cg.errors import ArgumentError
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.row_bound import RowBound
+from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.patch import put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 
@@ -38,12 +39,7 @@ _LAYER = "megatron.core.transformer.moe.moe_layer"
 _DISPATCHER = Symbol(
     "megatron-core", f"{_LAYER}:MoEAlltoAllTokenDispatcher", "the dispatcher that a layer makes"
 )
-_RULES = Symbol(
-    "megatron-core",
-    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-    "Megatron's rules of a model",
-)
-RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER, _RULES)
+RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER)
 
 
 def use_device_counts() -> Callable[[], None]:
@@ -62,27 +58,22 @@ def use_device_counts() -> Callable[[], None]:
     """
     if _GEMM.find() is GroupedGemm.forward:
         return lambda: None
-    theirs, check = _DISPATCHER.find(), _RULES.find()
+    theirs = _DISPATCHER.find()
     # On the CPU the stand-in for Transformer Engine has no settings to pass.
     of_te = (_LAYER_OF_TE,) if installed_version(_LAYER_OF_TE.distribution) else ()
     for symbol in (*of_te, *dispatcher.RELIES_ON):
         unknown = symbol.unknown_body()
         if unknown is not None:
             raise changed(symbol.distribution, symbol.path, unknown)
-    config, _, rules = _RULES.path.partition(":")[2].partition(".")
-    owner = getattr(sys.modules[_RULES.path.partition(":")[0]], config)
 
     def make_dispatcher(*args: Any, **named: Any) -> Any:
         kind = dispatcher.DeviceDispatcher if captures_experts(named["config"]) else theirs
         return kind(*args, **named)
 
-    def __post_init__(self: Any) -> None:
-        _check(self, check)
-
     with ExitStack() as undo:
         undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
         undo.callback(put_over(sys.modules[_LAYER], theirs.__name__, make_dispatcher))
-        undo.callback(put_over(owner, rules, __post_init__))
+        undo.callback(relax_rules(_check))
         return undo.pop_all().close
 
 

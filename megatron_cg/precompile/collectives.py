@@ -91,6 +91,12 @@ _WARNED = Symbol(
     f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce.warned",
     "is set while it is traced, once it has warned",
 )
+_CAUSAL = Symbol(
+    "megatron-core",
+    "megatron.core.fusions.fused_softmax:get_default_causal_mask",
+    "makes the mask of a layer that gets none, on a device by name",
+    fingerprints=("4b98020062c1e495",),
+)
 _BOUND = tuple(
     Symbol("megatron-core", f"{module}:{name}", "a collective of torch, bound at import")
     for module in (_MAPPINGS, _LAYERS)
@@ -98,7 +104,7 @@ _BOUND = tuple(
 )
 RELIES_ON = (
     *(_REDUCE, _GATHER_FIRST, _GATHER_LAST, _SCATTER_FIRST, _ALL_TO_ALL, _BUFFER, _FORK),
-    *(_TRACKER, _TRACKER_MADE, _TRACKER_CLASS, _WARNED),
+    *(_TRACKER, _TRACKER_MADE, _TRACKER_CLASS, _WARNED, _CAUSAL),
     *_BOUND,
 )
 
@@ -155,6 +161,7 @@ def _megatron(stack: ExitStack, done: dict[str, Callable[..., Any]]) -> None:
         (_ALL_TO_ALL, staticmethod(_all_to_all)),
         (_BUFFER, _fresh_memory),
         (_FORK, lambda *_args, **_kwargs: nullcontext()),
+        (_CAUSAL, _causal_mask),
         (_WARNED, True),
         # Or the tracer would see one being made, and every call of the code would make it again.
         (_TRACKER, _TRACKER_CLASS.find()()),
@@ -234,3 +241,8 @@ def _fresh_memory(
     _buffer: Any, shape: Any, dtype: torch.dtype, _name: str, _context: Any = None
 ) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=torch.device("meta"))
+
+
+def _causal_mask(length: int) -> torch.Tensor:
+    ones = torch.ones(length, length, device=torch.device("meta"))
+    return torch.triu(ones, diagonal=1).bool()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -63,8 +64,11 @@ class Precompiled:
     One artifact serves all modules of the same kind and shapes, such as all layers of a model.
     """
 
-    def __init__(self, function: Callable[..., Any], region: Region, name: str) -> None:
-        self._function, self._name = function, name
+    def __init__(
+        self, function: Callable[..., Any], region: Region, manifest: store.Manifest
+    ) -> None:
+        self._function, self._name = function, manifest.name
+        self.manifest = manifest
         self._training = region.module.training
         self._arguments = _kinds(region)
         self._module = _module_kinds(region.module)
@@ -127,6 +131,7 @@ def load(
     *,
     on_refusal: OnRefusal = "error",
     manifest_sha256: str | None = None,
+    also: Sequence[torch.nn.Module] = (),
 ) -> Precompiled | None:
     """Load an artifact on all ranks, or on none. All ranks call this together.
 
@@ -141,12 +146,14 @@ def load(
         votes: of all ranks of the default process group.
         on_refusal: ``error`` raises on all ranks; ``eager`` returns None on all ranks.
         manifest_sha256: what ``save`` returned; the folder's owner does not matter then.
+        also: other modules that are to run the code. Each is compared with eager too.
 
     Raises:
         ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
         AgreementError: a rank is gone or does something else.
     """
-    loader = _Loader(Path(directory), name, region, manifest_sha256)
+    loader = _Loader(Path(directory), name, (region, *(replace(region, module=m) for m in also)))
+    loader.manifest_sha256 = manifest_sha256
     stages: tuple[tuple[_Stage, Callable[[], None]], ...] = (
         (_Stage.CHECKED, loader.check),
         (_Stage.DECODED, loader.decode),
@@ -167,11 +174,10 @@ def load(
 class _Loader:
     """What one rank does at each stage."""
 
-    def __init__(
-        self, directory: Path, name: str, region: Region, manifest_sha256: str | None
-    ) -> None:
+    def __init__(self, directory: Path, name: str, regions: Sequence[Region]) -> None:
         self._directory, self._name = directory, name
-        self._region, self._manifest_sha256 = region, manifest_sha256
+        self._region, self._regions = regions[0], regions
+        self.manifest_sha256: str | None = None
         self._stored: store.Stored | None = None
         self._compiled: Any = None
 
@@ -181,11 +187,14 @@ class _Loader:
         return "" if self._stored is None else self._stored.manifest_sha256
 
     def check(self) -> None:
-        stored = store.read(self._directory, self._name, self._manifest_sha256)
+        stored = store.read(self._directory, self._name, self.manifest_sha256)
         device = self._region.device()
         found = fingerprint(self._region, capability_of(device))
         different = differences(stored.manifest.fingerprint, found)
         different += changed_sources(stored.manifest.sources)
+        for region in self._regions[1:]:
+            kinds = _module_kinds(region.module)
+            different += differences(_module_kinds(self._region.module), kinds)
         if different:
             raise ArtifactRefusedError(
                 f"{self._name} was made for something else: {short(different)}. Save again for "
@@ -208,15 +217,20 @@ class _Loader:
         self._compiled.disable_guard_check()
 
     def compare(self) -> None:
-        different = one_step.first_difference(self._region, self._compiled)
-        if different is not None:
+        # All of them, whatever is found: other ranks are in the same collectives.
+        found = [one_step.first_difference(one, self._compiled) for one in self._regions]
+        for place, different in enumerate(found):
+            if different is None:
+                continue
+            of_which = f" (module {place} of {len(found)})" if len(found) > 1 else ""
             raise ArtifactRefusedError(
-                f"{self._name} does not compute what eager computes: {different}. Save again; if "
-                "that does not help, please report it with this line"
+                f"{self._name} does not compute what eager computes{of_which}: {different}. Save "
+                "again; if that does not help, please report it with this line"
             )
 
     def done(self) -> Precompiled:
-        return Precompiled(self._compiled, self._region, self._name)
+        assert self._stored is not None
+        return Precompiled(self._compiled, self._region, self._stored.manifest)
 
 
 def _refusal(run: Callable[[], None]) -> Exception | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -60,6 +61,7 @@ def save(
         OSError: the folder cannot be written.
     """
     store.paths(Path(directory), name)
+    began = time.perf_counter()
     first, peers = _trace_as(build, 0 if ranks is None else ranks[0], world_size, capability)
     if ranks is None:
         ranks = sorted({0, *peers, world_size - 1})
@@ -81,6 +83,7 @@ def save(
             world_size=world_size,
             code_sha256=digest(first.code),
             sources=traced_sources(first.compiled),
+            seconds=time.perf_counter() - began,
         )
         return Saved(manifest, store.write(Path(directory), manifest, artifact))
 

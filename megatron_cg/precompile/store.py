@@ -27,8 +27,8 @@ from typing import Any
 from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 from megatron_cg.files import whole_file, write_text
 
-FORMAT = 1
-"""Of the manifest. A change of its fields is another format."""
+FORMAT = 2
+"""Of the manifest. A change of its fields is another format; 1 had no ``seconds``."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Manifest:
     """Of the traced operations and constants, which were the same on all traced ranks."""
     sources: tuple[tuple[str, int, int, str], ...]
     """Of each piece of source that was traced: module, first line, line after the last, SHA-256."""
+    seconds: float
+    """How long tracing took, of all ranks that were traced."""
     format: int = FORMAT
 
 

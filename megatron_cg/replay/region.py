@@ -8,7 +8,7 @@ the graph returns, as long as Megatron's capturing flag is set (``_set_capture_s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -36,7 +36,18 @@ RELIES_ON = (
 
 
 _eager_regions = 0
-"""How many calls of :func:`run_region` run eager passes."""
+"""How many blocks of :func:`not_capturing` have been entered."""
+
+
+@contextmanager
+def not_capturing() -> Iterator[None]:
+    """In the block, a region runs the operations of an eager pass; see :func:`is_capturing`."""
+    global _eager_regions
+    _eager_regions += 1
+    try:
+        yield
+    finally:
+        _eager_regions -= 1
 
 
 def run_region(
@@ -51,15 +62,13 @@ def run_region(
     FSDP's hooks on modules inside the region run as in an eager pass. With ``as_captured``, experts
     run the operations that a graph would hold; see :func:`is_capturing`.
     """
-    global _eager_regions
     target: Any = layer
     inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
     _flag("_set_capture_start")()
-    _eager_regions += not as_captured
     try:
-        return target._te_cuda_graph_capture(*args, **inputs)
+        with nullcontext() if as_captured else not_capturing():
+            return target._te_cuda_graph_capture(*args, **inputs)
     finally:
-        _eager_regions -= not as_captured
         _flag("_set_capture_end")()
 
 
@@ -82,7 +91,7 @@ def is_running_region() -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a capture runs, warmup included; False while :func:`run_region` runs eagerly."""
+    """Whether a capture runs, warmup included; False in :func:`not_capturing`."""
     return is_running_region() and _eager_regions == 0
 
 

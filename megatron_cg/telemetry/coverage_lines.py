@@ -83,4 +83,6 @@ def _names(modules: Sequence[Any]) -> list[str]:
 
 def _has(layer: Any, config: Any, scope: str) -> bool:
     """Whether ``layer`` has that scope."""
-    return bool(_GRAPHABLE.find()(layer, LayerConfig(config, [_SCOPES.find()[scope]])))
+    return bool(
+        _GRAPHABLE.find()(layer, LayerConfig(config, cuda_graph_modules=[_SCOPES.find()[scope]]))
+    )

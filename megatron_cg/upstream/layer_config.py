@@ -1,22 +1,22 @@
-"""A view of a model's config with its own ``cuda_graph_modules``.
+"""A view of a model's config with some fields of its own.
 
-All layers of a Megatron model share one ``TransformerConfig``. At capture and at replay, the layer
+All modules of a Megatron model share one ``TransformerConfig``. At capture and at replay, the layer
 (``transformer_layer.py``) and its ``MoELayer`` (``moe_utils.py``,
-``maybe_skip_or_early_return_by_cudagraph``) read from it what a graph covers; megatron-core 0.19.2.
+``maybe_skip_or_early_return_by_cudagraph``) read ``cuda_graph_modules`` from it, which is what a
+graph covers. The block reads ``recompute_granularity`` from it (``transformer_block.py``);
+megatron-core 0.19.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 
 class LayerConfig:
-    """``config`` with other ``cuda_graph_modules``; all other fields are those of ``config``."""
+    """``config`` with these ``fields``; all other fields are those of ``config``."""
 
-    def __init__(self, config: Any, modules: Sequence[Any]) -> None:
-        vars(self)["_config"] = config
-        vars(self)["cuda_graph_modules"] = list(modules)
+    def __init__(self, config: Any, **fields: Any) -> None:
+        vars(self).update(fields, _config=config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_config"], name)

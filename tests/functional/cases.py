@@ -11,14 +11,20 @@ PREPROCESS = ("attn", "moe_router", "moe_preprocess")
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 FP8 = ("--fp8-format", "hybrid")
 RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
+FULL = ("--recompute-granularity", "full", "--recompute-method")
+UNIFORM = (*FULL, "uniform", "--recompute-num-layers", "1")
 TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EVALUATED = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5")
 EP2 = ("--expert-model-parallel-size", "2")
 TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
+CAPACITY = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 NATIVE = ("--cg-backend", "native")
+VERIFIED = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
 LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
 """As without Apex: its norm and Megatron's fused softmax are packages that need not be there."""
+SEPARATE = (*LOCAL, "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion")
+"""And without operations that torch compiles: layers whose code can be traced."""
 EXPANDABLE = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -104,6 +110,18 @@ def _dropless() -> list[Case]:
     ]
 
 
+def _recomputed(
+    name: str,
+    scopes: tuple[str, ...],
+    *flags: str,
+    preset: str = DENSE,
+    graph_flags: tuple[str, ...] = (),
+) -> Case:
+    """Whole layers that recompute themselves in their graphs."""
+    named = f"full-recompute-{name}"
+    return Case(named, preset, scopes, (*batch(8), *flags), graph_flags=graph_flags)
+
+
 def _realistic() -> list[Case]:
     """Widths of real models, two layers. Both runs have torch's grouped GEMM: see experts.md."""
     mixtral = (
@@ -139,10 +157,7 @@ CASES = [
             f"capacity{name}",
             MOE,
             EXPERTS,
-            (
-                *batch(8),
-                *("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
-            ),
+            (*batch(8), *CAPACITY),
             graph_flags=flags,
         )
         for name, flags in (("", ()), ("-torch-gemm", TORCH_GEMM))
@@ -204,6 +219,16 @@ CASES = [
     Case("recompute", MOE, ("moe_router",), (*batch(8), *RECOMPUTE)),
     Case("recompute-in-graph", DENSE, ("attn", "mlp"), (*batch(8), *RECOMPUTE)),
     Case("recompute-fp8", MOE, ("moe_router",), (*batch(8), *RECOMPUTE, *FP8)),
+    _recomputed("whole-layer", (), *UNIFORM),
+    _recomputed("block", ("attn", "mlp"), *FULL, "block", "--recompute-num-layers", "2"),
+    _recomputed("chunks", ("attn", "mlp"), *FULL, "uniform", "--recompute-num-layers", "2"),
+    _recomputed("tp2", (), *UNIFORM, *TENSOR_PARALLEL),
+    _recomputed("evaluation", (), *UNIFORM, *EVALUATED),
+    _recomputed("zero2", (), *UNIFORM, "--data-parallel-sharding-strategy", "optim_grads"),
+    _recomputed("dropless-ep2", EXPERTS, *UNIFORM, *EP2, preset=MOE, graph_flags=TORCH_GEMM),
+    _recomputed("capacity", EXPERTS, *UNIFORM, *CAPACITY, preset=MOE),
+    _recomputed("native", (), *UNIFORM, graph_flags=NATIVE),
+    _recomputed("verified", (), *UNIFORM, graph_flags=VERIFIED),
     Case("dropout", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
     Case(
         "inference-rng",
@@ -244,7 +269,7 @@ CASES = [
             preset,
             scopes,
             (*batch(8), *flags),
-            graph_flags=("--cg-verify-interval", "2", "--cg-on-mismatch", "error"),
+            graph_flags=VERIFIED,
         )
         for name, preset, scopes, flags in (
             ("dropout", DENSE, ("attn", "mlp"), DROPOUT),
@@ -300,6 +325,22 @@ CASES = [
     ),
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]
+
+_COMPILED = (*NATIVE, "--cg-precompile-dir", "{directory}/artifacts")
+COMPILED = [
+    Case(f"compiled-{name}", DENSE, (), flags, graph_flags=(*_COMPILED, *more))
+    for name, flags, more in (
+        ("fsdp", (*batch(8), *SEPARATE), ()),
+        ("tp2", (*batch(4), *SEPARATE, "--tensor-model-parallel-size", "2"), ()),
+        (
+            "verified",
+            (*batch(8), *SEPARATE),
+            ("--cg-verify-interval", "2", "--cg-on-mismatch", "error"),
+        ),
+        ("evaluation", (*batch(8), *SEPARATE, *EVALUATED), ()),
+    )
+]
+"""Graphs of layers that were compiled beforehand, from the flags of the graph run."""
 
 SAVED = ("--save", "{directory}/{run}/checkpoints")
 LIFE = {

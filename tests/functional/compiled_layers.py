@@ -1,8 +1,8 @@
 """Layers compiled once without a GPU, loaded on two ranks, captured and replayed, bit for bit.
 
-    megatron-cg precompile tests/functional/compiled_layers.py:llama --world-size 2 --out DIR \
+    megatron-cg precompile tests.functional.compiled_layers:llama --world-size 2 --out DIR \
         --deterministic
-    torchrun --nproc-per-node 2 tests/functional/compiled_layers.py llama DIR
+    torchrun --nproc-per-node 2 -m tests.functional.compiled_layers llama DIR
 
 Each model trains eagerly, with graphs, and with graphs of the loaded code.
 """
@@ -24,63 +24,38 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.precompile.load import load
 from megatron_cg.precompile.megatron_groups import megatron_groups
 from megatron_cg.precompile.region import Region
+from tests.unit.precompile.regions import Layers, causal_mask, config, hidden_states, local_layer
 
 LAYERS, STEPS, MICROBATCHES, WARMUP = 3, 12, 2, 3
 SEQUENCE, BATCH, HIDDEN = 64, 2, 256
-_NO_FUSIONS = {
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "persist_layer_norm": False,
-}
 
 
 def _region(device: str, *, part: str = "layer", **options: Any) -> Region:
     """A layer of Megatron's local spec, or the ``mlp`` in it, on ``device``."""
-    from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
+    settings = config(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         ffn_hidden_size=512,
         num_attention_heads=8,
         num_query_groups=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         normalization="RMSNorm",
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        use_cpu_initialization=True,
-        **_NO_FUSIONS,
         **options,
     )
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        config.tensor_model_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        create_gloo_process_groups=False,
-    )
-    if device != "meta":
-        torch.manual_seed(1)  # Of the arguments, with which load compares on all ranks.
-        model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
-    spec = get_gpt_layer_local_spec(config.num_moe_experts)
+    layer = local_layer(settings, device, use_cudagraphable_rng=True, force_reset_rng=True)
+    # On all ranks the same, as load compares with them.
+    hidden = hidden_states(settings, device, rows=SEQUENCE)
+    if part == "mlp":
+        return Region(layer.mlp, (hidden,), {}, megatron_groups(), settings)
     with torch.device(device):
-        layer = build_module(spec, config=config).to(device)
-        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
-        if part == "mlp":
-            return Region(layer.mlp, (hidden,), {}, megatron_groups(), config)
-        rotary = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True)
+        rotary = RotaryEmbedding(settings.kv_channels, 1.0, use_cpu_initialization=True)
         angles = rotary(SEQUENCE) if device != "meta" else torch.zeros(SEQUENCE, 1, 1, 32)
-        mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-    kwargs = {"attention_mask": mask, "rotary_pos_emb": angles.to(device)}
-    return Region(layer, (hidden,), kwargs, megatron_groups(), config)
+    kwargs = {"attention_mask": causal_mask(SEQUENCE, device), "rotary_pos_emb": angles.to(device)}
+    return Region(layer, (hidden,), kwargs, megatron_groups(), settings)
 
 
 def llama(device: str = "meta") -> Region:
@@ -120,23 +95,6 @@ def experts(device: str = "meta") -> Region:
 
 
 MODELS = {"llama": llama, "sharded": sharded, "experts": experts}
-
-
-class Layers(torch.nn.Module):
-    """The modules of some regions, one behind the other.
-
-    No input of one is used outside of it too: autograd would add the gradients in another order.
-    """
-
-    def __init__(self, regions: list[Region]) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(region.module for region in regions)
-        self.options = regions[0].kwargs
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden, _ = layer(hidden, **self.options)
-        return hidden
 
 
 def train(name: str, folder: Path, how: str, device: str) -> Iterator[tuple[str, torch.Tensor]]:

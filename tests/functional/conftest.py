@@ -143,6 +143,10 @@ def runs_of(case: Case, directory: Path) -> Path:
 
 def plan_of(case: Case, directory: Path, script: Path) -> Plan:
     """The two runs of a case; ``{directory}`` in its flags is ``directory``."""
+
+    def placed(words: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(word.replace("{directory}", str(directory)) for word in words)
+
     return Plan(
         script=script,
         nproc=case.gpus,
@@ -150,6 +154,6 @@ def plan_of(case: Case, directory: Path, script: Path) -> Plan:
         steps=case.steps,
         scopes=case.scopes,
         bf16=case.bf16,
-        graph_extra=case.graph_flags,
-        extra=tuple(word.replace("{directory}", str(directory)) for word in case.flags),
+        graph_extra=placed(case.graph_flags),
+        extra=placed(case.flags),
     )

@@ -16,6 +16,11 @@ EXPERTS = ("attn", "moe")
 SCOPES = (("attn",), PREPROCESS, ("moe_router",))
 EAGER, ENABLED, API, NATIVE = "eager", "enable", "api", "native"
 GROUPED = {"moe_grouped_gemm": True}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 DRIVERS = (ENABLED, API)
 """Megatron's TECudaGraphHelper after ``megatron_cg.enable()``; ``GraphedLayers``. NATIVE is
 ``GraphedLayers`` with the native backend."""
@@ -80,13 +85,6 @@ GROUPS = {
             {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
             scopes=(PREPROCESS,),
         ),
-        Group(
-            "dropless-mtp-repeated",
-            {**GROUPED, "mtp_num_layers": 2, "mtp_use_repeated_layer": True},
-            scopes=(EXPERTS,),
-            dtypes=("bf16",),
-            drivers=(API,),
-        ),
         Group("native", drivers=(NATIVE,)),
         Group(
             "native-tp2",
@@ -101,6 +99,22 @@ GROUPS = {
             {**GROUPED, "expert_model_parallel_size": 2},
             scopes=(EXPERTS,),
             dtypes=("bf16",),
+        ),
+        Group(
+            "dropless-recompute",
+            {**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2, "mtp_num_layers": 1},
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+        ),
+        Group(
+            "dropless-mtp-repeated",
+            {
+                **{**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2},
+                **{"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+            },
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+            drivers=(API,),
         ),
         Group(
             "dropless-rows",

@@ -297,13 +297,13 @@ def train(group: Group, run: Run, steps: int) -> dict[str, Any]:
 
 @contextmanager
 def dropless(rows: float | None) -> Iterator[None]:
-    """Models that are built in the block may have dropless experts in their graphs."""
+    """Models that are built in the block may have dropless experts, and recompute, in graphs."""
     with ExitStack() as undo:
         if not GPU:
             undo.enter_context(in_place_of_te())
             # A small model has fewer rows than a grouped GEMM computes at a time.
             undo.enter_context(replaced(row_bound, "MULTIPLE", 1))
-        megatron_cg.enable(grouped_gemm="torch", moe_rows=rows)
+        megatron_cg.enable(grouped_gemm="torch", moe_rows=rows, full_recompute=True)
         undo.callback(megatron_cg.disable)
         yield
 

@@ -22,6 +22,8 @@ LONGEST = (
     "ordering/test_order.py",
     "tools/plan/test_sweep.py",
     "precompile/test_loaded.py",
+    "integrations/megatron/test_layer_code.py",
+    "tools/plan/test_compiled.py",
     "backends/tape/test_own_loop.py",
     "runs/test_life.py",
     "fastpath/test_fast_path.py",

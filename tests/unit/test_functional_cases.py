@@ -29,7 +29,13 @@ LIFE = [
     *cases.LIFE.values(),
     *(cases.resumed(cases.LIFE[n], 6) for n in ("saved", "saved-dropout")),
 ]
-ALL = [*cases.CASES, *LIFE, test_failures.case("failing"), test_failures.moe_case("moe_case")]
+ALL = [
+    *cases.CASES,
+    *cases.COMPILED,
+    *LIFE,
+    test_failures.case("failing"),
+    test_failures.moe_case("moe_case"),
+]
 """Every case that a functional test trains; others differ from one of these in their names."""
 
 

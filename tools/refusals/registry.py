@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from tools.refusals import graphs, megatron, ours
+from tools.refusals import graphs, megatron, ours, recompute
 from tools.refusals.row import Row
 
-ROWS: tuple[Row, ...] = (*ours.SUPPORTED, *graphs.ROWS, *ours.NOT_YET, *megatron.ROWS)
+ROWS: tuple[Row, ...] = (
+    *recompute.SUPPORTED,
+    *ours.SUPPORTED,
+    *graphs.ROWS,
+    *recompute.NOT_YET,
+    *ours.NOT_YET,
+    *megatron.ROWS,
+)
 
-ELSEWHERE = frozenset({"full-recompute", "gradient-accumulation-fusion", "shared-expert-overlap"})
+ELSEWHERE = frozenset({"gradient-accumulation-fusion", "shared-expert-overlap"})
 """Rules whose rows are still to come."""
 
 OWN_LOOP = frozenset(

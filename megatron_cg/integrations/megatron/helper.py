@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -28,8 +28,10 @@ from megatron_cg.consensus.agreement_time import AgreementTime
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron import repeat
+from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
+from megatron_cg.integrations.megatron.prediction import prediction_is_repeated
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.integrations.megatron.without_te import capture_without_te
@@ -43,36 +45,27 @@ from megatron_cg.upstream.layer_config import LayerConfig
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed
 
-_CONFIG = Symbol(
-    "megatron-core",
-    "megatron.core.transformer.transformer_config:TransformerConfig",
-    "the model's config",
-    attributes=("mtp_num_layers", "mtp_use_repeated_layer"),
-)
-RELIES_ON = (
-    _CONFIG,
-    *(
-        Symbol("megatron-core", f"megatron.core.{path}", expected)
-        for path, expected in (
-            (
-                "transformer.cuda_graphs:TECudaGraphHelper._discover_layers",
-                "which layers are captured",
-            ),
-            ("transformer.cuda_graphs:TECudaGraphHelper._get_sample_arguments", "static inputs"),
-            ("transformer.cuda_graphs:TECudaGraphHelper._reset_after_capture", "gradients cleared"),
-            ("transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"),
-            ("transformer.cuda_graphs:_set_capture_end", "the setter of the capturing flag"),
-            (
-                "transformer.module:GraphableMegatronModule._should_call_te_cudagraph",
-                "asked in __call__",
-            ),
-            ("transformer.module:GraphableMegatronModule._te_cuda_graph_replay", "the replay"),
-            (
-                "transformer.module:GraphableMegatronModule._get_submodules_under_cudagraphs",
-                "the scope",
-            ),
-        )
-    ),
+if TYPE_CHECKING:  # It imports torch's compiler.
+    from megatron_cg.integrations.megatron.layer_code import LayerCode
+
+RELIES_ON = tuple(
+    Symbol("megatron-core", f"megatron.core.{path}", expected)
+    for path, expected in (
+        ("transformer.cuda_graphs:TECudaGraphHelper._discover_layers", "which layers are captured"),
+        ("transformer.cuda_graphs:TECudaGraphHelper._get_sample_arguments", "static inputs"),
+        ("transformer.cuda_graphs:TECudaGraphHelper._reset_after_capture", "gradients cleared"),
+        ("transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"),
+        ("transformer.cuda_graphs:_set_capture_end", "the setter of the capturing flag"),
+        (
+            "transformer.module:GraphableMegatronModule._should_call_te_cudagraph",
+            "asked in __call__",
+        ),
+        ("transformer.module:GraphableMegatronModule._te_cuda_graph_replay", "the replay"),
+        (
+            "transformer.module:GraphableMegatronModule._get_submodules_under_cudagraphs",
+            "the scope",
+        ),
+    )
 )
 for _symbol in RELIES_ON:
     _symbol.find()
@@ -88,6 +81,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     policy: ReplayPolicy = ReplayPolicy()
     fast_path: bool | Collection[str] = True
     make_backend: Callable[[], Backend] = TransformerEngineBackend
+    code: LayerCode | None = None
+    """What captures run instead of the layers' own code."""
     live: list[FsdpCudaGraphHelper] | None = None
     """Helpers of models under FSDP add themselves here, to be notified of training steps."""
     callables_per_chunk: list[list[Any]]
@@ -153,11 +148,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self._keep_only(lambda layer: layer not in repeated and self._is_selected(layer))
 
     def _repeated_layers(self) -> list[nn.Module]:
-        """Prediction layers that run several times in a pass; they stay eager.
-
-        A graph keeps the activations of one run alone; see Note [Order of replays] in
-        ``replay/in_flight.py``.
-        """
+        """Prediction layers that run several times in a pass; they stay eager."""
         if not prediction_is_repeated(self.config):
             return []
         pairs = zip(self.flattened_callables, self.flattened_callables_is_mtp, strict=True)
@@ -179,7 +170,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         scopes = self._layer_scopes(layer)
         if scopes == self._run_scopes():
             return True
-        view = LayerConfig(self.config, scopes)
+        view = LayerConfig(self.config, cuda_graph_modules=scopes)
         return bool(scopes) and bool(cuda_graphs._layer_is_graphable(layer, view))
 
     def _keep_only(self, wanted: Callable[[nn.Module], bool]) -> None:
@@ -256,6 +247,9 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         with ExitStack() as scopes:
             masks = without_unused_masks(self.flattened_callables, self._static_inputs)
             scopes.callback(masks)
+            scopes.callback(recompute_in_layers(self.model[0]))
+            if self.code is not None:
+                scopes.callback(self.code.captured_in(self.flattened_callables))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     scopes.callback(give_scopes(layer, self._layer_scopes(layer)))
@@ -307,11 +301,6 @@ def settings_of(given: GraphArguments) -> dict[str, Any]:
         "policy": ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval),
         "fast_path": parts_of(given),
     }
-
-
-def prediction_is_repeated(config: Any) -> bool:
-    """Whether one layer predicts all further tokens, so that it runs several times in a pass."""
-    return bool(config.mtp_use_repeated_layer and (config.mtp_num_layers or 0) > 1)
 
 
 def units_of(layers: Sequence[Any]) -> list[Unit]:

@@ -18,7 +18,11 @@ def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Callable[[], None]:
         for owner in (layer, getattr(layer, "mlp", None)):
             config = getattr(owner, "config", None)
             if owner is not None and config is not None:
-                undo.callback(set_attribute(owner, "config", LayerConfig(config, modules)))
+                undo.callback(
+                    set_attribute(
+                        owner, "config", LayerConfig(config, cuda_graph_modules=list(modules))
+                    )
+                )
         return undo.pop_all().close
 
 
@@ -53,7 +57,7 @@ def _holds(scope: Any, layer: Any, module: nn.Module | None) -> bool:
     """Whether ``scope`` alone captures ``module`` of ``layer``."""
     from megatron.core.transformer.cuda_graphs import _layer_is_graphable
 
-    view = LayerConfig(layer.config, [scope])
+    view = LayerConfig(layer.config, cuda_graph_modules=[scope])
     if not _layer_is_graphable(layer, view):
         return False
     if scope.name == "moe_preprocess":  # not a module, but code of the MoE layer itself

@@ -37,7 +37,7 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel first."
         )
     optimizer_config = getattr(optimizer, "config", None)
-    run = run_of(_with_decoder(model), model.config, fsdp.ddp_config, optimizer_config)
+    run = run_of(with_decoder(model), model.config, fsdp.ddp_config, optimizer_config)
     if run.cuda_graph_impl == "none":
         raise HookError(
             "cuda_graph_impl of the model's config is none: build it with "
@@ -52,7 +52,7 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
         raise ConfigurationError(broken)
 
 
-def _with_decoder(model: Any) -> Any:
+def with_decoder(model: Any) -> Any:
     """The module inside all wrappers that has the decoder, or None."""
     from megatron.core.utils import get_attr_wrapped_model
 

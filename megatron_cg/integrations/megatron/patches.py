@@ -59,14 +59,19 @@ YAML_VIOLATION = Violation(
 _active: ExitStack | None = None
 
 
-def enable(*, grouped_gemm: GroupedGemm = "te", moe_rows: float | None = None) -> None:
+def enable(
+    *,
+    grouped_gemm: GroupedGemm = "te",
+    moe_rows: float | None = None,
+    full_recompute: bool = False,
+) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
     Adds our argument group and its rules to Megatron's parser, replaces Megatron's capture helper
     with ours (also in custom training loops), and releases graphs before the process groups are
     destroyed. A run that does not ask for graphs under Megatron-FSDP is not affected. Call it
     before the arguments are parsed and before a helper is created. A second call changes nothing
-    but ``grouped_gemm`` and ``moe_rows``.
+    but what its arguments ask for.
 
     Args:
         grouped_gemm: as ``--cg-grouped-gemm``, for loops that parse no arguments of Megatron's.
@@ -74,6 +79,8 @@ def enable(*, grouped_gemm: GroupedGemm = "te", moe_rows: float | None = None) -
         moe_rows: as ``--cg-moe-rows``, for such loops: a multiple of the average, at least 1. The
             loop runs all passes of a step by one call of the function that
             ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on.
+        full_recompute: for such loops too: whether configs that are made from now on may have
+            ``recompute_granularity="full"`` beside graphs, which Megatron refuses.
 
     Raises:
         ArgumentError: an argument has a wrong value.
@@ -85,6 +92,8 @@ def enable(*, grouped_gemm: GroupedGemm = "te", moe_rows: float | None = None) -
     with ExitStack() as undo:
         if grouped_gemm == "torch":
             undo.callback(_compute_experts_by_torch(moe_rows))
+        if full_recompute:
+            undo.callback(_allow_full_recompute())
         if _active is not None:
             _active.callback(undo.pop_all().close)
             return
@@ -149,7 +158,10 @@ def _extend_validation() -> Callable[[], None]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             flags.validate(args)
             result = old(args, *rest, **kwargs)
-            start(flags.read_graph(args), args, wants_graphs=flags.wants_graphs(args))
+            wanted = flags.wants_graphs(args)
+            if wanted and flags.recomputes_layers(args) and _active is not None:
+                _active.callback(_allow_full_recompute())
+            start(flags.read_graph(args), args, wants_graphs=wanted)
             return result
 
         return validate_args
@@ -218,14 +230,14 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
 
         _active.callback(install_report(settings.cg_report, args.log_interval))
     if wants_graphs:
-        _active.callback(_replace_helper(settings))
+        _active.callback(_replace_helper(settings, args))
     elif settings.cg_record is not None or settings.cg_report is not None:
         from megatron_cg.telemetry.step_log import follow_log
 
         _active.callback(follow_log(()))
 
 
-def _replace_helper(settings: Any) -> Callable[[], None]:
+def _replace_helper(settings: Any, args: Any) -> Callable[[], None]:
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
@@ -233,13 +245,27 @@ def _replace_helper(settings: Any) -> Callable[[], None]:
 
     live: list[FsdpCudaGraphHelper] = []
     members = settings_of(settings)
-    helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
     with ExitStack() as undo:
+        if settings.cg_precompile_dir is not None:
+            from megatron_cg.integrations.megatron.layer_code import LayerCall, LayerCode
+
+            code = LayerCode(
+                Path(settings.cg_precompile_dir), LayerCall.of(args), settings.cg_on_failure
+            )
+            members["code"] = code
+            undo.callback(code.before_wrapping())
         undo.callback(settings_for_own_loops(members))
+        helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
         undo.callback(_replace(_HELPER, lambda _old: helper))
         undo.callback(follow_steps(live))
         undo.callback(follow_log(live))
         return undo.pop_all().close
+
+
+def _allow_full_recompute() -> Callable[[], None]:
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+
+    return allow_full_recompute()
 
 
 def _help_own_loops() -> Callable[[], None]:

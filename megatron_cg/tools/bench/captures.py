@@ -52,6 +52,11 @@ class CaptureMeter:
         session = getattr(self.helper, "session", None)
         return session.counters.as_dict() if session is not None else None
 
+    def loaded(self) -> dict[str, Any] | None:
+        """What was loaded of layers that were compiled beforehand; see ``LayerCode``."""
+        code = getattr(self.helper, "code", None)
+        return None if code is None else code.loaded
+
     def release(self) -> None:
         """Release the graph of a whole iteration, which Megatron keeps until the process ends.
 
@@ -87,6 +92,7 @@ class CaptureMeter:
                     "warmup_seconds": self._warmup_seconds(),
                     "memory_before": before,
                     "memory": memory() if not error else None,
+                    "loaded": self.loaded(),
                     "error": error,
                 }
             )

@@ -23,6 +23,15 @@ GRAPHS, PLAIN, DDP_GRAPHS = "fsdp-graphs", "fsdp-graphs-plain", "ddp-graphs"
 FULL = "fsdp-full-iteration"
 TORCH_EAGER, EXPERTS = "fsdp-eager-torch-gemm", "fsdp-graphs-experts"
 NATIVE_GRAPHS = "fsdp-graphs-native"
+LOCAL_EAGER, LOCAL_GRAPHS = "fsdp-eager-local", "fsdp-graphs-local"
+COMPILED_GRAPHS = "fsdp-graphs-compiled"
+
+SEPARATE = (
+    *("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),
+    *("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"),
+    "--no-rope-fusion",
+)
+"""Megatron's local layers of operations that torch does not compile: what can be traced."""
 
 _FSDP_ONLY = {
     "--use-megatron-fsdp": 0,
@@ -48,6 +57,10 @@ class Configuration:
     """Whether experts compute by torch's grouped GEMM; graphs then hold them."""
     native: bool = False
     """Whether graphs are captured without Transformer Engine."""
+    local: bool = False
+    """Whether its layers are Megatron's local ones of separate operations, captured whole."""
+    compiled: bool = False
+    """Whether graphs are of layers that were compiled before the run started."""
     baseline: str = EAGER
     """The name of the configuration that its ratios are to."""
 
@@ -60,6 +73,7 @@ class Configuration:
         """Its own flags; all configurations share the others."""
         words = list(GRAPH_FLAGS if self.double_buffers else ())
         words += ["--cg-grouped-gemm", "torch"] if self.torch_gemm else []
+        words += SEPARATE if self.local else ()
         if self.graphs == "none":
             return ["--cuda-graph-impl", "none", *words]
         words += ["--cuda-graph-warmup-steps", str(warmup_steps)]
@@ -80,6 +94,8 @@ class Configuration:
 
     def captured(self, scopes: Sequence[str]) -> tuple[str, ...]:
         """What partial graphs hold where others hold ``scopes``."""
+        if self.local:
+            return ()
         if not self.torch_gemm or not scopes:
             return tuple(scopes)
         return (*(scope for scope in scopes if not scope.startswith("moe")), "moe")
@@ -164,7 +180,37 @@ WITHOUT_TE = {
     )
 }
 """Graphs by torch alone; by ``--only``."""
-KNOWN = CONFIGURATIONS | ABLATIONS | WITH_TORCH_GEMM | WITHOUT_TE
+OF_LOCAL_LAYERS = {
+    configuration.name: configuration
+    for configuration in (
+        Configuration(
+            LOCAL_EAGER,
+            "Megatron-FSDP, eager, with Megatron's local layers of separate operations",
+            *(True, "none", (), "dense"),
+            local=True,
+            baseline=LOCAL_EAGER,
+        ),
+        Configuration(
+            LOCAL_GRAPHS,
+            "the same with graphs of whole layers by the native backend",
+            *(True, "partial", PARTS, "dense"),
+            native=True,
+            local=True,
+            baseline=LOCAL_EAGER,
+        ),
+        Configuration(
+            COMPILED_GRAPHS,
+            "the same graphs of layers that megatron-cg precompile made before the run",
+            *(True, "partial", PARTS, "dense"),
+            native=True,
+            local=True,
+            compiled=True,
+            baseline=LOCAL_EAGER,
+        ),
+    )
+}
+"""Layers that can be compiled beforehand, and the baseline with the same layers; by ``--only``."""
+KNOWN = CONFIGURATIONS | ABLATIONS | WITH_TORCH_GEMM | WITHOUT_TE | OF_LOCAL_LAYERS
 
 
 def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:

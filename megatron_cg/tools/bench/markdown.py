@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_cg.tools.bench.ablation import ablation_lines
 from megatron_cg.tools.bench.bench_machine import described
@@ -165,15 +165,23 @@ def _step_notes(rows: Sequence[Row]) -> list[str]:
 
 def _memory_titles(rows: Sequence[Row]) -> list[str]:
     ratio = ratio_titles(rows)[0]
+    loaded = ["load s", "compile s"] if _any_loaded(rows) else []
     return [
         *("configuration", "peak allocated MiB", ratio, "peak reserved MiB", ratio),
         *("allocated MiB", "peak in capture MiB", ratio, "capture s", "without warmup"),
+        *loaded,
         *("bytes a replay", "last loss"),
     ]
 
 
+def _any_loaded(rows: Iterable[Row]) -> bool:
+    """Whether a row has layers that were compiled beforehand."""
+    return any(row.metrics.load_seconds is not None for row in rows)
+
+
 def _memory_cells(row: Row) -> list[str]:
     found = row.metrics
+    loaded = (found.load_seconds, found.compile_seconds) if _any_loaded(row.table.values()) else ()
     base = row.baseline.metrics.peak_allocated if row.baseline else None
     in_capture = found.capture_peak / base if found.capture_peak and base else None
     return [
@@ -187,6 +195,7 @@ def _memory_cells(row: Row) -> list[str]:
         _ratio(row, in_capture),
         number(found.capture_seconds, ",.2f"),
         number(found.capture_without_warmup, ",.2f"),
+        *(number(seconds, ",.2f") for seconds in loaded),
         number(found.bytes_per_replay, ",.0f"),
         number(found.loss, ".6f"),
     ]

@@ -63,6 +63,10 @@ class Metrics:
     capture_seconds: float | None = None
     """The whole last capture."""
     capture_without_warmup: float | None = None
+    load_seconds: float | None = None
+    """To check, load and compare layers that were compiled beforehand, before the first step."""
+    compile_seconds: float | None = None
+    """To compile them: once, for all ranks and all runs of these flags."""
     capture_peak: float | None = None
     peak_allocated: float | None = None
     """Peak in the timed steps."""
@@ -90,6 +94,7 @@ def metrics(result: Result) -> Metrics:
     trace = alone or result["trace"] or {}
     timed = first.get("timed") or {}
     capture = first["captures"][-1] if first["captures"] else {}
+    loaded = capture.get("loaded") or {}
     seconds, warmup = capture.get("seconds"), capture.get("warmup_seconds")
     whole = [rank["captures"][-1].get("memory") for rank in ranks if rank["captures"]]
     steady = [(rank.get("timed") or {}).get("memory") for rank in ranks]
@@ -110,6 +115,8 @@ def metrics(result: Result) -> Metrics:
         graph_launches=trace.get("graph_launches"),
         capture_seconds=seconds,
         capture_without_warmup=seconds - warmup if seconds and warmup is not None else None,
+        load_seconds=loaded.get("load_seconds"),
+        compile_seconds=loaded.get("compile_seconds"),
         capture_peak=_most(whole, "peak_allocated"),
         peak_allocated=_most(steady, "peak_allocated"),
         peak_reserved=_most(steady, "peak_reserved"),
@@ -122,7 +129,7 @@ def metrics(result: Result) -> Metrics:
 
 _APART = ("step", "medians", "later_per_earlier", "device_alone")
 _MOST = ("capture_peak", "peak_allocated", "peak_reserved", "allocated")
-_MEDIAN = ("capture_seconds", "capture_without_warmup")
+_MEDIAN = ("capture_seconds", "capture_without_warmup", "load_seconds", "compile_seconds")
 
 
 def joined(rounds: Sequence[Result]) -> Metrics:

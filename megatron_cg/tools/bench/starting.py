@@ -31,7 +31,12 @@ def on_gpus(data: TokenStream) -> Start:
     """Starts runs of the example script under torchrun; all runs share one sample index."""
 
     def start(run: PlannedRun, folder: Path) -> Run:
-        words = command(run.settings, run.configuration, data.flags(data.prefix.parent / "cache"))
+        words = command(
+            run.settings,
+            run.configuration,
+            data.flags(data.prefix.parent / "cache"),
+            folder / "artifacts",
+        )
         env = run_environment(
             run.settings, os.environ, root=_ROOT, cudnn=torch_cudnn(), metrics=folder / METRICS
         )
@@ -57,7 +62,8 @@ def check_for_tape(run: PlannedRun) -> None:
     shape = tape_shape(settings.preset)
     asked = {
         f"the configuration {run.configuration}": not configuration.fsdp
-        or configuration.graphs == "full",
+        or configuration.graphs == "full"
+        or configuration.local,
         f"{settings.microbatches} microbatches": settings.microbatches != 1,
         f"{settings.layers} layers": settings.layers not in (None, shape.layers),
         f"grouped GEMM {settings.grouped_gemm}": settings.grouped_gemm != "default",

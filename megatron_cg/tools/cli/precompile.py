@@ -1,9 +1,10 @@
-"""Compile a region once, without a GPU and without weights, for all ranks of a run.
+"""Compile a layer once, without a GPU and without weights, for all ranks of a run.
 
-BUILD is FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the
-module on the meta device, and returns a megatron_cg.precompile.region.Region. It is called once for
-each traced rank. Exit code 0: written; 2: the region cannot be compiled, with the module and what
-to do.
+For a run of Megatron: give its script, or a preset, and after a bare -- the flags of the run; or
+after -- its whole command line. The flags say where the artifact goes. For a loop of your own BUILD
+is FILE.py:FUNCTION or MODULE:FUNCTION. The function makes the process groups, builds the module on
+the meta device, and returns a megatron_cg.precompile.region.Region. It is called once for each
+traced rank. Exit code 0: written; 2: the layer cannot be compiled, with the module and what to do.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,24 @@ from megatron_cg.tools.cli.numbers import positive, whole
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     add = parser.add_argument
-    add("build", metavar="BUILD", help="FILE.py:FUNCTION or MODULE:FUNCTION")
-    add("--out", type=Path, required=True, metavar="DIR", help="where to write the artifact")
-    add("--name", help="name of the artifact (default: that of the function)")
+    add(
+        "build",
+        nargs="?",
+        metavar="BUILD",
+        help="a script of Megatron, a preset, FILE.py:FUNCTION or MODULE:FUNCTION",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where to write the artifact of a function",
+    )
+    add("--name", help="name of the artifact of a function (default: that of the function)")
     add(
         "--world-size",
         type=positive,
-        required=True,
         help="ranks while tracing, as many as the groups of the region need at least; the artifact "
-        "serves any run with groups of these sizes",
+        "serves any run with groups of these sizes (default for a run: the fewest, at least 2)",
     )
     add(
         "--ranks",
@@ -66,25 +77,32 @@ def capability(text: str) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What is compiled, and where it goes."""
+
+    build: Any
+    name: str
+    folder: Path
+    world_size: int
+    deterministic: bool
+
+
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Trace, write and report; returns the exit code."""
-    if extra:
-        raise MegatronCGError(
-            f"nothing is passed on to {args.build}: leave out {' '.join(extra)} after --"
-        )
-    build = builder(args.build)
+    job = _of_function(args, extra) if ":" in (args.build or "") else _of_run(args, extra)
     import torch
 
     from megatron_cg.precompile.save import save
 
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(args.deterministic or before)
+    torch.use_deterministic_algorithms(job.deterministic or before)
     try:
         saved = save(
-            build,
-            args.out,
-            name=args.name or args.build.rpartition(":")[2],
-            world_size=args.world_size,
+            job.build,
+            job.folder,
+            name=job.name,
+            world_size=job.world_size,
             ranks=args.ranks,
             capability=args.capability,
         )
@@ -93,29 +111,56 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     manifest = saved.manifest
     ranks = ", ".join(map(str, manifest.traced_ranks))
     print(
-        f"{args.out / manifest.name}.artifact: {manifest.artifact_bytes} bytes of code, without "
-        f"weights\ntraced as ranks {ranks} of {manifest.world_size}: the same operations and "
-        f"constants\ngroups: {', '.join(manifest.roles) or 'none'}\n"
+        f"{job.folder / manifest.name}.artifact: {manifest.artifact_bytes} bytes of code, without "
+        f"weights\ntraced as ranks {ranks} of {manifest.world_size} in {manifest.seconds:.1f} s: "
+        f"the same operations and constants\ngroups: {', '.join(manifest.roles) or 'none'}\n"
         f"SHA-256 of the manifest: {saved.manifest_sha256}"
     )
     return 0
 
 
+def _of_function(args: argparse.Namespace, extra: Sequence[str]) -> _Job:
+    if extra:
+        raise MegatronCGError(
+            f"nothing is passed on to {args.build}: leave out {' '.join(extra)} after --"
+        )
+    if args.out is None or args.world_size is None:
+        raise MegatronCGError(f"{args.build} needs --out DIR and --world-size N")
+    name = args.name or args.build.rpartition(":")[2]
+    return _Job(builder(args.build), name, args.out, args.world_size, args.deterministic)
+
+
+def _of_run(args: argparse.Namespace, extra: Sequence[str]) -> _Job:
+    if args.out is not None or args.name is not None:
+        raise MegatronCGError(
+            "--out and --name are for a function, FILE.py:FUNCTION: the artifact of a run goes to "
+            "its --cg-precompile-dir"
+        )
+    from megatron_cg.integrations.megatron.layer_code import NAME
+    from megatron_cg.tools.plan.compiled import read_run
+
+    found = read_run(args.build, extra, args.world_size)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    deterministic = bool(found.args.deterministic_mode or args.deterministic)
+    return _Job(found.build, NAME, found.folder, found.args.world_size, deterministic)
+
+
 def builder(text: str) -> Any:
     """The function that ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION`` names.
 
-    A file is imported as a module of its own name, since code that is loaded looks for it there.
+    A file is imported as a module of its own name, since code that is loaded looks for it there,
+    and a module is also looked for in the working directory, as by ``python -m``.
     Raises MegatronCGError if there is none.
     """
-    module_name, colon, function = text.rpartition(":")
-    if not colon:
-        raise MegatronCGError(f"{text} names no function: write {text}:FUNCTION")
+    module_name, _, function = text.rpartition(":")
+    folder = Path()
     if module_name.endswith(".py"):
         file = Path(module_name)
         if not file.is_file():
             raise MegatronCGError(f"there is no file {file}")
-        sys.path.insert(0, str(file.resolve().parent))
-        module_name = file.stem
+        folder, module_name = file.parent, file.stem
+    sys.path.insert(0, str(folder.resolve()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -13,19 +13,27 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 
 class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
-    """Endless (tokens, labels), each (batch, sequence) int64; processes take turns in the stream.
+    """Endless (tokens, labels), each (batch, sequence) int64; ranks take turns in the stream.
 
     ``prefix`` names a dataset in Megatron's indexed format; None uses the bytes of Python's own
-    ``os.py``. Each id is taken modulo ``vocabulary``.
+    ``os.py``. Each id is taken modulo ``vocabulary``. ``group`` has the ranks that take turns, all
+    if None.
     """
 
-    def __init__(self, prefix: Path | None, batch: int, sequence: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        prefix: Path | None,
+        batch: int,
+        sequence: int,
+        vocabulary: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         stream = _text() if prefix is None else _indexed(prefix)
         # A stream shorter than a sequence repeats, as in Megatron's own datasets.
         stream = stream.repeat(sequence // stream.numel() + 1)
         self._stream = stream % vocabulary
         self._batch, self._sequence = batch, sequence
-        self._next = dist.get_rank()
+        self._next, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._count = max(1, (stream.numel() - 1) // sequence)
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +41,7 @@ class Batches(Iterator[tuple[torch.Tensor, torch.Tensor]]):
         for _ in range(self._batch):
             start = (self._next % self._count) * self._sequence
             rows.append(self._stream[start : start + self._sequence + 1])
-            self._next += dist.get_world_size()
+            self._next += self._ranks
         block = torch.stack(rows)
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 

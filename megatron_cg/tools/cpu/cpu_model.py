@@ -44,6 +44,7 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
         "num_attention_heads": model.heads,
+        "tensor_model_parallel_size": model.tensor_parallel,
         "hidden_dropout": model.dropout,
         "attention_dropout": model.dropout,
         "bf16": model.bf16,
@@ -84,12 +85,28 @@ def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
 
 def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     """Build and shard the model; needs cpu_fakes and an initialised default process group."""
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=model.expert_parallel)
+    make_groups(model)
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     torch.manual_seed(model.seed)
+    made: Any = gpt_model(model)
+    config = made.config
+    return FullyShardedDataParallel(config=config, ddp_config=ddp_config(model), module=made)
+
+
+def make_groups(model: CpuModelConfig, **options: Any) -> None:
+    """Make Megatron's process groups; ``options`` go to ``initialize_model_parallel``."""
+    parallel_state.initialize_model_parallel(
+        model.tensor_parallel, expert_model_parallel_size=model.expert_parallel, **options
+    )
+
+
+def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
+    """Build the model without FSDP; needs Megatron's process groups."""
     config = transformer_config(model)
     layer = get_gpt_layer_local_spec(
-        num_experts=model.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
+        num_experts=model.experts or None,
+        moe_grouped_gemm=False,
+        normalization=config.normalization,
     )
     if model.grouped:
         layer.submodules.mlp = grouped_experts(layer.submodules.mlp)
@@ -103,9 +120,7 @@ def build(model: CpuModelConfig) -> FullyShardedDataParallel:
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
     )
-    if model.bf16:
-        gpt = Float16Module(config, gpt)
-    return FullyShardedDataParallel(config=config, ddp_config=ddp_config(model), module=gpt)
+    return Float16Module(config, gpt) if model.bf16 else gpt
 
 
 def grouped_experts(layer: Any) -> Any:

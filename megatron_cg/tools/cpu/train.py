@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import Session
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.helper import units_of
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.tools.cpu.batches import Batches
@@ -38,7 +40,11 @@ class Trainer:
             torch.optim.Adam(self._parameters, lr=plan.learning_rate)
         )
         self._batches = Batches(
-            plan.tokens, plan.micro_batch_size, plan.model.sequence_length, plan.model.vocabulary
+            plan.tokens,
+            plan.micro_batch_size,
+            plan.model.sequence_length,
+            plan.model.vocabulary,
+            parallel_state.get_data_parallel_group(),
         )
         self._static_inputs = StaticInputs(transformer_layers(self.model))
         self.session: Session | None = None
@@ -113,19 +119,22 @@ class Trainer:
             **options,
         )
         args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
-        with session.capturing(), _megatron_capturing():
-            graphs = session.capture(
-                tuple(layers),
-                args,
-                sample_kwargs=kwargs,
-                num_warmup_iters=2,
-                allow_unused_input=True,
-                _order=[1, -1],
-                _num_layers_per_chunk=[len(layers)],
-                _reuse_graph_input_output_buffers=True,
-            )
-            for layer, graph in zip(layers, graphs, strict=True):
-                layer.cuda_graphs = [graph]
+        with ExitStack() as lasting:
+            lasting.callback(recompute_in_layers(self.model))
+            with session.capturing(), _megatron_capturing():
+                graphs = session.capture(
+                    tuple(layers),
+                    args,
+                    sample_kwargs=kwargs,
+                    num_warmup_iters=2,
+                    allow_unused_input=True,
+                    _order=[1, -1],
+                    _num_layers_per_chunk=[len(layers)],
+                    _reuse_graph_input_output_buffers=True,
+                )
+                for layer, graph in zip(layers, graphs, strict=True):
+                    layer.cuda_graphs = [graph]
+            session.on_close(lasting.pop_all().close)
         self._optimizer.zero_grad()
         self.session = session
         return session

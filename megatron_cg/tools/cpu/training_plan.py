@@ -14,8 +14,9 @@ class CpuModelConfig:
     ``experts=0`` makes a dense model. Otherwise it is an MoE model with that many experts, and each
     token uses ``topk`` of them. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty
     tuple means the whole layer. ``grouped`` experts compute by Megatron's TEGroupedMLP, else one by
-    one. ``expert_parallel`` ranks share the experts. ``options`` go to Megatron's
-    TransformerConfig, ``fsdp_options`` to Megatron's DistributedDataParallelConfig.
+    one. ``expert_parallel`` ranks share the experts, and ``tensor_parallel`` ranks each layer.
+    ``options`` go to Megatron's TransformerConfig, ``fsdp_options`` to Megatron's
+    DistributedDataParallelConfig.
     """
 
     layers: int = 3
@@ -28,6 +29,7 @@ class CpuModelConfig:
     topk: int = 2
     grouped: bool = False
     expert_parallel: int = 1
+    tensor_parallel: int = 1
     bf16: bool = True
     dropout: float = 0.0
     seed: int = 1234

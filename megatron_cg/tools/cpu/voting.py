@@ -15,6 +15,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.moe.install import use_device_counts
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.telemetry.record import Recorder, recording
@@ -86,11 +87,12 @@ def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -
     """
     recorder = Recorder(directory)
     recorder.describe(of_tape(plan))
-    device_counts = ExitStack()
+    relaxed = ExitStack()
     try:
+        relaxed.callback(allow_full_recompute())
         if plan.device_counts:
-            device_counts.enter_context(in_place_of_te())
-            device_counts.callback(use_device_counts())
+            relaxed.enter_context(in_place_of_te())
+            relaxed.callback(use_device_counts())
         trainer = VotingTrainer(plan, backend=backend)
         with recording(recorder), closing(trainer):
             for number in range(plan.steps):
@@ -109,5 +111,5 @@ def train(plan: TrainingPlan, directory: Path, backend: Backend | None = None) -
         recorder.write()
         raise
     finally:
-        device_counts.close()
+        relaxed.close()
         parallel_state.destroy_model_parallel()

@@ -12,7 +12,7 @@ from torch import nn
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.errors import HostSyncError, MegatronCGError
-from megatron_cg.integrations.megatron.helper import prediction_is_repeated
+from megatron_cg.integrations.megatron.prediction import prediction_is_repeated
 from megatron_cg.tools.plan.capture import (
     TORCH_GEMM_WORKSPACE,
     Captured,
@@ -66,7 +66,7 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
             "fsdp": describe_buffers(fsdp, _unit_names(fsdp, decoder)),
             "layers": rows,
         }
-        undo = helper.scopes_given()
+        undo = helper.prepared()
         try:
             samples, options = helper.samples(masks=masks_given(args))
             captured = simulate(samples, model, options)

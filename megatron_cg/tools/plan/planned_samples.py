@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
+from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes
 from megatron_cg.integrations.megatron.masks import MASK, without_unused_masks
@@ -83,9 +84,10 @@ class PlannedHelper(FsdpCudaGraphHelper):
             found.append(Sample(index, layer, tuple(args[number]), dict(kwargs[number])))
         return found, options
 
-    def scopes_given(self) -> Callable[[], None]:
-        """Set each captured layer's own scopes on it; returns the undo."""
+    def prepared(self) -> Callable[[], None]:
+        """Change the layers as a capture does: their scopes, and recompute; returns the undo."""
         with ExitStack() as undo:
+            undo.callback(recompute_in_layers(self.model[0]))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     undo.callback(give_scopes(layer, self._layer_scopes(layer)))

@@ -30,6 +30,11 @@ from megatron_cg.tools.plan.experts import experts_of
 from megatron_cg.tools.plan.fakes.packages import TE_VERSION
 
 _TE = "transformer-engine"
+WITHOUT_TE = (
+    f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the estimates are "
+    "the same with and without it: fakes replace its modules."
+)
+"""The note of a plan."""
 MOST_GPUS = 2**18
 """The largest number of GPUs in a plan: it lists their ranks in memory."""
 
@@ -157,10 +162,7 @@ def _environment_of_the_run(
     versions = dict(here.versions)
     if _TE not in versions:
         versions[_TE] = TE_VERSION
-        notes.append(
-            f"{_TE} is not installed here; rules are checked as for {TE_VERSION}, and the "
-            "estimates are the same with and without it: fakes replace its modules."
-        )
+        notes.append(WITHOUT_TE)
     wanted = {name: given[name] for name in given if name in _variables()}
     return replace(here, versions=versions, variables={**here.variables, **wanted}), notes
 

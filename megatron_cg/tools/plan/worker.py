@@ -36,10 +36,18 @@ def ready_to_plan() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(install())
         importlib.import_module("megatron_cg.tools.plan.details")
+        stack.callback(full_recompute_allowed())
         stack.callback(docstrings_read_once())
         # Megatron-FSDP collects garbage for each model; imported objects are never garbage.
         gc.freeze()
         yield
+
+
+def full_recompute_allowed() -> Callable[[], None]:
+    """Let planned models recompute whole layers, as runs with this package may."""
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+
+    return allow_full_recompute()
 
 
 def docstrings_read_once() -> Callable[[], None]:

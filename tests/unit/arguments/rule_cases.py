@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.unit.arguments.rule_case import DROP_AND_PAD, Case, modules
-from tests.unit.arguments.rule_cases_environment import BACKEND, ENVIRONMENT
+from tests.unit.arguments.rule_cases_environment import BACKEND, ENVIRONMENT, PRECOMPILE
 from tests.unit.arguments.rule_cases_numerics import NUMERICS, RECOMPUTE
 from tests.unit.arguments.rule_cases_scopes import SCOPES, SCOPES_BEYOND_MEGATRON
 
@@ -332,5 +332,6 @@ ALL = (
     *RECOMPUTE,
     *NUMERICS,
     *BACKEND,
+    *PRECOMPILE,
     *ENVIRONMENT,
 )

@@ -30,6 +30,92 @@ BACKEND = (
     ),
 )
 
+COMPILED: dict[str, Any] = {
+    "cuda_graph_modules": (),
+    "num_experts": None,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "transformer_impl": "local",
+    "fused_operations": (),
+}
+"""A run whose layers may run code that was compiled elsewhere."""
+_DIR = {"cg_backend": "native", "cg_precompile_dir": "compiled"}
+PRECOMPILE = (
+    Case(
+        "precompile-backend",
+        COMPILED,
+        "--cg-backend te",
+        "was not run with loaded code",
+        "type --cg-backend native",
+        graph={"cg_precompile_dir": "compiled"},
+    ),
+    *(
+        Case(rule, {**COMPILED, **change}, found, reason, remedy, graph=_DIR)
+        for rule, change, found, reason, remedy in (
+            (
+                "precompile-local",
+                {"transformer_impl": "transformer_engine"},
+                "--transformer-impl transformer_engine",
+                "forbid that their code is traced",
+                "type --transformer-impl local",
+            ),
+            (
+                "precompile-whole-layers",
+                {"cuda_graph_modules": ("attn", "mlp")},
+                "--cuda-graph-modules with",
+                "the code of a whole layer",
+                "drop --cuda-graph-modules",
+            ),
+            (
+                "precompile-dense",
+                {
+                    "num_experts": 8,
+                    "moe_expert_capacity_factor": 1.0,
+                    "moe_pad_expert_input_to_capacity": True,
+                },
+                "--num-experts 8",
+                "read their numbers of tokens on the host",
+                "in your own loop",
+            ),
+            (
+                "precompile-one-kind",
+                {"mtp_num_layers": 1},
+                "several kinds",
+                "the code of all layers",
+                "drop --cg-precompile-dir",
+            ),
+            (
+                "precompile-dropout",
+                {"hidden_dropout": 0.1},
+                "--attention-dropout 0.0 --hidden-dropout 0.1",
+                "random states are not part",
+                "type --attention-dropout 0 --hidden-dropout 0",
+            ),
+            (
+                "precompile-recompute",
+                {"recompute_granularity": "selective"},
+                "--recompute-granularity selective",
+                "runs its forward again",
+                "drop --recompute-granularity",
+            ),
+            (
+                "precompile-meta-weights",
+                {"init_model_with_meta_device": True},
+                "--init-model-with-meta-device with",
+                "have no values yet",
+                "drop --init-model-with-meta-device",
+            ),
+            (
+                "precompile-fusions",
+                {"fused_operations": ("--no-rope-fusion",)},
+                "without --no-rope-fusion",
+                "round elsewhere",
+                "add --no-rope-fusion to this run",
+            ),
+        )
+    ),
+)
+
 ENVIRONMENT = (
     Case(
         "transformer-engine-version",

@@ -8,13 +8,108 @@ from tests.unit.arguments.rule_case import DROP_AND_PAD, Case, modules
 
 _SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 
+_FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "num_experts": None,
+    **modules("attn", "mlp"),
+}
+_UNKNOWN_LAYERS: dict[str, Any] = {"custom_layers": True}
+
 RECOMPUTE = (
     Case(
-        "full-recompute",
-        {"recompute_granularity": "full"},
-        "granularity full",
-        "whole layers",
+        "full-recompute-of-parts",
+        {**_FULL, **modules("attn")},
+        "a part of a layer (layer 0)",
+        "around a graph recompute saves no memory",
+        "drop --cuda-graph-modules",
+    ),
+    Case(
+        "full-recompute-of-parts",
+        {**_FULL, **modules("attn", "moe_router"), "num_experts": 8},
+        "a part of a layer (layer 0)",
+        "as a whole",
+        "attn moe (experts, with --cg-grouped-gemm torch",
+    ),
+    Case(
+        "full-recompute-of-parts",
+        {**_FULL, **modules("attn", "moe"), **DROP_AND_PAD, "num_experts": 8, "moe_layer_freq": 2},
+        "a part of a layer (layer 1)",
+        "as a whole",
         "--recompute-granularity selective",
+    ),
+    Case(
+        "full-recompute-of-parts",
+        _FULL,
+        "a part of a layer (layer 2)",
+        "as a whole",
+        "capture whole layers",
+        layers=("attn:0-1",),
+    ),
+    Case(
+        "full-recompute-of-parts",
+        {**_FULL, **_UNKNOWN_LAYERS},
+        "a part of a layer",
+        "as a whole",
+        "drop --cuda-graph-modules",
+    ),
+    Case(
+        "dropout-in-full-recompute",
+        {**_FULL, "attention_dropout": 0.1},
+        "--attention-dropout 0.1 and --hidden-dropout 0.0",
+        "same random numbers",
+        "--attention-dropout 0 --hidden-dropout 0",
+    ),
+    Case(
+        "dropout-in-full-recompute",
+        {**_FULL, "hidden_dropout": 0.1},
+        "--attention-dropout 0.0 and --hidden-dropout 0.1",
+        "same random numbers",
+        "--attention-dropout 0 --hidden-dropout 0",
+    ),
+    Case(
+        "jitter-in-full-recompute",
+        {**_FULL, "moe_input_jitter_eps": 0.01},
+        "--moe-input-jitter-eps 0.01",
+        "same random numbers",
+        "drop --moe-input-jitter-eps",
+    ),
+    Case(
+        "low-precision-full-recompute",
+        {**_FULL, "fp8": "hybrid"},
+        "full with FP8 or FP4",
+        "Transformer Engine",
+        "drop --fp8-format",
+    ),
+    Case(
+        "low-precision-full-recompute",
+        {**_FULL, "fp4": "e2m1"},
+        "full with FP8 or FP4",
+        "Transformer Engine",
+        "drop --fp8-format",
+    ),
+    Case(
+        "full-recompute-of-parts",
+        {**_FULL, "num_experts": 8, "moe_layer_freq": (0, 0, 0, 1), "mtp_num_layers": 1},
+        "a part of a layer (layer 4)",
+        "as a whole",
+        "capture whole layers",
+        layers=("attn:0-2",),
+    ),
+    Case(
+        "hybrid-full-recompute",
+        {**_FULL, "hybrid_layer_pattern": "*-*-"},
+        "a hybrid model",
+        "HybridStack",
+        "--recompute-granularity selective",
+    ),
+    Case(
+        "distributed-full-recompute",
+        {**_FULL, "distribute_saved_activations": True},
+        "--distribute-saved-activations",
+        "static memory of its own",
+        "--sequence-parallel",
     ),
     Case(
         "moe-recompute-around-router",

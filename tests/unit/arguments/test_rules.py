@@ -14,8 +14,15 @@ from megatron_cg.arguments.schema import BACKENDS
 from megatron_cg.arguments.validation import RULES
 from megatron_cg.errors import Violation
 from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, GOOD_RUN, megatron_parser
-from tests.unit.arguments.rule_case import Case
+from tests.unit.arguments.rule_case import DROP_AND_PAD, Case
 from tests.unit.arguments.rule_cases import ALL
+
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "cuda_graph_modules": (),
+}
 
 
 def configured(case: Case) -> tuple[RunArguments, GraphArguments, Environment]:
@@ -102,7 +109,8 @@ def test_all_violations_at_once() -> None:
         "double-buffer",
         "moe-and-router",
         "moe-without-drop-and-pad",
-        "full-recompute",
+        "full-recompute-of-parts",
+        "dropout-in-full-recompute",
         "fp16",
         "transformer-engine-version",
         "max-connections",
@@ -206,6 +214,12 @@ def test_our_flags_without_graphs_are_refused(graph: GraphArguments, flag: str) 
             "moe_pad_expert_input_to_capacity": True,
         },
         {"cuda_graph_modules": ("attn", "mlp"), "num_experts": None},
+        {**FULL, "num_experts": None},
+        {**FULL, "num_experts": None, "mtp_num_layers": 1},
+        {**FULL, "num_experts": None, "custom_layers": True},
+        {**FULL, "cuda_graph_modules": ("attn", "mlp"), "num_experts": None},
+        {**FULL, **DROP_AND_PAD, "cuda_graph_modules": ("attn", "moe")},
+        {**FULL, **DROP_AND_PAD, "cuda_graph_modules": ("attn", "mlp", "moe"), "moe_layer_freq": 2},
         {"cuda_graph_modules": (), "num_experts": None},
         {"cuda_graph_modules": ("mamba", "attn", "mlp"), "hybrid_layer_pattern": "M*|M-"},
         {"cuda_graph_modules": ("attn", "mamba"), "custom_layers": True},
@@ -221,7 +235,8 @@ def test_runs_that_are_near_a_rule_and_keep_it(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layers", [("layer:0",), ("layer:0,2",)], ids=str)
 def test_whole_dense_layers_of_a_mixed_model_can_be_captured(layers: tuple[str, ...]) -> None:
     run = dataclasses.replace(GOOD_RUN, cuda_graph_modules=(), moe_layer_freq=(0, 1, 0, 1))
-    assert violations(run, GraphArguments(cg_layers=layers), GOOD_ENVIRONMENT) == ()
+    for one in (run, dataclasses.replace(run, **FULL)):
+        assert violations(one, GraphArguments(cg_layers=layers), GOOD_ENVIRONMENT) == ()
 
 
 def test_expandable_segments_with_registration_off() -> None:

@@ -79,3 +79,19 @@ def test_te_has_what_the_backend_relies_on(graph_source: ast.Module) -> None:
     assert {"set_capture_end", "is_graph_capturing"} <= set(functions)
     arguments = [a.arg for a in functions["make_graphed_callables"].args.args]
     assert "capture_time_hooks" in arguments
+
+
+def test_te_captures_a_backward_pass_that_a_reentrant_checkpoint_can_be_in(
+    graph_source: ast.Module,
+) -> None:
+    """torch refuses it in a pass that names its inputs; see ``full_recompute.py``."""
+    calls = [
+        node
+        for node in ast.walk(graph_source)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.autograd.")
+    ]
+    passes = [call for call in calls if ast.unparse(call.func) == "torch.autograd.backward"]
+    assert len(passes) >= 3 and not any(
+        "inputs" in {keyword.arg for keyword in call.keywords} for call in passes
+    )
+    assert not any(ast.unparse(call.func) == "torch.autograd.grad" for call in calls)

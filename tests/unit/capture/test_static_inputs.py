@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.capture.static_inputs import StaticInputs, positional_names
 
@@ -95,6 +96,25 @@ def test_a_tensor_that_a_layer_writes_to_stays_a_sample() -> None:
         layer(torch.ones(1), state)
         stop()
     assert inputs.replace_in(0, {"seen": sample})["seen"] is sample
+
+
+def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
+    table, sample, layer = torch.ones(3), torch.zeros(3), Layer()
+    inputs = StaticInputs([layer])
+    calls: list[object] = []
+
+    def run(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        calls.append(given)
+        out: torch.Tensor = layer(x * 2, table=given)
+        return out
+
+    for _ in range(2):
+        stop = inputs.observe_step()
+        out = checkpoint(run, torch.ones(1, requires_grad=True), table, use_reentrant=True)
+        out.sum().backward()
+        stop()
+    assert [given is table for given in calls] == [True, False] * 2
+    assert replaced(inputs, sample) is table
 
 
 def test_a_name_that_a_keyword_has_is_not_given_to_another_argument() -> None:

@@ -61,6 +61,12 @@ SIGMOID = {
 }
 LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    **SIGMOID,
+}
 REAL = tuple(range(WARMUP, STEPS))
 CASES = {
     "never": Case(lambda _: False, ()),
@@ -90,6 +96,8 @@ CASES = {
         verify_interval=1,
     ),
     "a real bound": Case(None, REAL),
+    "a real bound, recomputed": Case(None, REAL, RECOMPUTED),
+    "recomputed, verified": Case(None, REAL, RECOMPUTED, verify_interval=1),
     "a real bound, all at once": Case(None, REAL, SIGMOID | LOSSES, 0.2, verify_interval=2),
 }
 
@@ -161,6 +169,7 @@ def train(case: Case, ours: bool) -> dict[str, Any]:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.events import StepRepeated, subscribe
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.integrations.megatron.repeat import follow, repeat_steps
     from megatron_cg.moe import row_bound
     from megatron_cg.moe.install import bound_rows, use_device_counts
@@ -184,6 +193,7 @@ def train(case: Case, ours: bool) -> dict[str, Any]:
     numpy.random.seed(1)
     with ExitStack() as undo:
         undo.enter_context(patch.object(row_bound, "MULTIPLE", 1))
+        undo.callback(allow_full_recompute())
         if ours:
             undo.enter_context(in_place_of_te())
             undo.callback(use_device_counts())

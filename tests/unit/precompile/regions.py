@@ -49,8 +49,11 @@ def experts(parallel: int) -> Any:
     )
 
 
-def with_groups(settings: Any, device: str) -> None:
-    """Make Megatron's groups, and seed the weights, which are the same in each process."""
+def with_groups(settings: Any, device: str, **options: Any) -> None:
+    """Make Megatron's groups, and seed the weights, which are the same in each process.
+
+    ``options`` are about Megatron's random states.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -61,35 +64,58 @@ def with_groups(settings: Any, device: str) -> None:
         create_gloo_process_groups=False,
     )
     if device != "meta":
-        random.model_parallel_cuda_manual_seed(1)
+        random.model_parallel_cuda_manual_seed(1, **options)
         torch.manual_seed(3)
 
 
-def local_layer(settings: Any, num_experts: int | None = None, device: str = "meta") -> Any:
-    """A layer of Megatron's local spec."""
+def local_layer(settings: Any, device: str = "meta", **options: Any) -> Any:
+    """A layer of Megatron's local spec; ``options`` are those of :func:`with_groups`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
-    with_groups(settings, device)
+    with_groups(settings, device, **options)
+    spec = get_gpt_layer_local_spec(settings.num_moe_experts)
     with torch.device(device):
-        return build_module(get_gpt_layer_local_spec(num_experts), config=settings).to(device)
+        return build_module(spec, config=settings).to(device)
 
 
-def hidden_states(settings: Any, device: str, seed: int = 5) -> torch.Tensor:
-    rows = _ROWS // (settings.tensor_model_parallel_size if settings.sequence_parallel else 1)
+def hidden_states(settings: Any, device: str, seed: int = 5, rows: int = _ROWS) -> torch.Tensor:
+    rows //= settings.tensor_model_parallel_size if settings.sequence_parallel else 1
     if device != "meta":
         torch.manual_seed(seed)
-    return torch.randn(rows, _BATCH, _HIDDEN, device=device, requires_grad=True)
+    shape = rows, _BATCH, settings.hidden_size
+    return torch.randn(*shape, device=device, requires_grad=True)
+
+
+def causal_mask(rows: int, device: str) -> torch.Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)[None, None]
+
+
+class Layers(torch.nn.Module):
+    """The modules of some regions, one behind the other.
+
+    No input of one is used outside of it too: autograd would add the gradients in another order.
+    """
+
+    def __init__(self, regions: list[Region]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(region.module for region in regions)
+        self.options = regions[0].kwargs
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden, _ = layer(hidden, **self.options)
+        return hidden
 
 
 def transformer_layer(device: str = "meta", seed: int = 5) -> Region:
     from megatron_cg.precompile.megatron_groups import megatron_groups
 
     settings = config(tensor_model_parallel_size=2)
-    layer = local_layer(settings, device=device)
-    mask = torch.ones(_ROWS, _ROWS, dtype=torch.bool, device=device).triu(1)[None, None]
+    layer = local_layer(settings, device)
     given = hidden_states(settings, device, seed)
-    return Region(layer, (given,), {"attention_mask": mask}, megatron_groups(), settings)
+    mask = {"attention_mask": causal_mask(_ROWS, device)}
+    return Region(layer, (given,), mask, megatron_groups(), settings)
 
 
 def expert_block(parallel: int, device: str = "meta", seed: int = 5) -> Region:
@@ -97,7 +123,7 @@ def expert_block(parallel: int, device: str = "meta", seed: int = 5) -> Region:
     from megatron_cg.precompile.megatron_groups import megatron_groups
 
     settings = experts(parallel)
-    block = local_layer(settings, settings.num_moe_experts, device).mlp
+    block = local_layer(settings, device).mlp
     groups = megatron_groups()
     with torch.no_grad():
         # Otherwise experts of all ranks are the same, and the router has no gradient.

@@ -27,7 +27,7 @@ from megatron_cg.precompile.save import save
 from megatron_cg.replay.verify import bytes_of
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.precompile.poison import MARKER, poisoned
-from tests.unit.precompile.regions import REGIONS, WORLD
+from tests.unit.precompile.regions import REGIONS, WORLD, Layers
 
 OWN_TOKENS = ("experts-2", "experts-4")
 """Regions whose ranks have tokens of their own; ranks of a tensor-parallel group share theirs."""
@@ -195,20 +195,6 @@ def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
     found["in train()"] = len(ran)
     undo()
     return found
-
-
-class Layers(torch.nn.Module):
-    """Two layers of the local spec, one behind the other."""
-
-    def __init__(self, regions: list[Region]) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(region.module for region in regions)
-        self.options = regions[0].kwargs
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            given, _context = layer(given, **self.options)
-        return given
 
 
 def trained(folder: Path, votes: Agreement, how: str) -> tuple[list[torch.Tensor], int]:

@@ -27,6 +27,7 @@ def manifest(data: bytes = DATA) -> store.Manifest:
         world_size=2,
         code_sha256="0" * 64,
         sources=(("os", 1, 2, "0" * 64),),
+        seconds=1.5,
     )
 
 
@@ -85,7 +86,7 @@ def a_list(folder: Path) -> None:
         (a_list, "it.json is damaged"),
         (changed_field("sources", [1]), "it.json is damaged"),
         (changed_field("another", 1), "it.json is damaged"),
-        (changed_field("format", 2), "has format 2"),
+        (changed_field("format", 1), "has format 1"),
         (lambda folder: (folder / "it.json").unlink(), "cannot be read"),
         (lambda folder: (folder / "it.artifact").unlink(), "cannot be read"),
     ],

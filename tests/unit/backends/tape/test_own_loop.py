@@ -39,6 +39,7 @@ RUNS = {
     "ep2": (Run("bf16", PREPROCESS, ENABLED),),
     "dropless": (Run("bf16", EXPERTS, ENABLED),),
     "dropless-ep2": (Run("bf16", EXPERTS, API),),
+    "dropless-recompute": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
     "dropless-rows": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
     "mtp": (Run("fp32", PREPROCESS, API), Run("fp32", PREPROCESS, ENABLED)),
     "mtp-repeated": (Run("fp32", PREPROCESS, API), Run("bf16", PREPROCESS, ENABLED)),

@@ -97,6 +97,36 @@ def test_a_run_with_graphs_gets_our_helper_with_its_flags(monkeypatch: pytest.Mo
     assert training.TECudaGraphHelper is TECudaGraphHelper
 
 
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_a_run_that_recomputes_layers_may_build_its_model(
+    monkeypatch: pytest.MonkeyPatch, granularity: str
+) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training import arguments
+
+    def config() -> Any:
+        return TransformerConfig(
+            num_layers=4,
+            hidden_size=8,
+            num_attention_heads=2,
+            cuda_graph_impl="transformer_engine",
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+        )
+
+    monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
+    monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda _name: "2.20.2")
+    megatron_cg.enable()
+    words = [*GRAPHS, "mlp", "--recompute-granularity", granularity]
+    arguments.validate_args(parse(*words), {})
+    if granularity == "full":
+        assert config().recompute_granularity == "full"
+        megatron_cg.disable()
+    with pytest.raises(AssertionError, match="only supported with full iteration"):
+        config()
+
+
 def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training import arguments
 

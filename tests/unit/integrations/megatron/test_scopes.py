@@ -12,7 +12,7 @@ from megatron_cg.upstream.layer_config import LayerConfig
 
 def test_only_the_scopes_differ_and_the_rest_is_shared(dense_model: Any) -> None:
     config = dense_model.config
-    view = LayerConfig(config, ["attn"])
+    view = LayerConfig(config, cuda_graph_modules=["attn"])
     assert isinstance(view, type(config))
     assert view.cuda_graph_modules == ["attn"]
     assert [module.name for module in config.cuda_graph_modules] == ["attn", "mlp"]

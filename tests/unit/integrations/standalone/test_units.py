@@ -8,6 +8,11 @@ import pytest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -100,6 +105,19 @@ def test_fsdp2_units_without_parameters_of_their_own_are_refused(one_rank: None)
     rules = [violation.rule for violation in error.value.violations]
     assert rules == ["no-fsdp-unit", "fsdp2-no-parameters", "fsdp2-no-parameters", "nested-units"]
     assert "unit 0 is a FSDPTanh without parameters of its own" in str(error.value)
+
+
+def test_fsdp2_units_of_dtensors_are_refused_once_each(one_rank: None) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model[0], mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh["dp"])
+    with pytest.raises(ConfigurationError) as error:
+        graph_units(model, ["*"], backend="tape")
+    (found,) = error.value.violations
+    assert found.rule == "fsdp2-tensor-parallel"
+    assert "4 of 4 parameters of unit 0 are DTensors" in found.found
 
 
 @pytest.mark.parametrize("around", [True, False])

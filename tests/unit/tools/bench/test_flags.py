@@ -20,6 +20,7 @@ from megatron_cg.tools.bench.configurations import (
     FULL,
     GRAPHS,
     KNOWN,
+    OF_LOCAL_LAYERS,
     PLAIN,
     TORCH_EAGER,
     WITH_TORCH_GEMM,
@@ -37,6 +38,7 @@ PAIRS = [
     for configuration in configurations_for(load_preset(shape), None, scaling=False)
 ]
 PAIRS += [("qwen3-moe", name) for name in (*ABLATIONS, *WITHOUT_TE)]
+PAIRS += [("llama", name) for name in OF_LOCAL_LAYERS]
 PAIRS += [(shape, name) for shape in ("qwen3-moe", "deepseek-v3") for name in WITH_TORCH_GEMM]
 
 
@@ -91,6 +93,7 @@ def test_every_configuration_of_every_shape_is_accepted(
     assert ("moe" in captured) is (one.torch_gemm and one.graphs == "partial")
     assert args.cg_grouped_gemm == ("torch" if one.torch_gemm else "te")
     assert args.cg_backend == ("native" if one.native else "te")
+    assert args.transformer_impl == ("local" if one.local else "transformer_engine")
     impl = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
     assert config.cuda_graph_impl == impl[one.graphs]
     assert args.cuda_graph_warmup_steps == 3

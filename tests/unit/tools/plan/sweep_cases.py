@@ -30,6 +30,7 @@ _MOE = (
     f"{_GQA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
 )
+_FULL = "--recompute-granularity full --recompute-method"
 _PAD = f"{_MOE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _MLA = (
     "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 "
@@ -156,6 +157,10 @@ TRIED = (
     Try("preprocess", "--overlap-dispatch-backward-with-experts-wgrad"),
     Try("experts", "--moe-single-grouped-weight", REFUSED),
     Try("experts", f"{_FLEX} deepep", REFUSED),
+    *_each("dense,whole,latent,experts,whole experts", f"{_FULL} uniform --recompute-num-layers 1"),
+    Try("whole", f"{_FULL} block --recompute-num-layers 1"),
+    Try("router", f"{_FULL} block --recompute-num-layers 1", rule="full-recompute-of-parts"),
+    Try("mamba", f"{_FULL} block --recompute-num-layers 1", rule="hybrid-full-recompute"),
     # Norms, activations, attention.
     *_each("dense,whole", "--normalization LayerNorm", "--hidden-dropout 0.1"),
     *_each(
@@ -299,7 +304,7 @@ OUTSIDE = {
         "--relative-attention-num-buckets --relative-attention-max-distance --onnx-safe"
     ),
     "recomputed and offloaded activations, with rules of their own (rules_recompute.py)": (
-        "--recompute-method --recompute-num-layers --distribute-saved-activations "
+        "--distribute-saved-activations "
         "--recompute-modules --cpu-offloading-num-layers "
         "--cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading "
         "--offload-modules --min-offloaded-tensor-size --delay-offload-until-cuda-graph "

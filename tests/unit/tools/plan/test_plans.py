@@ -18,6 +18,7 @@ from tests.unit.tools.plan.read_plans import on_preset, shown
 
 SELECTED = ("attn:0-1", "moe_router:1-")
 HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model somebody/model"
+RECOMPUTED = "--recompute-granularity full --recompute-method"
 CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 
 
@@ -43,6 +44,8 @@ REQUESTS = {
     "dropless, average": dropless("--expert-model-parallel-size", "2", "--cg-moe-rows", "1"),
     "dropless, bounded": dropless("--expert-model-parallel-size", "2", "--cg-moe-rows", "1.5"),
     "whole layers": on_preset("", scopes=[]),
+    "recomputed": on_preset(f"{RECOMPUTED} uniform --recompute-num-layers 2", scopes=[]),
+    "first recomputed": on_preset(f"{RECOMPUTED} block --recompute-num-layers 1", scopes=[]),
     "twice as long": on_preset("--seq-length 1024 --max-position-embeddings 1024"),
     "more microbatches": on_preset("--global-batch-size 16"),
     "no warmup": on_preset("--cuda-graph-warmup-steps 1"),
@@ -99,6 +102,24 @@ def test_tables_fit_their_width(plans: dict[str, Plan], name: str) -> None:
     assert max(map(len, text.splitlines())) <= command.WIDTH
     for part in ("What is captured", "Static inputs", "Memory of one graph", "Megatron-FSDP's"):
         assert part in text
+
+
+def test_recomputed_layers_keep_no_activations_and_run_twice(plans: dict[str, Plan]) -> None:
+    plain, every, first = (
+        plans[name]["layers"] for name in ("whole layers", "recomputed", "first recomputed")
+    )
+    saved = [row["memory"]["saved_activations"] for row in plain]
+    assert len(saved) > 1 and min(saved) > 0
+    assert [row["memory"]["saved_activations"] for row in every] == [0] * len(saved)
+    kept = [row["memory"]["saved_activations"] for row in first]
+    assert kept[0] == 0 and min(kept[1:]) > 0
+    for row, alone in zip(every, plain, strict=True):
+        kernels, once = row["kernels"], alone["kernels"]
+        assert kernels["forward"] == once["forward"]
+        assert kernels["backward"] == once["backward"] + once["forward"]
+        assert kernels["replay"] == once["replay"]
+    peaks = [plans[name]["graph_memory"]["pool_peak"] for name in ("recomputed", "whole layers")]
+    assert peaks[0] < peaks[1]
 
 
 def test_a_plan_says_whether_graphs_are_likely_to_pay(plans: dict[str, Plan]) -> None:

@@ -76,7 +76,7 @@ def plans() -> dict[str, Plan]:
 
 def test_three_mistakes_are_named_at_once(plans: dict[str, Plan]) -> None:
     plan = plans["mistakes"]
-    assert rules(plan) == {"moe-without-experts", "pipeline-parallel", "full-recompute"}
+    assert rules(plan) == {"moe-without-experts", "pipeline-parallel", "full-recompute-of-parts"}
     assert command.exit_code(plan) == command.BROKEN
     text = " ".join(shown(plan).split())
     for item in plan["violations"]:

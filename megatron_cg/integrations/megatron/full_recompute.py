@@ -1,0 +1,172 @@
+"""``--recompute-granularity full`` with graphs: each layer recomputes itself, inside its graph.
+
+Note [Where the checkpoint is]
+    Megatron puts the checkpoint around its call of a layer (``checkpointed_forward``). Around a
+    graph it would save nothing: a graph keeps all that its backward pass reads in the pool. So
+    while graphs exist, the block calls its layers plainly, and each layer that Megatron would
+    recompute has the checkpoint in it. Its forward graph then keeps no activation, and its backward
+    graph runs the forward pass again before it differentiates. The passes of all layers use the
+    same memory of the pool one after another.
+
+    The checkpoint is torch's. Megatron's own runs nothing twice while a capture is under way
+    (``tensor_parallel/random.py``, ``checkpoint``). It keeps no states of random generators, so the
+    rules refuse what draws (``arguments/rules_recompute.py``). It is the reentrant one, which needs
+    ``torch.autograd.backward`` without ``inputs``, as Transformer Engine calls it in a capture.
+
+Note [Which layers]
+    ``uniform`` recomputes all layers, in chunks of ``recompute_num_layers`` of which only the first
+    input is kept. A graph has its input in static memory in any case, so a larger chunk saves
+    nothing, and each layer is a chunk of its own. ``block`` recomputes the first
+    ``recompute_num_layers`` layers.
+
+    A layer of multi-token prediction is recomputed by ``uniform`` alone. Megatron also recomputes
+    the projection before it, which no graph holds; here that keeps its activations. One that is
+    repeated has no graph, and Megatron's own checkpoint stays around it.
+
+Note [Gathered as often]
+    In an eager run with full recompute, Megatron-FSDP's hooks run around the first pass and again
+    around the second one, inside the backward pass. There they gather the weights and leave them
+    for the backward pass that follows. Here the hooks run once around the layer, and the handler of
+    its backward pass gathers the weights, for the second pass too. Either way weights are gathered
+    twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from megatron_cg.integrations.megatron.prediction import prediction_is_repeated
+from megatron_cg.replay.region import is_capturing, not_capturing
+from megatron_cg.upstream.config_rules import relax_rules
+from megatron_cg.upstream.layer_config import LayerConfig
+from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.symbols import Symbol, changed
+
+_CHECKPOINTS = Symbol(
+    "megatron-core",
+    "megatron.core.recompute:checkpointed_forward",
+    "where Megatron puts the checkpoints of full recompute",
+    fingerprints=("b74d031a67fcc88b",),
+)
+_PREDICTION = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
+    "._checkpointed_forward",
+    "where Megatron puts the checkpoint of a layer of multi-token prediction",
+    fingerprints=("d9391af079bd5b25",),
+)
+RELIES_ON = (_CHECKPOINTS, _PREDICTION)
+_CALLERS = (TransformerBlock, MultiTokenPredictionLayer)
+"""They ask their config whether to put checkpoints around the layers that they call."""
+
+
+def allow_full_recompute() -> Callable[[], None]:
+    """Let configs that are made from now on recompute whole layers and ask for graphs.
+
+    Megatron's rule against both does not apply to them any more. Its other rules do. Returns the
+    undo.
+
+    Raises:
+        UpstreamChangedError: Megatron lacks the rules, or places its checkpoints in another way
+            than this was written for.
+    """
+    for symbol in RELIES_ON:
+        unknown = symbol.unknown_body()
+        if unknown is not None:
+            raise changed(symbol.distribution, symbol.path, unknown)
+    return relax_rules(_check)
+
+
+def _check(config: Any, rules: Callable[[Any], None]) -> None:
+    """Megatron's rules of a model, without the one against graphs with full recompute."""
+    if not _goes_into_layers(config):
+        rules(config)
+        return
+    config.recompute_granularity = None
+    try:
+        rules(config)
+    finally:
+        config.recompute_granularity = "full"
+
+
+def _goes_into_layers(config: Any) -> bool:
+    """Whether graphs can hold the recompute; otherwise Megatron's own rules tell what is wrong."""
+    return (
+        recomputes_layers(config)
+        and config.cuda_graph_impl == "transformer_engine"
+        and config.recompute_method in ("uniform", "block")
+        and config.recompute_num_layers is not None
+        and not config.distribute_saved_activations
+        and not config.cpu_offloading
+        and not config.moe_layer_recompute
+    )
+
+
+def recompute_in_layers(model: nn.Module) -> Callable[[], None]:
+    """Move the checkpoints of full recompute into the layers of ``model``; returns the undo.
+
+    Does nothing to a model that does not recompute whole layers. Call it before a capture, between
+    two steps, and undo it after the graphs are deleted.
+    """
+    with ExitStack() as undo:
+        for caller in model.modules():
+            if isinstance(caller, _CALLERS) and _moves(caller):
+                for layer in _recomputed(caller):
+                    undo.callback(_recompute(layer))
+                plain = LayerConfig(caller.config, recompute_granularity=None)
+                undo.callback(set_attribute(caller, "config", plain))
+        return undo.pop_all().close
+
+
+def _moves(caller: Any) -> bool:
+    """Whether the checkpoints of ``caller`` move; see Note [Which layers]."""
+    eager = isinstance(caller, MultiTokenPredictionLayer) and prediction_is_repeated(caller.config)
+    return recomputes_layers(caller.config) and not eager
+
+
+def recomputes_layers(config: Any) -> bool:
+    """Whether Megatron recomputes whole layers of a model with this config."""
+    return bool(config.recompute_granularity == "full")
+
+
+def _recomputed(caller: Any) -> list[nn.Module]:
+    """The layers that ``caller`` has checkpoints around; see Note [Which layers]."""
+    every = caller.config.recompute_method == "uniform"
+    if isinstance(caller, MultiTokenPredictionLayer):
+        return [caller.mtp_model_layer] if every else []
+    layers = list(caller.layers)
+    return layers if every else layers[: caller.config.recompute_num_layers]
+
+
+def _recompute(layer: Any) -> Callable[[], None]:
+    """Put a checkpoint into the passes of ``layer``: the eager one, and the captured region."""
+
+    def recomputing(run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not layer.training or not torch.is_grad_enabled():
+                return run(*args, **kwargs)
+            leaves, spec = tree_flatten((args, kwargs))
+            as_now = nullcontext if is_capturing() else not_capturing
+
+            def once(*given: Any) -> Any:
+                args, kwargs = tree_unflatten(given, spec)
+                with as_now():
+                    return run(*args, **kwargs)
+
+            return checkpoint(once, *leaves, use_reentrant=True, preserve_rng_state=False)
+
+        return forward
+
+    with ExitStack() as undo:
+        for name in ("forward", "_te_cuda_graph_capture"):
+            undo.callback(put_over(layer, name, recomputing(getattr(layer, name))))
+        return undo.pop_all().close

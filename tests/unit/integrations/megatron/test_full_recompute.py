@@ -1,0 +1,247 @@
+"""Full recompute with graphs: as Megatron's eager recompute, to the last bit, in a layer's memory.
+
+Every model here is built with ``--recompute-granularity full``. The eager runs are Megatron's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+from megatron_cg.tools.align.compare import compare, read_run
+from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+STEPS, WARMUP, LAYERS, FIRST = 6, 3, 3, 2
+"""``block`` recomputes the first two layers."""
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+BLOCK = {**FULL, "recompute_method": "block", "recompute_num_layers": FIRST}
+DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_dtype": "fp32",
+}
+DENSE = TrainingPlan(
+    CpuModelConfig(layers=LAYERS, graph_modules=(), options=FULL), STEPS, WARMUP, microbatches=2
+)
+
+
+def with_model(plan: TrainingPlan = DENSE, **changes: Any) -> TrainingPlan:
+    return replace(plan, model=replace(plan.model, **changes))
+
+
+def sharded(strategy: str, recompute: dict[str, Any], **more: Any) -> TrainingPlan:
+    options = {"data_parallel_sharding_strategy": strategy, **more}
+    return with_model(options=recompute, fsdp_options=options)
+
+
+CHUNKS = {**FULL, "recompute_num_layers": 2}
+FINE = {"megatron_fsdp_enable_fine_grained_param_gather": True}
+EXPERTS = replace(with_model(experts=4, grouped=True, expert_parallel=2), device_counts=True)
+PLANS = {
+    "whole layers": DENSE,
+    "attn mlp": with_model(graph_modules=("attn", "mlp")),
+    "block, ZeRO-2": sharded("optim_grads", BLOCK),
+    "chunks of two, ZeRO-1": sharded("optim", CHUNKS),
+    "fine-grained gathering": sharded("optim_grads_params", FULL, **FINE),
+    "attn moe": with_model(EXPERTS, graph_modules=("attn", "moe")),
+    "experts with a bias": with_model(EXPERTS, options={**FULL, **SIGMOID}),
+    "drop and pad": with_model(experts=4, options={**FULL, **DROP_AND_PAD}),
+}
+
+
+def eager(plan: TrainingPlan) -> TrainingPlan:
+    """The same without graphs; Megatron's config refuses dropless experts in them."""
+    if not plan.device_counts:
+        return plan
+    return replace(with_model(plan, graph_modules=("attn",)), device_counts=False)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("recompute")
+    run_processes(partial(train_all, root))
+    return root
+
+
+def train_all(root: Path) -> None:
+    from megatron_cg.tools.cpu.voting import train
+
+    for name, plan in PLANS.items():
+        train(eager(plan), root / name / "eager")
+        train(replace(plan, graphs=True), root / name / "graphs")
+    lives = {way: live(way) for way in ("eager", "graphs")}
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(lives))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_graphs_train_bit_for_bit_as_eager(records: Path, name: str) -> None:
+    result = compare(read_run(records / name / "eager"), read_run(records / name / "graphs"))
+    assert result.status == "identical", result.reason
+    assert result.graphs["captured"] == 2 * LAYERS
+    assert result.graphs["replayed"] == 2 * LAYERS * (STEPS - WARMUP) * DENSE.microbatches
+    assert result.graphs["eager"] == 0
+    assert len(result.values) == 2 * 2 * STEPS and result.shards > 40
+
+
+SHORT, VERIFIED, DELETED, AGAIN, END = 4, 6, 7, 9, 11
+"""Steps of a life: with a short batch; verified, after an evaluation; deleted and captured before.
+"""
+SOME = (0, 2)
+"""The layers that are captured again."""
+
+
+@contextmanager
+def counted(layers: list[Any], done: dict[str, int]) -> Iterator[None]:
+    """Count forward passes through Python, with and without gradients, and gathers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for layer in layers:
+            own = layer._forward_attention
+
+            def forward(*args: Any, own: Any = own, **kwargs: Any) -> Any:
+                done["grad" if torch.is_grad_enabled() else "no grad"] += 1
+                return own(*args, **kwargs)
+
+            patch.setattr(layer, "_forward_attention", forward)
+        for name in ("allgather_into_tensor_coalesced", "_allgather_base"):
+            gather = getattr(dist.ProcessGroup, name)
+
+            def gathered(*args: Any, own: Any = gather, **kwargs: Any) -> Any:
+                done["gathers"] += 1
+                return own(*args, **kwargs)
+
+            patch.setattr(dist.ProcessGroup, name, gathered)
+        yield
+
+
+def live(way: str) -> list[dict[str, Any]]:
+    """For each step its numbers to the last bit, and what ran."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.consensus.exchange import Agreement
+    from megatron_cg.replay.mismatch_policy import ReplayPolicy
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tools.cpu.train import Trainer
+
+    graphs = way == "graphs"
+    found = []
+    with ExitStack() as undo:
+        undo.callback(allow_full_recompute())
+        trainer: Any = Trainer(replace(with_model(options=BLOCK), graphs=graphs, microbatches=1))
+        undo.callback(parallel_state.destroy_model_parallel)
+        layers: list[Any] = transformer_layers(trainer.model)
+        session: Any = None
+        kept: list[int] = []
+        for step in range(END):
+            if graphs and step in (WARMUP, AGAIN):
+                only = SOME if step == AGAIN else None
+                policy = ReplayPolicy("eager", verify_interval=4)
+                session = trainer.capture(
+                    TapeBackend(), Agreement(), only=only, policy=policy, fast_path=step == AGAIN
+                )
+                undo.callback(session.close)
+                kept = [activations(layer) for layer in layers if layer.cuda_graphs]
+            if graphs and step == DELETED:
+                session.close()
+                kept = []
+            numbers = [evaluated(trainer)] if step == VERIFIED else []
+            done = {"grad": 0, "no grad": 0, "gathers": 0}
+            with counted(layers, done), half_a_batch(trainer, step == SHORT):
+                numbers += [number.hex() for number in trainer.step()]
+            counters = {} if session is None else session.counters.as_dict()
+            found.append({"numbers": numbers, "kept": kept, **done, "counters": counters})
+    return found
+
+
+@contextmanager
+def half_a_batch(trainer: Any, is_short: bool) -> Iterator[None]:
+    """A batch of another shape, which no graph takes."""
+    batches = trainer._batches
+    if is_short:
+        trainer._batches = ((tokens[:1], labels[:1]) for tokens, labels in batches)
+    yield
+    trainer._batches = batches
+
+
+def evaluated(trainer: Any) -> str:
+    trainer.model.eval()
+    with torch.no_grad():
+        loss = float(trainer._forward().double().sum())
+    trainer.model.synchronize_param_gather()
+    trainer.model.train()
+    return loss.hex()
+
+
+def activations(layer: Any) -> int:
+    """How many storages that the forward tape made the backward tape reads."""
+    recorded = layer.cuda_graphs[0].graph._recorded
+    return len(recorded.forward.made & recorded.backward.used)
+
+
+@pytest.fixture(scope="module")
+def lives(records: Path) -> list[dict[str, Any]]:
+    return [json.loads((records / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_life_has_megatrons_numbers(lives: list[dict[str, Any]]) -> None:
+    for life in lives:
+        numbers = {way: [step["numbers"] for step in steps] for way, steps in life.items()}
+        assert numbers["graphs"] == numbers["eager"] and len(numbers["eager"]) == END
+
+
+def test_graphs_keep_no_activation_of_recomputed_layers(lives: list[dict[str, Any]]) -> None:
+    for life in lives:
+        first, again = (life["graphs"][step]["kept"] for step in (WARMUP, AGAIN))
+        assert first[:FIRST] == [0, 0] and first[FIRST] > 0
+        assert again == [0, first[FIRST]]
+
+
+def test_what_runs_through_python_is_recomputed_as_in_an_eager_run(
+    lives: list[dict[str, Any]],
+) -> None:
+    once = {"grad": LAYERS, "no grad": FIRST}
+    for life in lives:
+        steps = {
+            way: [{name: step[name] for name in once} for step in steps]
+            for way, steps in life.items()
+        }
+        assert steps["eager"] == [once] * END
+        replayed = {"grad": 0, "no grad": 0}
+        assert steps["graphs"][WARMUP] == replayed
+        assert steps["graphs"][SHORT] == steps["graphs"][DELETED] == once
+        # Captured again without the second layer, which recomputes itself.
+        assert steps["graphs"][AGAIN] == {"grad": 1, "no grad": 1}
+
+
+def test_eager_passes_and_verifications_are_those_of_the_graphs(
+    lives: list[dict[str, Any]],
+) -> None:
+    names = ("replayed", "eager", "mismatched", "verified", "gradients_verified")
+    for life in lives:
+        counters = [[step["counters"].get(name) for name in names] for step in life["graphs"]]
+        assert counters[SHORT] == [LAYERS, LAYERS, LAYERS, 0, 0]
+        assert counters[VERIFIED] == [3 * LAYERS, 2 * LAYERS, LAYERS, LAYERS, LAYERS]
+        assert counters[END - 1] == [2 * len(SOME), 0, 0, 0, 0]
+
+
+def test_weights_are_gathered_as_often_as_in_an_eager_run(lives: list[dict[str, Any]]) -> None:
+    for life in lives:
+        gathers = {way: [step["gathers"] for step in steps[:AGAIN]] for way, steps in life.items()}
+        assert gathers["graphs"] == gathers["eager"] and gathers["eager"][0] > 2 * LAYERS

@@ -1,0 +1,103 @@
+"""The contender whose layers are compiled before its run: its command, and what it reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_cg.integrations.megatron.layer_code import LayerCall, LayerCode
+from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.bench.captures import CaptureMeter
+from megatron_cg.tools.bench.commands import Settings, command
+from megatron_cg.tools.bench.compiled_first import precompile
+from megatron_cg.tools.bench.configurations import COMPILED_GRAPHS, LOCAL_EAGER, LOCAL_GRAPHS
+from megatron_cg.tools.bench.markdown import as_markdown
+from megatron_cg.tools.bench.metrics import joined, metrics
+from megatron_cg.tools.plan.compiled import read_run
+
+Make = Callable[..., dict[str, Any]]
+ROOT = Path(__file__).resolve().parents[4]
+DATA = TokenStream(Path("data/text"), "", is_bytes=True)
+SETTINGS = Settings(load_preset("llama-tiny"), nproc=2)
+LOADED = {"artifact": "layer", "layers": 3, "load_seconds": 0.4, "compile_seconds": 6.0}
+
+
+def words(configuration: str, artifacts: Path = Path("there")) -> list[str]:
+    return command(SETTINGS, configuration, DATA.flags(Path("cache")), artifacts)
+
+
+def test_its_command_compiles_from_the_flags_of_the_run() -> None:
+    start, *run = words(COMPILED_GRAPHS)[2:]
+    assert start == "megatron_cg.tools.bench.compiled_first"
+    assert [*run[:-2]] == words(LOCAL_GRAPHS) and run[-2:] == ["--cg-precompile-dir", "there"]
+    compiling = precompile(run)
+    assert compiling[compiling.index("--") + 1 :] == run
+    found = read_run(None, run, None)  # Breaks no rule of this package or of Megatron.
+    assert found.folder == Path("there") and found.args.world_size == 2
+    assert "--cg-precompile-dir" not in words(LOCAL_EAGER)
+
+
+def test_the_run_starts_when_its_artifact_is_there(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text("import os, sys; print('started', *sorted(os.listdir(sys.argv[-1])))")
+    folder = tmp_path / "artifacts"
+    run = words(COMPILED_GRAPHS, folder)[3:]
+    flags = run[next(i for i, word in enumerate(run) if word.endswith(".py")) + 1 :]
+    first = [sys.executable, "-m", "megatron_cg.tools.bench.compiled_first", sys.executable]
+    ended = subprocess.run(
+        [*first, str(script), *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "started layer.artifact layer.json" in ended.stdout
+    assert json.loads((folder / "layer.json").read_text())["fingerprint"]["group.tp"] == "1"
+
+
+def test_a_layer_that_cannot_be_compiled_starts_no_run(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text("print('started')")
+    first = [sys.executable, "-m", "megatron_cg.tools.bench.compiled_first", sys.executable]
+    ended = subprocess.run(
+        [*first, str(script), "--no-such-flag"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2 and "started" not in ended.stdout
+
+
+def test_a_capture_says_what_was_loaded_before_it() -> None:
+    noted: list[Any] = []
+    meter = CaptureMeter(noted.append)
+    code = LayerCode(Path("there"), LayerCall(16, 1, masked=False), "error")
+    for helper in (None, SimpleNamespace(code=None), SimpleNamespace(code=code)):
+        meter.helper = helper
+        with meter.measuring():
+            pass
+    code.loaded = LOADED
+    with meter.measuring():
+        pass
+    assert [one["loaded"] for one in noted] == [None, None, None, LOADED]
+
+
+def test_tables_show_what_loading_and_compiling_took(result: Make) -> None:
+    compiled = result(COMPILED_GRAPHS)
+    for rank in compiled["ranks"]:
+        rank["captures"] = [{**rank["captures"][0], "loaded": LOADED}]
+    for found in (metrics(compiled), joined([compiled])):
+        assert (found.load_seconds, found.compile_seconds) == (0.4, 6.0)
+    text = as_markdown([result(LOCAL_EAGER), result(LOCAL_GRAPHS), compiled])
+    assert "| capture s | without warmup | load s | compile s |" in text
+    assert "| 5.00 | 1.50 | 0.40 | 6.00 |" in text
+    assert "load s" not in as_markdown([result(LOCAL_EAGER), result(LOCAL_GRAPHS)])
