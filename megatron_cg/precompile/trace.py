@@ -50,7 +50,12 @@ _GUARDS = Symbol(
 _FRESH_CACHE = Symbol(
     "torch", "torch._inductor.utils:fresh_cache", "compiles with a new cache on disk in a block"
 )
-RELIES_ON = (_AOT_AUTOGRAD, _AOT_COMPILED, _GUARDS, _FRESH_CACHE)
+_CACHES = Symbol(
+    "torch",
+    "torch._functorch._aot_autograd.autograd_cache:should_use_local_autograd_cache",
+    "whether compiled code gets an entry of a cache, which is what can be saved",
+)
+RELIES_ON = (_AOT_AUTOGRAD, _AOT_COMPILED, _GUARDS, _FRESH_CACHE, _CACHES)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,12 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
         raise PrecompileError(
             f"{type(region.module).__name__} is on {region.device()}: build the module, and the "
             'arguments, under torch.device("meta")'
+        )
+    if not _CACHES.find()():
+        raise PrecompileError(
+            "torch's cache of compiled code is turned off in this process, and an entry of it is "
+            "what can be saved: unset TORCHINDUCTOR_AUTOGRAD_CACHE and "
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES here. Runs that load the code may have them"
         )
     refuse_modules(region.module)
     made = _Graphs(region)

@@ -110,18 +110,6 @@ def _dropless() -> list[Case]:
     ]
 
 
-def _recomputed(
-    name: str,
-    scopes: tuple[str, ...],
-    *flags: str,
-    preset: str = DENSE,
-    graph_flags: tuple[str, ...] = (),
-) -> Case:
-    """Whole layers that recompute themselves in their graphs."""
-    named = f"full-recompute-{name}"
-    return Case(named, preset, scopes, (*batch(8), *flags), graph_flags=graph_flags)
-
-
 def _realistic() -> list[Case]:
     """Widths of real models, two layers. Both runs have torch's grouped GEMM: see experts.md."""
     mixtral = (
@@ -219,16 +207,24 @@ CASES = [
     Case("recompute", MOE, ("moe_router",), (*batch(8), *RECOMPUTE)),
     Case("recompute-in-graph", DENSE, ("attn", "mlp"), (*batch(8), *RECOMPUTE)),
     Case("recompute-fp8", MOE, ("moe_router",), (*batch(8), *RECOMPUTE, *FP8)),
-    _recomputed("whole-layer", (), *UNIFORM),
-    _recomputed("block", ("attn", "mlp"), *FULL, "block", "--recompute-num-layers", "2"),
-    _recomputed("chunks", ("attn", "mlp"), *FULL, "uniform", "--recompute-num-layers", "2"),
-    _recomputed("tp2", (), *UNIFORM, *TENSOR_PARALLEL),
-    _recomputed("evaluation", (), *UNIFORM, *EVALUATED),
-    _recomputed("zero2", (), *UNIFORM, "--data-parallel-sharding-strategy", "optim_grads"),
-    _recomputed("dropless-ep2", EXPERTS, *UNIFORM, *EP2, preset=MOE, graph_flags=TORCH_GEMM),
-    _recomputed("capacity", EXPERTS, *UNIFORM, *CAPACITY, preset=MOE),
-    _recomputed("native", (), *UNIFORM, graph_flags=NATIVE),
-    _recomputed("verified", (), *UNIFORM, graph_flags=VERIFIED),
+    # Whole layers that recompute themselves in their graphs.
+    *(
+        replace(case, name=f"full-recompute-{case.name}", flags=(*batch(8), *case.flags))
+        for case in (
+            Case("whole-layer", DENSE, (), UNIFORM),
+            Case("block", DENSE, ("attn", "mlp"), (*FULL, "block", "--recompute-num-layers", "2")),
+            Case("chunks", DENSE, (), (*FULL, "uniform", "--recompute-num-layers", "2")),
+            Case("tp2", DENSE, (), (*UNIFORM, *TENSOR_PARALLEL)),
+            Case("evaluation", DENSE, (), (*UNIFORM, *EVALUATED)),
+            Case(
+                "zero2", DENSE, (), (*UNIFORM, "--data-parallel-sharding-strategy", "optim_grads")
+            ),
+            Case("dropless-ep2", MOE, EXPERTS, (*UNIFORM, *EP2), graph_flags=TORCH_GEMM),
+            Case("capacity", MOE, EXPERTS, (*UNIFORM, *CAPACITY)),
+            Case("native", DENSE, (), UNIFORM, graph_flags=NATIVE),
+            Case("verified", DENSE, (), UNIFORM, graph_flags=VERIFIED),
+        )
+    ),
     Case("dropout", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
     Case(
         "inference-rng",

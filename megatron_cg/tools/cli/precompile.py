@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +78,11 @@ def capability(text: str) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+_CACHES_OFF = ("TORCHINDUCTOR_AUTOGRAD_CACHE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES")
+"""Variables with which torch can save no code; it reads them when it is imported. A run may have
+them, as those of ``megatron-cg align`` do. What is traced has a new cache anyway."""
+
+
 @dataclass(frozen=True)
 class _Job:
     """What is compiled, and where it goes."""
@@ -90,6 +96,9 @@ class _Job:
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Trace, write and report; returns the exit code."""
+    if "torch" not in sys.modules:
+        for name in _CACHES_OFF:
+            os.environ.pop(name, None)
     job = _of_function(args, extra) if ":" in (args.build or "") else _of_run(args, extra)
     import torch
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch.distributed import all_reduce as bound_at_import
 from torch.distributed.device_mesh import init_device_mesh
@@ -319,6 +320,13 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], text: str, tmp_pat
     with pytest.raises(PrecompileError, match=text):
         save(lambda: region(reduced_later), tmp_path, world_size=2, **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_whose_caches_are_off_does_not_save(tmp_path: Path) -> None:
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        assert "unset TORCHINDUCTOR_AUTOGRAD_CACHE" in refusal(
+            lambda: region(lambda x, _: x * 2), tmp_path
+        )
 
 
 def test_nothing_of_other_packages_stays_changed(tmp_path: Path) -> None:

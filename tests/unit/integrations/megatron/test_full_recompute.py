@@ -66,6 +66,13 @@ PLANS = {
 }
 
 
+DRAWING = {
+    "dropout": with_model(dropout=0.1),
+    "jitter": with_model(experts=4, options={**FULL, **DROP_AND_PAD, "moe_input_jitter_eps": 0.01}),
+}
+"""What the rules refuse; the trainer here asks no rules."""
+
+
 def eager(plan: TrainingPlan) -> TrainingPlan:
     """The same without graphs; Megatron's config refuses dropless experts in them."""
     if not plan.device_counts:
@@ -83,7 +90,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_all(root: Path) -> None:
     from megatron_cg.tools.cpu.voting import train
 
-    for name, plan in PLANS.items():
+    for name, plan in (PLANS | DRAWING).items():
         train(eager(plan), root / name / "eager")
         train(replace(plan, graphs=True), root / name / "graphs")
     lives = {way: live(way) for way in ("eager", "graphs")}
@@ -98,6 +105,12 @@ def test_graphs_train_bit_for_bit_as_eager(records: Path, name: str) -> None:
     assert result.graphs["replayed"] == 2 * LAYERS * (STEPS - WARMUP) * DENSE.microbatches
     assert result.graphs["eager"] == 0
     assert len(result.values) == 2 * 2 * STEPS and result.shards > 40
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_draws_again_trains_other_numbers(records: Path, name: str) -> None:
+    result = compare(read_run(records / name / "eager"), read_run(records / name / "graphs"))
+    assert result.status == "different" and f"step {WARMUP + 1}," in result.reason
 
 
 SHORT, VERIFIED, DELETED, AGAIN, END = 4, 6, 7, 9, 11

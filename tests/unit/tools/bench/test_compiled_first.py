@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_cg.integrations.megatron.layer_code import LayerCall, LayerCode
+from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.captures import CaptureMeter
@@ -45,6 +46,7 @@ def test_its_command_compiles_from_the_flags_of_the_run() -> None:
 
 
 def test_the_run_starts_when_its_artifact_is_there(tmp_path: Path) -> None:
+    """Also with the variables of an alignment, some of which turn torch's caches off."""
     script = tmp_path / "run.py"
     script.write_text("import os, sys; print('started', *sorted(os.listdir(sys.argv[-1])))")
     folder = tmp_path / "artifacts"
@@ -53,7 +55,7 @@ def test_the_run_starts_when_its_artifact_is_there(tmp_path: Path) -> None:
     first = [sys.executable, "-m", "megatron_cg.tools.bench.compiled_first", sys.executable]
     ended = subprocess.run(
         [*first, str(script), *flags],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **DETERMINISTIC_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
