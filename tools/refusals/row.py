@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
-from megatron_cg.upstream.symbols import changed, installed_version
+from megatron_cg.upstream.symbols import changed
 
 CORE, FSDP, TE, TORCH = "megatron-core", "megatron-fsdp", "transformer-engine", "torch"
 _TE_SOURCE = "te-source"
@@ -47,8 +48,9 @@ class Line:
         return found[0]
 
     def __str__(self) -> str:
-        version = installed_version(self.distribution) or "2.20.2"
-        return f"{self.distribution} {version}: `{self.file}:{self.number()}`"
+        places = [str(place) for place in _places()]
+        found = metadata.distributions(name=self.distribution, path=places)
+        return f"{self.distribution} {next(iter(found)).version}: `{self.file}:{self.number()}`"
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,12 @@ def _text(path: Path) -> tuple[str, ...]:
     return tuple(path.read_text(encoding="utf-8").splitlines())
 
 
+def _places() -> list[Path]:
+    return [Path(sys.prefix, _TE_SOURCE), *map(Path, sys.path)]
+
+
 def _lines(line: Line) -> tuple[str, ...]:
-    places = [Path(sys.prefix, _TE_SOURCE), *map(Path, sys.path)]
-    found = next((file for place in places if (file := place / line.file).is_file()), None)
+    found = next((file for place in _places() if (file := place / line.file).is_file()), None)
     if found is None:
         raise changed(line.distribution, line.file, "a file of the package")
     return _text(found)
