@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from megatron_cg.arguments.rule import Refusal, Rule
+from megatron_cg.arguments.schema import RunArguments
 
 _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
+
 
 def _captures_mixing(run: RunArguments) -> bool:
     """Whether a graph holds what mixes the tokens of a sequence."""

@@ -15,7 +15,7 @@ from megatron_cg.errors import UpstreamChangedError
 from tests.unit.arguments.rule_cases import ALL
 from tests.unit.test_fault_table import matches
 from tools.generated import refused
-from tools.refusals.registry import ELSEWHERE, MISTAKES, OWN_LOOP, ROWS
+from tools.refusals.registry import MISTAKES, OWN_LOOP, ROWS
 from tools.refusals.row import CORE, Line, Row, Status
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_every_refusal_is_in_one_place_and_every_name_is_one() -> None:
     files = {path.resolve() for folder in CODE for path in folder.rglob("*.py")}
     used = {name for path in files for name in names_in(path)} | {case.rule for case in ALL}
     placed = Counter(name for row in ROWS for name in row.rules)
-    placed.update([*ELSEWHERE, *OWN_LOOP, *MISTAKES])
+    placed.update([*OWN_LOOP, *MISTAKES])
     assert set(placed) == used
     assert set(placed.values()) == {1}
 

@@ -7,6 +7,8 @@ from tools.refusals.row import CORE, TE, Line, Row, Status
 _CORE = "megatron/core/transformer"
 _FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
 _SHOWN = "unit/arguments/test_refusals_reproduced.py"
+_FUSED = "unit/fsdp/test_accumulation_fusion.py"
+_SHARED = "unit/moe/test_shared_expert.py"
 _PACKED = "unit/runs/test_packed_sequences.py"
 _ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
 _ONE_CHANGE = "unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why"
@@ -68,9 +70,58 @@ SUPPORTED = (
         f"weights and activations are fp32 outside of GEMMs; {_NOT_ON_GPUS}",
         tests=(f"{_ALIGNED}[fp8-fp32]",),
     ),
+    Row(
+        "`--moe-shared-expert-overlap`",
+        Status.SUPPORTED,
+        "whole MoE layers hold all stages of the shared expert. Graphs of `moe_router` and "
+        "`moe_preprocess` hold the first, and the others run beside the exchange as before; "
+        + _NOT_ON_GPUS,
+        tests=(
+            f"{_SHARED}::test_every_loss_and_norm_is_megatrons[…]",
+            f"{_SHARED}::test_megatron_alone_fails_in_its_second_warmup_pass",
+            f"{_ALIGNED}[overlapped-…]",
+        ),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/moe/shared_experts.py",
+                "must be called from",
+            ),
+        ),
+    ),
+    Row(
+        "gradient-accumulation fusion with ZeRO-2 or ZeRO-3",
+        Status.SUPPORTED,
+        "while graphs live, layers hand over their gradients instead of writing them into "
+        "Megatron-FSDP's buckets; both are the same GEMM, and the copy is not saved; "
+        + _NOT_ON_GPUS,
+        tests=(
+            f"{_FUSED}::test_with_graphs_every_loss_and_norm_is_that_of_eager_fusion[…]",
+            "functional/test_fusion.py::test_losses_norms_and_shards_are_those_of_eager_fusion",
+        ),
+    ),
 )
 
 NOT_YET = (
+    Row(
+        "gradient-accumulation fusion with ZeRO-1 or `no_shard`, with gradients of another dtype, "
+        "with `--transformer-impl local`, or with `--use-transformer-engine-op-fuser`",
+        Status.HERE,
+        "bits would differ from eager fusion. With ZeRO-1 and `no_shard` eager fusion itself is "
+        "wrong: each microbatch overwrites the gradients of the one before it",
+        rules=("gradient-accumulation-fusion",),
+        tests=(
+            f"{_FUSED}::test_without_them_a_microbatch_overwrites_the_one_before[…]",
+            f"{_FUSED}::test_if_it_were_a_replay_would_hand_over_the_placeholder",
+        ),
+        lines=(
+            Line(
+                CORE,
+                "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py",
+                "param.overwrite_main_grad = True",
+            ),
+        ),
+    ),
     Row(
         "packed sequences with captured attention or Mamba mixers",
         Status.HERE,

@@ -14,9 +14,6 @@ ROWS: tuple[Row, ...] = (
     *megatron.ROWS,
 )
 
-ELSEWHERE = frozenset({"gradient-accumulation-fusion", "shared-expert-overlap"})
-"""Rules whose rows are still to come."""
-
 OWN_LOOP = frozenset(
     {
         *("fsdp2-cpu-offload", "fsdp2-extension", "fsdp2-group-of-modules", "fsdp2-no-parameters"),
