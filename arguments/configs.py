@@ -30,7 +30,6 @@ TRANSFORMER: Mapping[str, str] = {
     "moe_router_padding_for_fp8": "moe_router_padding_for_fp8",
     "moe_router_padding_for_quantization": "moe_router_padding_for_quantization",
     "moe_router_load_balancing_type": "moe_router_load_balancing_type",
-    "moe_enable_routing_replay": "moe_enable_routing_replay",
     "moe_flex_dispatcher_backend": "moe_flex_dispatcher_backend",
     "moe_hybridep_pad_uneven_dispatch_inputs": "moe_hybridep_pad_uneven_dispatch_inputs",
     "moe_ncclep_static_shape": "moe_ncclep_static_shape",
@@ -63,9 +62,7 @@ TRANSFORMER: Mapping[str, str] = {
     "overlap_dispatch_backward_with_experts_wgrad": "overlap_dispatch_backward_with_experts_wgrad",
     "hybrid_context_parallel": "hybrid_context_parallel",
     "mtp_num_layers": "mtp_num_layers",
-    "mtp_use_repeated_layer": "mtp_use_repeated_layer",
     "te_rng_tracker": "use_te_rng_tracker",
-    "inference_rng_tracker": "inference_rng_tracker",
 }
 """Fields of :class:`RunArguments`, each with its field of ``TransformerConfig``."""
 

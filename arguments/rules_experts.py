@@ -57,7 +57,8 @@ def router_violation(balancing: Iterable[str]) -> Violation | None:
     return Violation(
         "experts-router",
         f"dropless experts in a graph with --moe-router-load-balancing-type {' '.join(others)}",
-        f"whole MoE layers are known to be captured right with {', '.join(_BALANCING)} alone",
+        "megatron-core 0.19.2 takes whole MoE layers in graphs only as drop and pad, and that only "
+        f"with {', '.join(_BALANCING)}",
         f"type --moe-router-load-balancing-type aux_loss, or {_ROUTER}",
     )
 

@@ -61,19 +61,6 @@ def sinkhorn(
         )
 
 
-def routing_replay(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """Routers that record which experts they chose do so in Python code."""
-    if run.moe_enable_routing_replay and _captures_router(run, graph):
-        yield Violation(
-            "routing-replay",
-            "--moe-enable-routing-replay with a captured MoE router",
-            "experts are recorded and restored by Python code, which a replay does not run",
-            f"drop --moe-enable-routing-replay, {_WITHOUT_MOE}",
-        )
-
-
 def counts_read(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
@@ -119,7 +106,6 @@ def uneven_inputs(
 
 RULES: tuple[Rule, ...] = (
     sinkhorn,
-    routing_replay,
     counts_read,
     uneven_inputs,
     Refusal(

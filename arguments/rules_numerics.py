@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from megatron_cg.arguments.rule import Refusal, Rule
+from megatron_cg.arguments.schema import RunArguments
 
 _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
+
+
+def _captures_mixing(run: RunArguments) -> bool:
+    """Whether a graph holds what mixes the tokens of a sequence."""
+    return run.is_whole_layer or bool({"attn", "mamba"} & set(run.cuda_graph_modules))
+
 
 RULES: tuple[Rule, ...] = (
     Refusal(
@@ -15,14 +22,6 @@ RULES: tuple[Rule, ...] = (
         "every parameter, and under Megatron-FSDP some have none, so a run without graphs fails "
         "too: 'NoneType' object has no attribute 'data'",
         "type --bf16 instead, or drop --fp16 and train in fp32",
-    ),
-    Refusal(
-        "fp8-without-bf16",
-        lambda run: run.fp8 is not None and not run.bf16,
-        "--fp8-format {run.fp8} without --bf16",
-        "untested: no run has shown that FP8 with weights in another type than bfloat16 trains "
-        "under Megatron-FSDP",
-        "add --bf16, or drop --fp8-format",
     ),
     Refusal(
         "fp8-primary-weights",
@@ -51,24 +50,21 @@ RULES: tuple[Rule, ...] = (
         "optimizer-graph",
         lambda run: run.optimizer_cuda_graph,
         "--optimizer-cuda-graph with layerwise graphs",
-        "under Megatron-FSDP this ended in 'CUDA error: invalid argument'",
+        "the optimizer's step begins an all-gather of Megatron-FSDP, for which the next forward "
+        "pass waits outside of the graph, and its graph would read gradients that move: it ended "
+        "in 'CUDA error: invalid argument'",
         "drop --optimizer-cuda-graph",
     ),
     Refusal(
-        "repeated-prediction-layer",
-        lambda run: run.mtp_use_repeated_layer and (run.mtp_num_layers or 0) > 1,
-        "--mtp-use-repeated-layer with --mtp-num-layers above 1",
-        "one layer then runs several times before its first backward, and its one graph keeps the "
-        "activations of the last run only, so the gradients would be wrong",
-        "drop --mtp-use-repeated-layer, or type --mtp-num-layers 1",
-    ),
-    Refusal(
         "packed-sequences",
-        lambda run: run.sft or run.rl_use_sequence_packing,
-        "packed sequences (--sft or --rl-use-sequence-packing)",
-        "the lengths of the sequences in a pack differ from step to step, and a graph keeps the "
-        "shapes and lengths it was captured with",
-        "drop the flag and train on sequences of one length, or type --cuda-graph-impl none",
+        lambda run: (run.sft or run.rl_use_sequence_packing) and _captures_mixing(run),
+        "packed sequences (--sft or --rl-use-sequence-packing) with captured attention or Mamba "
+        "mixers",
+        "a pack's boundaries reach the layer as PackedSeqParams, of which Megatron's graphs take "
+        "no tensor (cu_seqlens differs from step to step in length and values, max_seqlen is a "
+        "number)",
+        "type --cuda-graph-modules with scopes other than attn and mamba, such as mlp or "
+        "moe_router moe_preprocess, or --cuda-graph-impl none",
     ),
     Refusal(
         "hybrid-context-parallel",
@@ -77,13 +73,5 @@ RULES: tuple[Rule, ...] = (
         "sequences of several lengths are spread over changing groups of ranks, and a graph keeps "
         "the shapes and groups it was captured with",
         "drop --hybrid-context-parallel",
-    ),
-    Refusal(
-        "inference-rng-tracker",
-        lambda run: run.inference_rng_tracker,
-        "--inference-rng-tracker",
-        "that tracker keeps no random states and its fork() does nothing, so training does not "
-        "draw the numbers it should and a graph has no state to register",
-        "drop --inference-rng-tracker and add --te-rng-tracker",
     ),
 )

@@ -186,7 +186,6 @@ class RunArguments:
     moe_router_load_balancing_type: tuple[str, ...] = _setting(
         ("aux_loss",), "how the router spreads tokens over experts"
     )
-    moe_enable_routing_replay: bool = _setting(False, "routers record experts and use them again")
     moe_flex_dispatcher_backend: str = _setting("deepep", "what the dispatcher flex is made of")
     moe_hybridep_pad_uneven_dispatch_inputs: bool = _setting(
         False, "ranks pad to the largest number of tokens"
@@ -240,13 +239,11 @@ class RunArguments:
     hybrid_context_parallel: bool = _setting(False, "sequences of several lengths over ranks")
 
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
-    mtp_use_repeated_layer: bool = _setting(False, "one prediction layer is run at every depth")
 
     logs_passes: bool = _setting(False, "activations, tokens of experts or gradients are saved")
     sft: bool = _setting(False, "fine-tuning, on packed sequences")
     rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
-    inference_rng_tracker: bool = _setting(False, "a tracker that does not keep states")
 
     @property
     def wants_graphs(self) -> bool:

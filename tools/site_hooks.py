@@ -19,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tools.generated import commands, flags, modules, relied_on, sections, tried
+from tools.generated import commands, flags, modules, refused, relied_on, sections, tried
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,6 +34,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "section": sections.section,
     "changelog": sections.changelog,
     "tried": tried.tried,
+    "features": refused.features,
 }
 """Each takes the words after its name, and returns Markdown."""
 

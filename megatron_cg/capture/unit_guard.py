@@ -12,6 +12,7 @@ from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Frozen, Numerics, Training
 from megatron_cg.replay.guard.objects import Entry, Hooks, Objects, entries
+from megatron_cg.replay.guard.routing import Routing
 from megatron_cg.replay.unit import Unit
 
 
@@ -73,6 +74,7 @@ class UnitGuard:
             Numerics(numerics, read_numerics),
             Training([layer, *graphed]),
             Frozen(layer, graphed),
+            Routing(graphed),
             Objects(table),
             self._hooks,
         )

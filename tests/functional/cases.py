@@ -99,6 +99,8 @@ def _dropless() -> list[Case]:
         ("ep2-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED)),
         ("ep2-permute-fusion", MOE, EXPERTS, (*EP2, "--moe-permute-fusion")),
         ("ep2-shared-experts", MLA, EXPERTS, EP2),
+        ("ep2-routing-replay", MOE, EXPERTS, (*EP2, "--moe-enable-routing-replay")),
+        ("ep2-inference-rng", MOE, EXPERTS, (*EP2, *DROPOUT, "--inference-rng-tracker")),
         # In a graph as many rows as 192 of each expert, eagerly 96: grouped_mm takes other tiles.
         ("ep2-few-rows", MOE, EXPERTS, (*EP2, "--seq-length", "192")),
         ("router-ep2", MOE, PREPROCESS, EP2),
@@ -181,6 +183,7 @@ CASES = [
     Case("fp32", DENSE, ("attn", "mlp"), batch(8), bf16=False),
     Case("fp32-moe", MOE, PREPROCESS, batch(8), bf16=False),
     Case("fp8", MOE, ROUTER, (*batch(8), *FP8)),
+    Case("fp8-fp32", DENSE, ("attn", "mlp"), (*batch(8), *FP8), bf16=False),
     *(
         Case(
             f"fp8-{recipe}{'-weights' if weights else ''}",
@@ -243,6 +246,13 @@ CASES = [
         )
     ),
     Case("dropout", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
+    Case(
+        "inference-rng",
+        DENSE,
+        ("attn", "mlp"),
+        (*batch(8), *DROPOUT, "--inference-rng-tracker"),
+    ),
+    Case("routing-replay", MOE, ROUTER, (*batch(8), "--moe-enable-routing-replay")),
     Case("dropout-router", MOE, ROUTER, (*batch(8), *DROPOUT)),
     Case("dropout-fp8", MOE, ROUTER, (*batch(8), *DROPOUT, *FP8)),
     Case("dropout-recompute", MOE, ("moe_router",), (*batch(8), *DROPOUT, *RECOMPUTE)),

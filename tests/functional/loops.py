@@ -79,6 +79,12 @@ GROUPS = {
         Group("tp2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         Group("ep2", {"expert_model_parallel_size": 2}),
         Group("mtp", {"mtp_num_layers": 1}),
+        # One layer predicts twice; it stays eager.
+        Group(
+            "mtp-repeated",
+            {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+            scopes=(PREPROCESS,),
+        ),
         Group("native", drivers=(NATIVE,)),
         Group(
             "native-tp2",
@@ -99,6 +105,16 @@ GROUPS = {
             {**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2, "mtp_num_layers": 1},
             scopes=(EXPERTS,),
             dtypes=("bf16",),
+        ),
+        Group(
+            "dropless-mtp-repeated",
+            {
+                **{**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2},
+                **{"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+            },
+            scopes=(EXPERTS,),
+            dtypes=("bf16",),
+            drivers=(API,),
         ),
         Group(
             "dropless-rows",

@@ -36,6 +36,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -360,6 +361,7 @@ def clean_up() -> None:
     """Release what a run leaves in Megatron's globals, and its memory."""
     microbatches.unset_num_microbatches_calculator()
     destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()  # has a place for each depth of this run's model
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.arguments import validation
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.tools.align.command import arguments
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.plan.worker import docstrings_read_once
-from tests.functional import cases, test_failures
+from tests.functional import cases, test_failures, test_refusals, without_rules
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of, pytest_xdist_auto_num_workers
 from tests.functional.tampered import ACTIONS, VARIABLES
@@ -90,7 +91,11 @@ def test_a_case_is_accepted(
 
 @pytest.mark.parametrize(
     ("case", "rule"),
-    [(cases.EXPANDABLE_ALONE, "expandable-segments"), (cases.SINKHORN, "sinkhorn-router")],
+    [
+        (cases.EXPANDABLE_ALONE, "expandable-segments"),
+        (cases.SINKHORN, "sinkhorn-router"),
+        *((case, rule) for rule, case in test_refusals.REFUSED.items()),
+    ],
     ids=lambda item: getattr(item, "name", item),
 )
 def test_what_is_to_be_refused_is_refused_for_that_reason(
@@ -99,6 +104,20 @@ def test_what_is_to_be_refused_is_refused_for_that_reason(
     with pytest.raises(ConfigurationError) as error:
         validated(case, tmp_path, monkeypatch, graphs=True)
     assert [violation.rule for violation in error.value.violations] == [rule]
+
+
+@pytest.mark.parametrize("rule", test_refusals.REFUSED)
+def test_a_rule_that_is_left_out_lets_its_case_pass(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "RULES", validation.RULES)  # to have it back
+    without_rules.leave_out({rule})
+    validated(test_refusals.REFUSED[rule], tmp_path, monkeypatch, graphs=True)
+
+
+def test_no_rule_that_is_not_there_is_left_out() -> None:
+    with pytest.raises(ValueError, match="no rule is named another-rule"):
+        without_rules.leave_out({"another-rule"})
 
 
 def test_what_is_refused_only_with_graphs_trains_without(

@@ -20,7 +20,8 @@ Note [Which layers]
     ``recompute_num_layers`` layers.
 
     A layer of multi-token prediction is recomputed by ``uniform`` alone. Megatron also recomputes
-    the projection before it, which no graph holds; here that keeps its activations.
+    the projection before it, which no graph holds; here that keeps its activations. One that is
+    repeated has no graph, and Megatron's own checkpoint stays around it.
 
 Note [Gathered as often]
     In an eager run with full recompute, Megatron-FSDP's hooks run around the first pass and again
@@ -43,6 +44,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from megatron_cg.integrations.megatron.prediction import prediction_is_repeated
 from megatron_cg.replay.region import is_capturing, not_capturing
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.layer_config import LayerConfig
@@ -117,12 +119,18 @@ def recompute_in_layers(model: nn.Module) -> Callable[[], None]:
     """
     with ExitStack() as undo:
         for caller in model.modules():
-            if isinstance(caller, _CALLERS) and recomputes_layers(caller.config):
+            if isinstance(caller, _CALLERS) and _moves(caller):
                 for layer in _recomputed(caller):
                     undo.callback(_recompute(layer))
                 plain = LayerConfig(caller.config, recompute_granularity=None)
                 undo.callback(set_attribute(caller, "config", plain))
         return undo.pop_all().close
+
+
+def _moves(caller: Any) -> bool:
+    """Whether the checkpoints of ``caller`` move; see Note [Which layers]."""
+    eager = isinstance(caller, MultiTokenPredictionLayer) and prediction_is_repeated(caller.config)
+    return recomputes_layers(caller.config) and not eager
 
 
 def recomputes_layers(config: Any) -> bool:

@@ -31,6 +31,7 @@ from megatron_cg.integrations.megatron import repeat
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
+from megatron_cg.integrations.megatron.prediction import prediction_is_repeated
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
@@ -145,7 +146,15 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             layers = list(self.chunks_with_decoder[0].decoder.layers)
             for index, layer in enumerate(layers):
                 self._scopes[layer] = self._scopes_of(index, len(layers))
-        self._keep_only(self._is_selected)
+        repeated = self._repeated_layers()
+        self._keep_only(lambda layer: layer not in repeated and self._is_selected(layer))
+
+    def _repeated_layers(self) -> list[nn.Module]:
+        """Prediction layers that run several times in a pass; they stay eager."""
+        if not prediction_is_repeated(self.config):
+            return []
+        pairs = zip(self.flattened_callables, self.flattened_callables_is_mtp, strict=True)
+        return [layer for layer, is_mtp in pairs if is_mtp]
 
     def _scopes_of(self, index: int, num_layers: int) -> list[Any]:
         by_name = {module.name: module for module in self.config.cuda_graph_modules}

@@ -48,10 +48,12 @@ _COMPILE = Symbol(
     "what runs make for datasets",
 )
 RELIES_ON = (_PARSER, _RULES, _YAML_RULES, _HELPER, _COMPILE)
-_YAML_VIOLATION = Violation(
+YAML_VIOLATION = Violation(
     "yaml-config",
     "--yaml-cfg asks for layerwise graphs under Megatron-FSDP",
-    "the settings of a YAML file do not pass the rules that keep a replay correct",
+    "the settings of a YAML file do not pass the rules that keep a replay correct, and no such run "
+    "starts: megatron-core 0.19.2 also wants account_for_embedding_in_pipeline_split in a section "
+    "of the file, and refuses it there",
     "give the run's settings on the command line, or set cuda_graph_impl to none in the file",
 )
 _active: ExitStack | None = None
@@ -176,7 +178,7 @@ def _refuse_yaml_with_graphs() -> Callable[[], None]:
         def validate_yaml(*args: Any, **kwargs: Any) -> Any:
             result = old(*args, **kwargs)
             if wants_graphs(result):
-                raise ConfigurationError([_YAML_VIOLATION])
+                raise ConfigurationError([YAML_VIOLATION])
             return result
 
         return validate_yaml

@@ -10,6 +10,9 @@ from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Frozen, Numerics, Training
 from megatron_cg.replay.guard.objects import Hooks, Objects
+from megatron_cg.replay.guard.routing import Routing
+
+UnitClause = Training | Frozen | Autograd | Autocast | Numerics | Routing | Objects | Hooks
 
 
 class Guard:
@@ -19,7 +22,7 @@ class Guard:
         self,
         inputs: Inputs,
         addresses: Addresses,
-        unit: Sequence[Training | Frozen | Autograd | Autocast | Numerics | Objects | Hooks],
+        unit: Sequence[UnitClause],
     ) -> None:
         self.inputs = inputs
         self.addresses = addresses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER
 from megatron_cg.errors import HostSyncError, MegatronCGError
+from megatron_cg.integrations.megatron.prediction import prediction_is_repeated
 from megatron_cg.tools.plan.capture import (
     TORCH_GEMM_WORKSPACE,
     Captured,
@@ -51,6 +52,7 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
         )
     if settings.graph.cg_grouped_gemm == "torch":
         notes.append(bits_note(args))
+    notes += eager_passes(args)
     DotProductAttention.deterministic = (
         os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     )
@@ -78,6 +80,22 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
         _add_graphs(found, samples, captured, args)
         found["worth"] = _worth(found, settings)
         return found
+
+
+def eager_passes(args: Any) -> Iterator[str]:
+    """What a run does eagerly beside the parts of decoder layers that are not captured."""
+    if prediction_is_repeated(args):
+        yield (
+            "--mtp-use-repeated-layer: the prediction layer stays eager, because it runs "
+            f"{args.mtp_num_layers} times before its first backward pass."
+        )
+    if args.moe_enable_routing_replay:
+        yield (
+            "--moe-enable-routing-replay: passes in which routers record or repeat a choice run "
+            "their graphs' regions eagerly; the others are replayed."
+        )
+    if args.sft or args.rl_use_sequence_packing:
+        yield "packed sequences: attention sees their boundaries and stays eager."
 
 
 def _model(model: nn.Module, args: Any, decoder: Sequence[nn.Module]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megatron_cg.arguments import Environment, GraphArguments, RunArguments, not
 from megatron_cg.arguments.megatron import add_arguments, read
 from megatron_cg.arguments.schema import BACKENDS, SCOPES
 from megatron_cg.errors import Violation
+from megatron_cg.integrations.megatron.patches import YAML_VIOLATION
 from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.plan.experts import experts_of
 from megatron_cg.tools.plan.fakes.packages import TE_VERSION
@@ -108,6 +109,8 @@ class _UsageError(Exception):
 def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
     from megatron.training import arguments
 
+    if any(word.partition("=")[0] == "--yaml-cfg" for word in words):
+        raise _UsageError(f"--yaml-cfg: {YAML_VIOLATION.reason}; {YAML_VIOLATION.remedy}")
     parsers: list[argparse.ArgumentParser] = []
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

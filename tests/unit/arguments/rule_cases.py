@@ -122,13 +122,6 @@ LAYERS = (
         "--moe-router-load-balancing-type aux_loss",
     ),
     Case(
-        "routing-replay",
-        {"moe_enable_routing_replay": True},
-        "--moe-enable-routing-replay",
-        "Python code, which a replay does not run",
-        "drop --moe-enable-routing-replay",
-    ),
-    Case(
         "dispatcher-reads-counts",
         modules("attn", "moe", moe_token_dispatcher_type="allgather", **DROP_AND_PAD),
         "dispatcher-type allgather in",

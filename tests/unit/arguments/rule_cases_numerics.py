@@ -178,13 +178,6 @@ NUMERICS = (
         "type --bf16",
     ),
     Case(
-        "fp8-without-bf16",
-        {"bf16": False, "fp8": "hybrid"},
-        "--fp8-format hybrid without --bf16",
-        "another type than bfloat16",
-        "add --bf16",
-    ),
-    Case(
         "fp8-primary-weights",
         {"fp8": "hybrid", "fp8_param_gather": True},
         "--fp8-param-gather without --keep-fp8-transpose-cache",
@@ -210,26 +203,20 @@ NUMERICS = (
         "invalid argument",
         "drop --optimizer-cuda-graph",
     ),
-    Case(
-        "repeated-prediction-layer",
-        {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
-        "--mtp-use-repeated-layer",
-        "activations of the last run only",
-        "--mtp-num-layers 1",
-    ),
-    Case(
-        "packed-sequences",
-        {"sft": True},
-        "--sft",
-        "differ from step to step",
-        "--cuda-graph-impl none",
-    ),
-    Case(
-        "packed-sequences",
-        {"rl_use_sequence_packing": True},
-        "--rl-use-sequence-packing",
-        "differ from step to step",
-        "--cuda-graph-impl none",
+    *(
+        Case(
+            "packed-sequences",
+            {**modules(*scopes), **change},
+            "with captured attention",
+            "cu_seqlens",
+            "--cuda-graph-modules with scopes other than attn and mamba",
+        )
+        for scopes, change in (
+            (("attn", "moe_router"), {"sft": True}),
+            (("attn", "moe_router"), {"rl_use_sequence_packing": True}),
+            ((), {"sft": True, "num_experts": None}),
+            (("mamba",), {"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None}),
+        )
     ),
     Case(
         "hybrid-context-parallel",
@@ -237,12 +224,5 @@ NUMERICS = (
         "--hybrid-context-parallel",
         "several lengths",
         "drop --hybrid-context-parallel",
-    ),
-    Case(
-        "inference-rng-tracker",
-        {"inference_rng_tracker": True},
-        "--inference-rng-tracker",
-        "no random states",
-        "add --te-rng-tracker",
     ),
 )

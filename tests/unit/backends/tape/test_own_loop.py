@@ -42,6 +42,8 @@ RUNS = {
     "dropless-recompute": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
     "dropless-rows": tuple(Run("bf16", EXPERTS, driver) for driver in DRIVERS),
     "mtp": (Run("fp32", PREPROCESS, API), Run("fp32", PREPROCESS, ENABLED)),
+    "mtp-repeated": (Run("fp32", PREPROCESS, API), Run("bf16", PREPROCESS, ENABLED)),
+    "dropless-mtp-repeated": (Run("bf16", EXPERTS, API),),
     "qwen3-moe-tiny": (Run("bf16", PREPROCESS, API),),
     "deepseek-v3-tiny": (Run("bf16", PREPROCESS, API),),
 }

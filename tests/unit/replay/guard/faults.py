@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Frozen, Numerics, Training
 from megatron_cg.replay.guard.objects import Hooks, Objects
+from megatron_cg.replay.guard.routing import Routing
 
 Fault = Callable[[Any], Any]
 """Does its worst to a trainer; may return a context manager for the next step."""
@@ -118,6 +119,17 @@ def metrics_replaced(_trainer: Any) -> None:
     destroy_moe_metrics_tracker()
 
 
+def choice_repeated(trainer: Any) -> None:
+    """From now on the first router sends all tokens to the same experts."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replay = layer_of(trainer).mlp.router.router_replay
+    plan = trainer.plan
+    tokens = plan.micro_batch_size * plan.model.sequence_length
+    replay.set_target_indices(torch.tensor([[0, 1]]).repeat(tokens, 1))
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
 def memory_moved(trainer: Any) -> None:
     buffer = layer_of(trainer).self_attention.mark
     buffer.data = buffer.data.clone()
@@ -136,6 +148,8 @@ class Case:
     experts: int = 0
     warmup: int = 1
     """Steps before capture; with two, the rotary table is found to be one tensor in all steps."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of Megatron's TransformerConfig."""
 
 
 FAULTS: dict[str, Case] = {
@@ -150,6 +164,12 @@ FAULTS: dict[str, Case] = {
     "grad mode": Case(without_gradients),
     "autocast": Case(under_autocast),
     "fp8": Case(recipe_changed),
+    "routing": Case(
+        choice_repeated,
+        ("attn", "moe_router"),
+        4,
+        options={"moe_enable_routing_replay": True},
+    ),
     "module": Case(module_replaced),
     "parameter": Case(parameter_replaced),
     "buffer": Case(buffer_replaced),
@@ -182,6 +202,7 @@ def switched_off(clause: str) -> Iterator[None]:
         "autocast": (Autocast, "broken"),
         "fp8": (Numerics, "broken"),
         "hooks": (Hooks, "broken"),
+        "routing": (Routing, "broken"),
         "object": (replay, "_no_tensor"),
     }
     with pytest.MonkeyPatch.context() as patch:

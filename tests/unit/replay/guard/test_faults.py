@@ -36,7 +36,12 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     model = CpuModelConfig(
-        layers=2, graph_modules=case.scopes, experts=case.experts, dropout=0.1, bf16=False
+        layers=2,
+        graph_modules=case.scopes,
+        experts=case.experts,
+        dropout=0.1,
+        bf16=False,
+        options=case.options,
     )
     trainer: Any = Trainer(TrainingPlan(model=model, graphs=graphs))
     trainer.backend = Numeric()

@@ -135,10 +135,7 @@ TRIED = (
         "--tensor-model-parallel-size 2 --sequence-parallel",
     ),
     *_each("router,whole experts", f"{_SHARED} --moe-shared-expert-overlap"),
-    *(
-        Try(base, "--moe-enable-routing-replay", rule="routing-replay")
-        for base in ("router", "experts", "whole experts")
-    ),
+    *_each("router,experts,whole experts", "--moe-enable-routing-replay"),
     # Dispatchers and experts.
     *(Try(base, without="--moe-grouped-gemm") for base in ("preprocess", "experts")),
     *_each("router,preprocess", "--moe-token-dispatcher-type allgather"),

@@ -59,6 +59,10 @@ REQUESTS = {
     "overlapped, dropless": read_request(
         "deepseek-v3-tiny", [OVERLAP], scopes=["attn", "moe"], cg_grouped_gemm="torch"
     ),
+    "repeated prediction": on_preset("--mtp-num-layers 2 --mtp-use-repeated-layer"),
+    "recorded packs": read_request(
+        "qwen3-moe-tiny", ["--moe-enable-routing-replay", "--sft"], scopes=["moe_router"]
+    ),
     "again": read_request("deepseek-v3-tiny", []),
 }
 
@@ -386,3 +390,21 @@ def test_fsdps_buffers_are_those_of_its_units(plans: dict[str, Plan]) -> None:
     assert totals["persistent_buffers"]["weights bfloat16"] == whole["outside of all units"]
     shards = sum(bucket["weights"]["shard"] for unit in units for bucket in unit["buckets"])
     assert totals["shards"]["weights bfloat16"] == shards == sum(whole.values()) / plan["gpus"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("repeated prediction", ("runs 2 times before its first backward pass",)),
+        ("recorded packs", ("routers record or repeat", "packed sequences: attention")),
+    ],
+)
+def test_what_stays_eager_in_every_layer_is_noted(
+    name: str, words: tuple[str, ...], plans: dict[str, Plan]
+) -> None:
+    plan = plans[name]
+    assert command.exit_code(plan) == command.READY, plan
+    assert plan["graphs"]["captured"] == plan["model"]["layers"]
+    assert not [row for row in plan["layers"] if row["kind"] == "prediction"]
+    for said in words:
+        assert any(said in note for note in plan["notes"]), plan["notes"]

@@ -60,6 +60,7 @@ REQUESTS = {
     "foreign flag": Request(
         "train.py", (*on_preset("--fsdp-double-bufer").words, "--my-flag", "1"), own_flags=True
     ),
+    "a YAML file": on_preset("--yaml-cfg run.yaml"),
     "native in FP8": on_preset("--cg-backend native --fp8-format hybrid"),
     "no graphs": on_preset("--cuda-graph-impl none"),
     "expandable": Request(
@@ -126,6 +127,7 @@ def test_a_command_without_the_launcher_is_told_where_it_goes(plans: dict[str, P
     [
         ("unknown flag", ("--cuda-graf-modules", "--cuda-graph-modules")),
         ("bad value", ("many",)),
+        ("a YAML file", ("--yaml-cfg", "starts:", "on the command line")),
         ("mistyped scope", ("moe_rooter", "did you mean moe_router?", "attn", "mamba")),
     ],
 )

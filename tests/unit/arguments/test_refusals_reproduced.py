@@ -1,0 +1,290 @@
+"""What refusals say of the released packages, seen in their own code, without graphs of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_memory import FreedStorageError
+from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.arguments.good_configuration import GOOD_ARGV, parse
+from tests.unit.counted import expect
+
+TOKENS = 16
+
+
+def before_its_step(shape: Any, **options: Any) -> tuple[Any, Any]:
+    """A model under Megatron-FSDP with gradients, and Megatron's optimizer that is to use them."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_cg.tools.cpu.cpu_model import build
+
+    model = build(shape)
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, **options)
+    optimizer = get_megatron_optimizer(config, [model])
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    mask = ~torch.tril(torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool))
+    loss = model(tokens, torch.arange(TOKENS)[None], mask, labels=tokens)
+    optimizer.scale_loss(loss.float().sum()).backward()
+    model.module.finish_grad_sync()
+    return model, optimizer
+
+
+def fp16_step() -> None:
+    """One step with a loss scale, in each of two processes; raises what Megatron raises."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+
+    half = {"fp16": True, "params_dtype": torch.half}
+    shape = CpuModelConfig(layers=1, bf16=False, options=half)
+    _, optimizer = before_its_step(shape, loss_scale=1.0, **half)
+    try:
+        optimizer.step()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_fp16_fails_in_the_first_step_without_graphs() -> None:
+    with pytest.raises(Exception, match="'NoneType' object has no attribute 'data'") as error:
+        run_processes(fp16_step)
+    assert "_collect_main_grad_data_for_unscaling" in str(error.value)
+
+
+def test_a_pipeline_stage_cannot_be_wrapped() -> None:
+    from einops import EinopsError
+    from megatron.core import parallel_state
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_cg.tools.cpu.cpu_model import ddp_config, transformer_config
+    from megatron_cg.tools.cpu.fakes import cpu_fakes
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+
+    shape = CpuModelConfig(options={"pipeline_model_parallel_size": 2})
+    with cpu_fakes():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            parallel_state.initialize_model_parallel(
+                pipeline_model_parallel_size=2, create_gloo_process_groups=False
+            )
+            config, given = transformer_config(shape), ddp_config(shape)
+            with pytest.raises(EinopsError, match=r"dp_cp ep tp"):
+                FullyShardedDataParallel(config, given, torch.nn.Linear(2, 2))
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+BOTH = "account_for_embedding_in_pipeline_split"
+"""A field of TransformerConfig that Megatron also reads beside the sections of a YAML file."""
+SECTIONS = ("model_parallel", "language_model")
+
+
+def yaml_settings(places: tuple[str, ...]) -> dict[str, Any]:
+    """Everything that Megatron reads, with :data:`BOTH` in these places; ``""`` is no section."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = "--micro-batch-size 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+    steps = "--max-position-embeddings 64 --train-iters 3 --lr 1e-3 --min-lr 0"
+    given = vars(parse(*GOOD_ARGV, *sizes.split(), *steps.split()))
+    parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
+    fields = {field.name: field for field in dataclasses.fields(TransformerConfig)}
+
+    def value(field: dataclasses.Field[Any]) -> Any:
+        empty = field.default is dataclasses.MISSING
+        return given.get(field.name, None if empty else field.default)
+
+    outside = {"bias_swiglu_fusion", "rank", "world_size"}
+    whole: dict[str, Any] = {k: v for k, v in given.items() if k not in {*fields, *outside}}
+    whole["model_parallel"] = {n: value(f) for n, f in fields.items() if n in parallel}
+    model = {n: value(f) for n, f in fields.items() if n not in parallel}
+    model |= {"activation_func": "swiglu", "bias_swiglu_fusion": True, "num_moe_experts": 8}
+    whole["language_model"] = model
+    for place in ("", *SECTIONS):
+        section = whole[place] if place else whole
+        section.pop(BOTH, None)
+        if place in places:
+            section[BOTH] = False
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("places", "error"),
+    [
+        ((), f"no attribute '{BOTH}'"),
+        (("language_model",), f"no attribute '{BOTH}'"),
+        (("model_parallel",), f"no attribute '{BOTH}'"),
+        (("",), f"Missing argument {BOTH} for"),
+        (("", "language_model"), f"multiple values for keyword argument '{BOTH}'"),
+        (("", "model_parallel"), f"multiple values for keyword argument '{BOTH}'"),
+    ],
+    ids=["nowhere", "model", "parallel", "beside", "beside and model", "beside and parallel"],
+)
+def test_no_yaml_file_passes_megatrons_own_checks(
+    places: tuple[str, ...],
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.training import arguments, yaml_arguments
+
+    file = tmp_path / "run.yaml"
+    text = json.dumps(yaml_settings(places), default=lambda value: getattr(value, "name", None))
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--yaml-cfg", str(file)])
+    args = arguments.parse_args()
+    with pytest.raises(Exception, match=error):
+        yaml_arguments.core_transformer_config_from_yaml(yaml_arguments.validate_yaml(args))
+
+
+def test_local_graphs_refuse_the_hooks_of_megatron_fsdp(dense_model: Any) -> None:
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+
+    layer: Any = transformer_layers(dense_model)[0]
+    manager = object.__new__(CudaGraphManager)
+    with pytest.raises(AssertionError, match="user registered pre-forward hooks"):
+        manager.call_ddp_preforward_hook(layer)
+    assert not any(hasattr(weight, "main_grad") for weight in layer.parameters())
+
+
+def gradient_places(options: Mapping[str, object]) -> list[set[int]]:
+    """The addresses of each parameter's main gradient in three steps, none of which was freed."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1, fsdp_options=options)))
+    kept: list[list[torch.Tensor]] = []
+    for _ in range(3):
+        trainer.step()
+        kept.append([parameter.grad.to_local() for parameter in trainer._parameters])
+    parallel_state.destroy_model_parallel()
+    return [{tensor.data_ptr() for tensor in step} for step in zip(*kept, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        ({}, 3),
+        ({"megatron_fsdp_cuda_graph_mode": True}, 3),
+        ({"megatron_fsdp_main_grads_dtype": torch.float32}, 1),
+    ],
+    ids=["default", "mode of full-iteration graphs", "fp32 main gradients"],
+)
+def test_gradients_move_from_step_to_step_under_an_optimizer_graph(
+    options: Mapping[str, object], places: int, one_rank: None
+) -> None:
+    assert {len(found) for found in gradient_places(options)} == {places}
+
+
+def test_the_optimizers_step_begins_a_gather_that_the_next_pass_waits_for(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+
+    model, optimizer = before_its_step(CpuModelConfig(layers=1, bf16=False), clip_grad=0.0)
+    own, gathers = model.module.all_gather_and_wait_parameters_ready, list[dict[str, Any]]()
+
+    def gather(**named: Any) -> None:
+        gathers.append(named)
+        own(**named)
+
+    monkeypatch.setattr(model.module, "all_gather_and_wait_parameters_ready", gather)
+    optimizer.step()
+    (named,) = gathers
+    assert named["prefetch"] and not named["wait_bucket_ready"]
+    pipeline = model.module.all_gather_pipeline
+    assert {status.name for status in pipeline.bucket_status.values()} >= {"COMMUNICATING"}
+
+
+KEPT: list[torch.Tensor] = []
+"""Largest logits that a test lets nobody free."""
+
+
+@pytest.fixture
+def largest_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention of megatron-core that keeps its largest logits as the one of TE does."""
+    from megatron.core.models import backends
+
+    class Attention(backends.DotProductAttention):  # type: ignore[misc]
+        current_max_attn_logits: torch.Tensor | None = None
+
+        def forward(self, query: Any, key: Any, *others: Any, **named: Any) -> Any:
+            logits = torch.einsum("ibhd,jbhd->bhij", query, key).detach()
+            largest, before = logits.amax(dim=(0, 2, 3)), self.current_max_attn_logits
+            if before is not None:
+                KEPT.append(before)
+                largest = torch.max(before, largest)
+            self.current_max_attn_logits = largest
+            return super().forward(query, key, *others, **named)
+
+    monkeypatch.setattr(backends, "DotProductAttention", Attention)
+    yield
+    KEPT.clear()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "freed"])
+def test_a_replay_leaves_no_largest_logits(
+    kept: bool, largest_logits: None, one_rank: None
+) -> None:
+    """It also compares with those of capture, which are freed as Megatron takes them."""
+    from megatron.core.optimizer.qk_clip import clip_qk
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    shape = CpuModelConfig(layers=2, bf16=False, graph_modules=("attn",))
+    trainer = Trainer(TrainingPlan(shape, graphs=True))
+
+    def largest() -> float:
+        return float(clip_qk([trainer.model], log_max_only=True))
+
+    trainer.step()
+    assert largest() != 0.0
+    session = trainer.capture(TapeBackend())
+    largest()  # takes what the capture left
+    try:
+        if not kept:
+            KEPT.clear()
+        with nullcontext() if kept else pytest.raises(FreedStorageError, match=r"aten\.maximum"):
+            trainer.step()
+        assert largest() == 0.0
+        if kept:
+            expect(session.counters, replayed=2, mismatched=0)
+    finally:
+        session.close()
+
+
+def grouped(dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    """torch's grouped GEMM on the meta device, whose checks are those of the GPU's kernel."""
+    rows = torch.empty(32, 16, dtype=dtype, device="meta")
+    weights = torch.empty(2, 16, 16, dtype=dtype, device="meta").transpose(-1, -2)
+    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    found: torch.Tensor = torch._grouped_mm(rows, weights, ends, **options)
+    return found
+
+
+def test_torchs_grouped_gemm_takes_bfloat16_without_a_bias() -> None:
+    assert grouped(torch.bfloat16).dtype is torch.bfloat16
+    for dtype in (torch.float32, torch.float16, torch.float8_e4m3fn):
+        with pytest.raises(RuntimeError, match="Expected inputs of BF16 type"):
+            grouped(dtype)
+    bias = torch.empty(2, 16, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(RuntimeError, match="Bias tensor provided, but it is not supported yet"):
+        grouped(torch.bfloat16, bias=bias)

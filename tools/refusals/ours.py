@@ -1,0 +1,254 @@
+"""Features that are supported beside graphs, and those that this package does not support yet."""
+
+from __future__ import annotations
+
+from tools.refusals.row import CORE, TE, Line, Row, Status
+
+_CORE = "megatron/core/transformer"
+_FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
+_SHOWN = "unit/arguments/test_refusals_reproduced.py"
+_FUSED = "unit/fsdp/test_accumulation_fusion.py"
+_SHARED = "unit/moe/test_shared_expert.py"
+_PACKED = "unit/runs/test_packed_sequences.py"
+_ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
+_ONE_CHANGE = "unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why"
+_NOT_ON_GPUS = "not run on a GPU yet"
+
+SUPPORTED = (
+    Row(
+        "`--mtp-use-repeated-layer` with several prediction layers",
+        Status.SUPPORTED,
+        "the layer that predicts stays eager, because it runs several times before its first "
+        f"backward pass; the decoder's layers have graphs; {_NOT_ON_GPUS}",
+        tests=(
+            "unit/backends/tape/test_own_loop.py::test_losses_and_norms_are_equal_to_eager["
+            "mtp-repeated…]",
+            "unit/backends/tape/test_own_loop.py::test_losses_and_norms_are_equal_to_eager["
+            "dropless-mtp-repeated…]",
+            "functional/test_own_loop.py::test_losses_and_gradient_norms_are_equal_to_eager",
+        ),
+    ),
+    Row(
+        "`--moe-enable-routing-replay`",
+        Status.SUPPORTED,
+        "passes in which a router records or repeats its choice run eagerly; the others replay; "
+        + _NOT_ON_GPUS,
+        tests=(
+            "unit/replay/guard/test_routing.py::test_what_a_router_records_is_as_in_an_eager_run",
+            f"{_ALIGNED}[routing-replay]",
+            f"{_ALIGNED}[dropless-ep2-routing-replay]",
+        ),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/moe/router_replay.py",
+                "if self.router_replay_action == RouterReplayAction.RECORD:",
+            ),
+        ),
+    ),
+    Row(
+        "packed sequences (`--sft`, `--rl-use-sequence-packing`) with scopes other than `attn` and "
+        "`mamba`",
+        Status.SUPPORTED,
+        "attention runs eagerly, on any lengths; tokens of a pack are as many in each step; "
+        + _NOT_ON_GPUS,
+        tests=(f"{_PACKED}::test_scopes_without_attention_replay",),
+    ),
+    Row(
+        "`--inference-rng-tracker`",
+        Status.SUPPORTED,
+        f"dropout draws from the default generator, in replays too; {_NOT_ON_GPUS}",
+        tests=(
+            "unit/runs/test_inference_rng.py::test_replays_draw_what_eager_passes_draw",
+            f"{_ALIGNED}[inference-rng]",
+            f"{_ALIGNED}[dropless-ep2-inference-rng]",
+        ),
+    ),
+    Row(
+        "`--fp8-format` without `--bf16`",
+        Status.SUPPORTED,
+        f"weights and activations are fp32 outside of GEMMs; {_NOT_ON_GPUS}",
+        tests=(f"{_ALIGNED}[fp8-fp32]",),
+    ),
+    Row(
+        "`--moe-shared-expert-overlap`",
+        Status.SUPPORTED,
+        "whole MoE layers hold all stages of the shared expert. Graphs of `moe_router` and "
+        "`moe_preprocess` hold the first, and the others run beside the exchange as before; "
+        + _NOT_ON_GPUS,
+        tests=(
+            f"{_SHARED}::test_every_loss_and_norm_is_megatrons[…]",
+            f"{_SHARED}::test_megatron_alone_fails_in_its_second_warmup_pass",
+            f"{_ALIGNED}[overlapped-…]",
+        ),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/moe/shared_experts.py",
+                "must be called from",
+            ),
+        ),
+    ),
+    Row(
+        "gradient-accumulation fusion with ZeRO-2 or ZeRO-3",
+        Status.SUPPORTED,
+        "while graphs live, layers hand over their gradients instead of writing them into "
+        "Megatron-FSDP's buckets; both are the same GEMM, and the copy is not saved; "
+        + _NOT_ON_GPUS,
+        tests=(
+            f"{_FUSED}::test_with_graphs_every_loss_and_norm_is_that_of_eager_fusion[…]",
+            "functional/test_fusion.py::test_losses_norms_and_shards_are_those_of_eager_fusion",
+        ),
+    ),
+)
+
+NOT_YET = (
+    Row(
+        "gradient-accumulation fusion with ZeRO-1 or `no_shard`, with gradients of another dtype, "
+        "with `--transformer-impl local`, or with `--use-transformer-engine-op-fuser`",
+        Status.HERE,
+        "bits would differ from eager fusion. With ZeRO-1 and `no_shard` eager fusion itself is "
+        "wrong: each microbatch overwrites the gradients of the one before it",
+        rules=("gradient-accumulation-fusion",),
+        tests=(
+            f"{_FUSED}::test_without_them_a_microbatch_overwrites_the_one_before[…]",
+            f"{_FUSED}::test_if_it_were_a_replay_would_hand_over_the_placeholder",
+        ),
+        lines=(
+            Line(
+                CORE,
+                "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py",
+                "param.overwrite_main_grad = True",
+            ),
+        ),
+    ),
+    Row(
+        "packed sequences with captured attention or Mamba mixers",
+        Status.HERE,
+        "Megatron passes a pack's boundaries as an object, and its graphs take tensors alone. See "
+        "[below](#packed-sequences) for what is missing (NVIDIA/Megatron-LM#5619, #3869)",
+        rules=("packed-sequences",),
+        tests=(
+            f"{_PACKED}::test_a_graph_of_attention_would_never_be_replayed",
+            f"{_PACKED}::test_megatrons_own_replay_takes_no_pack",
+        ),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/transformer_layer.py",
+                '"inference_context and packed_seq_params are excluded from input list. "',
+            ),
+        ),
+    ),
+    Row(
+        "`--optimizer-cuda-graph`",
+        Status.HERE,
+        "the optimizer's step begins an all-gather of Megatron-FSDP, for which the next forward "
+        "pass waits outside of the graph (Megatron turns it off for `full_iteration` alone, see "
+        "NVIDIA/Megatron-LM#4663); and "
+        "Megatron-FSDP casts gradients to a new place in each step, unless "
+        "`--megatron-fsdp-main-grads-dtype fp32` is given. On GPUs the run ended in 'CUDA error: "
+        "invalid argument'; that the gather is the cause was not shown there",
+        rules=("optimizer-graph",),
+        tests=(
+            f"{_SHOWN}::test_the_optimizers_step_begins_a_gather_that_the_next_pass_waits_for",
+            f"{_SHOWN}::test_gradients_move_from_step_to_step_under_an_optimizer_graph",
+            "functional/test_refusals.py::test_an_optimizer_graph_does_not_train_as_eager",
+        ),
+        lines=(
+            Line(CORE, _FSDP, "optimizer_grad = optimizer_grad.to(param.dtype)"),
+            Line(
+                CORE,
+                "megatron/training/training.py",
+                "# causes an error when we wait() on a CUDA kernel launched in a stream beyond",
+            ),
+        ),
+    ),
+    Row(
+        "`--qk-clip`, `--log-max-attention-logit` with captured attention",
+        Status.HERE,
+        "the largest logits reach the optimizer and the log by an attribute that Python code of "
+        "the attention sets, and a replay runs none: nothing would be clipped or logged",
+        rules=("largest-attention-logits",),
+        tests=(f"{_SHOWN}::test_a_replay_leaves_no_largest_logits",),
+        lines=(
+            Line(
+                CORE,
+                "megatron/core/extensions/transformer_engine.py",
+                "self.current_max_attn_logits = batch_max_attention_logits",
+            ),
+        ),
+    ),
+    Row(
+        "`--fine-grained-activation-offloading`",
+        Status.HERE,
+        "copies to the host are captured with the layer, and a replay returns before they end; no "
+        "run has shown that Megatron-FSDP's streams wait for them",
+        rules=("activation-offloading",),
+        tests=("functional/test_refusals.py::test_offloaded_activations_do_not_train_as_eager",),
+        lines=(
+            Line(CORE, f"{_CORE}/module.py", "cudagraph_kwargs['cuda_graph_event'] ="),
+            Line(TE, "transformer_engine/pytorch/graph.py", "wait_event(ctx.cuda_graph_event)"),
+        ),
+    ),
+    Row(
+        "`--cg-backend native` with FP8 or FP4",
+        Status.HERE,
+        "graphs of the native backend do not update the scales of quantized tensors; "
+        "`--cg-backend te` does",
+        rules=("native-backend-fp8",),
+        tests=(
+            "unit/backends/test_native_refusals.py::"
+            "test_fp8_is_refused_at_capture_and_seen_by_the_guard",
+        ),
+    ),
+    Row(
+        "`--cg-grouped-gemm torch` with `--use-transformer-engine-op-fuser`, `--delay-wgrad-"
+        "compute` or `--overlap-dispatch-backward-with-experts-wgrad`",
+        Status.HERE,
+        "the grouped GEMM that is replaced is not called, or computes weight gradients at once",
+        rules=(
+            "grouped-gemm-op-fuser",
+            "grouped-gemm-delayed-gradients",
+            "experts-delayed-gradients",
+        ),
+        tests=(f"{_ONE_CHANGE}[grouped-gemm-op-fuser…]", f"{_ONE_CHANGE}[experts-delayed…]"),
+    ),
+    Row(
+        "dropless experts in a graph with `--moe-router-load-balancing-type quantile_balancing`",
+        Status.HERE,
+        "Megatron's config takes graphs of whole MoE layers only as drop and pad. This package "
+        "shows it such a config, and that is refused with quantile balancing",
+        rules=("experts-router",),
+        tests=("unit/moe/test_install.py::test_a_router_that_is_not_known_is_refused_by_its_name",),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/transformer_config.py",
+                "elif self.moe_router_load_balancing_type not in [",
+            ),
+        ),
+    ),
+    Row(
+        "dropless experts in a graph with the dispatcher `flex`",
+        Status.HERE,
+        "its packages (DeepEP, HybridEP, NCCL EP) were not run here",
+        rules=("experts-dispatcher",),
+        tests=(f"{_ONE_CHANGE}[experts-dispatcher…]",),
+    ),
+    Row(
+        "`--cg-moe-rows` with passes outside of Megatron's schedule, with gradients that two of "
+        "its calls sum, or with options that save passes",
+        Status.HERE,
+        "a step in which a rank receives more rows is repeated by the schedule, with cleared "
+        "gradients, and would be saved twice",
+        rules=("rows-outside-schedule", "rows-second-call", "rows-logged-passes"),
+        tests=(
+            "unit/integrations/megatron/test_repeat.py::"
+            "test_replays_outside_of_the_schedule_end_before_the_update",
+            "unit/integrations/megatron/test_repeat.py::"
+            "test_a_second_call_for_the_same_gradients_is_refused",
+            f"{_ONE_CHANGE}[rows-logged-passes…]",
+        ),
+    ),
+)

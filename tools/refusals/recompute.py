@@ -1,0 +1,65 @@
+"""Full recompute, and code that was compiled elsewhere."""
+
+from __future__ import annotations
+
+from tools.refusals.row import CORE, Line, Row, Status
+
+_CONFIG = "megatron/core/transformer/transformer_config.py"
+_ONE_CHANGE = "unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why"
+_ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
+_FULL = "unit/integrations/megatron/test_full_recompute.py"
+
+SUPPORTED = (
+    Row(
+        "`--recompute-granularity full` with whole layers in graphs",
+        Status.SUPPORTED,
+        "each layer recomputes itself inside its graph ([memory](memory.md#full-recompute)); not "
+        "run on a GPU yet",
+        tests=(
+            f"{_FULL}::test_graphs_train_bit_for_bit_as_eager",
+            f"{_ALIGNED}[full-recompute…]",
+        ),
+        lines=(
+            Line(CORE, _CONFIG, "full recompute is only supported with full iteration CUDA graph"),
+        ),
+    ),
+)
+
+NOT_YET = (
+    Row(
+        "`--recompute-granularity full` with graphs of parts of a layer, dropout, jitter, FP8 or "
+        "FP4, `--distribute-saved-activations`, or in a hybrid model",
+        Status.HERE,
+        "the checkpoint of a layer is inside its graph, and is torch's: it draws no numbers again "
+        "and keeps no FP8 state; a hybrid model has no TransformerBlock that it could move from",
+        rules=(
+            "full-recompute-of-parts",
+            "dropout-in-full-recompute",
+            "jitter-in-full-recompute",
+            "low-precision-full-recompute",
+            "distributed-full-recompute",
+            "hybrid-full-recompute",
+        ),
+        tests=(
+            f"{_ONE_CHANGE}[full-recompute-of-parts…]",
+            f"{_ONE_CHANGE}[dropout-in-full-recompute…]",
+            f"{_ONE_CHANGE}[jitter-in-full-recompute…]",
+            f"{_ONE_CHANGE}[low-precision-full-recompute…]",
+            f"{_ONE_CHANGE}[distributed-full-recompute…]",
+            f"{_ONE_CHANGE}[hybrid-full-recompute…]",
+        ),
+    ),
+    Row(
+        "`--cg-precompile-dir` with Transformer Engine's layers or backend, scopes, experts, "
+        "several kinds of layers, dropout, recompute, meta weights or fused operations",
+        Status.HERE,
+        "an artifact holds the traced code of one whole dense layer of Megatron's local "
+        "implementation ([compiled once](precompile.md))",
+        rules=(
+            *("precompile-backend", "precompile-local", "precompile-whole-layers"),
+            *("precompile-dense", "precompile-one-kind", "precompile-dropout"),
+            *("precompile-recompute", "precompile-meta-weights", "precompile-fusions"),
+        ),
+        tests=(f"{_ONE_CHANGE}[precompile-…]",),
+    ),
+)
