@@ -82,6 +82,7 @@ ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
     "optimizer_cuda_graph": "a field of OptimizerConfig, read from the optimizer's config",
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
+    "gradient_ranks": "sizes of process groups; for a model those of this process",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",
     "logs_passes": "flags of megatron.training's train_step",
     "fused_operations": "for --cg-precompile-dir, a flag of Megatron's scripts",

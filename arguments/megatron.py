@@ -44,6 +44,7 @@ _DERIVED = {
     "cpu_offloading",
     "expert_tensor_parallel_size",
     "logs_passes",
+    "gradient_ranks",
     "megatron_fsdp_main_grads_dtype",
     "megatron_fsdp_grad_comm_dtype",
     "fused_operations",
@@ -143,6 +144,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         fsdp_double_buffer=_any(
             namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
         ),
+        gradient_ranks=_gradient_ranks(namespace),
         megatron_fsdp_main_grads_dtype=dtype_name(
             _get(namespace, "megatron_fsdp_main_grads_dtype")
         ),
@@ -162,6 +164,21 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         cpu_offloading=_get(namespace, "cpu_offloading_num_layers") > 0,
         fused_operations=_fused_operations(namespace),
     )
+
+
+def _gradient_ranks(namespace: argparse.Namespace) -> int | None:
+    """Known once Megatron's ``parse_args`` has read ``WORLD_SIZE``."""
+    world = getattr(namespace, "world_size", None)
+    if world is None:
+        return None
+    tensor = _get(namespace, "tensor_model_parallel_size")
+    shares = [tensor]
+    if _get(namespace, "num_experts"):
+        of_an_expert = _get(namespace, "expert_tensor_parallel_size") or tensor
+        shares.append(of_an_expert * _get(namespace, "expert_model_parallel_size"))
+    others = _get(namespace, "pipeline_model_parallel_size")
+    others *= _get(namespace, "num_distributed_optimizer_instances")
+    return int(world // (max(shares) * others))
 
 
 def validate(namespace: argparse.Namespace, environment: Environment | None = None) -> None:

@@ -32,6 +32,13 @@ def _against_fusion(run: RunArguments) -> Iterator[tuple[str, str]]:
             "(megatron-core 0.19.2), so each microbatch overwrites the gradients of the one before "
             "it, without graphs as well",
         )
+    elif run.gradient_ranks is not None and run.gradient_ranks < 2:
+        yield (
+            f"{_ON} with gradients that only one rank has (one GPU, or as many expert-parallel "
+            "ranks as GPUs)",
+            "Megatron-FSDP then keeps them whole, and each microbatch overwrites those of the one "
+            "before it (megatron-core 0.19.2), without graphs as well",
+        )
     own = "bf16" if run.bf16 else "fp32"
     for flag, dtype in (
         ("--megatron-fsdp-main-grads-dtype", run.megatron_fsdp_main_grads_dtype),

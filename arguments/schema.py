@@ -168,6 +168,9 @@ class RunArguments:
     data_parallel_sharding_strategy: str = _setting(
         "optim_grads_params", "what ranks have a part of"
     )
+    gradient_ranks: int | None = _setting(
+        None, "ranks over which gradients are sharded, the fewest of any weight; None if unknown"
+    )
     megatron_fsdp_main_grads_dtype: str = _setting("auto", "dtype of reduced gradients")
     megatron_fsdp_grad_comm_dtype: str = _setting("auto", "dtype in which they are reduced")
     gradient_accumulation_fusion: bool = _setting(True, "weight gradients go into main_grad in TE")

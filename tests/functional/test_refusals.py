@@ -14,7 +14,7 @@ from megatron_cg.tools.align.command import GRAPH_FLAGS
 from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.tools.align.run import example_script, make_run
 from megatron_cg.tools.align.token_data import TokenStream
-from tests.functional.cases import DENSE, FP8, Case, batch
+from tests.functional.cases import DENSE, Case, batch
 from tests.functional.conftest import TIMEOUT, plan_of, skip_without
 from tests.functional.without_rules import NO_EARLY_GATHER
 
@@ -24,18 +24,6 @@ WEIGHTS = ("--fp8-param-gather",)
 FP32_GRADIENTS = ("--megatron-fsdp-main-grads-dtype", "fp32")
 OPTIMIZER_GRAPH = ("--optimizer-cuda-graph",)
 
-TRANSPOSES = Case("transposes", DENSE, SCOPES, (*batch(8), *FP8, *WEIGHTS))
-OFFLOADED = Case(
-    "offloaded",
-    DENSE,
-    SCOPES,
-    (
-        *batch(8),
-        *("--fine-grained-activation-offloading", "--offload-modules", "core_attn"),
-        *("--min-offloaded-tensor-size", "0"),
-    ),
-    env=(("NVTE_CPU_OFFLOAD_V1", "1"),),
-)
 OPTIMIZERS = {
     "as-it-is": (Case("optimizer", DENSE, SCOPES, batch(8), graph_flags=OPTIMIZER_GRAPH), ""),
     **{
@@ -62,22 +50,10 @@ BLOCK_SCALED = Case(
     ),
 )
 REFUSED = {
-    "fp8-primary-weights": TRANSPOSES,
-    "activation-offloading": OFFLOADED,
     "optimizer-graph": OPTIMIZERS["as-it-is"][0],
     "fp8-primary-weights-recipe": BLOCK_SCALED,
 }
 """A case of each rule here; Megatron itself accepts all of them."""
-
-
-def test_transposes_that_move_give_wrong_gradients(align: Callable[..., Outcome]) -> None:
-    outcome = align(TRANSPOSES, script=SCRIPT, mutation="fp8-primary-weights")
-    assert outcome.comparison.status != "identical", outcome.comparison.reason
-
-
-def test_offloaded_activations_do_not_train_as_eager(align: Callable[..., Outcome]) -> None:
-    outcome = align(OFFLOADED, script=SCRIPT, mutation="activation-offloading")
-    assert outcome.comparison.status != "identical", outcome.comparison.reason
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

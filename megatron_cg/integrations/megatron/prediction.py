@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+from megatron_cg.arguments.fast_path_parts import chosen_parts
 from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = (
@@ -26,3 +28,16 @@ def prediction_is_repeated(config: Any) -> bool:
         config: Megatron's ``TransformerConfig``, or its parsed arguments.
     """
     return bool(config.mtp_use_repeated_layer and (config.mtp_num_layers or 0) > 1)
+
+
+def parts_for(config: Any, fast_path: bool | Collection[str]) -> frozenset[str]:
+    """The parts of ``fast_path`` that such a layer can do with.
+
+    With full recompute Megatron puts a reentrant checkpoint around each run of the layer. The runs
+    then end one by one in the backward pass, and each has gradients of its grouped GEMMs' weights.
+    Weights detached from autograd get gradients once in a backward pass.
+    """
+    chosen = chosen_parts(fast_path)
+    if prediction_is_repeated(config) and config.recompute_granularity == "full":
+        return chosen - {"detached-weights"}
+    return chosen

@@ -45,6 +45,7 @@ FSDP = (
                 "--data-parallel-sharding-strategy optim",
                 "each microbatch overwrites",
             ),
+            ({"gradient_ranks": 1}, "gradients that only one rank has", "overwrites those"),
             (
                 {"megatron_fsdp_main_grads_dtype": "fp32"},
                 "--megatron-fsdp-main-grads-dtype fp32",

@@ -139,6 +139,28 @@ def test_derived_settings(argv: str, field: str, expected: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "ranks"),
+    [
+        ("", 8),
+        ("--tensor-model-parallel-size 2", 4),
+        ("--context-parallel-size 2", 8),
+        ("--expert-model-parallel-size 8", 8),
+        ("--num-experts 8 --expert-model-parallel-size 4", 2),
+        ("--num-experts 8 --expert-model-parallel-size 2 --tensor-model-parallel-size 4", 1),
+        ("--num-experts 8 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 4),
+        ("--num-distributed-optimizer-instances 4", 2),
+    ],
+)
+def test_ranks_that_share_gradients(argv: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training.arguments import parse_args
+
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(sys, "argv", ["script", *argv.split()])
+    assert read_run(parse_args()).gradient_ranks == ranks
+    assert read_run(parse(*argv.split())).gradient_ranks is None
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         "--cuda-graph-modules full",

@@ -38,6 +38,7 @@ def train(
     layers: int = 2,
     microbatches: int = 2,
     graphs: str = "",
+    tensor_parallel: int = 1,
 ) -> dict[str, Any]:
     """Losses and norms, to the last bit, whose gradients are not zero, and where buckets are."""
     from megatron.core import parallel_state
@@ -58,6 +59,7 @@ def train(
         undo.enter_context(zero)
         shape = CpuModelConfig(
             layers=layers,
+            tensor_parallel=tensor_parallel,
             options={"gradient_accumulation_fusion": fused},
             fsdp_options={"data_parallel_sharding_strategy": strategy},
             graph_modules=("attn", "mlp"),
@@ -124,6 +126,8 @@ def train_all(folder: Path) -> None:
         for microbatches in (1, 2)
         for fused in (False, True)
     }
+    for fused in (False, True):
+        found[f"one rank {fused}"] = train("optim_grads_params", fused=fused, tensor_parallel=2)
     found["odd"] = train("optim_grads_params", fused=True, layers=3, microbatches=3)
     for strategy in SHARDED:
         for way in ("fast", "slow", "fused"):
@@ -162,6 +166,14 @@ def test_without_them_a_microbatch_overwrites_the_one_before(
         assert fused == plain
         plain, fused = (steps(found, strategy, 2, fused=f) for f in (False, True))
         (loss, norm), (fused_loss, fused_norm) = plain[0], fused[0]
+        assert loss == fused_loss and norm != fused_norm
+
+
+def test_nor_where_one_rank_has_all_of_a_gradient(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        (loss, norm), (fused_loss, fused_norm) = (
+            found[f"one rank {fused}"]["steps"][0] for fused in (False, True)
+        )
         assert loss == fused_loss and norm != fused_norm
 
 
