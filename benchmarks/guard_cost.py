@@ -23,7 +23,7 @@ from rich.table import Table
 
 from megatron_cg.replay.counters import counts_text
 from megatron_cg.replay.guard import Guard, Mismatch
-from megatron_cg.tools.bench.spreads import MetricsError
+from megatron_cg.tools.bench.traces.spreads import MetricsError
 from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 5

@@ -14,11 +14,11 @@ from typing import Any
 
 from megatron_cg.files import write_text
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.bench.bench_machine import described
-from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
-from megatron_cg.tools.bench.metrics import Row, tables
-from megatron_cg.tools.bench.shapes import is_hybrid, is_moe
-from megatron_cg.tools.bench.store import OK, Result, read
+from megatron_cg.tools.bench.results.metrics import Row, tables
+from megatron_cg.tools.bench.runs.bench_machine import described
+from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.shapes import is_hybrid, is_moe
+from megatron_cg.tools.bench.runs.store import OK, Result, read
 from megatron_cg.tools.plan.process import make_plans
 from megatron_cg.tools.plan.request import read_request
 from megatron_cg.tools.plan.worth import ROWS

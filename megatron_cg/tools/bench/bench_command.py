@@ -24,25 +24,27 @@ from megatron_cg.tools.align.run import gpu_count
 from megatron_cg.tools.align.tape import TAPE_NOTICE, tape_shape
 from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
 from megatron_cg.tools.bench import INCOMPLETE
-from megatron_cg.tools.bench.bench_machine import machine
-from megatron_cg.tools.bench.bench_page import write_page
-from megatron_cg.tools.bench.bench_schedule import (
+from megatron_cg.tools.bench.measure.sampling import PROGRAM
+from megatron_cg.tools.bench.measure.windows import Windows
+from megatron_cg.tools.bench.results.bench_page import write_page
+from megatron_cg.tools.bench.results.comparing import compare
+from megatron_cg.tools.bench.results.markdown import as_markdown
+from megatron_cg.tools.bench.results.scaling import trends
+from megatron_cg.tools.bench.results.summary import print_summary
+from megatron_cg.tools.bench.runs.bench_machine import machine
+from megatron_cg.tools.bench.runs.bench_schedule import (
     PlannedRun,
     Scale,
     ScheduleError,
     ablated,
     schedule,
 )
-from megatron_cg.tools.bench.commands import DEFAULT, Settings
-from megatron_cg.tools.bench.comparing import compare
-from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
-from megatron_cg.tools.bench.execute import Options, Start, execute
-from megatron_cg.tools.bench.markdown import as_markdown
-from megatron_cg.tools.bench.sampling import PROGRAM
-from megatron_cg.tools.bench.scaling import trends
-from megatron_cg.tools.bench.shapes import SHAPES
-from megatron_cg.tools.bench.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
-from megatron_cg.tools.bench.store import (
+from megatron_cg.tools.bench.runs.commands import DEFAULT, Settings
+from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.execute import Options, Start, execute
+from megatron_cg.tools.bench.runs.shapes import SHAPES
+from megatron_cg.tools.bench.runs.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
+from megatron_cg.tools.bench.runs.store import (
     OK,
     Result,
     ResultError,
@@ -52,8 +54,6 @@ from megatron_cg.tools.bench.store import (
     read,
     write_all,
 )
-from megatron_cg.tools.bench.summary import print_summary
-from megatron_cg.tools.bench.windows import Windows
 
 TAPE_SHAPES = ("qwen3-moe-tiny",)
 REPORT = "bench.md"
@@ -243,7 +243,7 @@ def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> Non
     if importlib.util.find_spec("matplotlib") is None:
         print(NO_PLOTS, file=sys.stderr)
     else:
-        from megatron_cg.tools.bench.bench_plots import write_pngs
+        from megatron_cg.tools.bench.results.bench_plots import write_pngs
 
         files = write_pngs(everything, lines, out)
         print(f"drawn: {', '.join(map(str, files)) or 'nothing yet'}")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cg.arguments.schema import SCOPES, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.bench.shapes import SHAPES
+from megatron_cg.tools.bench.runs.shapes import SHAPES
 from megatron_cg.tools.cli.numbers import positive, seconds, whole
 
 

@@ -58,9 +58,13 @@ _OWN: Reasons = {
             "what kernels read"
         )
     },
-    "megatron_cg/tools/bench/device.py": {("torch.cuda.synchronize()",): "around what is timed"},
-    "megatron_cg/tools/bench/execute.py": {("process.wait()",): "the host waits for a process"},
-    "megatron_cg/tools/bench/sampling.py": {
+    "megatron_cg/tools/bench/measure/device.py": {
+        ("torch.cuda.synchronize()",): "around what is timed"
+    },
+    "megatron_cg/tools/bench/runs/execute.py": {
+        ("process.wait()",): "the host waits for a process"
+    },
+    "megatron_cg/tools/bench/measure/sampling.py": {
         (
             "self._process.wait()",
             "self._process.wait(_WRITTEN_AFTER)",

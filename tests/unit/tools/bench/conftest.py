@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.configurations import EAGER
+from megatron_cg.tools.bench.runs.configurations import EAGER
 
 KEY = {
     "shape": "llama",

@@ -14,10 +14,20 @@ import pytest
 from rich.console import Console
 
 from megatron_cg.arguments.fast_path_parts import PARTS, mistakes
-from megatron_cg.tools.bench import eager_fast_path
-from megatron_cg.tools.bench.ablation import COLUMNS, TITLE, ablation_lines, bookkeeping, losses
-from megatron_cg.tools.bench.bench_page import page
-from megatron_cg.tools.bench.configurations import (
+from megatron_cg.tools.bench.measure import eager_fast_path
+from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts, variable
+from megatron_cg.tools.bench.results.ablation import (
+    COLUMNS,
+    TITLE,
+    ablation_lines,
+    bookkeeping,
+    losses,
+)
+from megatron_cg.tools.bench.results.bench_page import page
+from megatron_cg.tools.bench.results.markdown import as_markdown
+from megatron_cg.tools.bench.results.metrics import tables
+from megatron_cg.tools.bench.results.summary import print_summary
+from megatron_cg.tools.bench.runs.configurations import (
     ABLATIONS,
     EAGER,
     EAGER_FAST_PATH,
@@ -25,10 +35,6 @@ from megatron_cg.tools.bench.configurations import (
     PLAIN,
     ablation,
 )
-from megatron_cg.tools.bench.eager_fast_path import EagerFastPath, given_parts, variable
-from megatron_cg.tools.bench.markdown import as_markdown
-from megatron_cg.tools.bench.metrics import tables
-from megatron_cg.tools.bench.summary import print_summary
 from megatron_cg.tools.cli.main import main
 from tests.unit.tools.bench.test_command_line import TAPE, bench, runs_in
 

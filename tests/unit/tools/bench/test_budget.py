@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.bench.bench_schedule import PlannedRun, schedule
-from megatron_cg.tools.bench.budget import Budget
-from megatron_cg.tools.bench.commands import Settings
-from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
-from megatron_cg.tools.bench.windows import Windows
+from megatron_cg.tools.bench.measure.windows import Windows
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, schedule
+from megatron_cg.tools.bench.runs.budget import Budget
+from megatron_cg.tools.bench.runs.commands import Settings
+from megatron_cg.tools.bench.runs.configurations import DDP_GRAPHS, EAGER, GRAPHS
 
 # All rounds alike, so that a run's guess is the same in each.
 WINDOWS = Windows(probed=0, profiled=0)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_cg.tools.bench import INCOMPLETE
-from megatron_cg.tools.bench.configurations import CONFIGURATIONS, EAGER, GRAPHS
-from megatron_cg.tools.bench.metrics import tables
-from megatron_cg.tools.bench.windows import given
+from megatron_cg.tools.bench.measure.windows import given
+from megatron_cg.tools.bench.results.metrics import tables
+from megatron_cg.tools.bench.runs.configurations import CONFIGURATIONS, EAGER, GRAPHS
 from megatron_cg.tools.cli.main import USAGE_ERROR, main
 
 TAPE = "--backend tape --shapes llama-tiny --nproc 1 --timed-steps 2 --settle-steps 1"

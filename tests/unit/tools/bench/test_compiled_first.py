@@ -15,12 +15,12 @@ from megatron_cg.integrations.megatron.layer_code import LayerCall, LayerCode
 from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
-from megatron_cg.tools.bench.captures import CaptureMeter
-from megatron_cg.tools.bench.commands import Settings, command
-from megatron_cg.tools.bench.compiled_first import precompile
-from megatron_cg.tools.bench.configurations import COMPILED_GRAPHS, LOCAL_EAGER, LOCAL_GRAPHS
-from megatron_cg.tools.bench.markdown import as_markdown
-from megatron_cg.tools.bench.metrics import joined, metrics
+from megatron_cg.tools.bench.measure.captures import CaptureMeter
+from megatron_cg.tools.bench.results.markdown import as_markdown
+from megatron_cg.tools.bench.results.metrics import joined, metrics
+from megatron_cg.tools.bench.runs.commands import Settings, command
+from megatron_cg.tools.bench.runs.compiled_first import precompile
+from megatron_cg.tools.bench.runs.configurations import COMPILED_GRAPHS, LOCAL_EAGER, LOCAL_GRAPHS
 from megatron_cg.tools.plan.compiled import read_run
 
 Make = Callable[..., dict[str, Any]]
@@ -36,7 +36,7 @@ def words(configuration: str, artifacts: Path = Path("there")) -> list[str]:
 
 def test_its_command_compiles_from_the_flags_of_the_run() -> None:
     start, *run = words(COMPILED_GRAPHS)[2:]
-    assert start == "megatron_cg.tools.bench.compiled_first"
+    assert start == "megatron_cg.tools.bench.runs.compiled_first"
     assert [*run[:-2]] == words(LOCAL_GRAPHS) and run[-2:] == ["--cg-precompile-dir", "there"]
     compiling = precompile(run)
     assert compiling[compiling.index("--") + 1 :] == run
@@ -52,7 +52,7 @@ def test_the_run_starts_when_its_artifact_is_there(tmp_path: Path) -> None:
     folder = tmp_path / "artifacts"
     run = words(COMPILED_GRAPHS, folder)[3:]
     flags = run[next(i for i, word in enumerate(run) if word.endswith(".py")) + 1 :]
-    first = [sys.executable, "-m", "megatron_cg.tools.bench.compiled_first", sys.executable]
+    first = [sys.executable, "-m", "megatron_cg.tools.bench.runs.compiled_first", sys.executable]
     ended = subprocess.run(
         [*first, str(script), *flags],
         env={**os.environ, **DETERMINISTIC_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
@@ -68,7 +68,7 @@ def test_the_run_starts_when_its_artifact_is_there(tmp_path: Path) -> None:
 def test_a_layer_that_cannot_be_compiled_starts_no_run(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text("print('started')")
-    first = [sys.executable, "-m", "megatron_cg.tools.bench.compiled_first", sys.executable]
+    first = [sys.executable, "-m", "megatron_cg.tools.bench.runs.compiled_first", sys.executable]
     ended = subprocess.run(
         [*first, str(script), "--no-such-flag"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -14,12 +14,18 @@ import pytest
 
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Run
-from megatron_cg.tools.bench.bench_schedule import PlannedRun
-from megatron_cg.tools.bench.budget import Budget
-from megatron_cg.tools.bench.commands import Settings
-from megatron_cg.tools.bench.configurations import DDP_EAGER, EAGER, GRAPHS
-from megatron_cg.tools.bench.execute import Options, Start, execute, shown_environment, shown_words
-from megatron_cg.tools.bench.store import FAILED, LEFT_OUT, OK
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun
+from megatron_cg.tools.bench.runs.budget import Budget
+from megatron_cg.tools.bench.runs.commands import Settings
+from megatron_cg.tools.bench.runs.configurations import DDP_EAGER, EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.execute import (
+    Options,
+    Start,
+    execute,
+    shown_environment,
+    shown_words,
+)
+from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT, OK
 
 SETTINGS = Settings(load_preset("llama"), 2)
 RUNS = [PlannedRun(SETTINGS, name) for name in (EAGER, GRAPHS, DDP_EAGER)]
@@ -131,7 +137,7 @@ def test_a_run_gets_no_more_time_than_is_left(options: Callable[..., Options]) -
 def test_a_run_that_measured_all_and_hangs_is_stopped(
     options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_cg.tools.bench.execute.GRACE", 0.1)
+    monkeypatch.setattr("megatron_cg.tools.bench.runs.execute.GRACE", 0.1)
     single = [PlannedRun(replace(SETTINGS, nproc=1), EAGER)]
     programs = {EAGER: writing(RANK, "import time; time.sleep(600)")}
     (result,) = execute(single, starting(programs), options(), {}, finished=lambda _r: None)

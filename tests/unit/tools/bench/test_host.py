@@ -10,8 +10,8 @@ from itertools import count
 
 import pytest
 
-from megatron_cg.tools.bench.trace_phases import PHASES, find_code, find_phases
-from megatron_cg.tools.bench.watching import PhaseTimes, WatchError, watching
+from megatron_cg.tools.bench.measure.trace_phases import PHASES, find_code, find_phases
+from megatron_cg.tools.bench.measure.watching import PhaseTimes, WatchError, watching
 
 
 def outer() -> None:

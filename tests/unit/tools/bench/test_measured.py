@@ -14,12 +14,12 @@ import torch
 from megatron.training import training
 from torch.profiler import ProfilerActivity
 
-from megatron_cg.tools.bench import measured
-from megatron_cg.tools.bench import measurement as measurement_module
-from megatron_cg.tools.bench.captures import CaptureMeter
-from megatron_cg.tools.bench.idle import STEPS
-from megatron_cg.tools.bench.measurement import Measurement
-from megatron_cg.tools.bench.windows import Windows
+from megatron_cg.tools.bench.measure import measured
+from megatron_cg.tools.bench.measure import measurement as measurement_module
+from megatron_cg.tools.bench.measure.captures import CaptureMeter
+from megatron_cg.tools.bench.measure.measurement import Measurement
+from megatron_cg.tools.bench.measure.windows import Windows
+from megatron_cg.tools.bench.traces.idle import STEPS
 from megatron_cg.upstream.patch import set_attribute
 
 WINDOWS = Windows(warmup=1, settle=1, timed=2, probed=2, sampled=1, profiled=1)

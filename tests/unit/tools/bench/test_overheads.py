@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
-from megatron_cg.tools.bench.metrics import tables
-from megatron_cg.tools.bench.overheads import Overheads, overhead_lines, overheads
+from megatron_cg.tools.bench.results.metrics import tables
+from megatron_cg.tools.bench.results.overheads import Overheads, overhead_lines, overheads
+from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
 
 Make = Callable[..., dict[str, Any]]
 COUNTERS = {

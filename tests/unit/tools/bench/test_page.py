@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.bench_page import page, write_page
-from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
-from megatron_cg.tools.bench.metrics import tables
-from megatron_cg.tools.bench.scaling import trends
-from megatron_cg.tools.bench.store import read
-from megatron_cg.tools.bench.summary import summary_cells, summary_titles
+from megatron_cg.tools.bench.results.bench_page import page, write_page
+from megatron_cg.tools.bench.results.metrics import tables
+from megatron_cg.tools.bench.results.scaling import trends
+from megatron_cg.tools.bench.results.summary import summary_cells, summary_titles
+from megatron_cg.tools.bench.runs.configurations import DDP_GRAPHS, EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.store import read
 from tests.unit.tools.report.test_browser import FIGURES, LOW_CONTRAST, TOO_WIDE, tab
 from tests.unit.tools.report.test_page import Document
 

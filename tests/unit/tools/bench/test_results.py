@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.bench_plots import host_stack, write_pngs
-from megatron_cg.tools.bench.comparing import compare
-from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
-from megatron_cg.tools.bench.grids import grid
-from megatron_cg.tools.bench.markdown import as_markdown
-from megatron_cg.tools.bench.metrics import Metrics, joined, metrics, step_median, tables
-from megatron_cg.tools.bench.scaling import trends
-from megatron_cg.tools.bench.spreads import Line, MetricsError, Spread, fit, spread
-from megatron_cg.tools.bench.store import (
+from megatron_cg.tools.bench.results.bench_plots import host_stack, write_pngs
+from megatron_cg.tools.bench.results.comparing import compare
+from megatron_cg.tools.bench.results.grids import grid
+from megatron_cg.tools.bench.results.markdown import as_markdown
+from megatron_cg.tools.bench.results.metrics import Metrics, joined, metrics, step_median, tables
+from megatron_cg.tools.bench.results.scaling import trends
+from megatron_cg.tools.bench.runs.configurations import DDP_GRAPHS, EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.store import (
     FAILED,
     LEFT_OUT,
     SCHEMA,
@@ -28,6 +27,7 @@ from megatron_cg.tools.bench.store import (
     read,
     write_all,
 )
+from megatron_cg.tools.bench.traces.spreads import Line, MetricsError, Spread, fit, spread
 
 Make = Callable[..., dict[str, Any]]
 NO_RUNS: list[dict[str, Any]] = [{}, {"runs": 3}, {"runs": [3]}, {"runs": [{"key": {}}]}]

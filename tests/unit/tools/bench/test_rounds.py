@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
-from megatron_cg.tools.bench.bench_plots import write_pngs
-from megatron_cg.tools.bench.comparing import compare
-from megatron_cg.tools.bench.configurations import DDP_GRAPHS, EAGER, GRAPHS
-from megatron_cg.tools.bench.markdown import as_markdown
-from megatron_cg.tools.bench.metrics import Row, joined, metrics, step_median, tables
-from megatron_cg.tools.bench.rounds import (
+from megatron_cg.tools.bench.results.bench_plots import write_pngs
+from megatron_cg.tools.bench.results.comparing import compare
+from megatron_cg.tools.bench.results.markdown import as_markdown
+from megatron_cg.tools.bench.results.metrics import Row, joined, metrics, step_median, tables
+from megatron_cg.tools.bench.results.rounds import (
     Ratio,
     later_per_earlier,
     ratio,
     round_medians,
     step_times,
 )
-from megatron_cg.tools.bench.scaling import trends
-from megatron_cg.tools.bench.spreads import Spread
-from megatron_cg.tools.bench.store import FAILED, LEFT_OUT
+from megatron_cg.tools.bench.results.scaling import trends
+from megatron_cg.tools.bench.runs.configurations import DDP_GRAPHS, EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT
+from megatron_cg.tools.bench.traces.spreads import Spread
 
 Make = Callable[..., dict[str, Any]]
 MIB = 2**20

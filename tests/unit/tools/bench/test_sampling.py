@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.bench.sampling import PySpy
+from megatron_cg.tools.bench.measure.sampling import PySpy
 
 
 def test_without_py_spy_there_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

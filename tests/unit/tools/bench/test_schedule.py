@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align.presets import load_preset
-from megatron_cg.tools.bench.bench_schedule import PlannedRun, Scale, ScheduleError, schedule
-from megatron_cg.tools.bench.commands import (
+from megatron_cg.tools.bench.measure.windows import VARIABLE, Windows, given
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, Scale, ScheduleError, schedule
+from megatron_cg.tools.bench.runs.commands import (
     CUTLASS_VARIABLE,
     SCRIPT,
     Settings,
     command,
     run_environment,
 )
-from megatron_cg.tools.bench.configurations import (
+from megatron_cg.tools.bench.runs.configurations import (
     CONFIGURATIONS,
     DDP_GRAPHS,
     EAGER,
@@ -24,9 +25,8 @@ from megatron_cg.tools.bench.configurations import (
     GRAPHS,
     without,
 )
-from megatron_cg.tools.bench.shapes import ShapeError, default_scopes, layer_count, with_layers
-from megatron_cg.tools.bench.spreads import MetricsError
-from megatron_cg.tools.bench.windows import VARIABLE, Windows, given
+from megatron_cg.tools.bench.runs.shapes import ShapeError, default_scopes, layer_count, with_layers
+from megatron_cg.tools.bench.traces.spreads import MetricsError
 
 MOE, DENSE, HYBRID = (Settings(load_preset(n), 2) for n in ("qwen3-moe", "llama", "mamba-hybrid"))
 

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_cg.tools.bench.bench_page import page
-from megatron_cg.tools.bench.configurations import EAGER, EXPERTS, GRAPHS, TORCH_EAGER
-from megatron_cg.tools.bench.markdown import as_markdown
-from megatron_cg.tools.bench.metrics import Row, tables
-from megatron_cg.tools.bench.store import FAILED, LEFT_OUT
-from megatron_cg.tools.bench.summary import print_summary, summary_cells, summary_titles, verdict
+from megatron_cg.tools.bench.results.bench_page import page
+from megatron_cg.tools.bench.results.markdown import as_markdown
+from megatron_cg.tools.bench.results.metrics import Row, tables
+from megatron_cg.tools.bench.results.summary import (
+    print_summary,
+    summary_cells,
+    summary_titles,
+    verdict,
+)
+from megatron_cg.tools.bench.runs.configurations import EAGER, EXPERTS, GRAPHS, TORCH_EAGER
+from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT
 
 Make = Callable[..., dict[str, Any]]
 STEADY = (100.0,) * 8

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_cg.tools.bench.busy import busy_metrics
-from megatron_cg.tools.bench.hostwork import OUTSIDE, PREFIX, Caller, HostWork, Segment
-from megatron_cg.tools.bench.idle import STEPS, analyse
-from megatron_cg.tools.bench.intervals import common, gaps, length, union
-from megatron_cg.tools.bench.spreads import MetricsError
-from megatron_cg.tools.bench.timeline import DEVICE, Event, parse_timeline, read_timeline
-from megatron_cg.tools.bench.watching import PhaseRanges, watching
+from megatron_cg.tools.bench.measure.watching import PhaseRanges, watching
+from megatron_cg.tools.bench.traces.busy import busy_metrics
+from megatron_cg.tools.bench.traces.hostwork import OUTSIDE, PREFIX, Caller, HostWork, Segment
+from megatron_cg.tools.bench.traces.idle import STEPS, analyse
+from megatron_cg.tools.bench.traces.intervals import common, gaps, length, union
+from megatron_cg.tools.bench.traces.spreads import MetricsError
+from megatron_cg.tools.bench.traces.timeline import DEVICE, Event, parse_timeline, read_timeline
 
 MAIN, BACKWARD = 1, 2
 

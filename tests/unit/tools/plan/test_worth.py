@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.configurations import EAGER, GRAPHS
-from megatron_cg.tools.bench.store import read
+from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.store import read
 from megatron_cg.tools.plan.worth import (
     FAR,
     LIKELY,

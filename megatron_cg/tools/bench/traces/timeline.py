@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.tools.bench.spreads import MetricsError
+from megatron_cg.tools.bench.traces.spreads import MetricsError
 
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})

@@ -1,4 +1,4 @@
-"""One measured run on the CPU: ``python -m megatron_cg.tools.bench.tape_measured PLAN DIRECTORY``.
+"""One measured run on the CPU: ``python -m ...bench.measure.tape_measured PLAN DIRECTORY``.
 
 PLAN is that of ``megatron_cg.tools.align.tape_worker``, which does the work. The environment has
 the windows, as for a run on GPUs.
@@ -36,10 +36,10 @@ def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:
 
 
 def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
-    from megatron_cg.tools.bench.captures import CaptureMeter
-    from megatron_cg.tools.bench.eager_fast_path import EagerFastPath, given_parts
-    from megatron_cg.tools.bench.measurement import Measurement
-    from megatron_cg.tools.bench.windows import given
+    from megatron_cg.tools.bench.measure.captures import CaptureMeter
+    from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts
+    from megatron_cg.tools.bench.measure.measurement import Measurement
+    from megatron_cg.tools.bench.measure.windows import given
     from megatron_cg.tools.cpu.voting import VotingTrainer, train
 
     windows, directory = given()

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.align.run import example_script
-from megatron_cg.tools.bench.captures import CaptureMeter
-from megatron_cg.tools.bench.eager_fast_path import EagerFastPath, given_parts
-from megatron_cg.tools.bench.measurement import Measurement
-from megatron_cg.tools.bench.windows import Windows, given
+from megatron_cg.tools.bench.measure.captures import CaptureMeter
+from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts
+from megatron_cg.tools.bench.measure.measurement import Measurement
+from megatron_cg.tools.bench.measure.windows import Windows, given
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import lookup
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from megatron_cg.files import write_text
-from megatron_cg.tools.bench.device import accelerator, memory, reset_peaks, synchronize
-from megatron_cg.tools.bench.hostwork import PREFIX
-from megatron_cg.tools.bench.idle import STEPS
-from megatron_cg.tools.bench.sampling import SUFFIX, PySpy
-from megatron_cg.tools.bench.trace_phases import find_phases
-from megatron_cg.tools.bench.watching import PhaseRanges, PhaseTimes, watching
-from megatron_cg.tools.bench.windows import TRACED, Windows
+from megatron_cg.tools.bench.measure.device import accelerator, memory, reset_peaks, synchronize
+from megatron_cg.tools.bench.measure.sampling import SUFFIX, PySpy
+from megatron_cg.tools.bench.measure.trace_phases import find_phases
+from megatron_cg.tools.bench.measure.watching import PhaseRanges, PhaseTimes, watching
+from megatron_cg.tools.bench.measure.windows import TRACED, Windows
+from megatron_cg.tools.bench.traces.hostwork import PREFIX
+from megatron_cg.tools.bench.traces.idle import STEPS
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.version import __version__
 

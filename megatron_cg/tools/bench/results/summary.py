@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cg.tools.bench import ablation
-from megatron_cg.tools.bench.configurations import EAGER
-from megatron_cg.tools.bench.grids import NONE, number
-from megatron_cg.tools.bench.markdown import heading
-from megatron_cg.tools.bench.metrics import Row, tables
-from megatron_cg.tools.bench.rounds_text import ratio_bases, ratio_cell, ratio_titles
-from megatron_cg.tools.bench.store import OK, Result
+from megatron_cg.tools.bench.results import ablation
+from megatron_cg.tools.bench.results.grids import NONE, number
+from megatron_cg.tools.bench.results.markdown import heading
+from megatron_cg.tools.bench.results.metrics import Row, tables
+from megatron_cg.tools.bench.results.rounds_text import ratio_bases, ratio_cell, ratio_titles
+from megatron_cg.tools.bench.runs.configurations import EAGER
+from megatron_cg.tools.bench.runs.store import OK, Result
 
 STEADY = (0.95, 1.05)
 """The range of the later to the earlier half of the timed steps in which steps are steady."""

@@ -14,15 +14,15 @@ from megatron_cg.tools.align.processes import Run
 from megatron_cg.tools.align.run import gpu_count, torch_cudnn
 from megatron_cg.tools.align.tape import tape_shape
 from megatron_cg.tools.align.token_data import TokenStream
-from megatron_cg.tools.bench.bench_schedule import PlannedRun, ScheduleError
-from megatron_cg.tools.bench.commands import command, run_environment
-from megatron_cg.tools.bench.configurations import KNOWN
-from megatron_cg.tools.bench.eager_fast_path import variable
-from megatron_cg.tools.bench.execute import Start
-from megatron_cg.tools.bench.shapes import is_hybrid
-from megatron_cg.tools.bench.windows import VARIABLE
+from megatron_cg.tools.bench.measure.eager_fast_path import variable
+from megatron_cg.tools.bench.measure.windows import VARIABLE
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, ScheduleError
+from megatron_cg.tools.bench.runs.commands import command, run_environment
+from megatron_cg.tools.bench.runs.configurations import KNOWN
+from megatron_cg.tools.bench.runs.execute import Start
+from megatron_cg.tools.bench.runs.shapes import is_hybrid
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[4]
 METRICS = "metrics"
 """The folder of the ranks' metrics, inside the run's folder."""
 
@@ -97,7 +97,7 @@ def on_tape(data: TokenStream) -> Start:
             VARIABLE: settings.windows.variable(str(folder / METRICS)),
             **variable(configuration.parts),
         }
-        words = [sys.executable, "-m", "megatron_cg.tools.bench.tape_measured"]
+        words = [sys.executable, "-m", "megatron_cg.tools.bench.measure.tape_measured"]
         words += [json.dumps(plan), str(folder / "record")]
         return Run(run.name, words, env, folder)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_cg.tools.bench.ablation import ablation_lines
-from megatron_cg.tools.bench.bench_machine import described
-from megatron_cg.tools.bench.bench_schedule import round_of
-from megatron_cg.tools.bench.comparing import Change
-from megatron_cg.tools.bench.configurations import ABLATIONS, KNOWN
-from megatron_cg.tools.bench.grids import NONE, grid, number
-from megatron_cg.tools.bench.metrics import Row, tables
-from megatron_cg.tools.bench.overheads import overhead_lines
-from megatron_cg.tools.bench.rounds_text import (
+from megatron_cg.tools.bench.results.ablation import ablation_lines
+from megatron_cg.tools.bench.results.comparing import Change
+from megatron_cg.tools.bench.results.grids import NONE, grid, number
+from megatron_cg.tools.bench.results.metrics import Row, tables
+from megatron_cg.tools.bench.results.overheads import overhead_lines
+from megatron_cg.tools.bench.results.rounds_text import (
     ELSEWHERE,
     against_lines,
     baseline_note,
@@ -25,8 +22,11 @@ from megatron_cg.tools.bench.rounds_text import (
     ratio_titles,
     status_label,
 )
-from megatron_cg.tools.bench.scaling import Trend
-from megatron_cg.tools.bench.store import Result
+from megatron_cg.tools.bench.results.scaling import Trend
+from megatron_cg.tools.bench.runs.bench_machine import described
+from megatron_cg.tools.bench.runs.bench_schedule import round_of
+from megatron_cg.tools.bench.runs.configurations import ABLATIONS, KNOWN
+from megatron_cg.tools.bench.runs.store import Result
 
 _TIMES = ("configuration", "step ms, median", "IQR", "least to most", "later / earlier")
 _GPU = (

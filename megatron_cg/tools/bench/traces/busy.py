@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cg.tools.bench.hostwork import shown
-from megatron_cg.tools.bench.intervals import Interval, gaps, length, union
-from megatron_cg.tools.bench.spreads import MetricsError
-from megatron_cg.tools.bench.timeline import RUNTIME, Event, Timeline
+from megatron_cg.tools.bench.traces.hostwork import shown
+from megatron_cg.tools.bench.traces.intervals import Interval, gaps, length, union
+from megatron_cg.tools.bench.traces.spreads import MetricsError
+from megatron_cg.tools.bench.traces.timeline import RUNTIME, Event, Timeline
 
 LISTED = 15
 """The number of rows in a list of the longest gaps."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from megatron_cg.tools.bench.bench_schedule import of_all_rounds, slug
-from megatron_cg.tools.bench.metrics import Row, tables
-from megatron_cg.tools.bench.scaling import Trend
-from megatron_cg.tools.bench.store import Result
+from megatron_cg.tools.bench.results.metrics import Row, tables
+from megatron_cg.tools.bench.results.scaling import Trend
+from megatron_cg.tools.bench.runs.bench_schedule import of_all_rounds, slug
+from megatron_cg.tools.bench.runs.store import Result
 from megatron_cg.tools.pages.bars import Bars, Marks, legend, side_by_side, stacked
 from megatron_cg.tools.pages.figures import Draw, Look, write_png
 

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.align.processes import Run, named_error
-from megatron_cg.tools.bench.bench_schedule import PlannedRun
-from megatron_cg.tools.bench.budget import Budget
-from megatron_cg.tools.bench.busy import busy_metrics
-from megatron_cg.tools.bench.configurations import KNOWN
-from megatron_cg.tools.bench.idle import analyse
-from megatron_cg.tools.bench.sampling import SUFFIX
-from megatron_cg.tools.bench.spreads import MetricsError
-from megatron_cg.tools.bench.store import FAILED, LEFT_OUT, OK, Result
-from megatron_cg.tools.bench.timeline import Timeline, read_timeline
-from megatron_cg.tools.bench.windows import TRACED
+from megatron_cg.tools.bench.measure.sampling import SUFFIX
+from megatron_cg.tools.bench.measure.windows import TRACED
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun
+from megatron_cg.tools.bench.runs.budget import Budget
+from megatron_cg.tools.bench.runs.configurations import KNOWN
+from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT, OK, Result
+from megatron_cg.tools.bench.traces.busy import busy_metrics
+from megatron_cg.tools.bench.traces.idle import analyse
+from megatron_cg.tools.bench.traces.spreads import MetricsError
+from megatron_cg.tools.bench.traces.timeline import Timeline, read_timeline
 
 _TAIL = 30
 _LOOK = 0.25

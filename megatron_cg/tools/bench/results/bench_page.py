@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.files import write_text
-from megatron_cg.tools.bench import ablation
-from megatron_cg.tools.bench.bench_machine import described
-from megatron_cg.tools.bench.commands import CUTLASS
-from megatron_cg.tools.bench.configurations import EAGER, EXPERTS, GRAPHS
-from megatron_cg.tools.bench.markdown import heading
-from megatron_cg.tools.bench.metrics import Row, tables
-from megatron_cg.tools.bench.rounds import Ratio
-from megatron_cg.tools.bench.rounds_text import baseline_note
-from megatron_cg.tools.bench.scaling import Trend
-from megatron_cg.tools.bench.store import FILE, Result
-from megatron_cg.tools.bench.summary import summary_cells, summary_titles, verdict
+from megatron_cg.tools.bench.results import ablation
+from megatron_cg.tools.bench.results.markdown import heading
+from megatron_cg.tools.bench.results.metrics import Row, tables
+from megatron_cg.tools.bench.results.rounds import Ratio
+from megatron_cg.tools.bench.results.rounds_text import baseline_note
+from megatron_cg.tools.bench.results.scaling import Trend
+from megatron_cg.tools.bench.results.summary import summary_cells, summary_titles, verdict
+from megatron_cg.tools.bench.runs.bench_machine import described
+from megatron_cg.tools.bench.runs.commands import CUTLASS
+from megatron_cg.tools.bench.runs.configurations import EAGER, EXPERTS, GRAPHS
+from megatron_cg.tools.bench.runs.store import FILE, Result
 from megatron_cg.tools.pages.columns import own_words, parted
 from megatron_cg.tools.pages.templates import render
 
@@ -43,7 +43,7 @@ def page(results: Sequence[Result], trends: Sequence[Trend], files: Sequence[str
     found = tables(results)
     drawn = importlib.util.find_spec("matplotlib") is not None
     return render(
-        "bench/bench.html",
+        "bench/results/bench.html",
         title=_title(results),
         machine="; ".join(dict.fromkeys(described(result["machine"]) for result in results)),
         verdict=_verdict(found),
@@ -114,7 +114,7 @@ def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
     """What the page shows of one table."""
     plots: Mapping[str, Any] = {}
     if drawn:
-        from megatron_cg.tools.bench.bench_plots import of_table
+        from megatron_cg.tools.bench.results.bench_plots import of_table
         from megatron_cg.tools.pages.figures import Plot
 
         plots = {kind: Plot(f"{name}-{kind}", draw) for kind, draw in of_table(rows).items()}
@@ -158,7 +158,7 @@ def _facts(result: Result) -> dict[str, str]:
 
 def _trend_plots(trends: Sequence[Trend]) -> list[tuple[str, Any]]:
     """A title and a plot for each scaling run."""
-    from megatron_cg.tools.bench.bench_plots import of_trends
+    from megatron_cg.tools.bench.results.bench_plots import of_trends
     from megatron_cg.tools.pages.figures import Plot
 
     return [

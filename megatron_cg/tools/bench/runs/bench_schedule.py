@@ -10,8 +10,8 @@ from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.bench.commands import CUTLASS, DEFAULT, Settings
-from megatron_cg.tools.bench.configurations import (
+from megatron_cg.tools.bench.runs.commands import CUTLASS, DEFAULT, Settings
+from megatron_cg.tools.bench.runs.configurations import (
     CONFIGURATIONS,
     EAGER,
     EAGER_FAST_PATH,
@@ -20,7 +20,7 @@ from megatron_cg.tools.bench.configurations import (
     PLAIN,
     ablation,
 )
-from megatron_cg.tools.bench.shapes import is_moe, layer_count
+from megatron_cg.tools.bench.runs.shapes import is_moe, layer_count
 
 DIMENSIONS = ("layers", "microbatches", "nproc")
 START_SECONDS = 25.0

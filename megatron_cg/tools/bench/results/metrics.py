@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron_cg.tools.bench.bench_schedule import table_key
-from megatron_cg.tools.bench.configurations import EAGER, KNOWN
-from megatron_cg.tools.bench.rounds import (
+from megatron_cg.tools.bench.results.rounds import (
     Ratio,
     by_configuration,
     later_per_earlier,
@@ -32,8 +30,10 @@ from megatron_cg.tools.bench.rounds import (
     round_medians,
     step_times,
 )
-from megatron_cg.tools.bench.spreads import Spread, spread
-from megatron_cg.tools.bench.store import Result
+from megatron_cg.tools.bench.runs.bench_schedule import table_key
+from megatron_cg.tools.bench.runs.configurations import EAGER, KNOWN
+from megatron_cg.tools.bench.runs.store import Result
+from megatron_cg.tools.bench.traces.spreads import Spread, spread
 
 MIB = 2**20
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.tools.bench.device import memory, reset_peaks, synchronize
+from megatron_cg.tools.bench.measure.device import memory, reset_peaks, synchronize
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import lookup
 

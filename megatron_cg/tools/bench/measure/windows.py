@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from megatron_cg.tools.bench.spreads import MetricsError
+from megatron_cg.tools.bench.traces.spreads import MetricsError
 
 VARIABLE = "MEGATRON_CG_BENCH"
 """The environment variable that tells a run its windows and the directory of its metrics."""

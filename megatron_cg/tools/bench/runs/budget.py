@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_cg.tools.bench.bench_schedule import PlannedRun, table_key
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, table_key
 
 
 class Budget:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.files import write_text
-from megatron_cg.tools.bench.bench_schedule import of_all_rounds, round_of, slug
+from megatron_cg.tools.bench.runs.bench_schedule import of_all_rounds, round_of, slug
 
 SCHEMA = {"name": "megatron_cg.bench", "version": 3}
 _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))

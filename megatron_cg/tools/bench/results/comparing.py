@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_cg.tools.bench.bench_schedule import of_all_rounds, slug
-from megatron_cg.tools.bench.metrics import Metrics, joined, step_median
-from megatron_cg.tools.bench.rounds import by_configuration
-from megatron_cg.tools.bench.store import Result, newest
+from megatron_cg.tools.bench.results.metrics import Metrics, joined, step_median
+from megatron_cg.tools.bench.results.rounds import by_configuration
+from megatron_cg.tools.bench.runs.bench_schedule import of_all_rounds, slug
+from megatron_cg.tools.bench.runs.store import Result, newest
 
 COMPARED: dict[str, Callable[[Metrics], float | None]] = {
     "step ms": step_median,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_cg.tools.bench.timeline import RUNTIME, Event
+from megatron_cg.tools.bench.traces.timeline import RUNTIME, Event
 
 PREFIX = "cg: "
 """Prefix of every range that the benchmark itself adds to a trace."""

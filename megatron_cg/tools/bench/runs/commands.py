@@ -9,11 +9,16 @@ from pathlib import Path
 
 from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT, by_run, environment
 from megatron_cg.tools.align.presets import Preset
-from megatron_cg.tools.bench.configurations import KNOWN, shared_words
-from megatron_cg.tools.bench.shapes import default_scopes, layer_count, parallel_words, with_layers
-from megatron_cg.tools.bench.windows import VARIABLE, Windows
+from megatron_cg.tools.bench.measure.windows import VARIABLE, Windows
+from megatron_cg.tools.bench.runs.configurations import KNOWN, shared_words
+from megatron_cg.tools.bench.runs.shapes import (
+    default_scopes,
+    layer_count,
+    parallel_words,
+    with_layers,
+)
 
-SCRIPT = Path(__file__).resolve().with_name("measured.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "measure" / "measured.py"
 DEFAULT, CUTLASS = "default", "cutlass"
 CUTLASS_VARIABLE = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 """transformer-engine 2.20.2: grouped GEMMs of experts use CUTLASS on Hopper, else cuBLAS."""
@@ -85,7 +90,7 @@ def command(
     words += script_words(settings, configuration, data)
     if not KNOWN[configuration].compiled:
         return words
-    first = [sys.executable, "-m", "megatron_cg.tools.bench.compiled_first"]
+    first = [sys.executable, "-m", "megatron_cg.tools.bench.runs.compiled_first"]
     return [*first, *words, "--cg-precompile-dir", str(artifacts)]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_cg.tools.bench.bench_schedule import round_of
-from megatron_cg.tools.bench.configurations import EAGER
-from megatron_cg.tools.bench.grids import NONE, grid, number
-from megatron_cg.tools.bench.metrics import Row, has_other_baselines
-from megatron_cg.tools.bench.rounds import Ratio
-from megatron_cg.tools.bench.store import OK, Result
+from megatron_cg.tools.bench.results.grids import NONE, grid, number
+from megatron_cg.tools.bench.results.metrics import Row, has_other_baselines
+from megatron_cg.tools.bench.results.rounds import Ratio
+from megatron_cg.tools.bench.runs.bench_schedule import round_of
+from megatron_cg.tools.bench.runs.configurations import EAGER
+from megatron_cg.tools.bench.runs.store import OK, Result
 
 ELSEWHERE = " \u2020"
 """Marks the ratio of runs that were not made side by side."""

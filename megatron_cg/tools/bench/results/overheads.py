@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cg.tools.bench.metrics import Row
+from megatron_cg.tools.bench.results.metrics import Row
 
 AIM = 0.01
 """Guards and votes together should take less of a step."""

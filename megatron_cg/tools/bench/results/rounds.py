@@ -18,9 +18,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_cg.tools.bench.bench_schedule import of_all_rounds, round_of, slug
-from megatron_cg.tools.bench.spreads import spread
-from megatron_cg.tools.bench.store import Result
+from megatron_cg.tools.bench.runs.bench_schedule import of_all_rounds, round_of, slug
+from megatron_cg.tools.bench.runs.store import Result
+from megatron_cg.tools.bench.traces.spreads import spread
 
 _STEADY = 8
 """With fewer steps, a comparison of their halves means nothing."""

@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_cg.tools.bench.busy import LISTED, Gap, busy_metrics, find_gaps, longest
-from megatron_cg.tools.bench.hostwork import OUTSIDE, Caller, HostWork
-from megatron_cg.tools.bench.intervals import Interval, common, length
-from megatron_cg.tools.bench.timeline import Thread, Timeline
+from megatron_cg.tools.bench.traces.busy import LISTED, Gap, busy_metrics, find_gaps, longest
+from megatron_cg.tools.bench.traces.hostwork import OUTSIDE, Caller, HostWork
+from megatron_cg.tools.bench.traces.intervals import Interval, common, length
+from megatron_cg.tools.bench.traces.timeline import Thread, Timeline
 
 STEPS = "cg: steps"
 """The range around the profiled steps; it identifies the main thread."""
@@ -29,7 +29,7 @@ def analyse(timeline: Timeline, steps: int) -> dict[str, Any]:
     """The analysis of a trace with host events over ``steps`` steps; times in ms per step.
 
     Its metrics of the GPU are those of a slowed host: see Note [Two traces] in
-    :mod:`megatron_cg.tools.bench.busy`. Raises MetricsError if the trace has no GPU work.
+    :mod:`megatron_cg.tools.bench.traces.busy`. Raises MetricsError if the trace has no GPU work.
     """
     metrics = busy_metrics(timeline, steps)
     found = find_gaps(timeline)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cg.tools.bench.bench_schedule import of_all_rounds
-from megatron_cg.tools.bench.metrics import Metrics, joined, step_median
-from megatron_cg.tools.bench.rounds import by_configuration
-from megatron_cg.tools.bench.spreads import Line, fit
-from megatron_cg.tools.bench.store import Result
+from megatron_cg.tools.bench.results.metrics import Metrics, joined, step_median
+from megatron_cg.tools.bench.results.rounds import by_configuration
+from megatron_cg.tools.bench.runs.bench_schedule import of_all_rounds
+from megatron_cg.tools.bench.runs.store import Result
+from megatron_cg.tools.bench.traces.spreads import Line, fit
 
 GROWING: dict[str, tuple[str, Callable[[Metrics], float | None]]] = {
     "step": ("ms", step_median),

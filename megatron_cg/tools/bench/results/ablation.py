@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_cg.arguments.fast_path_parts import PARTS, with_dependents
-from megatron_cg.tools.bench.configurations import (
+from megatron_cg.tools.bench.results.grids import NONE, grid, number
+from megatron_cg.tools.bench.results.metrics import Row
+from megatron_cg.tools.bench.results.rounds import Ratio
+from megatron_cg.tools.bench.runs.configurations import (
     ABLATIONS,
     EAGER_FAST_PATH,
     GRAPHS,
     PLAIN,
     ablation,
 )
-from megatron_cg.tools.bench.grids import NONE, grid, number
-from megatron_cg.tools.bench.metrics import Row
-from megatron_cg.tools.bench.rounds import Ratio
 
 _LABELS = {PLAIN: "all parts", EAGER_FAST_PATH: "the graphs, but no part"}
 TITLE = "without a part of the fast path"

@@ -1,0 +1,1 @@
+"""Inside of one measured process: which steps are measured, and how."""

@@ -1,0 +1,1 @@
+"""Metrics, tables, plots and pages of results."""
