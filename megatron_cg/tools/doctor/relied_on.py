@@ -25,6 +25,7 @@ _TE_ONLY = (
     f"{_FAST}.optimizer.adam",
     f"{_FAST}.heuristics",
     f"{_FAST}.gradients.detached",
+    "megatron_cg.integrations.megatron.weight_gradients",
     "megatron_cg.moe.install",
 )
 _NOT_NATIVE = ("megatron_cg.backends.te.te_backend", "megatron_cg.backends.te.te_replay")
