@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +36,13 @@ FLAGS = (
     *"--no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion".split(),
     *"--no-bias-dropout-fusion --cg-backend native --tensor-model-parallel-size 2".split(),
 )
+
+
+@pytest.fixture(autouse=True)
+def variables_restored() -> Iterator[None]:
+    """Megatron sets TE's variables for the backend of attention, for all models of the process."""
+    with patch.dict(os.environ):
+        yield
 
 
 VARIABLES = [f"{name}={value}" for name, value in DETERMINISTIC_ENVIRONMENT.items()]
