@@ -10,7 +10,8 @@ import pytest
 
 from megatron_cg.tools.align.compare import Comparison
 from megatron_cg.tools.align.outcome import Outcome
-from tests.functional.cases import DROPOUT, FP8, SINKHORN, Case, batch
+from tests.functional.cases import DROPOUT, FP8, Case, batch
+from tests.functional.life_cases import SINKHORN
 from tests.functional.tampering import captures
 
 SCRIPT = Path(__file__).with_name("tampered.py")

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.tools.align.processes import OVERDUE
-from tests.functional.cases import LIFE, MOE, PREPROCESS, Case, batch
+from tests.functional.cases import MOE, PREPROCESS, Case, batch
+from tests.functional.life_cases import LIFE
 from tests.functional.test_failures import STAGES, trained_alike
 
 SCRIPT = Path(__file__).with_name("tampered.py")

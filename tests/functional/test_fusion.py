@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align.outcome import Outcome
-from tests.functional.cases import CASES, LIFE, Case
+from tests.functional.cases import CASES, Case
+from tests.functional.life_cases import LIFE
 
 SCRIPT = Path(__file__).with_name("fused.py")
 FUSED = [LIFE["dense"], LIFE["moe"]]

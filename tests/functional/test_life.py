@@ -11,7 +11,8 @@ import pytest
 
 from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.tools.align.processes import OVERDUE
-from tests.functional.cases import EXPANDABLE_ALONE, LIFE, Case, resumed
+from tests.functional.cases import Case
+from tests.functional.life_cases import EXPANDABLE_ALONE, LIFE, resumed
 from tests.functional.test_failures import trained_alike
 
 SCRIPT = Path(__file__).with_name("tampered.py")

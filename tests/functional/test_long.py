@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align.outcome import Outcome
-from tests.functional.cases import LIFE
+from tests.functional.life_cases import LIFE
 
 SCRIPT = Path(__file__).with_name("tampered.py")
 SECONDS = 1_800.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.replay.guard.inputs import FIELDS
-from tests.functional import cases, test_failures
+from tests.functional import life_cases, test_failures
 from tests.functional.tampered import ACTIONS
 from tests.functional.tampering import replay
 from tests.unit.replay.guard.faults import FAULTS
@@ -163,7 +163,10 @@ def test_every_action_on_gpus_has_a_row() -> None:
     stages = {f"fail@{stage}" for stage in test_failures.STAGES}
     faults = {f"fault@{name}" for name in replay.FAULTS}
     assert stages | faults <= {"@".join(word.split("@")[:2]) for word in injected}
-    scenarios = {value for case in cases.LIFE.values() for _, value in case.env if "@" in value}
+    cases = life_cases.LIFE.values()
+    scenarios = {value for case in cases for _, value in case.env if "@" in value}
+        value for case in life_cases.LIFE.values() for _, value in case.env if "@" in value
+    }
     assert {scenario.partition("@")[0] for scenario in scenarios} <= actions
 
 

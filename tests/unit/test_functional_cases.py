@@ -18,7 +18,7 @@ from megatron_cg.errors import ConfigurationError
 from megatron_cg.tools.align.command import arguments
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.plan.worker import docstrings_read_once
-from tests.functional import cases, test_failures, test_refusals, without_rules
+from tests.functional import cases, life_cases, test_failures, test_refusals, without_rules
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of, pytest_xdist_auto_num_workers
 from tests.functional.tampered import ACTIONS, VARIABLES
@@ -26,8 +26,8 @@ from tests.functional.tampered import ACTIONS, VARIABLES
 pytestmark = pytest.mark.usefixtures("hopper", "quick_parser", "te_kernels")
 DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer")
 LIFE = [
-    *cases.LIFE.values(),
-    *(cases.resumed(cases.LIFE[n], 6) for n in ("saved", "saved-dropout")),
+    *life_cases.LIFE.values(),
+    *(life_cases.resumed(life_cases.LIFE[n], 6) for n in ("saved", "saved-dropout")),
 ]
 ALL = [
     *cases.CASES,
@@ -92,8 +92,8 @@ def test_a_case_is_accepted(
 @pytest.mark.parametrize(
     ("case", "rule"),
     [
-        (cases.EXPANDABLE_ALONE, "expandable-segments"),
-        (cases.SINKHORN, "sinkhorn-router"),
+        (life_cases.EXPANDABLE_ALONE, "expandable-segments"),
+        (life_cases.SINKHORN, "sinkhorn-router"),
         *((case, rule) for rule, case in test_refusals.REFUSED.items()),
     ],
     ids=lambda item: getattr(item, "name", item),
@@ -123,7 +123,7 @@ def test_no_rule_that_is_not_there_is_left_out() -> None:
 def test_what_is_refused_only_with_graphs_trains_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validated(cases.SINKHORN, tmp_path, monkeypatch, graphs=False)
+    validated(life_cases.SINKHORN, tmp_path, monkeypatch, graphs=False)
 
 
 def test_names_of_cases_are_their_own() -> None:

@@ -38,7 +38,7 @@ FLAGS = (
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def variables_restored() -> Iterator[None]:
     """Megatron sets TE's variables for the backend of attention, for all models of the process."""
     with patch.dict(os.environ):

@@ -1,0 +1,109 @@
+"""What the tests of a run's life train: saved, resumed, skipped, signalled, repeated, long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.functional.cases import (
+    DENSE,
+    DROPOUT,
+    EP2,
+    EXPANDABLE,
+    EXPERTS,
+    MOE,
+    ROUTER,
+    TENSOR_PARALLEL,
+    TORCH_GEMM,
+    Case,
+    batch,
+)
+
+SAVED = ("--save", "{directory}/{run}/checkpoints")
+LIFE = {
+    "dense": Case("dense", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
+    "moe": Case("moe", MOE, ROUTER, batch(8)),
+    "experts": Case("experts", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=TORCH_GEMM),
+    "bounded": Case(
+        "bounded", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1")
+    ),
+    "saved-experts": Case(
+        "saved-experts",
+        MOE,
+        EXPERTS,
+        (*batch(8), *EP2, *SAVED, "--save-interval", "6"),
+        graph_flags=TORCH_GEMM,
+    ),
+    "tensor-parallel": Case(
+        "tensor-parallel", DENSE, ("attn", "mlp"), (*batch(4), *TENSOR_PARALLEL)
+    ),
+    "saved": Case("saved", MOE, ROUTER, (*batch(8), *SAVED, "--save-interval", "6")),
+    "saved-dropout": Case(
+        "saved-dropout",
+        DENSE,
+        ("attn", "mlp"),
+        (*batch(8), *DROPOUT, *SAVED, "--save-interval", "6"),
+    ),
+    "skipped": Case("skipped", MOE, ROUTER, (*batch(8), "--iterations-to-skip", "4", "7")),
+    "overflow": Case(
+        "overflow",
+        MOE,
+        ROUTER,
+        (*batch(8), "--no-check-for-nan-in-loss-and-grad"),
+        env=(("MEGATRON_CG_SCENARIO", "scale@2:4,5:0.25,7:inf,8:inf,10:2"),),
+    ),
+    "signal": Case(
+        "signal",
+        MOE,
+        ROUTER,
+        (*batch(8), *SAVED, "--save-interval", "100", "--exit-signal-handler"),
+        env=(("MEGATRON_CG_SCENARIO", "signal@7"),),
+    ),
+    "average": Case(
+        "average",
+        DENSE,
+        ("attn", "mlp"),
+        batch(8),
+        env=(("MEGATRON_CG_SCENARIO", "average@3"),),
+    ),
+    "destroy": Case(
+        "destroy",
+        DENSE,
+        ("attn", "mlp"),
+        (*batch(4), *TENSOR_PARALLEL),
+        env=(("MEGATRON_CG_SCENARIO", "destroy@7"),),
+    ),
+    "long": Case(
+        "long",
+        MOE,
+        ROUTER,
+        (
+            *(*batch(4), "--num-layers", "2"),
+            *("--expert-model-parallel-size", "2", "--log-interval", "100"),
+            *("--eval-interval", "1000", "--eval-iters", "2", "--split", "90,5,5"),
+            *(*SAVED, "--save-interval", "2500"),
+        ),
+        steps=10_000,
+    ),
+}
+"""What the tests of a run's life train; a scenario is what ``tampered.py`` does in both runs."""
+EXPANDABLE_ALONE = Case("expandable", DENSE, ("attn", "mlp"), batch(8), env=(EXPANDABLE,))
+"""Refused, for want of NCCL_GRAPH_REGISTER=0."""
+SINKHORN = Case(
+    "sinkhorn",
+    MOE,
+    ROUTER,
+    (*batch(8), "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0"),
+)
+"""Refused, since the host waits for its router; without graphs Megatron trains it."""
+
+
+def resumed(case: Case, step: int) -> Case:
+    """The run that goes on from what ``case`` saved after ``step`` steps."""
+    flags = (*without(case.flags, "--save", "--save-interval"), "--ckpt-step", str(step))
+    return replace(case, name=f"{case.name}-resumed", flags=(*flags, "--load", SAVED[1]))
+
+
+def without(words: tuple[str, ...], *flags: str) -> tuple[str, ...]:
+    """Leave out these flags, each with the one value that follows it."""
+    dropped = {index + offset for index, w in enumerate(words) if w in flags for offset in (0, 1)}
+    return tuple(word for index, word in enumerate(words) if index not in dropped)
