@@ -165,8 +165,6 @@ def test_every_action_on_gpus_has_a_row() -> None:
     assert stages | faults <= {"@".join(word.split("@")[:2]) for word in injected}
     cases = life_cases.LIFE.values()
     scenarios = {value for case in cases for _, value in case.env if "@" in value}
-        value for case in life_cases.LIFE.values() for _, value in case.env if "@" in value
-    }
     assert {scenario.partition("@")[0] for scenario in scenarios} <= actions
 
 
