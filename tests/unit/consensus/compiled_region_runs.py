@@ -279,7 +279,8 @@ def in_each_other(rank: int) -> Any:
             pass
 
     changes = len(applied())
-    with compile_together(timeout=LONG):
+    # A rank that leaves a block at once closes its connections, maybe before others have them.
+    with compile_together(timeout=LONG), barrier_of_all():
         second = said(enter)
     torch.compiler.set_enable_guard_collectives(True)
     over_torchs = said(enter)
@@ -288,7 +289,7 @@ def in_each_other(rank: int) -> Any:
     def hook(cache_hit: bool) -> bool:
         return cache_hit
 
-    with compile_together(timeout=LONG):
+    with compile_together(timeout=LONG), barrier_of_all():
         set_hook(hook)
     later = set_hook(None) is hook
     return second, over_torchs, kept, later, len(applied()) - changes
