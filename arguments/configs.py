@@ -62,6 +62,7 @@ TRANSFORMER: Mapping[str, str] = {
     "overlap_dispatch_backward_with_experts_wgrad": "overlap_dispatch_backward_with_experts_wgrad",
     "hybrid_context_parallel": "hybrid_context_parallel",
     "mtp_num_layers": "mtp_num_layers",
+    "mtp_use_repeated_layer": "mtp_use_repeated_layer",
     "te_rng_tracker": "use_te_rng_tracker",
 }
 """Fields of :class:`RunArguments`, each with its field of ``TransformerConfig``."""

@@ -40,16 +40,21 @@ def _against_fusion(run: RunArguments) -> Iterator[tuple[str, str]]:
             "before it (megatron-core 0.19.2), without graphs as well",
         )
     own = "bf16" if run.bf16 else "fp32"
-    for flag, dtype in (
-        ("--megatron-fsdp-main-grads-dtype", run.megatron_fsdp_main_grads_dtype),
-        ("--megatron-fsdp-grad-comm-dtype", run.megatron_fsdp_grad_comm_dtype),
-    ):
-        if dtype not in ("auto", own):
-            yield (
-                f"{_ON} with {flag} {dtype}",
-                f"the GEMM would write gradients in {dtype}; a graph hands over gradients in "
-                f"{own}, so their bits would differ",
-            )
+    flag, written = "--megatron-fsdp-grad-comm-dtype", run.megatron_fsdp_grad_comm_dtype
+    if written == "auto":
+        flag, written = "--megatron-fsdp-main-grads-dtype", run.megatron_fsdp_main_grads_dtype
+    if written not in ("auto", own):
+        yield (
+            f"{_ON} with {flag} {written}",
+            f"the GEMM would write gradients in {written}; a graph hands over gradients in {own}, "
+            "so their bits would differ",
+        )
+    if run.mtp_use_repeated_layer and (run.mtp_num_layers or 0) > 1:
+        yield (
+            f"{_ON} with --mtp-use-repeated-layer and --mtp-num-layers {run.mtp_num_layers}",
+            "each use of such a weight overwrites the gradient of the one before it, without "
+            "graphs as well",
+        )
     if run.transformer_impl != "transformer_engine":
         yield (
             f"{_ON} with --transformer-impl {run.transformer_impl}",

@@ -8,9 +8,9 @@ from megatron_cg.arguments.schema import RunArguments
 _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
 
 
-def _captures_mixing(run: RunArguments) -> bool:
-    """Whether a graph holds what mixes the tokens of a sequence."""
-    return run.is_whole_layer or bool({"attn", "mamba"} & set(run.cuda_graph_modules))
+def _sees_packs(run: RunArguments) -> bool:
+    """Whether a graph holds what depends on a pack's boundaries: all but a dense MLP."""
+    return run.is_whole_layer or set(run.cuda_graph_modules) != {"mlp"}
 
 
 RULES: tuple[Rule, ...] = (
@@ -57,14 +57,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Refusal(
         "packed-sequences",
-        lambda run: (run.sft or run.rl_use_sequence_packing) and _captures_mixing(run),
-        "packed sequences (--sft or --rl-use-sequence-packing) with captured attention or Mamba "
-        "mixers",
+        lambda run: (run.sft or run.rl_use_sequence_packing) and _sees_packs(run),
+        "packed sequences (--sft or --rl-use-sequence-packing) with captured attention, Mamba "
+        "mixers or MoE layers",
         "a pack's boundaries reach the layer as PackedSeqParams, of which Megatron's graphs take "
         "no tensor (cu_seqlens differs from step to step in length and values, max_seqlen is a "
-        "number)",
-        "type --cuda-graph-modules with scopes other than attn and mamba, such as mlp or "
-        "moe_router moe_preprocess, or --cuda-graph-impl none",
+        "number), and a layer whose router is captured drops them",
+        "type --cuda-graph-modules mlp, or --cuda-graph-impl none",
     ),
     Refusal(
         "hybrid-context-parallel",

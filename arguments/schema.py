@@ -242,6 +242,7 @@ class RunArguments:
     hybrid_context_parallel: bool = _setting(False, "sequences of several lengths over ranks")
 
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
+    mtp_use_repeated_layer: bool = _setting(False, "one prediction layer is run at every depth")
 
     logs_passes: bool = _setting(False, "activations, tokens of experts or gradients are saved")
     sft: bool = _setting(False, "fine-tuning, on packed sequences")

@@ -46,12 +46,11 @@ SUPPORTED = (
         ),
     ),
     Row(
-        "packed sequences (`--sft`, `--rl-use-sequence-packing`) with scopes other than `attn` and "
-        "`mamba`",
+        "packed sequences (`--sft`, `--rl-use-sequence-packing`) with scope `mlp`",
         Status.SUPPORTED,
         "attention runs eagerly, on any lengths; tokens of a pack are as many in each step; "
         + _NOT_ON_GPUS,
-        tests=(f"{_PACKED}::test_scopes_without_attention_replay",),
+        tests=(f"{_PACKED}::test_the_mlp_replays",),
     ),
     Row(
         "`--inference-rng-tracker`",
@@ -122,7 +121,7 @@ NOT_YET = (
         ),
     ),
     Row(
-        "packed sequences with captured attention or Mamba mixers",
+        "packed sequences with captured attention, Mamba mixers or MoE layers",
         Status.HERE,
         "Megatron passes a pack's boundaries as an object, and its graphs take tensors alone. See "
         "[below](#packed-sequences) for what is missing (NVIDIA/Megatron-LM#5619, #3869)",

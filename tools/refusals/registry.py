@@ -26,6 +26,7 @@ OWN_LOOP = frozenset(
 MISTAKES = frozenset(
     {
         *("argument", "backend", "cg-layers", "fast-path-parts", "flags-without-graphs"),
+        *("full-recompute-without-fsdp", "rows-batches-elsewhere"),
         *("grouped-gemm", "grouped-gemm-without-experts", "host-read", "launcher"),
         *("megatron-core-version", "moe-without-experts", "nested-units", "no-graphs"),
         *("no-such-unit", "rows-below-average", "rows-without-expert-parallel"),

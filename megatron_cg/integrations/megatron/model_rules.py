@@ -38,7 +38,8 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
         )
     optimizer_config = getattr(optimizer, "config", None)
     run = run_of(with_decoder(model), model.config, fsdp.ddp_config, optimizer_config)
-    run = replace(run, gradient_ranks=_gradient_ranks(run.num_experts))
+    if run.gradient_accumulation_fusion:
+        run = replace(run, gradient_ranks=_gradient_ranks(run.num_experts))
     if run.cuda_graph_impl == "none":
         raise HookError(
             "cuda_graph_impl of the model's config is none: build it with "

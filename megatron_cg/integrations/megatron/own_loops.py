@@ -23,6 +23,7 @@ from functools import partial, wraps
 from typing import Any
 
 from megatron_cg.capture.session import Phase
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 from megatron_cg.integrations.megatron.model_rules import check_model
@@ -38,9 +39,18 @@ _INIT = Symbol(
     "megatron-core",
     "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.__init__",
     "what it is made with",
-    parameters=("model", "optimizers"),
+    parameters=("model", "config", "optimizers"),
 )
 RELIES_ON = (_HELPER, _INIT)
+
+
+_RECOMPUTES = Violation(
+    "full-recompute-without-fsdp",
+    "recompute_granularity full, and graphs of a model that is not under Megatron-FSDP",
+    "such layers recompute themselves in their graphs under Megatron-FSDP alone; Megatron's own "
+    "graphs do not",
+    "wrap the model in FullyShardedDataParallel, or set recompute_granularity to selective or None",
+)
 
 
 class LoopHelper(FsdpCudaGraphHelper):
@@ -105,6 +115,8 @@ def help_own_loops() -> Callable[[], None]:
         model = given["model"][0]
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:
+            if getattr(given["config"], "recompute_granularity", None) == "full":
+                raise ConfigurationError([_RECOMPUTES])
             old(self, *args, **kwargs)
             return
         optimizers = given.get("optimizers") or [None]

@@ -19,8 +19,10 @@ Note [Verification]
 Note [What a loop must do]
     A repeat clears the gradients. So a step is one call of this function, after
     ``zero_grad_buffer()``: a second call would lose what the first one added. And each replay has
-    to be inside such a call, or nobody sees that it exceeded the bound. A loop that does otherwise
-    ends with an error before its optimizer changes a weight.
+    to be inside such a call, or nobody sees that it exceeded the bound. Its batches come from
+    ``data_iterator``, which can be read again. A loop that does otherwise ends with an error before
+    its optimizer changes a weight, unless it passes None as ``data_iterator``, as ranks without
+    data do.
 """
 
 from __future__ import annotations
@@ -75,6 +77,16 @@ _SECOND = Violation(
 )
 
 
+_ELSEWHERE = Violation(
+    "rows-batches-elsewhere",
+    "--cg-moe-rows, and passes that took no batch from data_iterator",
+    "a step that exceeds the bound is repeated with the batches of its data_iterator, and others "
+    "cannot be read again",
+    "let forward_step_func read its batches from the data_iterator that it is given, or leave the "
+    "bound out",
+)
+
+
 class Graphed(Protocol):
     """A capture helper, as far as its steps are repeated."""
 
@@ -111,7 +123,7 @@ def repeat_steps() -> Callable[[], None]:
         model = options[_MODEL]
         fsdp = find_megatron_fsdp(model[0] if isinstance(model, list) else model)
         steps = _steps.get(fsdp) if fsdp is not None else None
-        if steps is None or options.get(_EVALUATES):
+        if steps is None or steps.running or options.get(_EVALUATES):
             return old(**options)
         return steps.run(old, options)
 
@@ -143,6 +155,8 @@ class _Steps:
         self._seen: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         """Replays whose rows were looked at."""
         self._ran = False
+        self.running = False
+        """Whether :meth:`run` is under way; another replacement of the schedule is inside of it."""
 
     def begin(self) -> None:
         """Gradients were cleared."""
@@ -159,6 +173,13 @@ class _Steps:
         session = self._helper.session
         if session is None:
             return passes(**options)
+        self.running = True
+        try:
+            return self._run(session, passes, options)
+        finally:
+            self.running = False
+
+    def _run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
         if self._ran:
             raise ConfigurationError([_SECOND])
         self._ran = True
@@ -171,6 +192,9 @@ class _Steps:
         with _set(session.mismatches, "numbers_hold", self._bound.holds):
             result = passes(**options | {_FORWARD: self._sharing(options)})
         self._seen[session] = session.counters.replayed
+        iterators = [one for one in (batches if isinstance(batches, list) else [batches]) if one]
+        if not all(one.was_read for one in iterators):
+            raise ConfigurationError([_ELSEWHERE])
         rows = self._bound.exceeded()
         if not rows:
             return result
@@ -178,9 +202,8 @@ class _Steps:
         number, enough = self._helper.step_number, self._bound.enough(rows)
         emit(StepRepeated(number, rows, self._bound.bound, enough))
         state.restore()
-        for one in batches if isinstance(batches, list) else [batches]:
-            if one is not None:
-                one.rewind()
+        for one in iterators:
+            one.rewind()
         self._clear()
         session.counters.repeated += 1
         with _set(session.mismatches, "repeats", True):
@@ -246,6 +269,11 @@ class _Batches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+    @property
+    def was_read(self) -> bool:
+        """Whether the step took a batch from it."""
+        return bool(self._read)
 
     def rewind(self) -> None:
         """Begin again with the first batch of the step."""

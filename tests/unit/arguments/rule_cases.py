@@ -45,6 +45,11 @@ FSDP = (
                 "--data-parallel-sharding-strategy optim",
                 "each microbatch overwrites",
             ),
+            (
+                {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
+                "--mtp-use-repeated-layer and --mtp-num-layers 2",
+                "each use of such a weight overwrites",
+            ),
             ({"gradient_ranks": 1}, "gradients that only one rank has", "overwrites those"),
             (
                 {"megatron_fsdp_main_grads_dtype": "fp32"},

@@ -209,11 +209,12 @@ NUMERICS = (
             {**modules(*scopes), **change},
             "with captured attention",
             "cu_seqlens",
-            "--cuda-graph-modules with scopes other than attn and mamba",
+            "type --cuda-graph-modules mlp",
         )
         for scopes, change in (
             (("attn", "moe_router"), {"sft": True}),
             (("attn", "moe_router"), {"rl_use_sequence_packing": True}),
+            (("moe_router", "moe_preprocess"), {"sft": True}),
             ((), {"sft": True, "num_experts": None}),
             (("mamba",), {"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None}),
         )

@@ -202,6 +202,16 @@ def test_our_flags_without_graphs_are_refused(graph: GraphArguments, flag: str) 
     [
         {"moe_shared_expert_overlap": True, "cuda_graph_modules": ("attn", "moe_router")},
         {"gradient_accumulation_fusion": True, "megatron_fsdp_main_grads_dtype": "bf16"},
+        {
+            "gradient_accumulation_fusion": True,
+            "megatron_fsdp_main_grads_dtype": "fp32",
+            "megatron_fsdp_grad_comm_dtype": "bf16",
+        },
+        {"gradient_accumulation_fusion": True, "gradient_ranks": 2},
+        {
+            "gradient_accumulation_fusion": True,
+            "mtp_num_layers": 2,
+        },
         {"fp8": "hybrid"},
         {"fp8_param_gather": True},
         {"fp8": "hybrid", "fp8_param_gather": True, "keep_fp8_transpose_cache": True},

@@ -174,6 +174,9 @@ def test_a_model_without_fsdp_keeps_megatrons_helper(
     plain = trainer.model.module.module
     helper = TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
     assert type(helper) is TECudaGraphHelper
+    monkeypatch.setattr(trainer.model.config, "recompute_granularity", "full")
+    with pytest.raises(ConfigurationError, match="not under Megatron-FSDP"):
+        TECudaGraphHelper([plain], trainer.model.config, LENGTH, BATCH)
 
 
 def test_a_class_that_is_made_of_megatrons_is_left_alone(

@@ -174,7 +174,12 @@ def test_an_iterators_other_members_are_there(loop: Loop) -> None:
             return {}
 
     found = []
-    loop.forward = lambda data: found.append((data.name, iter(data) is data))
+
+    def forward(data: Any) -> None:
+        next(data)
+        found.append((data.name, iter(data) is data))
+
+    loop.forward = forward
     loop.step(Data())
     assert found == [("a name", True)] * 2
 
@@ -183,6 +188,7 @@ def test_a_failed_step_leaves_no_mode_behind(loop: Loop) -> None:
     loop.bound.rows = 200
 
     def fail(data: Any) -> None:
+        next(data)
         if loop.session.mismatches.repeats:
             raise ValueError("failed")
 
@@ -229,6 +235,26 @@ def test_replays_outside_of_the_schedule_end_before_the_update(loop: Loop) -> No
     loop.helper.session = Session()
     loop.optimizer.step()
     assert loop.events == ["update"]
+
+
+def test_batches_that_are_read_elsewhere_end_before_the_update(loop: Loop) -> None:
+    others = batches()
+    loop.forward = lambda data: next(others)
+    with pytest.raises(ConfigurationError, match="data_iterator") as error:
+        loop.step(batches())
+    assert [one.rule for one in error.value.violations] == ["rows-batches-elsewhere"]
+    assert "update" not in loop.events
+    loop.step(None)
+    assert loop.events[-1] == "update"
+
+
+def test_a_schedule_that_is_replaced_twice_runs_a_step_once(loop: Loop) -> None:
+    undo = repeat.repeat_steps()
+    loop.bound.rows = 200
+    loop.step(batches())
+    undo()
+    assert loop.events.count("begin") == 1 and loop.events.count("eager") == 1
+    assert loop.session.counters.repeated == 1
 
 
 def test_a_model_without_a_bound_is_not_followed(

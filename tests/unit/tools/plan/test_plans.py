@@ -60,9 +60,10 @@ REQUESTS = {
         "deepseek-v3-tiny", [OVERLAP], scopes=["attn", "moe"], cg_grouped_gemm="torch"
     ),
     "repeated prediction": on_preset("--mtp-num-layers 2 --mtp-use-repeated-layer"),
-    "recorded packs": read_request(
-        "qwen3-moe-tiny", ["--moe-enable-routing-replay", "--sft"], scopes=["moe_router"]
+    "recorded": read_request(
+        "qwen3-moe-tiny", ["--moe-enable-routing-replay"], scopes=["moe_router"]
     ),
+    "packs": read_request("llama-tiny", ["--sft"], scopes=["mlp"]),
     "again": read_request("deepseek-v3-tiny", []),
 }
 
@@ -396,7 +397,8 @@ def test_fsdps_buffers_are_those_of_its_units(plans: dict[str, Plan]) -> None:
     ("name", "words"),
     [
         ("repeated prediction", ("runs 2 times before its first backward pass",)),
-        ("recorded packs", ("routers record or repeat", "packed sequences: attention")),
+        ("recorded", ("routers record or repeat",)),
+        ("packs", ("packed sequences: attention",)),
     ],
 )
 def test_what_stays_eager_in_every_layer_is_noted(
