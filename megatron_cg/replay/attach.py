@@ -62,7 +62,7 @@ def attach_replay(
     def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
         if is_running_region():  # the captured region is the layer's whole forward
             return None
-        mismatch = _no_tensor(args, kwargs) if unit.direct else None
+        mismatch = _no_tensor(args, kwargs) if unit.direct else _not_passed_on(kwargs)
         return mismatch or partial(target._te_cuda_graph_replay, *args, **kwargs)
 
     with ExitStack() as undo:
@@ -124,6 +124,23 @@ def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | Non
                 "A graph takes only tensors; packed sequences and inference contexts run eagerly.",
             )
     return None
+
+
+def _not_passed_on(kwargs: Mapping[str, Any]) -> Mismatch | None:
+    """Find a padding mask, for a graph that begins behind attention.
+
+    Megatron's replay runs attention with all arguments, and the rest of the layer with attention's
+    output alone; the router would count padding.
+    """
+    if kwargs.get("padding_mask") is None:
+        return None
+    return Mismatch(
+        "structure",
+        "argument padding_mask",
+        "not given",
+        described(kwargs["padding_mask"]),
+        "Megatron does not pass it on to the part of the layer that its graph holds.",
+    )
 
 
 def _never(*_args: Any, **_kwargs: Any) -> bool:

@@ -37,7 +37,7 @@ def packed(attention: Any) -> Any:
     return Attention
 
 
-def train(scopes: tuple[str, ...], experts: int, *, graphed: bool) -> tuple[Any, Any]:
+def train(scopes: tuple[str, ...], *, graphed: bool) -> tuple[Any, Any]:
     """Losses and norms of all steps, and the counters of the graphs."""
     from megatron.core import parallel_state
     from megatron.core.models import backends
@@ -51,7 +51,6 @@ def train(scopes: tuple[str, ...], experts: int, *, graphed: bool) -> tuple[Any,
         layers=LAYERS,
         sequence_length=TOKENS,
         graph_modules=scopes,
-        experts=experts,
         dropout=0.1,
         bf16=False,
     )
@@ -87,8 +86,8 @@ def train(scopes: tuple[str, ...], experts: int, *, graphed: bool) -> tuple[Any,
 
 
 def test_the_mlp_replays(one_rank: None) -> None:
-    eager, _ = train(("mlp",), 0, graphed=False)
-    graphed, counters = train(("mlp",), 0, graphed=True)
+    eager, _ = train(("mlp",), graphed=False)
+    graphed, counters = train(("mlp",), graphed=True)
     assert graphed == eager and len(set(eager)) == len(PACKS)
     expect(counters, replayed=LAYERS * AFTER, mismatched=0, eager=0)
 
@@ -97,8 +96,8 @@ def test_a_graph_of_attention_would_never_be_replayed(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Why ``packed-sequences`` is refused: the graphs would only cost memory."""
-    eager, _ = train(("attn", "mlp"), 0, graphed=False)
-    graphed, counters = train(("attn", "mlp"), 0, graphed=True)
+    eager, _ = train(("attn", "mlp"), graphed=False)
+    graphed, counters = train(("attn", "mlp"), graphed=True)
     assert graphed == eager
     expect(counters, replayed=0, mismatched=LAYERS * AFTER, eager=LAYERS * AFTER)
     assert "argument packed_seq_params" in caplog.text
