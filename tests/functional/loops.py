@@ -121,7 +121,7 @@ GROUPS = {
             {**GROUPED, "expert_model_parallel_size": 2},
             scopes=(EXPERTS,),
             dtypes=("bf16",),
-            moe_rows=1.2,
+            moe_rows=1.0,
         ),
         *(
             Group(name, preset=name, scopes=(scopes,), dtypes=("bf16",), drivers=(API,), needs=need)
