@@ -106,11 +106,6 @@ def wants_graphs(namespace: argparse.Namespace) -> bool:
     return RunArguments(use_megatron_fsdp=True, **_graph_settings(namespace)).wants_graphs
 
 
-def recomputes_layers(namespace: argparse.Namespace) -> bool:
-    """Whether the run recomputes whole layers."""
-    return bool(_get(namespace, "recompute_granularity") == "full")
-
-
 def read(namespace: argparse.Namespace) -> tuple[RunArguments, GraphArguments]:
     """The settings of a run from Megatron's namespace.
 

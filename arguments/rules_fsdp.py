@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cg.arguments.rule import Refusal, Rule
-from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import (
+    Environment,
+    GraphArguments,
+    RunArguments,
+    prediction_is_repeated,
+)
 from megatron_cg.errors import Violation
 
 _ON = "gradient accumulation fusion, which is on by default,"
@@ -49,7 +54,7 @@ def _against_fusion(run: RunArguments) -> Iterator[tuple[str, str]]:
             f"the GEMM would write gradients in {written}; a graph hands over gradients in {own}, "
             "so their bits would differ",
         )
-    if run.mtp_use_repeated_layer and (run.mtp_num_layers or 0) > 1:
+    if prediction_is_repeated(run):
         yield (
             f"{_ON} with --mtp-use-repeated-layer and --mtp-num-layers {run.mtp_num_layers}",
             "each use of such a weight overwrites the gradient of the one before it, without "

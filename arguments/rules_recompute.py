@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.layout import available_scopes
 from megatron_cg.arguments.rule import Refusal, Rule
-from megatron_cg.arguments.schema import WHOLE_LAYER, Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.schema import (
+    WHOLE_LAYER,
+    Environment,
+    GraphArguments,
+    RunArguments,
+    recomputes_layers,
+)
 from megatron_cg.errors import Violation
 
 _PARTS = ("attn", "mlp", "moe", "mamba")
@@ -37,10 +43,6 @@ _REPEATED_DRAW = (
     "the recomputation would have to draw the same random numbers a second time, which Megatron "
     "does not do inside a graph"
 )
-
-
-def _recomputes_layers(run: RunArguments) -> bool:
-    return run.recompute_granularity == "full"
 
 
 def _partial_layer(run: RunArguments, graph: GraphArguments) -> int | None:
@@ -69,7 +71,7 @@ def parts_of_recomputed_layers(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
     """The checkpoint of a whole layer is inside its graph, so the graph holds the whole layer."""
-    layer = _partial_layer(run, graph) if _recomputes_layers(run) else None
+    layer = _partial_layer(run, graph) if recomputes_layers(run) else None
     if layer is not None:
         yield Violation(
             "full-recompute-of-parts",
@@ -87,7 +89,7 @@ RULES: tuple[Rule, ...] = (
     Refusal(
         "dropout-in-full-recompute",
         lambda run: (
-            _recomputes_layers(run) and (run.attention_dropout != 0.0 or run.hidden_dropout != 0.0)
+            recomputes_layers(run) and (run.attention_dropout != 0.0 or run.hidden_dropout != 0.0)
         ),
         "--recompute-granularity full with --attention-dropout {run.attention_dropout} and "
         "--hidden-dropout {run.hidden_dropout}",
@@ -96,14 +98,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Refusal(
         "jitter-in-full-recompute",
-        lambda run: _recomputes_layers(run) and run.moe_input_jitter_eps is not None,
+        lambda run: recomputes_layers(run) and run.moe_input_jitter_eps is not None,
         "--recompute-granularity full with --moe-input-jitter-eps {run.moe_input_jitter_eps}",
         _REPEATED_DRAW,
         "drop --moe-input-jitter-eps, or drop --recompute-granularity",
     ),
     Refusal(
         "low-precision-full-recompute",
-        lambda run: _recomputes_layers(run) and (run.fp8 is not None or run.fp4 is not None),
+        lambda run: recomputes_layers(run) and (run.fp8 is not None or run.fp4 is not None),
         "--recompute-granularity full with FP8 or FP4",
         "Megatron recomputes such layers by Transformer Engine's own checkpoint, and that has not "
         "been made to work inside a graph",
@@ -111,7 +113,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refusal(
         "hybrid-full-recompute",
-        lambda run: _recomputes_layers(run) and run.hybrid_layer_pattern is not None,
+        lambda run: recomputes_layers(run) and run.hybrid_layer_pattern is not None,
         "--recompute-granularity full in a hybrid model",
         "the checkpoint is moved into the layers of a TransformerBlock alone, and this model has a "
         "HybridStack",
@@ -119,7 +121,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refusal(
         "distributed-full-recompute",
-        lambda run: _recomputes_layers(run) and run.distribute_saved_activations,
+        lambda run: recomputes_layers(run) and run.distribute_saved_activations,
         "--distribute-saved-activations",
         "a graph reads its input from static memory of its own, so there is nothing to distribute",
         "drop --distribute-saved-activations, or add --sequence-parallel instead",

@@ -278,6 +278,27 @@ def dtype_name(dtype: Any) -> str:
     return _DTYPES.get(str(dtype), str(dtype))
 
 
+def recomputes_layers(settings: Any) -> bool:
+    """Whether Megatron recomputes whole layers.
+
+    Args:
+        settings: RunArguments, Megatron's ``TransformerConfig``, or its parsed arguments.
+    """
+    return bool(settings.recompute_granularity == "full")
+
+
+def prediction_is_repeated(settings: Any) -> bool:
+    """Whether one layer predicts all further tokens, so that it runs several times in a pass.
+
+    It has no graph: that would keep the activations of one run alone; see Note [Order of replays]
+    in ``replay/in_flight.py``.
+
+    Args:
+        settings: as of :func:`recomputes_layers`.
+    """
+    return bool(settings.mtp_use_repeated_layer and (settings.mtp_num_layers or 0) > 1)
+
+
 def _no_strings() -> Mapping[str, str]:
     return MappingProxyType({})
 

@@ -44,7 +44,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.integrations.megatron.prediction import prediction_is_repeated
+from megatron_cg.arguments.schema import prediction_is_repeated, recomputes_layers
 from megatron_cg.replay.region import is_capturing, not_capturing
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.layer_config import LayerConfig
@@ -131,11 +131,6 @@ def _moves(caller: Any) -> bool:
     """Whether the checkpoints of ``caller`` move; see Note [Which layers]."""
     eager = isinstance(caller, MultiTokenPredictionLayer) and prediction_is_repeated(caller.config)
     return recomputes_layers(caller.config) and not eager
-
-
-def recomputes_layers(config: Any) -> bool:
-    """Whether Megatron recomputes whole layers of a model with this config."""
-    return bool(config.recompute_granularity == "full")
 
 
 def _recomputed(caller: Any) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.rules_fast_path import parts_of
-from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments
+from megatron_cg.arguments.schema import WHOLE_LAYER, GraphArguments, prediction_is_repeated
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.native.native_backend import NativeBackend
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
@@ -31,7 +31,7 @@ from megatron_cg.integrations.megatron import repeat
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
-from megatron_cg.integrations.megatron.prediction import parts_for, prediction_is_repeated
+from megatron_cg.integrations.megatron.prediction import parts_for
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned

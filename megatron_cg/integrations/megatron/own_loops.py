@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
+from megatron_cg.arguments.schema import recomputes_layers
 from megatron_cg.capture.session import Phase
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
@@ -115,7 +116,7 @@ def help_own_loops() -> Callable[[], None]:
         model = given["model"][0]
         fsdp = find_megatron_fsdp(model)
         if fsdp is None:
-            if getattr(given["config"], "recompute_granularity", None) == "full":
+            if recomputes_layers(given["config"]):
                 raise ConfigurationError([_RECOMPUTES])
             old(self, *args, **kwargs)
             return

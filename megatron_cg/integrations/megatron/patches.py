@@ -152,6 +152,7 @@ def _extend_parser() -> Callable[[], None]:
 
 def _extend_validation() -> Callable[[], None]:
     from megatron_cg.arguments import megatron as flags
+    from megatron_cg.arguments.schema import recomputes_layers
 
     def extended(old: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(old)
@@ -159,7 +160,7 @@ def _extend_validation() -> Callable[[], None]:
             flags.validate(args)
             result = old(args, *rest, **kwargs)
             wanted = flags.wants_graphs(args)
-            if wanted and flags.recomputes_layers(args) and _active is not None:
+            if wanted and recomputes_layers(args) and _active is not None:
                 _active.callback(_allow_full_recompute())
             start(flags.read_graph(args), args, wants_graphs=wanted)
             return result

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megatron_cg.arguments.fast_path_parts import chosen_parts
+from megatron_cg.arguments.schema import prediction_is_repeated, recomputes_layers
 from megatron_cg.upstream.symbols import Symbol
 
 RELIES_ON = (
@@ -18,26 +19,14 @@ RELIES_ON = (
 )
 
 
-def prediction_is_repeated(config: Any) -> bool:
-    """Whether one layer predicts all further tokens; it then has no graph.
-
-    A graph keeps the activations of one run alone; see Note [Order of replays] in
-    ``replay/in_flight.py``.
-
-    Args:
-        config: Megatron's ``TransformerConfig``, or its parsed arguments.
-    """
-    return bool(config.mtp_use_repeated_layer and (config.mtp_num_layers or 0) > 1)
-
-
 def parts_for(config: Any, fast_path: bool | Collection[str]) -> frozenset[str]:
-    """The parts of ``fast_path`` that such a layer can do with.
+    """The parts of ``fast_path`` that a model with such a layer can do with.
 
     With full recompute Megatron puts a reentrant checkpoint around each run of the layer. The runs
     then end one by one in the backward pass, and each has gradients of its grouped GEMMs' weights.
     Weights detached from autograd get gradients once in a backward pass.
     """
     chosen = chosen_parts(fast_path)
-    if prediction_is_repeated(config) and config.recompute_granularity == "full":
+    if prediction_is_repeated(config) and recomputes_layers(config):
         return chosen - {"detached-weights"}
     return chosen

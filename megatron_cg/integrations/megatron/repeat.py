@@ -75,8 +75,6 @@ _SECOND = Violation(
     "call model.zero_grad_buffer() before each call and train all microbatches in one, or leave "
     "the bound out",
 )
-
-
 _ELSEWHERE = Violation(
     "rows-batches-elsewhere",
     "--cg-moe-rows, and passes that took no batch from data_iterator",

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from megatron_cg.arguments.layers import LayerSelection
-from megatron_cg.arguments.schema import WHOLE_LAYER
+from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.errors import HostSyncError, MegatronCGError
-from megatron_cg.integrations.megatron.prediction import prediction_is_repeated
 from megatron_cg.tools.plan.capture import (
     TORCH_GEMM_WORKSPACE,
     Captured,

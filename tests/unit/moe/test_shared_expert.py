@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_cg.tools.cpu.fakes import FakeStream
 from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.moe.test_life import Short
+from tests.unit.moe.test_life import Short, captured
 from tests.unit.moe.test_training import EXPERTS, OVERLAPPED, ROUTER
 
 LAYERS, STEPS, FAILED, CAPTURED, SHORT = 2, 6, 1, 2, 4
@@ -68,13 +68,6 @@ def trainer_of(scopes: tuple[str, ...]) -> Iterator[Any]:
         undo.callback(parallel_state.destroy_model_parallel)
         trainer._batches = Short(trainer._batches)
         yield trainer
-
-
-def captured(trainer: Any, **options: Any) -> Any:
-    from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.consensus.exchange import Agreement
-
-    return trainer.capture(TapeBackend(), Agreement(), **options)
 
 
 def shared_experts(model: torch.nn.Module) -> list[Any]:

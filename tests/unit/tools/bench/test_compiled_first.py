@@ -1,4 +1,4 @@
-"""The contender whose layers are compiled before its run: its command, and what it reports."""
+"""The configuration whose layers are compiled before the run: its command, and what it reports."""
 
 from __future__ import annotations
 
