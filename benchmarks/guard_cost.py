@@ -23,7 +23,7 @@ from rich.table import Table
 
 from megatron_cg.replay.counters import counts_text
 from megatron_cg.replay.guard import Guard, Mismatch
-from megatron_cg.tools.bench.traces.spreads import MetricsError
+from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 5
@@ -71,7 +71,7 @@ class TimedGuard:
 
     def _timed(self, ask: Callable[[], Any]) -> float:
         if (found := ask()) is not None and not isinstance(found, tuple):
-            raise MetricsError(f"a clause is broken, so its time means nothing: {found}")
+            raise BenchError(f"a clause is broken, so its time means nothing: {found}")
         return min(timeit.repeat(ask, number=self._calls, repeat=REPEATS)) / self._calls * 1e9
 
 
@@ -101,7 +101,7 @@ def measure(experts: int, calls: int) -> Costs:
             trainer.step()
             counters = session.counters
             if counters.mismatched or counters.replayed != 2:
-                raise MetricsError(f"the step was not replayed: {counts_text(counters.as_dict())}")
+                raise BenchError(f"the step was not replayed: {counts_text(counters.as_dict())}")
         return timed.costs
     finally:
         parallel_state.destroy_model_parallel()

@@ -67,7 +67,7 @@ def _row(results: str, by_name: Mapping[str, Row]) -> dict[str, Any] | None:
         "layers": key["layers"],
         "microbatches": key["microbatches"],
         "scopes": result["settings"]["scopes"],
-        "eager_ms": round(step.median, 1),
+        "eager_ms": round(step, 1),
         "ratio": round(ratio.median, 4),
         "least": round(ratio.least, 4),
         "most": round(ratio.most, 4),

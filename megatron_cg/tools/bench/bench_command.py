@@ -10,9 +10,8 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -23,7 +22,7 @@ from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.run import gpu_count
 from megatron_cg.tools.align.tape import TAPE_NOTICE, tape_shape
 from megatron_cg.tools.align.token_data import TokenStream, existing, from_text, python_sources
-from megatron_cg.tools.bench import INCOMPLETE
+from megatron_cg.tools.bench import INCOMPLETE, BenchError
 from megatron_cg.tools.bench.measure.sampling import PROGRAM
 from megatron_cg.tools.bench.measure.windows import Windows
 from megatron_cg.tools.bench.results.bench_page import write_page
@@ -32,28 +31,13 @@ from megatron_cg.tools.bench.results.markdown import as_markdown
 from megatron_cg.tools.bench.results.scaling import trends
 from megatron_cg.tools.bench.results.summary import print_summary
 from megatron_cg.tools.bench.runs.bench_machine import machine
-from megatron_cg.tools.bench.runs.bench_schedule import (
-    PlannedRun,
-    Scale,
-    ScheduleError,
-    ablated,
-    schedule,
-)
-from megatron_cg.tools.bench.runs.commands import DEFAULT, Settings
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, ablated, parse_scale, schedule
+from megatron_cg.tools.bench.runs.commands import Settings
 from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
 from megatron_cg.tools.bench.runs.execute import Options, Start, execute
 from megatron_cg.tools.bench.runs.shapes import SHAPES
 from megatron_cg.tools.bench.runs.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
-from megatron_cg.tools.bench.runs.store import (
-    OK,
-    Result,
-    ResultError,
-    keep,
-    kept,
-    newest,
-    read,
-    write_all,
-)
+from megatron_cg.tools.bench.runs.store import FILE, OK, Result, keep, kept, newest, read, write
 
 TAPE_SHAPES = ("qwen3-moe-tiny",)
 REPORT = "bench.md"
@@ -68,13 +52,13 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     earlier = read(args.compare) if args.compare else []
     results: list[Result] = []
     if not args.report:
-        backend = _backend(args.backend)
-        runs = planned(args, backend, extra)
+        on_cpu = args.backend == TAPE or (args.backend == "auto" and not gpu_count())
+        runs = _planned(args, extra, on_cpu=on_cpu)
         if args.dry_run:
-            _print_plan(args, backend, runs)
+            _print_plan(args, runs, on_cpu=on_cpu)
             return 0
         try:
-            results = _execute(args, backend, runs)
+            results = _execute(args, runs, on_cpu=on_cpu)
         except (KeyboardInterrupt, SystemExit):
             if not kept(args.out):
                 raise
@@ -85,38 +69,33 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     return 0 if all(result["status"] == OK for result in results) else INCOMPLETE
 
 
-def _backend(chosen: str) -> str:
-    if chosen != "auto":
-        return chosen
-    return TRANSFORMER_ENGINE if gpu_count() else TAPE
-
-
-def planned(args: argparse.Namespace, backend: str, extra: Sequence[str]) -> list[PlannedRun]:
-    """The requested runs. Raises ScheduleError and PresetError."""
-    scale = Scale.parse(args.scale) if args.scale else None
-    on_cpu = backend == TAPE
-    windows = _windows(args, scaling=scale is not None, on_cpu=on_cpu)
-    only = _only(args, on_cpu=on_cpu)
+def _planned(args: argparse.Namespace, extra: Sequence[str], *, on_cpu: bool) -> list[PlannedRun]:
+    """The requested runs. Raises BenchError and PresetError."""
     base = []
     for name in args.shapes or (TAPE_SHAPES if on_cpu else SHAPES):
         preset = load_preset(name)
+        layers, scopes = args.layers, args.scopes
+        if on_cpu:  # The tape trains the preset's small shape.
+            small = tape_shape(preset)
+            layers = layers or small.layers
+            scopes = small.scopes if scopes is None else scopes
         settings = Settings(
             preset,
-            args.nproc or preset.nproc,
-            args.microbatches or (1 if on_cpu else 2),
-            args.layers,
-            None if args.scopes is None else tuple(args.scopes),
-            DEFAULT,
-            windows,
-            args.check_for_nan,
-            args.rope_fusion,
-            tuple(extra),
+            nproc=args.nproc or preset.nproc,
+            microbatches=args.microbatches or (1 if on_cpu else 2),
+            layers=layers,
+            scopes=None if scopes is None else tuple(scopes),
+            windows=_windows(args, on_cpu=on_cpu),
+            check_for_nan=args.check_for_nan,
+            rope_fusion=args.rope_fusion,
+            extra=tuple(extra),
         )
-        base.append(_in_small(settings) if on_cpu else settings)
+        base.append(settings)
+    scale = parse_scale(args.scale) if args.scale else None
+    only = _only(args, on_cpu=on_cpu)
     runs = schedule(base, args.grouped_gemm, only, scale, args.rounds)
-    if on_cpu:
-        for run in runs:
-            check_for_tape(run)
+    for run in runs if on_cpu else ():
+        check_for_tape(run)
     return runs
 
 
@@ -124,7 +103,7 @@ def _only(args: argparse.Namespace, *, on_cpu: bool) -> list[str] | None:
     """The names of the configurations to run; None for the usual ones."""
     if args.ablate_fast_path is not None:
         if args.only or args.scale:
-            raise ScheduleError(
+            raise BenchError(
                 "--ablate-fast-path chooses the configurations itself, at one size: leave out "
                 "--only and --scale."
             )
@@ -134,65 +113,48 @@ def _only(args: argparse.Namespace, *, on_cpu: bool) -> list[str] | None:
     return [EAGER, GRAPHS] if on_cpu else None
 
 
-def _in_small(settings: Settings) -> Settings:
-    """The settings with the preset's small shape, which the tape trains."""
-    shape = tape_shape(settings.preset)
-    return replace(
-        settings,
-        layers=settings.layers or shape.layers,
-        scopes=shape.scopes if settings.scopes is None else settings.scopes,
-    )
-
-
-def _windows(args: argparse.Namespace, *, scaling: bool, on_cpu: bool) -> Windows:
-    def chosen(given: int | None, default: int) -> int:
-        return (0 if scaling else default) if given is None else given
-
+def _windows(args: argparse.Namespace, *, on_cpu: bool) -> Windows:
+    no_trace = on_cpu or args.scale or args.ablate_fast_path is not None
+    probed = 0 if args.scale else 4
     return Windows(
         warmup=args.warmup_steps,
         settle=args.settle_steps,
         timed=args.timed_steps,
-        probed=chosen(args.probe_steps, 4),
+        probed=probed if args.probe_steps is None else args.probe_steps,
         sampled=args.sample_steps if args.sample or args.sample_native else 0,
         native=args.sample_native,
-        profiled=chosen(
-            args.profile_steps, 0 if on_cpu or args.ablate_fast_path is not None else 2
-        ),
+        profiled=(0 if no_trace else 2) if args.profile_steps is None else args.profile_steps,
     )
 
 
-def _start(backend: str, data: TokenStream) -> Start:
-    return on_tape(data) if backend == TAPE else on_gpus(data)
-
-
-def _print_plan(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> None:
+def _print_plan(args: argparse.Namespace, runs: Sequence[PlannedRun], *, on_cpu: bool) -> None:
     """Print the planned runs as shell commands, with an estimate of the time."""
     work = _work(args)
-    start = _start(backend, TokenStream(work / "data" / "text", "", is_bytes=True))
-    total = 0.0
+    start = _start(TokenStream(work / "data" / "text", "", is_bytes=True), on_cpu=on_cpu)
     for run in runs:
-        total += run.seconds()
         process = start(run, work / run.name)
         own = process.env.items() - os.environ.items()
         print(f"# {run.name}: about {run.seconds():.0f} s")
         print(*(f"{name}={shlex.quote(value)}" for name, value in sorted(own)), end=" ")
         print(f"{shlex.join(process.words)}\n")
+    total = sum(run.seconds() for run in runs)
     rounds = f" in {args.rounds} rounds" if args.rounds > 1 else ""
     print(
         f"# {len(runs)} runs{rounds}, about {total:.0f} s together, of which starting is the most."
     )
 
 
-def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun]) -> list[Result]:
+def _execute(args: argparse.Namespace, runs: Sequence[PlannedRun], *, on_cpu: bool) -> list[Result]:
     if (args.sample or args.sample_native) and shutil.which(PROGRAM) is None:
-        raise ScheduleError(
+        raise BenchError(
             f"--sample needs {PROGRAM}, which is not installed: pip install 'megatron-cg[bench]'."
         )
     work = _work(args)
-    facts: dict[str, Any] = {"machine": machine(), "backend": backend}
-    facts["notice"] = TAPE_NOTICE if backend == TAPE else ""
-    refused = refused_on_gpus if backend != TAPE else (lambda _run: "")
-    start = _start(backend, _data(args, work / "data"))
+    facts = {
+        "machine": machine(),
+        "backend": TAPE if on_cpu else TRANSFORMER_ENGINE,
+        "notice": TAPE_NOTICE if on_cpu else "",
+    }
     options = Options(
         work=work,
         invocation=f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
@@ -201,13 +163,19 @@ def _execute(args: argparse.Namespace, backend: str, runs: Sequence[PlannedRun])
         keep_traces=args.keep_traces,
         samples=args.out / "samples",
     )
-
-    def finished(result: Result) -> None:
+    start = _start(_data(args, work / "data"), on_cpu=on_cpu)
+    refused = (lambda _run: "") if on_cpu else refused_on_gpus
+    results = []
+    for result in execute(runs, start, options, facts, refused):
         keep(result, args.out)
         if result["error"]:
             print(f"  {result['status']}: {result['error']}", file=sys.stderr, flush=True)
+        results.append(result)
+    return results
 
-    return execute(runs, start, options, facts, finished=finished, refused=refused)
+
+def _start(data: TokenStream, *, on_cpu: bool) -> Start:
+    return partial(on_tape if on_cpu else on_gpus, data)
 
 
 def _work(args: argparse.Namespace) -> Path:
@@ -228,17 +196,17 @@ def _report(out: Path, made: Sequence[Result], earlier: Sequence[Result]) -> Non
     """Write all results in ``out``; print the tables of the new results, or of all."""
     everything = newest([*kept(out), *made])
     if not everything:
-        raise ResultError(f"--report: {out} holds no results; --out is where bench wrote them.")
+        raise BenchError(f"--report: {out} holds no results; --out is where bench wrote them.")
     changes = compare(earlier, everything) if earlier else []
     lines = trends(everything)
-    write_all(everything, out)
+    write(everything, out / FILE)
     write_text(out / REPORT, as_markdown(everything, lines, changes))
     text = as_markdown(list(made) or everything, lines, changes)
     if sys.stdout.isatty():
         Console().print(Markdown(text))
     else:
         print(text)
-    print(f"written: {out / 'bench.json'} and {out / REPORT}")
+    print(f"written: {out / FILE} and {out / REPORT}")
     print(f"written: {write_page(everything, lines, out)}")
     if importlib.util.find_spec("matplotlib") is None:
         print(NO_PLOTS, file=sys.stderr)

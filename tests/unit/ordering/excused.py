@@ -70,11 +70,7 @@ _OWN: Reasons = {
         ("process.wait()",): "the host waits for a process"
     },
     "megatron_cg/tools/bench/measure/sampling.py": {
-        (
-            "self._process.wait()",
-            "self._process.wait(_WRITTEN_AFTER)",
-            "process.wait()",
-        ): "the host waits for a process"
+        ("process.wait()", "process.wait(_WRITTEN_AFTER)"): "the host waits for a process"
     },
 }
 _BUFFERS = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"

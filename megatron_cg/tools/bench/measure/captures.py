@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.tools.bench.measure.device import memory, reset_peaks, synchronize
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, run_before
 from megatron_cg.upstream.symbols import lookup
 
-_MEGATRON = "megatron-core"
-_TE_CAPTURE = "transformer_engine.pytorch.graph:_make_graphed_callables"
+_TRAINING = "megatron.training.training"
+_TE_GRAPHS, _TE_CAPTURE = "transformer_engine.pytorch.graph", "_make_graphed_callables"
+_WARMUP, _FIRST_GRAPH = "warmup", "first graph"
 
 
 class CaptureMeter:
@@ -40,9 +41,8 @@ class CaptureMeter:
 
     def __init__(self, note: Callable[[Mapping[str, Any]], None] = lambda _metrics: None) -> None:
         self.note = note
-        self._capturing = False
-        self._warmup_began: float | None = None
-        self._first_graph: float | None = None
+        self._began: dict[str, float] | None = None
+        """When parts of the capture began; None outside of a capture."""
         self.helper: Any = None
         """The Megatron helper of the last capture."""
         self._whole: Any = None
@@ -51,11 +51,6 @@ class CaptureMeter:
         """The counters of this package's graphs, if there are any."""
         session = getattr(self.helper, "session", None)
         return session.counters.as_dict() if session is not None else None
-
-    def loaded(self) -> dict[str, Any] | None:
-        """What was loaded of layers that were compiled beforehand; see ``LayerCode``."""
-        code = getattr(self.helper, "code", None)
-        return None if code is None else code.loaded
 
     def release(self) -> None:
         """Release the graph of a whole iteration, which Megatron keeps until the process ends.
@@ -71,7 +66,8 @@ class CaptureMeter:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Note every successful capture in the block, and the time of failed ones."""
-        self._capturing, self._warmup_began, self._first_graph = True, None, None
+        marks: dict[str, float] = {}
+        self._began = marks
         synchronize()
         before = memory()
         reset_peaks()
@@ -83,16 +79,18 @@ class CaptureMeter:
             error = type(caught).__name__
             raise
         finally:
-            self._capturing = False
+            self._began = None
             if not error:
                 synchronize()
+            code = getattr(self.helper, "code", None)
             self.note(
                 {
                     "seconds": time.perf_counter() - began,
-                    "warmup_seconds": self._warmup_seconds(),
+                    "warmup_seconds": self._warmup_seconds(marks),
                     "memory_before": before,
                     "memory": memory() if not error else None,
-                    "loaded": self.loaded(),
+                    # What was loaded of layers that were compiled beforehand; see ``LayerCode``.
+                    "loaded": None if code is None else code.loaded,
                     "error": error,
                 }
             )
@@ -100,40 +98,32 @@ class CaptureMeter:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Measure Megatron's captures in the block, both partial and full-iteration ones."""
-        helper = lookup(
-            _MEGATRON, "megatron.training.training:TECudaGraphHelper", "the capture helper"
-        )
-        whole = lookup(
-            _MEGATRON, "megatron.training.training:FullCudaGraphWrapper", "full-iteration graphs"
-        )
+        helper = lookup("megatron-core", f"{_TRAINING}:TECudaGraphHelper", "the capture helper")
+        whole = lookup("megatron-core", f"{_TRAINING}:FullCudaGraphWrapper", "full-iteration graph")
+        create, call = helper.create_cudagraphs, whole.__call__
         with ExitStack() as undo:
-            for owner, name, wrap in (
-                (helper, "create_cudagraphs", self._of_partial_graphs),
-                (whole, "__call__", self._of_a_full_iteration),
-                (torch.cuda.graph, "__enter__", self._of_one_graph),
-            ):
-                undo.callback(put_over(owner, name, wrap(getattr(owner, name))))
-            undo.callback(self._watch_warmup())
+            undo.callback(put_over(helper, "create_cudagraphs", self._of_partial_graphs(create)))
+            undo.callback(put_over(whole, "__call__", self._of_a_full_iteration(call)))
+            graph_begins = partial(self._begins, _FIRST_GRAPH)
+            undo.callback(run_before(torch.cuda.graph, "__enter__", graph_begins))
+            # Without TE's function, the warmup cannot be measured separately, and is left out.
+            with suppress(UpstreamChangedError):
+                graphs = lookup("transformer-engine", _TE_GRAPHS, "TE's graphs")
+                lookup("transformer-engine", f"{_TE_GRAPHS}:{_TE_CAPTURE}", "TE's capture")
+                warmup_begins = partial(self._begins, _WARMUP)
+                undo.callback(run_before(graphs, _TE_CAPTURE, warmup_begins))
             yield
 
-    def _watch_warmup(self) -> Callable[[], None]:
-        module_path, _, name = _TE_CAPTURE.partition(":")
-        try:
-            old = lookup("transformer-engine", _TE_CAPTURE, "TE's capture")
-            module = lookup("transformer-engine", module_path, "TE's graphs")
-        except UpstreamChangedError:
-            # Then the warmup cannot be measured separately, and the metric is left out.
-            return lambda: None
-        return put_over(module, name, self._of_warmup(old))
+    def _begins(self, part: str) -> None:
+        if self._began is not None:
+            self._began.setdefault(part, time.perf_counter())
 
-    def _warmup_seconds(self) -> float | None:
-        if self._first_graph is None:
+    def _warmup_seconds(self, began: Mapping[str, float]) -> float | None:
+        if _FIRST_GRAPH not in began:
             return None
-        # A whole iteration is captured in its own step, without warmup.
-        return 0.0 if self._whole else self._te_warmup_seconds(self._first_graph)
-
-    def _te_warmup_seconds(self, first_graph: float) -> float | None:
-        return None if self._warmup_began is None else first_graph - self._warmup_began
+        if self._whole:  # It is captured in its own step, without warmup.
+            return 0.0
+        return began[_FIRST_GRAPH] - began[_WARMUP] if _WARMUP in began else None
 
     def _of_partial_graphs(self, old: Callable[..., None]) -> Callable[..., None]:
         @wraps(old)
@@ -159,21 +149,3 @@ class CaptureMeter:
                 return old(wrapper, *args, **kwargs)
 
         return call
-
-    def _of_one_graph(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(old)
-        def enter(graph: Any) -> Any:
-            if self._capturing and self._first_graph is None:
-                self._first_graph = time.perf_counter()
-            return old(graph)
-
-        return enter
-
-    def _of_warmup(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(old)
-        def make_graphed_callables(*args: Any, **kwargs: Any) -> Any:
-            if self._capturing and self._warmup_began is None:
-                self._warmup_began = time.perf_counter()
-            return old(*args, **kwargs)
-
-        return make_graphed_callables

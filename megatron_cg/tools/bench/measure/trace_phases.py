@@ -12,12 +12,13 @@ not run either.
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import CodeType, FunctionType
-from typing import Any
+from types import CodeType
+
+from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.upstream.symbols import Symbol
 
 _SCHEDULE = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZER = "megatron.core.optimizer"
@@ -49,7 +50,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "exchange of parameters": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP._replace_param_with_distributed_if_needed",
         f"{_FSDP}.megatron_fsdp:MegatronFSDP._replace_param_with_raw_if_needed",
-        f"{_FAST}.params.swap:_exchange/exchange",
+        f"{_FAST}.params.swap:_exchange.<locals>.exchange",
     ),
     "main gradients": (
         f"{_BUFFER}:ParamAndGradBuffer.update_main_grads",
@@ -61,17 +62,17 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     ),
     "zero gradients": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.zero_grad_buffer",
-        f"{_FAST}.optimizer.zero:install_zero/zero_grad_buffer",
+        f"{_FAST}.optimizer.zero:install_zero.<locals>.zero_grad_buffer",
         f"{_DDP}.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
         f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.zero_grad",
     ),
     "unshard": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.all_gather_and_wait_parameters_ready",
-        f"{_FAST}.params.unshard:_gathered/all_gather_and_wait_parameters_ready",
+        f"{_FAST}.params.unshard:_gathered.<locals>.all_gather_and_wait_parameters_ready",
         f"{_FAST}.params.gather:Gathers.begin_pass",
         f"{_FAST}.params.deferred_prefetch:DeferredPrefetch.launched",
-        f"{_HOOKS}/_pre_forward_param_unshard",
-        f"{_HOOKS}/_pre_backward_param_unshard",
+        f"{_HOOKS}.<locals>._pre_forward_param_unshard",
+        f"{_HOOKS}.<locals>._pre_backward_param_unshard",
     ),
     "unshard: wait": (f"{_BUFFER}:AllGatherPipeline.wait_bucket_ready",),
     "unshard: gather": (
@@ -79,12 +80,12 @@ PHASES: Mapping[str, tuple[str, ...]] = {
         f"{_FAST}.params.gather:Gathers.async_bucket_gather",
     ),
     "reshard": (
-        f"{_HOOKS}/release_module_parameters",
-        f"{_FAST}.params.unshard:_released/release_module_parameters",
+        f"{_HOOKS}.<locals>.release_module_parameters",
+        f"{_FAST}.params.unshard:_released.<locals>.release_module_parameters",
     ),
     "gradient bucketing": (
-        f"{_HOOKS}/_process_post_backward_gradients",
-        f"{_HOOKS}/_root_post_backward",
+        f"{_HOOKS}.<locals>._process_post_backward_gradients",
+        f"{_HOOKS}.<locals>._root_post_backward",
         f"{_FAST}.gradients.bucketing:GradientBucketing.__call__",
         f"{_FAST}.gradients.bucketing:GradientBucketing.take_detached",
         f"{_FAST}.gradients.bucketing:GradientBucketing.unit_is_done",
@@ -112,47 +113,33 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "votes: wait": ("megatron_cg.consensus.exchange:Agreement.collect",),
     "log": ("megatron.training.training:training_log",),
 }
-"""Functions as ``module:Class.function``, nested ones after a slash."""
+"""Functions as in ``Symbol.path``."""
 
 
-@dataclass
-class Found:
-    """The code of each phase, and the functions that are missing."""
-
-    codes: dict[CodeType, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-
-
-def find_phases(phases: Mapping[str, tuple[str, ...]] = PHASES) -> Found:
-    """Look up all of them in the imported modules."""
-    found = Found()
+def find_phases(
+    phases: Mapping[str, tuple[str, ...]] = PHASES,
+) -> tuple[dict[CodeType, str], list[str]]:
+    """The phase of each code, and the functions that are missing in the imported modules."""
+    codes: dict[CodeType, str] = {}
+    missing = []
     for phase, paths in phases.items():
         for path in paths:
             code = find_code(path)
             if code is None:
-                found.missing.append(path)
+                missing.append(path)
             else:
-                found.codes[code] = phase
-    return found
+                codes[code] = phase
+    return codes, missing
 
 
 def find_code(path: str) -> CodeType | None:
-    """The code of ``module:Class.function/nested``, or None if there is no such function."""
-    outer, *nested = path.split("/")
-    module, _, name = outer.partition(":")
-    try:
-        value: Any = functools.reduce(getattr, name.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
+    """The code of a function, or None if there is none in the imported modules."""
+    module, _, name = path.partition(":")
+    if module not in sys.modules:
         return None
-    code = _code_of(value)
-    for inner in nested:
-        constants = code.co_consts if code is not None else ()
-        codes = (constant for constant in constants if isinstance(constant, CodeType))
-        code = next((found for found in codes if found.co_name == inner), None)
-    return code
-
-
-def _code_of(value: Any) -> CodeType | None:
-    while hasattr(value, "__wrapped__"):
-        value = value.__wrapped__
-    return value.__code__ if isinstance(value, FunctionType) else None
+    try:
+        found = inspect.unwrap(Symbol(module.partition(".")[0], path, name).find())
+    except UpstreamChangedError:
+        return None
+    code = getattr(found, "__code__", found)
+    return code if isinstance(code, CodeType) else None

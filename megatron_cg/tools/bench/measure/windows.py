@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-from megatron_cg.tools.bench.traces.spreads import MetricsError
+from megatron_cg.tools.bench import BenchError
 
 VARIABLE = "MEGATRON_CG_BENCH"
 """The environment variable that tells a run its windows and the directory of its metrics."""
@@ -34,11 +34,6 @@ class Windows:
     native: bool = False
     """Not a number of steps: whether the sampling profile has native frames."""
 
-    def __post_init__(self) -> None:
-        """Raises MetricsError if no step would be timed."""
-        if self.timed < 1:
-            raise MetricsError("there must be one timed step at least: give more --timed-steps.")
-
     @property
     def steps(self) -> int:
         """The total number of steps, including the extra one at the end."""
@@ -50,12 +45,11 @@ class Windows:
         A step is timed up to the start of the next one, so the last measured step needs a
         successor.
         """
-        for kind in fields(self):
-            if kind.name == "profiled":
-                # First, so that the slower trace cannot affect these steps.
-                yield from [TRACED] * self.profiled
-            if kind.name != "native":
-                yield from [kind.name] * getattr(self, kind.name)
+        for kind in ("warmup", "settle", "timed", "probed", "sampled"):
+            yield from [kind] * getattr(self, kind)
+        # The device alone first, so that the slower trace cannot affect these steps.
+        yield from [TRACED] * self.profiled
+        yield from ["profiled"] * self.profiled
         yield "tail"
 
     def only_timed(self) -> Windows:
@@ -64,23 +58,18 @@ class Windows:
 
     def variable(self, directory: str) -> str:
         """The value of ``VARIABLE`` for a run that writes its metrics to ``directory``."""
-        counts = ",".join(f"{name}={int(count)}" for name, count in asdict(self).items())
-        return f"{counts}:{directory}"
+        return json.dumps([asdict(self), directory])
 
 
 def given(environment: Mapping[str, str] = os.environ) -> tuple[Windows, str]:
     """The windows and the directory that this run was started with.
 
-    Raises MetricsError if ``VARIABLE`` is not set or not in the format of :meth:`Windows.variable`.
+    Raises BenchError if ``VARIABLE`` is not set or not what :meth:`Windows.variable` makes.
     """
-    counts, _, directory = environment.get(VARIABLE, "").partition(":")
     try:
-        if not directory:
-            raise ValueError("no directory")
-        pairs = [pair.split("=") for pair in counts.split(",")]
-        found: dict[str, Any] = {name: int(count) for name, count in pairs}
-        return Windows(**found | {"native": bool(found.get("native"))}), directory
+        windows, directory = json.loads(environment.get(VARIABLE, ""))
+        return Windows(**windows), str(directory)
     except (TypeError, ValueError) as error:
-        raise MetricsError(
+        raise BenchError(
             f"{VARIABLE} does not say what to measure: start this run by megatron-cg bench."
         ) from error

@@ -61,7 +61,7 @@ def losses(rows: Sequence[Row]) -> list[Loss]:
         if ratio is None or row.name not in (*ABLATIONS, *_LABELS):
             continue
         step = graphs.metrics.step
-        ms = (ratio.median - 1) * step.median if step else 0.0
+        ms = (ratio.median - 1) * step if step else 0.0
         mine, theirs = bookkeeping(row), bookkeeping(graphs)
         host = mine - theirs if mine is not None and theirs is not None else None
         found.append(Loss(_label(row.name), ratio, ms, host))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_cg.files import write_text
 from megatron_cg.tools.bench.results import ablation
-from megatron_cg.tools.bench.results.markdown import heading
+from megatron_cg.tools.bench.results.cells import baseline_note, heading
 from megatron_cg.tools.bench.results.metrics import Row, tables
 from megatron_cg.tools.bench.results.rounds import Ratio
-from megatron_cg.tools.bench.results.rounds_text import baseline_note
 from megatron_cg.tools.bench.results.scaling import Trend
-from megatron_cg.tools.bench.results.summary import summary_cells, summary_titles, verdict
+from megatron_cg.tools.bench.results.summary import summary, verdict
 from megatron_cg.tools.bench.runs.bench_machine import described
 from megatron_cg.tools.bench.runs.commands import CUTLASS
 from megatron_cg.tools.bench.runs.configurations import EAGER, EXPERTS, GRAPHS
@@ -42,12 +41,13 @@ def page(results: Sequence[Result], trends: Sequence[Trend], files: Sequence[str
     """The page as one HTML document that loads nothing; ``files`` are linked."""
     found = tables(results)
     drawn = importlib.util.find_spec("matplotlib") is not None
+    models = " and ".join(dict.fromkeys(str(result["key"]["shape"]) for result in results))
+    last = max(str(result["began"])[:10] for result in results)
     return render(
         "bench/results/bench.html",
-        title=_title(results),
+        title=f"Benchmark of {models}, {last}",
         machine="; ".join(dict.fromkeys(described(result["machine"]) for result in results)),
         verdict=_verdict(found),
-        tiles=_tiles(found),
         ablation=ablation,
         tables=[_table(f"table-{at}", rows, drawn) for at, rows in enumerate(found, 1)],
         trends=_trend_plots(trends) if drawn else [],
@@ -56,22 +56,15 @@ def page(results: Sequence[Result], trends: Sequence[Trend], files: Sequence[str
     )
 
 
-def _title(results: Sequence[Result]) -> str:
-    models = " and ".join(dict.fromkeys(str(result["key"]["shape"]) for result in results))
-    return f"Benchmark of {models}, {max(str(result['began'])[:10] for result in results)}"
-
-
-def _compared(found: Sequence[Sequence[Row]]) -> Iterator[tuple[Row, Ratio]]:
-    """What the page is about: graphs, with their ratio to their baseline."""
-    for row in (row for rows in found for row in rows):
-        ratio = row.step_ratio(row.baseline) if row.name in (GRAPHS, EXPERTS) else None
-        if ratio is not None and not row.result["key"]["dimension"]:
-            yield row, ratio
-
-
 def _verdict(found: Sequence[Sequence[Row]]) -> dict[str, str]:
-    """Whether graphs are faster, table by table."""
-    compared = list(_compared(found))
+    """Whether graphs are faster than their baselines, table by table."""
+    compared = [
+        (row, ratio)
+        for rows in found
+        for row in rows
+        if row.name in (GRAPHS, EXPERTS) and not row.result["key"]["dimension"]
+        if (ratio := row.step_ratio(row.baseline)) is not None
+    ]
     if not compared:
         text = f"A ratio needs {EAGER} and {GRAPHS} at the same size."
         return {"kind": "note", "head": "No ratio of graphs to eager was measured", "text": text}
@@ -98,21 +91,9 @@ def _short(row: Row) -> str:
     return ", ".join(words + (["experts in graphs"] if row.name == EXPERTS else []))
 
 
-def _tiles(found: Sequence[Sequence[Row]]) -> list[dict[str, str]]:
-    tiles = []
-    for row, ratio in _compared(found):
-        base = "eager" if row.baseline_name == EAGER else row.baseline_name
-        note = f"of {base}, one round"
-        if ratio.rounds > 1:
-            note = f"of {base}, {ratio.least:.2f} to {ratio.most:.2f} in {ratio.rounds} rounds"
-        label = f"step with graphs, {_short(row)}"
-        tiles.append({"label": label, "value": f"{ratio.median:.2f}", "note": note})
-    return tiles
-
-
 def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
     """What the page shows of one table."""
-    plots: Mapping[str, Any] = {}
+    plots = {}
     if drawn:
         from megatron_cg.tools.bench.results.bench_plots import of_table
         from megatron_cg.tools.pages.figures import Plot
@@ -125,8 +106,7 @@ def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
     return {
         "name": name,
         "title": heading(rows[0].result),
-        "head": summary_titles(rows),
-        "rows": [summary_cells(row) for row in rows],
+        "summary": summary(rows),
         "note": baseline_note(rows),
         "left_out": [loss.cells() for loss in ablation.losses(rows)],
         "plots": plots,
@@ -140,20 +120,17 @@ def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
 def _facts(result: Result) -> dict[str, str]:
     """The settings of one run, by name."""
     rank = result["ranks"][0] if result["ranks"] else {"versions": {}, "device": {}}
+    libraries = {name: rank["device"].get(name) for name in ("cuda", "cudnn", "nccl")}
     settings = {name: value for name, value in result["settings"].items() if value != []}
     settings["scopes"] = " ".join(result["settings"].get("scopes", ())) or "whole layers"
-    groups = (
-        {name: version for name, version in rank["versions"].items() if version},
-        {
-            name: rank["device"][name]
-            for name in ("cuda", "cudnn", "nccl")
-            if name in rank["device"]
-        },
-        {"machine": described(result["machine"]), "began": result["began"]},
-        settings,
-        result.get("environment") or {},
-    )
-    return {name: str(value) for group in groups for name, value in group.items()}
+    facts = {
+        **{name: version for name, version in (rank["versions"] | libraries).items() if version},
+        "machine": described(result["machine"]),
+        "began": result["began"],
+        **settings,
+        **(result.get("environment") or {}),
+    }
+    return {name: str(value) for name, value in facts.items()}
 
 
 def _trend_plots(trends: Sequence[Trend]) -> list[tuple[str, Any]]:

@@ -18,93 +18,109 @@ Note [Which trace]
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from megatron_cg.tools.bench.results.rounds import (
     Ratio,
-    by_configuration,
+    all_step_times,
     later_per_earlier,
     ratio,
     round_medians,
-    step_times,
 )
-from megatron_cg.tools.bench.runs.bench_schedule import table_key
 from megatron_cg.tools.bench.runs.configurations import EAGER, KNOWN
-from megatron_cg.tools.bench.runs.store import Result
-from megatron_cg.tools.bench.traces.spreads import Spread, spread
+from megatron_cg.tools.bench.runs.store import Result, by_configuration, table_slug
 
 MIB = 2**20
+_ABSENT: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Metrics:
     """The metrics of a configuration; None means not measured. Times in ms, memory in MiB."""
 
-    step: Spread | None = None
-    """From the start of a step to the start of the next one."""
-    medians: tuple[float, ...] = ()
+    steps: tuple[float, ...]
+    """Each step's time, from the start of a step to the start of the next one."""
+    medians: tuple[float, ...]
     """The median step time of each round."""
-    later_per_earlier: float | None = None
+    later_per_earlier: float | None
     """The later half of a round's steps relative to the earlier half; 1 if they are steady."""
-    busy: float | None = None
-    """GPU time per step in which a kernel, copy or memset ran, on any stream."""
-    busy_without_nccl: float | None = None
-    exposed_nccl: float | None = None
-    """Time in which only NCCL's kernels ran."""
-    idle: float | None = None
-    """Idle time of the GPU in the traced steps."""
-    idle_for_host: float | None = None
-    """The part of ``idle`` in which the host had not yet launched the next work."""
-    longest_gap: float | None = None
-    kernel_launches: float | None = None
-    graph_launches: float | None = None
-    capture_seconds: float | None = None
-    """The whole last capture."""
-    capture_without_warmup: float | None = None
-    load_seconds: float | None = None
-    """To check, load and compare layers that were compiled beforehand, before the first step."""
-    compile_seconds: float | None = None
-    """To compile them: once, for all ranks and all runs of these flags."""
-    capture_peak: float | None = None
-    peak_allocated: float | None = None
-    """Peak in the timed steps."""
-    peak_reserved: float | None = None
-    allocated: float | None = None
-    """At the end of the timed steps."""
-    bytes_per_replay: float | None = None
-    loss: float | None = None
-    """After the last timed step."""
-    device_alone: bool = False
+    device_alone: bool
     """Whether the GPU metrics come from the device-only trace. See Note [Which trace]."""
+    busy: float | None
+    """GPU time per step in which a kernel, copy or memset ran, on any stream."""
+    busy_without_nccl: float | None
+    exposed_nccl: float | None
+    """Time in which only NCCL's kernels ran."""
+    idle: float | None
+    """Idle time of the GPU in the traced steps."""
+    idle_for_host: float | None
+    """The part of ``idle`` in which the host had not yet launched the next work."""
+    longest_gap: float | None
+    kernel_launches: float | None
+    graph_launches: float | None
+    capture_seconds: float | None
+    """The whole last capture."""
+    capture_without_warmup: float | None
+    load_seconds: float | None
+    """To check, load and compare layers that were compiled beforehand, before the first step."""
+    compile_seconds: float | None
+    """To compile them: once, for all ranks and all runs of these flags."""
+    capture_peak: float | None
+    peak_allocated: float | None
+    """Peak in the timed steps."""
+    peak_reserved: float | None
+    allocated: float | None
+    """At the end of the timed steps."""
+    bytes_per_replay: float | None
+    loss: float | None
+    """After the last timed step."""
+
+    @property
+    def step(self) -> float | None:
+        """The median step time."""
+        return statistics.median(self.steps) if self.steps else None
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """The first and the third quartile of step times (inclusive)."""
+        if not self.steps:
+            return None
+        low, high = np.quantile(self.steps, (0.25, 0.75)).tolist()
+        return low, high
 
     @property
     def step_per_busy(self) -> float | None:
         """The step time relative to the GPU's busy time in it."""
-        return self.step.median / self.busy if self.step and self.busy else None
+        return self.step / self.busy if self.step and self.busy else None
 
 
-def metrics(result: Result) -> Metrics:
-    """All metrics in one run's result; a run that failed may have some."""
-    ranks = result["ranks"]
-    if not ranks:
-        return Metrics()
-    first, alone = ranks[0], result.get("device_trace")
-    trace = alone or result["trace"] or {}
-    timed = first.get("timed") or {}
-    capture = first["captures"][-1] if first["captures"] else {}
-    loaded = capture.get("loaded") or {}
-    seconds, warmup = capture.get("seconds"), capture.get("warmup_seconds")
-    whole = [rank["captures"][-1].get("memory") for rank in ranks if rank["captures"]]
-    steady = [(rank.get("timed") or {}).get("memory") for rank in ranks]
-    gaps = trace.get("longest_gaps") or []
-    steps = step_times(result)
-    step = spread(steps) if steps else None
+def joined(rounds: Sequence[Result]) -> Metrics:
+    """The metrics of one configuration's rounds; runs that failed may have some.
+
+    See Note [Rounds together].
+    """
+    traced = [one for one in rounds if one.get("device_trace") or one.get("trace")]
+    alone = bool(traced and traced[0].get("device_trace"))
+    trace = traced[0]["device_trace" if alone else "trace"] if traced else _ABSENT
+    gaps = trace.get("longest_gaps")
+    ranks = [rank for result in rounds for rank in result["ranks"]]
+    firsts = [result["ranks"][0] for result in rounds if result["ranks"]]
+    timed = [rank["timed"] for rank in ranks if rank.get("timed")]
+    first_timed = next((rank["timed"] for rank in firsts if rank.get("timed")), _ABSENT)
+    counters = first_timed.get("counters") or _ABSENT
+    captures = [rank["captures"][-1] for rank in ranks if rank["captures"]]
+    first_captures = [rank["captures"][-1] for rank in firsts if rank["captures"]]
+    loaded = [one["loaded"] for one in first_captures if one.get("loaded")]
+    replayed = counters.get("replayed")
     return Metrics(
-        step=step,
-        medians=(step.median,) if step else (),
-        later_per_earlier=later_per_earlier([result]),
+        steps=all_step_times(rounds),
+        medians=tuple(round_medians(rounds).values()),
+        later_per_earlier=later_per_earlier(rounds),
+        device_alone=alone,
         busy=trace.get("busy_ms"),
         busy_without_nccl=trace.get("busy_without_nccl_ms"),
         exposed_nccl=trace.get("exposed_nccl_ms"),
@@ -113,60 +129,32 @@ def metrics(result: Result) -> Metrics:
         longest_gap=gaps[0]["us"] / 1e3 if gaps else None,
         kernel_launches=trace.get("kernel_launches"),
         graph_launches=trace.get("graph_launches"),
-        capture_seconds=seconds,
-        capture_without_warmup=seconds - warmup if seconds and warmup is not None else None,
-        load_seconds=loaded.get("load_seconds"),
-        compile_seconds=loaded.get("compile_seconds"),
-        capture_peak=_most(whole, "peak_allocated"),
-        peak_allocated=_most(steady, "peak_allocated"),
-        peak_reserved=_most(steady, "peak_reserved"),
-        allocated=_most(steady, "allocated"),
-        bytes_per_replay=_bytes_per_replay(timed.get("counters")),
-        loss=timed.get("loss"),
-        device_alone=bool(alone),
+        capture_seconds=_median(one["seconds"] for one in first_captures),
+        capture_without_warmup=_median(
+            one["seconds"] - one["warmup_seconds"]
+            for one in first_captures
+            if one.get("warmup_seconds") is not None
+        ),
+        load_seconds=_median(one["load_seconds"] for one in loaded),
+        compile_seconds=_median(one["compile_seconds"] for one in loaded),
+        capture_peak=_most(captures, "peak_allocated"),
+        peak_allocated=_most(timed, "peak_allocated"),
+        peak_reserved=_most(timed, "peak_reserved"),
+        allocated=_most(timed, "allocated"),
+        bytes_per_replay=counters["bytes_copied"] / replayed if replayed else None,
+        loss=first_timed.get("loss"),
     )
 
 
-_APART = ("step", "medians", "later_per_earlier", "device_alone")
-_MOST = ("capture_peak", "peak_allocated", "peak_reserved", "allocated")
-_MEDIAN = ("capture_seconds", "capture_without_warmup", "load_seconds", "compile_seconds")
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
 
 
-def joined(rounds: Sequence[Result]) -> Metrics:
-    """The joint metrics of one configuration's rounds. See Note [Rounds together]."""
-    each = [metrics(result) for result in rounds]
-    found: dict[str, float] = {}
-    for name in (one.name for one in fields(Metrics) if one.name not in _APART):
-        values = [value for one in each if (value := getattr(one, name)) is not None]
-        if values:
-            found[name] = _join(name, values)
-    steps = [step for result in rounds for step in step_times(result)]
-    medians = tuple(round_medians(rounds).values())
-    alone = next((one.device_alone for one in each if one.busy is not None), False)
-    return Metrics(
-        step=spread(steps) if steps else None,
-        medians=medians,
-        later_per_earlier=later_per_earlier(rounds),
-        device_alone=alone,
-        **found,
-    )
-
-
-def _join(name: str, values: Sequence[float]) -> float:
-    if name in _MOST:
-        return max(values)
-    return statistics.median(values) if name in _MEDIAN else values[0]
-
-
-def _most(memories: Sequence[Mapping[str, int] | None], name: str) -> float | None:
-    values = [memory[name] for memory in memories if memory]
-    return max(values) / MIB if values else None
-
-
-def _bytes_per_replay(counters: Mapping[str, int] | None) -> float | None:
-    if not counters or not counters.get("replayed"):
-        return None
-    return counters["bytes_copied"] / counters["replayed"]
+def _most(measured: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    """The greatest value of torch's allocator, in MiB."""
+    memories = (one.get("memory") for one in measured)
+    return max((memory[name] / MIB for memory in memories if memory), default=None)
 
 
 @dataclass(frozen=True)
@@ -209,10 +197,16 @@ class Row:
         base = self.baseline
         return base is not None and base.result["invocation"] == self.result["invocation"]
 
-    def ratio(self, read: Callable[[Metrics], float | None]) -> float | None:
-        """A metric relative to that of its baseline."""
-        own = read(self.metrics)
-        base = read(self.baseline.metrics) if self.baseline else None
+    @property
+    def probed(self) -> Mapping[str, Any] | None:
+        """The host time by phase that rank 0 measured."""
+        ranks = self.result["ranks"]
+        return ranks[0].get("probed") if ranks else None
+
+    def ratio(self, name: str, to: str = "") -> float | None:
+        """A metric relative to that metric of its baseline, or to the one named ``to``."""
+        own = getattr(self.metrics, name)
+        base = getattr(self.baseline.metrics, to or name) if self.baseline else None
         return own / base if own is not None and base else None
 
     def step_ratio(self, other: Row | None) -> Ratio | None:
@@ -220,30 +214,19 @@ class Row:
         return ratio(self.rounds, other.rounds) if other else None
 
 
-def tables(results: Sequence[Result]) -> list[list[Row]]:
+def tables(results: Iterable[Result]) -> list[list[Row]]:
     """The results as tables, each in the order of ``KNOWN``."""
-    groups: dict[tuple[Any, ...], list[Result]] = {}
-    for result in results:
-        groups.setdefault(table_key(result["key"]), []).append(result)
-    return [_table(group) for group in groups.values()]
-
-
-def _table(group: Sequence[Result]) -> list[Row]:
     order = list(KNOWN)
-    configurations = by_configuration(group)
-    configurations.sort(key=lambda rounds: order.index(rounds[0]["key"]["contender"]))
-    table: dict[str, Row] = {}
-    for rounds in configurations:
+    groups: dict[str, dict[str, Row]] = {}
+    for rounds in by_configuration(results):
+        table = groups.setdefault(table_slug(rounds[0]["key"]), {})
         row = Row(tuple(rounds), joined(rounds), table)
         table[row.name] = row
-    return list(table.values())
+    return [
+        sorted(table.values(), key=lambda row: order.index(row.name)) for table in groups.values()
+    ]
 
 
 def has_other_baselines(rows: Iterable[Row]) -> bool:
     """Whether a configuration of this table has another baseline than fsdp-eager."""
     return any(row.baseline_name != EAGER for row in rows)
-
-
-def step_median(found: Metrics) -> float | None:
-    """For :meth:`Row.ratio`."""
-    return found.step.median if found.step else None

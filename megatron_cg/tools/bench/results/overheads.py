@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_cg.tools.bench.results.metrics import Row
@@ -19,47 +18,35 @@ AIM = 0.01
 """Guards and votes together should take less of a step."""
 
 
-@dataclass(frozen=True)
-class Overheads:
-    """One rank's host time of guards and votes in a step, in microseconds."""
+def overheads(rank: Mapping[str, Any]) -> dict[str, float] | None:
+    """One rank's host time of guards and votes in a step, in microseconds, and related counts.
 
-    guards: float
-    around: float
-    """Inputs counted, and the backward pass given its guard."""
-    votes: float
-    waiting: float
-    """The part of ``votes`` spent waiting for other ranks."""
-    share: float
-    """Of a step; see Note [What a share is a share of]."""
-    copied: float
-    """Inputs a replay that were copied into the graph's memory."""
-    in_place: float
-    mismatched: int
+    ``guards`` includes inputs counted, and backward passes given their guards; ``waiting`` is the
+    part of ``votes`` spent waiting for other ranks; ``copied`` and ``in_place`` are inputs of a
+    replay. For ``share`` see Note [What a share is a share of].
 
-
-def overheads(rank: Mapping[str, Any]) -> Overheads | None:
-    """Those of one rank; None without replays, or without timed and probed steps."""
+    None without replays, or without timed and probed steps.
+    """
     timed, probed = rank.get("timed") or {}, rank.get("probed")
     counters = timed.get("counters") or {}
     replayed = counters.get("replayed", 0)
     if not replayed or not probed or "guard_ns" not in counters:
         return None
     steps = timed["step_ms"]
-    guards = counters["guard_ns"] / len(steps) / 1e3
     around, votes, waiting = (
         1e3 * sum(row["ms"] for row in probed["phases"] if row["phase"] == phase)
         for phase in ("guard: around a replay", "votes", "votes: wait")
     )
-    return Overheads(
-        guards=guards,
-        around=around,
-        votes=votes,
-        waiting=waiting,
-        share=(guards + around + votes) / (statistics.median(steps) * 1e3),
-        copied=counters["inputs_copied"] / replayed,
-        in_place=counters["inputs_in_place"] / replayed,
-        mismatched=counters["mismatched"],
-    )
+    guards = counters["guard_ns"] / len(steps) / 1e3 + around
+    return {
+        "guards": guards,
+        "votes": votes,
+        "waiting": waiting,
+        "share": (guards + votes) / (statistics.median(steps) * 1e3),
+        "copied": counters["inputs_copied"] / replayed,
+        "in_place": counters["inputs_in_place"] / replayed,
+        "mismatched": counters["mismatched"],
+    }
 
 
 def overhead_lines(rows: Sequence[Row]) -> list[str]:
@@ -69,14 +56,14 @@ def overhead_lines(rows: Sequence[Row]) -> list[str]:
         found = [one for rank in row.result["ranks"] if (one := overheads(rank)) is not None]
         if not found:
             continue
-        first, highest = found[0], max(one.share for one in found)
+        first, highest = found[0], max(one["share"] for one in found)
         word = "under" if highest < AIM else "over"
         lines += [
             f"{row.name}, guards and votes: {highest:.2%} of a step, {word} the aim of {AIM:.0%}. "
-            f"Rank 0: guards {first.guards + first.around:,.0f} us a step, votes "
-            f"{first.votes:,.0f} us, of which {first.waiting:,.0f} us wait for other ranks. Inputs "
-            f"of a replay: {first.copied:.1f} copied, {first.in_place:.1f} read in place. "
-            f"Mismatches: {sum(one.mismatched for one in found)}.",
+            f"Rank 0: guards {first['guards']:,.0f} us a step, votes {first['votes']:,.0f} us, of "
+            f"which {first['waiting']:,.0f} us wait for other ranks. Inputs of a replay: "
+            f"{first['copied']:.1f} copied, {first['in_place']:.1f} read in place. Mismatches: "
+            f"{sum(one['mismatched'] for one in found)}.",
             "",
         ]
     return lines

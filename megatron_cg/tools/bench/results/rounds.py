@@ -18,14 +18,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_cg.tools.bench.runs.bench_schedule import of_all_rounds, round_of, slug
-from megatron_cg.tools.bench.runs.store import Result
-from megatron_cg.tools.bench.traces.spreads import spread
+from megatron_cg.tools.bench.runs.store import Result, round_of
 
 _STEADY = 8
 """With fewer steps, a comparison of their halves means nothing."""
-Round = tuple[str, int]
-"""An invocation, and the number of its round."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +40,23 @@ class Ratio:
         return self.rounds > 0
 
 
-def by_configuration(results: Sequence[Result]) -> list[list[Result]]:
-    """The rounds of each configuration at each point, in order."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(slug(of_all_rounds(result["key"])), []).append(result)
-    return [sorted(group, key=lambda result: round_of(result["key"])) for group in groups.values()]
-
-
 def step_times(result: Result) -> list[float]:
     """Step times of rank 0, in ms; empty if the timed steps did not finish."""
     timed = result["ranks"][0].get("timed") if result["ranks"] else None
     return list(timed["step_ms"]) if timed else []
 
 
-def round_medians(rounds: Sequence[Result]) -> dict[Round, float]:
-    """The median step time of each round that has step times."""
+def all_step_times(rounds: Sequence[Result]) -> tuple[float, ...]:
+    """The step times of all rounds."""
+    return tuple(step for result in rounds for step in step_times(result))
+
+
+def round_medians(rounds: Sequence[Result]) -> dict[tuple[str, int], float]:
+    """The median step time of each round that has step times, by invocation and round."""
     return {
-        _round(result): spread(step_times(result)).median for result in rounds if _timed(result)
+        (str(result["invocation"]), round_of(result["key"])): statistics.median(steps)
+        for result in rounds
+        if (steps := step_times(result))
     }
 
 
@@ -87,21 +82,9 @@ def ratio(one: Sequence[Result], other: Sequence[Result]) -> Ratio | None:
     if not mine or not theirs:
         return None
     if not {name for name, _ in mine} & {name for name, _ in theirs}:
-        whole = _median(one) / _median(other)
+        whole = statistics.median(all_step_times(one)) / statistics.median(all_step_times(other))
         return Ratio(whole, whole, whole, 0)
     found = [mine[name] / theirs[name] for name in mine if name in theirs]
     if not found:
         return None
     return Ratio(statistics.median(found), min(found), max(found), len(found))
-
-
-def _round(result: Result) -> Round:
-    return str(result["invocation"]), round_of(result["key"])
-
-
-def _timed(result: Result) -> bool:
-    return bool(step_times(result))
-
-
-def _median(rounds: Sequence[Result]) -> float:
-    return spread([step for result in rounds for step in step_times(result)]).median

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_cg.tools.bench.results.metrics import Metrics, joined, step_median
-from megatron_cg.tools.bench.results.rounds import by_configuration
-from megatron_cg.tools.bench.runs.bench_schedule import of_all_rounds
-from megatron_cg.tools.bench.runs.store import Result
-from megatron_cg.tools.bench.traces.spreads import Line, fit
+from megatron_cg.tools.bench.results.grids import grid, number
+from megatron_cg.tools.bench.results.metrics import joined
+from megatron_cg.tools.bench.runs.store import Result, by_configuration, slug
 
-GROWING: dict[str, tuple[str, Callable[[Metrics], float | None]]] = {
-    "step": ("ms", step_median),
-    "capture": ("s", lambda found: found.capture_seconds),
-    "capture without warmup": ("s", lambda found: found.capture_without_warmup),
-    "peak allocated": ("MiB", lambda found: found.peak_allocated),
-    "peak in capture": ("MiB", lambda found: found.capture_peak),
+_GROWING = {
+    "step": ("ms", "step"),
+    "capture": ("s", "capture_seconds"),
+    "capture without warmup": ("s", "capture_without_warmup"),
+    "peak allocated": ("MiB", "peak_allocated"),
+    "peak in capture": ("MiB", "capture_peak"),
 }
+"""The unit and the name of each metric."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """One metric of one configuration over the values of one dimension, with a fitted line."""
+    """One metric of one configuration over the values of one dimension."""
 
     shape: str
     grouped_gemm: str
@@ -32,32 +31,61 @@ class Trend:
     metric: str
     unit: str
     points: tuple[tuple[float, float], ...]
-    line: Line
+    offset: float
+    """Of the least-squares line."""
+    slope: float
+
+    def at(self, x: float) -> float:
+        """The line's value."""
+        return self.offset + self.slope * x
+
+    @property
+    def residual(self) -> float:
+        """Largest distance of a point from the line, relative to the point's value."""
+        return max(abs(self.at(x) - y) / (abs(y) or 1.0) for x, y in self.points)
 
 
 def trends(results: Sequence[Result]) -> list[Trend]:
     """A trend per measured metric, for every scaling run with two or more points."""
-    groups: dict[tuple[Any, ...], list[list[Result]]] = {}
+    groups: dict[str, list[list[Result]]] = {}
     for rounds in by_configuration(results):
-        key = of_all_rounds(rounds[0]["key"])
+        key = rounds[0]["key"]
         if key["dimension"]:
-            others = [v for name, v in key.items() if name not in (key["dimension"], "contender")]
-            groups.setdefault((*others, key["contender"]), []).append(rounds)
+            of_all = slug({**key, "round": 1, key["dimension"]: "all"})
+            groups.setdefault(of_all, []).append(rounds)
+    return [trend for group in groups.values() for trend in _of_configuration(group)]
+
+
+def _of_configuration(group: Sequence[Sequence[Result]]) -> list[Trend]:
+    key = group[0][0]["key"]
+    names = (key["shape"], key["grouped_gemm"], key["contender"], key["dimension"])
+    sizes = [float(rounds[0]["key"][key["dimension"]]) for rounds in group]
+    metrics = [joined(rounds) for rounds in group]
     found = []
-    for group in groups.values():
-        for metric, (unit, read) in GROWING.items():
-            points = _points(group, read)
-            if len({x for x, _ in points}) > 1:
-                key = group[0][0]["key"]
-                names = (key["shape"], key["grouped_gemm"], key["contender"], key["dimension"])
-                found.append(Trend(*names, metric, unit, points, fit(points)))
+    for title, (unit, name) in _GROWING.items():
+        values = [getattr(one, name) for one in metrics]
+        pairs = zip(sizes, values, strict=True)
+        points = tuple(sorted((x, y) for x, y in pairs if y is not None))
+        if len({x for x, _ in points}) > 1:
+            slope, offset = statistics.linear_regression(*zip(*points, strict=True))
+            found.append(Trend(*names, title, unit, points, offset, slope))
     return found
 
 
-def _points(
-    group: Sequence[Sequence[Result]], read: Callable[[Metrics], float | None]
-) -> tuple[tuple[float, float], ...]:
-    keys = [rounds[0]["key"] for rounds in group]
-    sizes = [float(key[key["dimension"]]) for key in keys]
-    pairs = [(size, read(joined(rounds))) for size, rounds in zip(sizes, group, strict=True)]
-    return tuple(sorted((x, y) for x, y in pairs if y is not None))
+def trend_lines(found: Sequence[Trend]) -> list[str]:
+    """The section of a report."""
+    if not found:
+        return []
+    body = [
+        [
+            f"{trend.shape}, {trend.configuration}, {trend.metric} ({trend.unit})",
+            trend.dimension,
+            ", ".join(f"{x:g}: {y:,.1f}" for x, y in trend.points),
+            number(trend.offset, ",.2f"),
+            number(trend.slope, ",.3f"),
+            number(trend.residual, ".1%"),
+        ]
+        for trend in found
+    ]
+    columns = ["metric", "by", "measured", "at 0", "for each", "farthest from the line"]
+    return ["## Scaling", "", *grid(columns, body), ""]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_cg.tools.bench.results import ablation
-from megatron_cg.tools.bench.results.grids import NONE, number
-from megatron_cg.tools.bench.results.markdown import heading
+from megatron_cg.tools.bench.results.cells import heading, step_ratios
+from megatron_cg.tools.bench.results.grids import NONE, Grid, filled, number, print_grid
 from megatron_cg.tools.bench.results.metrics import Row, tables
-from megatron_cg.tools.bench.results.rounds_text import ratio_bases, ratio_cell, ratio_titles
 from megatron_cg.tools.bench.runs.configurations import EAGER
 from megatron_cg.tools.bench.runs.store import OK, Result
 
@@ -44,66 +42,37 @@ def verdict(row: Row) -> str:
     return f"{words}; a run {bad['status']}" if bad else words
 
 
-def summary_titles(rows: Sequence[Row]) -> list[str]:
-    """The titles of the columns."""
-    return ["configuration", "step, ms", *ratio_titles(rows), "peak allocated, MiB", "verdict"]
+def summary(rows: Sequence[Row]) -> Grid:
+    """The short table of one shape and size."""
+    return filled(
+        [
+            ("configuration", lambda row: row.name),
+            ("step, ms", lambda row: number(row.metrics.step)),
+            *step_ratios(rows, to_itself=NONE),
+            ("peak allocated, MiB", _memory),
+            ("verdict", verdict),
+        ],
+        rows,
+    )
 
 
-def summary_cells(row: Row) -> list[str]:
-    """The row of one configuration."""
-    metrics, base = row.metrics, row.baseline
-    memory = number(metrics.peak_allocated, ",.0f")
-    ratio = row.ratio(lambda found: found.peak_allocated)
-    if ratio is not None and row is not base:
-        memory += f" ({ratio:.3f})"
-    return [
-        row.name,
-        number(metrics.step.median if metrics.step else None),
-        *(NONE if row is to else ratio_cell(row.step_ratio(to)) for to in ratio_bases(row)),
-        memory,
-        verdict(row),
-    ]
+def _memory(row: Row) -> str:
+    text = number(row.metrics.peak_allocated, ",.0f")
+    ratio = row.ratio("peak_allocated")
+    return text if ratio is None or row is row.baseline else f"{text} ({ratio:.3f})"
 
 
 def print_summary(results: Sequence[Result], console: Console) -> None:
-    """Print a table for each shape and size; without lines and colours if not to a terminal.
+    """Print a table for each shape and size.
 
     Parts of the fast path that were left out have a table of their own.
     """
     for rows in tables(results):
         first = rows[0].result
         title = heading(first)
-        _print_table(title, summary_titles(rows), [summary_cells(row) for row in rows], console)
+        print_grid(title, summary(rows), console)
         if losses := [loss.cells() for loss in ablation.losses(rows)]:
-            _print_table(f"{title}: {ablation.TITLE}", ablation.COLUMNS, losses, console)
+            print_grid(f"{title}: {ablation.TITLE}", Grid(ablation.COLUMNS, losses), console)
         if first.get("notice"):
             notice = f"{first['notice']}. Its times say nothing about a GPU."
             console.print(notice, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_table(
-    title: str, titles: Sequence[str], cells: Sequence[Sequence[str]], console: Console
-) -> None:
-    if console.is_terminal:
-        table = Table(title=title, title_justify="left")
-        for column in titles:
-            words = column in ("configuration", "verdict", "left out")
-            table.add_column(column, justify="left" if words else "right")
-        for row in cells:
-            table.add_row(*row)
-        console.print(table)
-    else:
-        for line in ("", title, *_aligned([titles, *cells])):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines with columns of equal width; the first and the last column start at the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = []
-    for cells in lines:
-        padded = [cells[0].ljust(widths[0])]
-        inner = zip(cells[1:-1], widths[1:-1], strict=True)
-        padded += [cell.rjust(width) for cell, width in inner]
-        aligned.append("  ".join([*padded, cells[-1]]))
-    return aligned

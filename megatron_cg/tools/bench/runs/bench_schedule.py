@@ -1,15 +1,15 @@
-"""Plans the runs of an invocation, their order, and their estimated time. Pure."""
+"""Plans the runs of an invocation, and their order. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cg.arguments.fast_path_parts import PARTS
-from megatron_cg.errors import MegatronCGError
 from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.presets import Preset
+from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.runs.commands import CUTLASS, DEFAULT, Settings
 from megatron_cg.tools.bench.runs.configurations import (
     CONFIGURATIONS,
@@ -20,9 +20,11 @@ from megatron_cg.tools.bench.runs.configurations import (
     PLAIN,
     ablation,
 )
-from megatron_cg.tools.bench.runs.shapes import is_moe, layer_count
+from megatron_cg.tools.bench.runs.shapes import is_moe
+from megatron_cg.tools.bench.runs.store import slug
 
 DIMENSIONS = ("layers", "microbatches", "nproc")
+"""What a scaling run can vary; settings and keys have these names."""
 START_SECONDS = 25.0
 """Estimated seconds before the first step: imports, process groups, data, kernels."""
 _LAYER_SECONDS = {True: 0.05, False: 0.015}
@@ -31,30 +33,6 @@ _TRACE_SECONDS = 9.0
 """Seconds to write and read both traces: with host events, and the smaller device-only one."""
 _SYMBOLS_SECONDS = 120.0
 """Seconds before the first sample of a sampling profile with native frames."""
-
-
-class ScheduleError(MegatronCGError):
-    """The arguments select no run."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """One dimension of a scaling run."""
-
-    dimension: str
-    values: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Scale:
-        """Parse ``layers=4,8,16``. Raises ScheduleError for anything else."""
-        name, _, listed = text.partition("=")
-        values = listed.split(",")
-        if name not in DIMENSIONS or not all(v.isdecimal() and int(v) > 0 for v in values):
-            raise ScheduleError(
-                f"--scale {text}: write {', '.join(DIMENSIONS)} with whole numbers above 0, as in "
-                "--scale layers=4,8,16."
-            )
-        return cls(name, tuple(int(value) for value in values))
 
 
 @dataclass(frozen=True)
@@ -78,7 +56,7 @@ class PlannedRun:
             "grouped_gemm": settings.grouped_gemm,
             "nproc": settings.nproc,
             "microbatches": settings.microbatches,
-            "layers": settings.layers or layer_count(settings.preset),
+            "layers": settings.layer_count,
             "dimension": self.dimension,
             "round": self.round,
         }
@@ -91,81 +69,18 @@ class PlannedRun:
     def seconds(self) -> float:
         """The estimated run time."""
         settings, windows = self.settings, self.settings.windows
-        layers = settings.layers or layer_count(settings.preset)
+        layers = settings.layer_count
         step = layers * _LAYER_SECONDS[is_moe(settings.preset)] * settings.microbatches / 2
         whole = START_SECONDS + layers * 0.5 + windows.steps * step
         whole += _SYMBOLS_SECONDS if windows.sampled and windows.native else 0.0
         return whole + (_TRACE_SECONDS if windows.profiled else 0.0)
 
 
-def slug(key: Mapping[str, Any]) -> str:
-    """A key as a file's name."""
-    grown = f".by-{key['dimension']}" if key["dimension"] else ""
-    size = f"{key['layers']}layers-{key['microbatches']}mb-{key['nproc']}gpus"
-    again = f".round{round_of(key)}" if round_of(key) > 1 else ""
-    return f"{key['shape']}.{key['grouped_gemm']}.{size}{grown}.{key['contender']}{again}"
-
-
-def round_of(key: Mapping[str, Any]) -> int:
-    """The round of a run; keys of earlier versions have none, which means the first."""
-    return int(key.get("round", 1))
-
-
-def of_all_rounds(key: Mapping[str, Any]) -> dict[str, Any]:
-    """The key without its round: the same for all runs of one configuration at one point."""
-    return {name: value for name, value in key.items() if name != "round"}
-
-
-def table_key(key: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The key of a table: all of the key except configuration and round."""
-    return tuple(value for name, value in of_all_rounds(key).items() if name != "contender")
-
-
-def configurations_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool) -> list[str]:
-    """The configurations of one shape, in the order of ``KNOWN``.
-
-    Raises ScheduleError for an unknown name.
-    """
-    unknown = [name for name in only or () if name not in KNOWN]
-    if unknown:
-        raise ScheduleError(
-            f"--only {','.join(unknown)}: there is no such configuration; there are "
-            f"{', '.join(CONFIGURATIONS)}."
-        )
-    wanted = only or ([EAGER, GRAPHS] if scaling else list(CONFIGURATIONS))
-    return [name for name, one in KNOWN.items() if name in wanted and one.suits(moe=is_moe(preset))]
-
-
-def ablated(choice: str) -> list[str]:
-    """The configurations that show what parts of the fast path are worth.
-
-    Args:
-        choice: names of parts, separated by commas; empty for all parts.
-
-    Raises ScheduleError for an unknown part.
-    """
-    parts = choice.split(",") if choice else PARTS
-    for name in parts:
-        if name not in PARTS:
-            raise ScheduleError(
-                f"--ablate-fast-path {name}{did_you_mean(name, PARTS)}: the fast path has no part "
-                f"of that name; it has {', '.join(PARTS)}."
-            )
-    return [EAGER, EAGER_FAST_PATH, GRAPHS, PLAIN, *map(ablation, parts)]
-
-
-def grouped_gemms(preset: Preset, choice: str) -> list[str]:
-    """The grouped-GEMM choices to run; a model without experts has none."""
-    if not is_moe(preset):
-        return [DEFAULT]
-    return [DEFAULT, CUTLASS] if choice == "both" else [choice]
-
-
 def schedule(
     base: Iterable[Settings],
     choice: str,
     only: Sequence[str] | None,
-    scale: Scale | None,
+    scale: tuple[str, Sequence[int]] | None = None,
     rounds: int = 1,
 ) -> list[PlannedRun]:
     """The runs, ordered by table and round.
@@ -177,22 +92,23 @@ def schedule(
         base: one for each shape.
         choice: ``default``, ``cutlass`` or ``both``.
         only: the configurations; all if None, and two for a scaling run.
-        scale: makes each shape's runs at each value.
+        scale: the dimension of a scaling run, and its values.
         rounds: how often each configuration is run; all but the first run are only timed.
 
-    Raises ScheduleError if no run is left.
+    Raises BenchError if no run is left.
     """
+    sizes: list[dict[str, Any]] = [{}]
+    if scale:
+        sizes = [{scale[0]: value} for value in scale[1]]
     runs = []
     for settings in base:
         names = configurations_for(settings.preset, only, scaling=scale is not None)
-        for gemm in grouped_gemms(settings.preset, choice):
-            one = replace(settings, grouped_gemm=gemm)
-            points = [one] if scale is None else [_grown(one, scale, v) for v in scale.values]
-            dimension = scale.dimension if scale else None
-            for point in points:
-                runs += _table(point, names, dimension, rounds)
+        for gemm in _grouped_gemms(settings.preset, choice):
+            for size in sizes:
+                point = replace(settings, grouped_gemm=gemm, **size)
+                runs += _table(point, names, scale[0] if scale else None, rounds)
     if not runs:
-        raise ScheduleError("no configuration is left for these shapes: give others with --only.")
+        raise BenchError("no configuration is left for these shapes: give others with --only.")
     return runs
 
 
@@ -207,9 +123,53 @@ def _table(
     ]
 
 
-def _grown(settings: Settings, scale: Scale, value: int) -> Settings:
-    if scale.dimension == "layers":
-        return replace(settings, layers=value)
-    if scale.dimension == "microbatches":
-        return replace(settings, microbatches=value)
-    return replace(settings, nproc=value)
+def _grouped_gemms(preset: Preset, choice: str) -> list[str]:
+    """The grouped-GEMM choices to run; a model without experts has none."""
+    if not is_moe(preset):
+        return [DEFAULT]
+    return [DEFAULT, CUTLASS] if choice == "both" else [choice]
+
+
+def configurations_for(preset: Preset, only: Sequence[str] | None, *, scaling: bool) -> list[str]:
+    """The configurations of one shape, in the order of ``KNOWN``.
+
+    Raises BenchError for an unknown name.
+    """
+    unknown = [name for name in only or () if name not in KNOWN]
+    if unknown:
+        raise BenchError(
+            f"--only {','.join(unknown)}: there is no such configuration; there are "
+            f"{', '.join(CONFIGURATIONS)}."
+        )
+    wanted = only or ([EAGER, GRAPHS] if scaling else list(CONFIGURATIONS))
+    return [name for name, one in KNOWN.items() if name in wanted and one.suits(moe=is_moe(preset))]
+
+
+def ablated(choice: str) -> list[str]:
+    """The configurations that show what parts of the fast path are worth.
+
+    Args:
+        choice: names of parts, separated by commas; empty for all parts.
+
+    Raises BenchError for an unknown part.
+    """
+    parts = choice.split(",") if choice else PARTS
+    for name in parts:
+        if name not in PARTS:
+            raise BenchError(
+                f"--ablate-fast-path {name}{did_you_mean(name, PARTS)}: the fast path has no part "
+                f"of that name; it has {', '.join(PARTS)}."
+            )
+    return [EAGER, EAGER_FAST_PATH, GRAPHS, PLAIN, *map(ablation, parts)]
+
+
+def parse_scale(text: str) -> tuple[str, list[int]]:
+    """The dimension and the values of ``layers=4,8,16``. Raises BenchError for anything else."""
+    name, _, listed = text.partition("=")
+    values = listed.split(",")
+    if name not in DIMENSIONS or not all(v.isdecimal() and int(v) > 0 for v in values):
+        raise BenchError(
+            f"--scale {text}: write {', '.join(DIMENSIONS)} with whole numbers above 0, as in "
+            "--scale layers=4,8,16."
+        )
+    return name, [int(value) for value in values]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
-from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, table_key
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun
+from megatron_cg.tools.bench.runs.store import configuration_slug, table_slug
 
 
 class Budget:
@@ -17,7 +17,7 @@ class Budget:
         """Start the clock."""
         self._clock = clock
         self._end = math.inf if seconds is None else clock() + seconds
-        self._slower: dict[tuple[Any, ...], float] = {}
+        self._slower: dict[str, float] = {}
         """Ratios of actual to estimated run time; by size, and by size and configuration."""
 
     def left(self) -> float:
@@ -33,11 +33,10 @@ class Budget:
 
     def expected(self, run: PlannedRun) -> float:
         """The expected seconds of ``run``."""
-        size = table_key(run.key)
-        slower = self._slower.get((*size, run.configuration), self._slower.get(size, 1.0))
-        return run.seconds() * slower
+        of_size = self._slower.get(table_slug(run.key), 1.0)
+        return run.seconds() * self._slower.get(configuration_slug(run.key), of_size)
 
     def took(self, run: PlannedRun, seconds: float) -> None:
         """Learn from a finished run."""
-        size = table_key(run.key)
-        self._slower[size] = self._slower[*size, run.configuration] = seconds / run.seconds()
+        for name in (table_slug(run.key), configuration_slug(run.key)):
+            self._slower[name] = seconds / run.seconds()

@@ -48,6 +48,11 @@ class Settings:
         return with_layers(self.preset, self.layers) if self.layers else self.preset
 
     @property
+    def layer_count(self) -> int:
+        """The number of layers."""
+        return self.layers or layer_count(self.preset)
+
+    @property
     def chosen_scopes(self) -> tuple[str, ...]:
         """The scopes that partial graphs capture."""
         return default_scopes(self.preset) if self.scopes is None else self.scopes
@@ -58,7 +63,7 @@ class Settings:
             "preset": self.preset.name,
             "nproc": self.nproc,
             "microbatches": self.microbatches,
-            "layers": self.layers or layer_count(self.preset),
+            "layers": self.layer_count,
             "scopes": list(self.chosen_scopes),
             "grouped_gemm": self.grouped_gemm,
             "check_for_nan": self.check_for_nan,
@@ -102,16 +107,14 @@ def run_environment(
     cudnn: Path | None,
     metrics: Path,
 ) -> dict[str, str]:
-    """The environment of a run that writes its metrics to ``metrics``."""
-    env = as_inherited(environment(inherited, root=root, cudnn=cudnn), inherited)
-    env.pop(CUTLASS_VARIABLE, None)
+    """The environment of a run that writes its metrics to ``metrics``.
+
+    The variables of determinism are as the user set them.
+    """
+    env = environment(inherited, root=root, cudnn=cudnn)
+    for name in (*DETERMINISTIC_ENVIRONMENT, CUTLASS_VARIABLE):
+        env.pop(name, None)
+    env |= {name: inherited[name] for name in DETERMINISTIC_ENVIRONMENT.keys() & inherited.keys()}
     if settings.grouped_gemm == CUTLASS:
         env[CUTLASS_VARIABLE] = "1"
     return env | {VARIABLE: settings.windows.variable(str(metrics))}
-
-
-def as_inherited(env: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without the variables of determinism, but with the values that the user set."""
-    kept = {name: value for name, value in env.items() if name not in DETERMINISTIC_ENVIRONMENT}
-    names = DETERMINISTIC_ENVIRONMENT.keys() & inherited.keys()
-    return kept | {name: inherited[name] for name in names}

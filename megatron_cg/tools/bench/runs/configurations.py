@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_cg.arguments.fast_path_parts import PARTS, with_dependents
 from megatron_cg.tools.align.command import BASE_FLAGS, GRAPH_FLAGS
@@ -47,8 +47,8 @@ class Configuration:
 
     name: str
     description: str
-    fsdp: bool
-    graphs: Literal["none", "partial", "full"]
+    fsdp: bool = True
+    graphs: Literal["none", "partial", "full"] = "partial"
     parts: tuple[str, ...] = ()
     """The parts of the fast path."""
     models: Literal["all", "dense", "MoE"] = "all"
@@ -105,29 +105,30 @@ class Configuration:
         return self.models in ("all", "MoE" if moe else "dense")
 
 
-CONFIGURATIONS = {
-    configuration.name: configuration
-    for configuration in (
-        Configuration(EAGER, "Megatron-FSDP, eager", True, "none"),
-        Configuration(
-            EAGER_FAST_PATH, "Megatron-FSDP, eager, with the fast path alone", True, "none", PARTS
-        ),
-        Configuration(GRAPHS, "Megatron-FSDP with partial graphs", True, "partial", PARTS),
-        Configuration(
-            PLAIN, "Megatron-FSDP with partial graphs, without the fast path", True, "partial"
-        ),
-        Configuration(DDP_EAGER, "DDP with the distributed optimizer, eager", False, "none"),
-        Configuration(
-            DDP_GRAPHS,
-            "DDP with Megatron's own partial graphs of the same scopes",
-            False,
-            "partial",
-        ),
-        Configuration(
-            FULL, "Megatron-FSDP with a graph of the whole iteration", True, "full", models="dense"
-        ),
-    )
-}
+def _by_name(*configurations: Configuration) -> dict[str, Configuration]:
+    return {one.name: one for one in configurations}
+
+
+CONFIGURATIONS = _by_name(
+    Configuration(EAGER, "Megatron-FSDP, eager", graphs="none"),
+    Configuration(
+        EAGER_FAST_PATH,
+        "Megatron-FSDP, eager, with the fast path alone",
+        graphs="none",
+        parts=PARTS,
+    ),
+    Configuration(GRAPHS, "Megatron-FSDP with partial graphs", parts=PARTS),
+    Configuration(PLAIN, "Megatron-FSDP with partial graphs, without the fast path"),
+    Configuration(
+        DDP_EAGER, "DDP with the distributed optimizer, eager", fsdp=False, graphs="none"
+    ),
+    Configuration(
+        DDP_GRAPHS, "DDP with Megatron's own partial graphs of the same scopes", fsdp=False
+    ),
+    Configuration(
+        FULL, "Megatron-FSDP with a graph of the whole iteration", graphs="full", models="dense"
+    ),
+)
 """The configurations that a table has unless others are asked for."""
 
 _OF_EXPERTS = ("detached-weights", "gemm-heuristics")
@@ -153,64 +154,50 @@ def _without(part: str) -> Configuration:
 
 ABLATIONS = {ablation(part): _without(part) for part in PARTS}
 """Partial graphs with all parts of the fast path but one, and those that need that one."""
-WITH_TORCH_GEMM = {
-    configuration.name: configuration
-    for configuration in (
-        Configuration(
-            TORCH_EAGER,
-            "Megatron-FSDP, eager, with torch's grouped GEMM",
-            *(True, "none", (), "MoE", True),
-            baseline=TORCH_EAGER,
-        ),
-        Configuration(
-            EXPERTS,
-            "Megatron-FSDP with graphs that hold whole MoE layers, by torch's grouped GEMM",
-            *(True, "partial", PARTS, "MoE", True),
-            baseline=TORCH_EAGER,
-        ),
-    )
-}
-"""Dropless experts in graphs, and the baseline with the same grouped GEMM; by ``--only``."""
-WITHOUT_TE = {
-    NATIVE_GRAPHS: Configuration(
+_OF_MOE: dict[str, Any] = {"models": "MoE", "torch_gemm": True, "baseline": TORCH_EAGER}
+"""Dropless experts in graphs, and the baseline with the same grouped GEMM."""
+_OF_LOCAL: dict[str, Any] = {"models": "dense", "local": True, "baseline": LOCAL_EAGER}
+"""Layers that can be compiled beforehand, and the baseline with the same layers."""
+ON_REQUEST = _by_name(
+    Configuration(
+        TORCH_EAGER, "Megatron-FSDP, eager, with torch's grouped GEMM", graphs="none", **_OF_MOE
+    ),
+    Configuration(
+        EXPERTS,
+        "Megatron-FSDP with graphs that hold whole MoE layers, by torch's grouped GEMM",
+        parts=PARTS,
+        **_OF_MOE,
+    ),
+    Configuration(
         NATIVE_GRAPHS,
         "Megatron-FSDP with partial graphs by the native backend",
-        *(True, "partial", PARTS),
+        parts=PARTS,
         native=True,
-    )
-}
-"""Graphs by torch alone; by ``--only``."""
-OF_LOCAL_LAYERS = {
-    configuration.name: configuration
-    for configuration in (
-        Configuration(
-            LOCAL_EAGER,
-            "Megatron-FSDP, eager, with Megatron's local layers of separate operations",
-            *(True, "none", (), "dense"),
-            local=True,
-            baseline=LOCAL_EAGER,
-        ),
-        Configuration(
-            LOCAL_GRAPHS,
-            "the same with graphs of whole layers by the native backend",
-            *(True, "partial", PARTS, "dense"),
-            native=True,
-            local=True,
-            baseline=LOCAL_EAGER,
-        ),
-        Configuration(
-            COMPILED_GRAPHS,
-            "the same graphs of layers that megatron-cg precompile made before the run",
-            *(True, "partial", PARTS, "dense"),
-            native=True,
-            local=True,
-            compiled=True,
-            baseline=LOCAL_EAGER,
-        ),
-    )
-}
-"""Layers that can be compiled beforehand, and the baseline with the same layers; by ``--only``."""
-KNOWN = CONFIGURATIONS | ABLATIONS | WITH_TORCH_GEMM | WITHOUT_TE | OF_LOCAL_LAYERS
+    ),
+    Configuration(
+        LOCAL_EAGER,
+        "Megatron-FSDP, eager, with Megatron's local layers of separate operations",
+        graphs="none",
+        **_OF_LOCAL,
+    ),
+    Configuration(
+        LOCAL_GRAPHS,
+        "the same with graphs of whole layers by the native backend",
+        parts=PARTS,
+        native=True,
+        **_OF_LOCAL,
+    ),
+    Configuration(
+        COMPILED_GRAPHS,
+        "the same graphs of layers that megatron-cg precompile made before the run",
+        parts=PARTS,
+        native=True,
+        compiled=True,
+        **_OF_LOCAL,
+    ),
+)
+"""The configurations that only ``--only`` selects."""
+KNOWN = CONFIGURATIONS | ABLATIONS | ON_REQUEST
 
 
 def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:

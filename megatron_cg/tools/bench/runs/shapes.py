@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align.presets import Flag, Preset
+from megatron_cg.tools.bench import BenchError
 
 SHAPES = ("qwen3-moe", "deepseek-v3", "llama", "mamba-hybrid")
 _FREQUENCY = re.compile(r"^\(\[0\]\*(\d+)\+\[1\]\*(\d+)\)$")
 _PATTERN = "hybrid-layer-pattern"
-
-
-class ShapeError(MegatronCGError):
-    """A preset cannot be enlarged as requested."""
 
 
 def is_moe(preset: Preset) -> bool:
@@ -46,7 +42,7 @@ def with_layers(preset: Preset, layers: int) -> Preset:
 
     A hybrid's pattern is repeated and cut at its beginning, because its end contains all kinds of
     layers. The number of dense layers at the beginning of an MoE model stays the same. Raises
-    ShapeError if the preset's layers follow another rule.
+    BenchError if the preset's layers follow another rule.
     """
     flags: dict[str, Flag] = dict(preset.flags)
     if is_hybrid(preset):
@@ -58,7 +54,7 @@ def with_layers(preset: Preset, layers: int) -> Preset:
     if frequency is not None:
         found = _FREQUENCY.match(str(frequency))
         if found is None or layers <= int(found[1]):
-            raise ShapeError(
+            raise BenchError(
                 f"preset {preset.name} cannot have {layers} layers: its moe-layer-freq is "
                 f"{frequency!r}, and only ([0]*N+[1]*M) with N below the number of layers is known."
             )

@@ -1,4 +1,4 @@
-"""Starts the process of one run: under torchrun on GPUs, or on the CPU with the tape."""
+"""Makes the process of one run: under torchrun on GPUs, or on the CPU with the tape."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_cg.tools.align.processes import Run
 from megatron_cg.tools.align.run import gpu_count, torch_cudnn
 from megatron_cg.tools.align.tape import tape_shape
 from megatron_cg.tools.align.token_data import TokenStream
+from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.measure.eager_fast_path import variable
 from megatron_cg.tools.bench.measure.windows import VARIABLE
-from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, ScheduleError
-from megatron_cg.tools.bench.runs.commands import command, run_environment
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun
+from megatron_cg.tools.bench.runs.commands import DEFAULT, command, run_environment
 from megatron_cg.tools.bench.runs.configurations import KNOWN
-from megatron_cg.tools.bench.runs.execute import Start
 from megatron_cg.tools.bench.runs.shapes import is_hybrid
 
 _ROOT = Path(__file__).resolve().parents[4]
@@ -27,24 +27,17 @@ METRICS = "metrics"
 """The folder of the ranks' metrics, inside the run's folder."""
 
 
-def on_gpus(data: TokenStream) -> Start:
-    """Starts runs of the example script under torchrun; all runs share one sample index."""
-
-    def start(run: PlannedRun, folder: Path) -> Run:
-        words = command(
-            run.settings,
-            run.configuration,
-            data.flags(data.prefix.parent / "cache"),
-            folder / "artifacts",
-        )
-        env = run_environment(
-            run.settings, os.environ, root=_ROOT, cudnn=torch_cudnn(), metrics=folder / METRICS
-        )
-        if KNOWN[run.configuration].graphs == "none":
-            env |= variable(KNOWN[run.configuration].parts)
-        return Run(run.name, words, env, folder)
-
-    return start
+def on_gpus(data: TokenStream, run: PlannedRun, folder: Path) -> Run:
+    """A run of the example script under torchrun; all runs share one sample index."""
+    settings, configuration = run.settings, KNOWN[run.configuration]
+    flags = data.flags(data.prefix.parent / "cache")
+    words = command(settings, run.configuration, flags, folder / "artifacts")
+    env = run_environment(
+        settings, os.environ, root=_ROOT, cudnn=torch_cudnn(), metrics=folder / METRICS
+    )
+    if configuration.graphs == "none":
+        env |= variable(configuration.parts)
+    return Run(run.name, words, env, folder)
 
 
 def refused_on_gpus(run: PlannedRun) -> str:
@@ -56,49 +49,43 @@ def refused_on_gpus(run: PlannedRun) -> str:
     return ""
 
 
-def check_for_tape(run: PlannedRun) -> None:
-    """Raises ScheduleError or LaunchError for what the CPU's training loop does not support."""
+def on_tape(data: TokenStream, run: PlannedRun, folder: Path) -> Run:
+    """A run of the preset's small shape on the CPU, whose processes gloo connects."""
     settings, configuration = run.settings, KNOWN[run.configuration]
     shape = tape_shape(settings.preset)
+    plan = {
+        "shape": asdict(shape) | {"scopes": list(settings.chosen_scopes)},
+        "steps": settings.windows.steps,
+        "warmup_steps": settings.windows.warmup,
+        "processes": settings.nproc,
+        "tokens": str(data.prefix),
+        "graphs": configuration.graphs == "partial",
+    }
+    env = environment(os.environ, root=_ROOT, cudnn=None) | {
+        "CUDA_VISIBLE_DEVICES": "",
+        VARIABLE: settings.windows.variable(str(folder / METRICS)),
+        **variable(configuration.parts),
+    }
+    words = [sys.executable, "-m", "megatron_cg.tools.bench.measure.tape_measured"]
+    return Run(run.name, [*words, json.dumps(plan), str(folder / "record")], env, folder)
+
+
+def check_for_tape(run: PlannedRun) -> None:
+    """Raises BenchError or LaunchError for what the CPU's training loop does not support."""
+    settings, configuration = run.settings, KNOWN[run.configuration]
+    shape = tape_shape(settings.preset)
+    own = configuration.fsdp and configuration.graphs != "full" and not configuration.local
     asked = {
-        f"the configuration {run.configuration}": not configuration.fsdp
-        or configuration.graphs == "full"
-        or configuration.local,
+        f"the configuration {run.configuration}": not own,
         f"{settings.microbatches} microbatches": settings.microbatches != 1,
         f"{settings.layers} layers": settings.layers not in (None, shape.layers),
-        f"grouped GEMM {settings.grouped_gemm}": settings.grouped_gemm != "default",
+        f"grouped GEMM {settings.grouped_gemm}": settings.grouped_gemm != DEFAULT,
         "a profile of a GPU": settings.windows.profiled > 0,
         " ".join(settings.extra): bool(settings.extra),
     }
     refused = [what for what, is_asked in asked.items() if is_asked]
     if refused:
-        raise ScheduleError(
+        raise BenchError(
             f"the tape has a training loop of its own, without {', '.join(refused)}: leave that "
             "out, or give --backend transformer_engine on a machine with GPUs."
         )
-
-
-def on_tape(data: TokenStream) -> Start:
-    """Starts runs of the preset's small shape on the CPU, connected by gloo."""
-
-    def start(run: PlannedRun, folder: Path) -> Run:
-        settings, configuration = run.settings, KNOWN[run.configuration]
-        shape = tape_shape(settings.preset)
-        plan = {
-            "shape": asdict(shape) | {"scopes": list(settings.chosen_scopes)},
-            "steps": settings.windows.steps,
-            "warmup_steps": settings.windows.warmup,
-            "processes": settings.nproc,
-            "tokens": str(data.prefix),
-            "graphs": configuration.graphs == "partial",
-        }
-        env = environment(os.environ, root=_ROOT, cudnn=None) | {
-            "CUDA_VISIBLE_DEVICES": "",
-            VARIABLE: settings.windows.variable(str(folder / METRICS)),
-            **variable(configuration.parts),
-        }
-        words = [sys.executable, "-m", "megatron_cg.tools.bench.measure.tape_measured"]
-        words += [json.dumps(plan), str(folder / "record")]
-        return Run(run.name, words, env, folder)
-
-    return start

@@ -1,4 +1,7 @@
-"""Stores results on disk: one file per run, and one with all of them."""
+"""Results: the keys of their runs, and how they lie on disk.
+
+There is one file per run, and one with all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.errors import MegatronCGError
 from megatron_cg.files import write_text
-from megatron_cg.tools.bench.runs.bench_schedule import of_all_rounds, round_of, slug
+from megatron_cg.tools.bench import BenchError
 
 SCHEMA = {"name": "megatron_cg.bench", "version": 3}
 _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
@@ -19,19 +21,46 @@ _KEYS = frozenset({"key", "invocation", "began", "status", "error", "ranks", "se
 """Fields of a run that every version has written."""
 FILE = "bench.json"
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
+Key = Mapping[str, Any]
 Result = dict[str, Any]
 
 
-class ResultError(MegatronCGError):
-    """A file is not a result of this benchmark."""
+def slug(key: Key) -> str:
+    """A key as a file's name."""
+    grown = f".by-{key['dimension']}" if key["dimension"] else ""
+    size = f"{key['layers']}layers-{key['microbatches']}mb-{key['nproc']}gpus"
+    again = f".round{round_of(key)}" if round_of(key) > 1 else ""
+    return f"{key['shape']}.{key['grouped_gemm']}.{size}{grown}.{key['contender']}{again}"
+
+
+def round_of(key: Key) -> int:
+    """The round of a run; keys of earlier versions have none, which means the first."""
+    return int(key.get("round", 1))
+
+
+def configuration_slug(key: Key) -> str:
+    """The same for all rounds of one configuration at one point."""
+    return slug({**key, "round": 1})
+
+
+def table_slug(key: Key) -> str:
+    """The same for all configurations at one point."""
+    return slug({**key, "round": 1, "contender": ""})
+
+
+def by_configuration(results: Iterable[Result]) -> list[list[Result]]:
+    """The rounds of each configuration at each point, in order."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(configuration_slug(result["key"]), []).append(result)
+    return [sorted(group, key=lambda one: round_of(one["key"])) for group in groups.values()]
 
 
 def keep(result: Result, directory: Path) -> Path:
     """Write one run's result to its own file in ``directory/runs``."""
-    folder = directory / "runs"
-    path = folder / f"{slug(result['key'])}.{result['invocation']}.json"
-    _write(path, {"schema": SCHEMA, "runs": [result]})
-    return path
+    return write(
+        [result], directory / "runs" / f"{slug(result['key'])}.{result['invocation']}.json"
+    )
 
 
 def kept(directory: Path) -> list[Result]:
@@ -46,49 +75,38 @@ def newest(results: Iterable[Result]) -> list[Result]:
     A skipped run never replaces one that was made. All rounds of a configuration come from one
     invocation, its newest, because the code or the settings may have changed since.
     """
-    configurations: dict[str, list[Result]] = {}
-    for result in results:
-        configurations.setdefault(slug(of_all_rounds(result["key"])), []).append(result)
-    found: list[Result] = []
-    for group in configurations.values():
-        group.sort(key=_order)
-        last = group[-1]["invocation"]
-        by_round = {round_of(r["key"]): r for r in group if r["invocation"] == last}
-        found += by_round.values()
-    return sorted(found, key=lambda result: str(result["began"]))
-
-
-def _order(result: Result) -> tuple[bool, str]:
-    return result["status"] != LEFT_OUT, str(result["began"])
+    ordered = sorted(results, key=lambda one: (one["status"] != LEFT_OUT, str(one["began"])))
+    last = {configuration_slug(one["key"]): one["invocation"] for one in ordered}
+    found = {
+        slug(one["key"]): one
+        for one in ordered
+        if one["invocation"] == last[configuration_slug(one["key"])]
+    }
+    return sorted(found.values(), key=lambda result: str(result["began"]))
 
 
 def read(path: Path) -> list[Result]:
-    """The results in a file. Raises ResultError if it is not one of ours or of a later version."""
+    """The results in a file. Raises BenchError if it is not one of ours or of a later version."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ResultError(f"{path} cannot be read: {error}") from error
+        raise BenchError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         data = {}
     schema, runs = data.get("schema"), data.get("runs")
     if schema not in _KNOWN:
-        raise ResultError(
+        raise BenchError(
             f"{path} has the schema {schema}, which is not one that this version of megatron-cg "
             f"bench or an earlier one wrote: give a {FILE} of theirs."
         )
     if not isinstance(runs, list) or not all(
         isinstance(r, dict) and r.keys() >= _KEYS for r in runs
     ):
-        raise ResultError(f"{path} has no list of whole runs: it was changed since it was written.")
+        raise BenchError(f"{path} has no list of whole runs: it was changed since it was written.")
     return runs
 
 
-def write_all(results: list[Result], directory: Path) -> Path:
-    """Write ``directory/bench.json``."""
-    path = directory / FILE
-    _write(path, {"schema": SCHEMA, "runs": results})
+def write(results: list[Result], path: Path) -> Path:
+    """Write ``results`` to a file that :func:`read` reads."""
+    write_text(path, json.dumps({"schema": SCHEMA, "runs": results}, indent=1) + "\n")
     return path
-
-
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(data, indent=1) + "\n")

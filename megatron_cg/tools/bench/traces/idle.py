@@ -14,32 +14,33 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_cg.tools.bench.traces.busy import LISTED, Gap, busy_metrics, find_gaps, longest
-from megatron_cg.tools.bench.traces.hostwork import OUTSIDE, Caller, HostWork
-from megatron_cg.tools.bench.traces.intervals import Interval, common, length
-from megatron_cg.tools.bench.traces.timeline import Thread, Timeline
+from megatron_cg.tools.bench.traces.intervals import covered_until, length
+from megatron_cg.tools.bench.traces.timeline import OUTSIDE, Thread, Timeline, shown, spans
 
 STEPS = "cg: steps"
 """The range around the profiled steps; it identifies the main thread."""
 _BACKWARD = "autograd::engine::evaluate_function"
-_NOBODY = ("?", Caller("?", OUTSIDE))
+_LEAST = 1e-3
+"""Microseconds; less than that comes from rounding."""
 
 
 def analyse(timeline: Timeline, steps: int) -> dict[str, Any]:
     """The analysis of a trace with host events over ``steps`` steps; times in ms per step.
 
     Its metrics of the GPU are those of a slowed host: see Note [Two traces] in
-    :mod:`megatron_cg.tools.bench.traces.busy`. Raises MetricsError if the trace has no GPU work.
+    :mod:`megatron_cg.tools.bench.traces.busy`. Raises BenchError if the trace has no GPU work.
     """
     metrics = busy_metrics(timeline, steps)
     found = find_gaps(timeline)
-    work = {thread: HostWork(events) for thread, events in timeline.host.items()}
     names = _thread_names(timeline)
-    waits = [(gap.start, gap.end) for gap in found]
     return {
         **metrics,
-        "idle_by_host_work": _meanwhile(waits, work, names, steps),
-        **_ended(found, work, names, steps),
+        "longest_gaps": [gap.row() | _ender(gap, names) for gap in longest(found)],
+        "idle_by_launch": _by_launch(found, names, steps),
+        "idle_by_host_work": _by_host_work(found, timeline, names, steps),
     }
 
 
@@ -54,70 +55,50 @@ def _thread_names(timeline: Timeline) -> dict[Thread, str]:
     return names
 
 
-def _meanwhile(
-    waits: list[Interval],
-    work: Mapping[Thread, HostWork],
-    names: Mapping[Thread, str],
-    steps: int,
+def _ender(gap: Gap, names: Mapping[Thread, str]) -> dict[str, str]:
+    """Where the launch that ended a gap came from."""
+    if gap.launch is None:
+        return {"thread": "?", "phase": OUTSIDE, "launched_by": "?"}
+    by = shown(gap.launch.inside)
+    return {"thread": names[gap.launch.thread], "phase": gap.launch.phase, "launched_by": by}
+
+
+def _by_launch(
+    found: Sequence[Gap], names: Mapping[Thread, str], steps: int
 ) -> list[dict[str, Any]]:
-    """Idle time by the event of each thread; threads run in parallel, so rows overlap in time."""
+    """Gaps by the call that ended them; see Note [Two ways to name a wait]."""
+    groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for gap in found:
+        key = _ender(gap, names) | {"launched_late": gap.launched_late}
+        groups[tuple(key.items())].append(gap.length)
+    ordered = sorted(groups.items(), key=lambda group: -sum(group[1]))[:LISTED]
+    return [
+        {**dict(key), "ms": sum(lengths) / 1e3 / steps, "gaps": len(lengths) / steps}
+        for key, lengths in ordered
+    ]
+
+
+def _by_host_work(
+    found: Sequence[Gap], timeline: Timeline, names: Mapping[Thread, str], steps: int
+) -> list[dict[str, Any]]:
+    """Idle time by the event of each thread; threads run in parallel, so rows overlap in time.
+
+    An event's own time is what lies in it less what lies in the events directly inside it.
+    """
+    waits = np.array([(gap.start, gap.end) for gap in found]).reshape(-1, 2)
     sums: dict[tuple[str, str, str], float] = defaultdict(float)
-    for thread, done in work.items():
-        covered = 0.0
-        stretches = [(segment.start, segment.end) for segment in done.segments]
-        for _, index, duration in common(waits, stretches):
-            segment = done.segments[index]
-            sums[names[thread], segment.phase, segment.name] += duration
-            covered += duration
-        if names[thread] == "main":
-            sums["main", OUTSIDE, OUTSIDE] += length(waits) - covered
+    for thread, events in timeline.host.items():
+        name = names[thread]
+        idle = np.diff(covered_until(waits, spans(events)))[:, 0].tolist()
+        for event, inside in zip(events, idle, strict=True):
+            outer = event.inside
+            sums[name, event.phase, shown(event)] += inside
+            sums[name, outer.phase if outer else OUTSIDE, shown(outer)] -= inside
+        # Only the main thread is known to be doing something, if only Python, at all times.
+        sums[name, OUTSIDE, OUTSIDE] += length(waits) if name == "main" else 0.0
     rows = sorted(sums.items(), key=lambda item: -item[1])[:LISTED]
     return [
         {"thread": thread, "phase": phase, "what": name, "ms": duration / 1e3 / steps}
         for (thread, phase, name), duration in rows
+        if duration > _LEAST
     ]
-
-
-def _ended(
-    found: Sequence[Gap],
-    work: Mapping[Thread, HostWork],
-    names: Mapping[Thread, str],
-    steps: int,
-) -> dict[str, Any]:
-    """Gaps by the call that ended them; see Note [Two ways to name a wait]."""
-    callers = {
-        correlation: (names[thread], caller)
-        for thread, done in work.items()
-        for correlation, caller in done.callers.items()
-    }
-
-    def caller_of(gap: Gap) -> tuple[str, Caller]:
-        correlation = gap.ended_by.correlation
-        return _NOBODY if correlation is None else callers.get(correlation, _NOBODY)
-
-    sums: dict[tuple[str, str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for gap in found:
-        thread, caller = caller_of(gap)
-        cell = sums[thread, caller.phase, caller.operator, gap.launched_late]
-        cell[0] += gap.length
-        cell[1] += 1
-    listed = []
-    for gap in longest(found):
-        thread, caller = caller_of(gap)
-        by = {"launched_by": caller.operator, "phase": caller.phase, "thread": thread}
-        listed.append(gap.row() | by)
-    ordered = sorted(sums.items(), key=lambda item: -item[1][0])[:LISTED]
-    return {
-        "longest_gaps": listed,
-        "idle_by_launch": [
-            {
-                "thread": thread,
-                "phase": phase,
-                "launched_by": operator,
-                "launched_late": was_late,
-                "ms": total / 1e3 / steps,
-                "gaps": count / steps,
-            }
-            for (thread, phase, operator, was_late), (total, count) in ordered
-        ],
-    }

@@ -1,50 +1,37 @@
-"""Sets of times as sorted lists of disjoint (start, end) intervals. Pure; any time unit."""
+"""Sets of times, as arrays of (start, end) rows. Pure; any time unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+import numpy as np
+import numpy.typing as npt
 
-Interval = tuple[float, float]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of ``intervals``; empty intervals are dropped."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+Array = npt.NDArray[np.float64]
 
 
-def length(merged: Iterable[Interval]) -> float:
+def union(spans: Array) -> Array:
+    """Disjoint rows in the order of time that cover the same moments; empty rows are dropped."""
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    spans = spans[np.argsort(spans[:, 0])]
+    ends = np.maximum.accumulate(spans[:, 1])
+    begins = np.ones(len(spans), bool)
+    begins[1:] = spans[1:, 0] > ends[:-1]
+    return np.column_stack([spans[begins, 0], ends[np.roll(begins, -1)]])
+
+
+def length(merged: Array) -> float:
     """The total length; pass a union, so that no time counts twice."""
-    return sum(end - start for start, end in merged)
+    return float(np.diff(merged).sum())
 
 
-def gaps(merged: Sequence[Interval]) -> list[Interval]:
-    """The intervals between the first start and the last end that ``merged`` does not cover."""
-    return [(before[1], after[0]) for before, after in pairwise(merged)]
+def gaps(merged: Array) -> Array:
+    """The rows between the first start and the last end that a union does not cover."""
+    return np.column_stack([merged[:-1, 1], merged[1:, 0]])
 
 
-def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[tuple[int, int, float]]:
-    """The overlaps of two sorted lists: index in ``one``, index in ``other``, length.
-
-    The intervals within each list must be disjoint.
-    """
-    found = []
-    first = second = 0
-    while first < len(one) and second < len(other):
-        start = max(one[first][0], other[second][0])
-        end = min(one[first][1], other[second][1])
-        if start < end:
-            found.append((first, second, end - start))
-        if one[first][1] <= other[second][1]:
-            first += 1
-        else:
-            second += 1
-    return found
+def covered_until(merged: Array, moments: Array) -> Array:
+    """How much time of a union lies before each of ``moments``."""
+    if not len(merged):
+        return np.zeros_like(moments)
+    ends = np.diff(merged).cumsum()
+    before = np.column_stack([ends - np.diff(merged)[:, 0], ends])
+    return np.interp(moments, merged.ravel(), before.ravel())

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_cg.tools.bench.traces.spreads import MetricsError
+import numpy as np
 
+from megatron_cg.tools.bench import BenchError
+from megatron_cg.tools.bench.traces.intervals import Array
+
+PREFIX = "cg: "
+"""Prefix of every range that the benchmark itself adds to a trace."""
+OUTSIDE = "outside any phase"
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 HOST = RUNTIME | {"cpu_op", "user_annotation"}
 Thread = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Event:
     """Something that took time; ``start`` and ``end`` in microseconds of the trace's clock."""
 
@@ -30,12 +36,33 @@ class Event:
     category: str
     start: float
     end: float
+    thread: Thread
     correlation: int | None = None
+    inside: Event | None = None
+    """The innermost event around it on the same host thread."""
 
     @property
     def is_nccl(self) -> bool:
         """Whether this is an NCCL kernel; it may wait for other ranks."""
         return self.category == "kernel" and "nccl" in self.name.lower()
+
+    @property
+    def phase(self) -> str:
+        """The innermost range of the benchmark that it lies in, or is, without the prefix."""
+        event: Event | None = self
+        while event is not None and not event.name.startswith(PREFIX):
+            event = event.inside
+        return shown(event)
+
+
+def shown(event: Event | None) -> str:
+    """An event's name as shown in tables."""
+    return OUTSIDE if event is None else event.name.removeprefix(PREFIX)
+
+
+def spans(events: Iterable[Event]) -> Array:
+    """Their starts and ends."""
+    return np.array([(event.start, event.end) for event in events], float).reshape(-1, 2)
 
 
 @dataclass
@@ -44,51 +71,60 @@ class Timeline:
 
     device: list[Event] = field(default_factory=list)
     host: dict[Thread, list[Event]] = field(default_factory=dict)
-
-    def launches(self) -> dict[int, Event]:
-        """The host's CUDA calls by correlation."""
-        calls = (event for events in self.host.values() for event in events)
-        return {
-            event.correlation: event
-            for event in calls
-            if event.category in RUNTIME and event.correlation is not None
-        }
+    calls: dict[int, Event] = field(default_factory=dict)
+    """The host's CUDA calls by correlation. A call of the driver inside one of the runtime, with
+    the same correlation, is the same call."""
 
 
 def read_timeline(path: Path) -> Timeline:
-    """The timeline in a trace file, gzipped or not. Raises MetricsError for anything else."""
+    """The timeline in a trace file. Raises BenchError for anything else."""
     try:
         text = path.read_bytes()
-        if path.suffix == ".gz":
-            text = gzip.decompress(text)
-        trace = json.loads(text)
+        trace = json.loads(gzip.decompress(text) if path.suffix == ".gz" else text)
     except (OSError, ValueError) as error:
-        raise MetricsError(f"{path} is not a trace that can be read: {error}") from error
+        raise BenchError(f"{path} is not a trace that can be read: {error}") from error
     return parse_timeline(trace)
 
 
 def parse_timeline(trace: Mapping[str, Any]) -> Timeline:
-    """The timeline of a trace in Chrome's format. Raises MetricsError if it has none."""
+    """The timeline of a trace in Chrome's format. Raises BenchError if it has none."""
     events = trace.get("traceEvents") if isinstance(trace, Mapping) else None
     if not isinstance(events, list):
-        raise MetricsError("the trace has no list traceEvents: it is not from torch.profiler.")
+        raise BenchError("the trace has no list traceEvents: it is not from torch.profiler.")
     timeline = Timeline()
     for raw in events:
         category = raw.get("cat")
-        if raw.get("ph") != "X" or category not in DEVICE | HOST:
-            continue
-        event = _event(raw, category)
-        if category in DEVICE:
-            timeline.device.append(event)
-        else:
-            thread = (str(raw.get("pid")), str(raw.get("tid")))
-            timeline.host.setdefault(thread, []).append(event)
+        if raw.get("ph") == "X" and category in DEVICE | HOST:
+            event = _event(raw, category)
+            on_host = timeline.host.setdefault(event.thread, []) if category in HOST else None
+            (timeline.device if on_host is None else on_host).append(event)
     for listed in (timeline.device, *timeline.host.values()):
         listed.sort(key=lambda event: (event.start, -event.end))
+    for listed in timeline.host.values():
+        _nest(listed)
+        for event in listed:
+            if event.category in RUNTIME and event.correlation is not None:
+                timeline.calls.setdefault(event.correlation, event)
     return timeline
 
 
 def _event(raw: Mapping[str, Any], category: str) -> Event:
     start = float(raw["ts"])
     end = start + float(raw.get("dur", 0))
-    return Event(str(raw["name"]), category, start, end, raw.get("args", {}).get("correlation"))
+    thread = (str(raw.get("pid")), str(raw.get("tid")))
+    return Event(
+        str(raw["name"]), category, start, end, thread, raw.get("args", {}).get("correlation")
+    )
+
+
+def _nest(events: Iterable[Event]) -> None:
+    """Set what each event of one thread lies in."""
+    around: list[Event] = []
+    for event in events:
+        while around and around[-1].end <= event.start:
+            around.pop()
+        if around:
+            event.inside = around[-1]
+            # Events nest; an end beyond the outer one comes from the clock's resolution.
+            event.end = min(event.end, around[-1].end)
+        around.append(event)

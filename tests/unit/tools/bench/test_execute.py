@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -14,22 +15,24 @@ import pytest
 
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.processes import Run
-from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun
+from megatron_cg.tools.bench.measure.windows import Windows
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, schedule
 from megatron_cg.tools.bench.runs.budget import Budget
 from megatron_cg.tools.bench.runs.commands import Settings
 from megatron_cg.tools.bench.runs.configurations import DDP_EAGER, EAGER, GRAPHS
 from megatron_cg.tools.bench.runs.execute import (
     Options,
-    Start,
     execute,
     shown_environment,
     shown_words,
 )
 from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT, OK
 
-SETTINGS = Settings(load_preset("llama"), 2)
-RUNS = [PlannedRun(SETTINGS, name) for name in (EAGER, GRAPHS, DDP_EAGER)]
+SETTINGS = Settings(load_preset("llama"), 1, windows=Windows(probed=0, profiled=0))
+RUNS = schedule([SETTINGS], "default", [EAGER, GRAPHS, DDP_EAGER], None, rounds=3)
+FIRST, SECOND = RUNS[:3], RUNS[3:6]
 RANK = {"rank": 0, "finished": True, "captures": []}
+Made = Callable[..., list[dict[str, Any]]]
 
 
 def writing(rank: dict[str, Any], also: str = "") -> str:
@@ -40,129 +43,81 @@ def writing(rank: dict[str, Any], also: str = "") -> str:
     )
 
 
-def starting(programs: dict[str, str]) -> Start:
-    """Runs the program of each configuration in its own folder."""
-
-    def start(run: PlannedRun, folder: Path) -> Run:
-        body = f"import os; os.chdir({str(folder)!r})\n{programs[run.configuration]}"
-        return Run(run.name, [sys.executable, "-c", body], dict(os.environ), folder)
-
-    return start
-
-
 @pytest.fixture
-def options(tmp_path: Path) -> Callable[..., Options]:
-    """Options of an invocation in a folder of its own."""
+def made(tmp_path: Path) -> Made:
+    """Runs the program of each configuration in its own folder; returns the results."""
 
-    def make(**changes: Any) -> Options:
-        given = {"work": tmp_path, "invocation": "one", "timeout": 600.0, **changes}
-        return Options(**given)
+    def make(
+        programs: dict[str, str],
+        runs: list[PlannedRun] = FIRST,
+        refused: Callable[[PlannedRun], str] = lambda _run: "",
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        def start(run: PlannedRun, folder: Path) -> Run:
+            body = f"import os; os.chdir({str(folder)!r})\n{programs[run.configuration]}"
+            return Run(run.name, [sys.executable, "-c", body], dict(os.environ), folder)
+
+        given = Options(**{"work": tmp_path, "invocation": "one", "timeout": 600.0, **options})
+        return list(execute(runs, start, given, {"notice": ""}, refused))
 
     return make
 
 
-def test_a_configuration_that_fails_is_shown_and_the_others_go_on(
-    options: Callable[..., Options],
-) -> None:
+def test_runs_that_fail_are_shown_keep_their_metrics_and_the_others_go_on(made: Made) -> None:
+    begun = RANK | {"finished": False, "timed": {"step_ms": [1.0]}}
     programs = {
         EAGER: writing(RANK),
         GRAPHS: "print('before', flush=True); raise RuntimeError('out of luck')",
-        DDP_EAGER: "pass",
+        DDP_EAGER: writing(begun),
     }
-    seen: list[str] = []
-    results = execute(
-        RUNS,
-        starting(programs),
-        options(),
-        {"notice": ""},
-        finished=lambda r: seen.append(r["status"]),
-    )
-    assert seen == [OK, FAILED, FAILED]
-    assert [result["error"] for result in results] == [
-        "",
-        "RuntimeError: out of luck",
-        "no metrics were written",
+    again = {EAGER: "pass", GRAPHS: writing(RANK), DDP_EAGER: writing(RANK, "raise SystemExit(3)")}
+    cannot = "no kernels"
+    results = made(programs)
+    results += made(again, SECOND, lambda run: cannot if run.configuration == GRAPHS else "")
+    assert [(result["status"], result["error"]) for result in results] == [
+        (OK, ""),
+        (FAILED, "RuntimeError: out of luck"),
+        (FAILED, "no metrics were written"),
+        (FAILED, "exit code 3"),
+        (LEFT_OUT, cannot),
+        (FAILED, "no metrics were written"),
     ]
-    assert results[1]["tail"][0] == "before"
-    assert results[0]["ranks"] == [RANK] and results[0]["key"] == RUNS[0].key
-    assert results[0]["baseline"] == EAGER
+    assert results[0]["ranks"] == [RANK] and results[0]["key"] == FIRST[0].key
+    assert results[0]["baseline"] == EAGER and results[0]["notice"] == ""
+    assert results[1]["tail"][0] == "before" and results[2]["ranks"] == [begun]
 
 
-def test_a_run_that_did_not_finish_failed_and_keeps_its_metrics(
-    options: Callable[..., Options],
+def test_runs_that_can_no_longer_end_are_not_begun(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = RANK | {"finished": False, "timed": {"step_ms": [1.0]}}
-    programs = {EAGER: writing(begun), GRAPHS: writing(RANK, "raise SystemExit(3)")}
-    results = execute(RUNS[:2], starting(programs), options(), {}, finished=lambda _r: None)
-    assert [result["status"] for result in results] == [FAILED, FAILED]
-    assert results[0]["ranks"] == [begun] and results[1]["error"] == "exit code 3"
-
-
-def test_what_can_no_longer_end_in_time_is_left_out(options: Callable[..., Options]) -> None:
-    results = execute(RUNS, starting({}), options(budget=5.0), {}, finished=lambda _r: None)
-    assert [result["status"] for result in results] == [LEFT_OUT] * 3
-    assert "s left of --budget-seconds" in results[0]["error"]
-
-
-def test_runs_of_later_rounds_that_can_no_longer_end_are_not_begun(
-    options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again = [replace(run, round=2) for run in reversed(RUNS)]
-    last = [replace(run, round=3) for run in RUNS]
+    ended = tmp_path.glob
+    monkeypatch.setattr(
+        Budget, "left", lambda _self: 1e6 if len([*ended("*/metrics/*.json")]) < 4 else 0.0
+    )
     programs = {name: writing(RANK) for name in (EAGER, GRAPHS, DDP_EAGER)}
-    ended: list[dict[str, Any]] = []
-
-    def finished(result: dict[str, Any]) -> None:
-        ended.append(result)
-        if len(ended) == 6:
-            monkeypatch.setattr(Budget, "left", lambda _self: 0.0)
-
-    runs, limits = [*RUNS, *again, *last], options(budget=1e6)
-    results = execute(runs, starting(programs), limits, {}, finished=finished)
-    assert [result["status"] for result in results] == [OK] * 6 + [LEFT_OUT] * 3
-    assert [result["key"]["round"] for result in results] == [1] * 3 + [2] * 3 + [3] * 3
+    results = made(programs, RUNS[:6], budget=1e6)
+    assert [result["status"] for result in results] == [OK] * 4 + [LEFT_OUT] * 2
+    assert [result["key"]["round"] for result in results] == [1] * 3 + [2] * 3
     # The text also has an estimate, which depends on the runs before.
-    assert all("0 s left of --budget-seconds" in result["error"] for result in results[6:])
-    assert len({path.name for path in limits.work.iterdir() if path.is_dir()}) == 6
+    assert all("0 s left of --budget-seconds" in result["error"] for result in results[4:])
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 4
 
 
-def test_a_run_gets_no_more_time_than_is_left(options: Callable[..., Options]) -> None:
-    programs = {EAGER: "import time; time.sleep(600)"}
-    quick = options(timeout=0.5)
-    (result,) = execute(RUNS[:1], starting(programs), quick, {}, finished=lambda _r: None)
+def test_a_run_gets_no_more_time_than_is_left(made: Made) -> None:
+    (result,) = made({EAGER: "import time; time.sleep(600)"}, FIRST[:1], timeout=0.5)
     assert result["status"] == FAILED
     assert result["error"] == "did not end within --timeout 0.5 s"
 
 
 def test_a_run_that_measured_all_and_hangs_is_stopped(
-    options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+    made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_cg.tools.bench.runs.execute.GRACE", 0.1)
-    single = [PlannedRun(replace(SETTINGS, nproc=1), EAGER)]
-    programs = {EAGER: writing(RANK, "import time; time.sleep(600)")}
-    (result,) = execute(single, starting(programs), options(), {}, finished=lambda _r: None)
+    (result,) = made({EAGER: writing(RANK, "import time; time.sleep(600)")}, FIRST[:1])
     assert result["status"] == OK and result["ranks"] == [RANK]
 
 
-def test_what_a_machine_cannot_run_is_left_out_with_the_reason(
-    options: Callable[..., Options],
-) -> None:
-    programs = {EAGER: writing(RANK), DDP_EAGER: writing(RANK)}
-    results = execute(
-        RUNS,
-        starting(programs),
-        options(),
-        {},
-        finished=lambda _r: None,
-        refused=lambda run: "no kernels" if run.configuration == GRAPHS else "",
-    )
-    assert [result["status"] for result in results] == [OK, LEFT_OUT, OK]
-    assert results[1]["error"] == "no kernels"
-
-
-def test_a_trace_and_samples_become_metrics_and_the_trace_goes(
-    options: Callable[..., Options], tmp_path: Path
-) -> None:
+def test_a_trace_and_samples_become_metrics_and_the_trace_goes(made: Made, tmp_path: Path) -> None:
     kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 0, "dur": 2000}
     rank = RANK | {
         "traced": {"steps": 1, "trace": "device_trace.json"},
@@ -176,33 +131,25 @@ def test_a_trace_and_samples_become_metrics_and_the_trace_goes(
     also = f"open('metrics/trace.json', 'w').write({text!r});"
     also += f"open('metrics/device_trace.json', 'w').write({text.replace('2000', '3000')!r});"
     also += "open('metrics/samples.speedscope.json', 'w').write('{}')"
-    kept = options(keep_traces=True, samples=tmp_path / "kept")
-    (result,) = execute(
-        RUNS[:1], starting({EAGER: writing(rank, also)}), kept, {}, finished=lambda _r: None
-    )
+    programs = {EAGER: writing(rank, also), GRAPHS: writing(rank)}
+    samples = tmp_path / "kept"
+    result, without = made(programs, FIRST[:2], keep_traces=True, samples=samples)
     assert result["trace"]["busy_ms"] == pytest.approx(1.0)
     assert result["device_trace"]["busy_ms"] == pytest.approx(3.0)
     assert "idle_by_launch" in result["trace"] and "idle_by_launch" not in result["device_trace"]
-    profile = f"{RUNS[0].name}.one.speedscope.json"
+    profile = f"{FIRST[0].name}.one.speedscope.json"
     assert result["notes"] == [
         "samples: py-spy fell behind",
         "a sampling profile of 2 steps of 10.0 ms, 7 samples lost is in "
         f"kept/{profile}: open it in https://www.speedscope.app",
     ]
-    folder = tmp_path / f"{RUNS[0].name}.one" / "metrics"
+    folder = tmp_path / f"{FIRST[0].name}.one" / "metrics"
     for name in ("trace.json", "device_trace.json"):
         assert not (folder / name).exists() and (folder / f"{name}.gz").exists()
-    assert (tmp_path / "kept" / profile).read_text() == "{}"
-
-
-def test_a_trace_that_shows_nothing_is_noted(options: Callable[..., Options]) -> None:
-    names = {"traced": "device_trace", "profiled": "trace"}
-    rank = RANK | {kind: {"steps": 2, "trace": f"{name}.json"} for kind, name in names.items()}
-    (result,) = execute(
-        RUNS[:1], starting({EAGER: writing(rank)}), options(), {}, finished=lambda _r: None
-    )
-    assert result["status"] == OK and result["trace"] is None and result["device_trace"] is None
-    for note, name in zip(result["notes"], names.values(), strict=True):
+    assert (samples / profile).read_text() == "{}"
+    # Traces that are not there are noted.
+    assert without["status"] == OK and without["trace"] is without["device_trace"] is None
+    for note, name in zip(without["notes"], ("device_trace", "trace"), strict=False):
         assert f"/{name}.json is not a trace" in note
 
 
@@ -212,3 +159,45 @@ def test_what_is_kept_of_a_command_names_no_folder() -> None:
     ]
     env = {"NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "/tmp/x", "HOME": "/root", "CUDA_A": "1"}
     assert shown_environment(env) == {"CUDA_A": "1", "NCCL_ALGO": "Ring"}
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_would_end_too_late_is_refused_and_a_shorter_run_may_follow() -> None:
+    assert Budget(None).left() == math.inf and Budget(None).refusal(RUNS[0]) == ""
+    clock = Clock()
+    budget = Budget(150.0, clock)
+    for run, seconds in zip(FIRST, (40.0, 20.0, 30.0), strict=True):
+        budget.took(run, seconds)
+        clock.now += seconds
+    # 60 s are left of 90 that the round would take.
+    assert [budget.refusal(run) for run in SECOND] == ["", "", ""]
+    clock.now = 125.0
+    assert [budget.refusal(run) for run in SECOND] == [
+        "30 s expected, 25 s left of --budget-seconds",
+        "",
+        "40 s expected, 25 s left of --budget-seconds",
+    ]
+
+
+def test_other_runs_of_a_size_say_what_one_takes() -> None:
+    budget = Budget(1e3, Clock())
+    guess = FIRST[0].seconds()
+    assert budget.expected(FIRST[0]) == guess
+    budget.took(FIRST[0], 2 * guess)
+    assert budget.expected(FIRST[1]) == 2 * guess
+    budget.took(FIRST[1], 3 * guess)
+    assert (budget.expected(SECOND[2]), budget.expected(SECOND[1])) == (2 * guess, 3 * guess)
+    larger = PlannedRun(replace(SETTINGS, layers=16), EAGER)
+    assert budget.expected(larger) == larger.seconds()
+    # A round that is only timed is shorter than one that was traced too.
+    traced = PlannedRun(replace(SETTINGS, windows=Windows()), EAGER)
+    budget.took(traced, 2 * traced.seconds())
+    assert budget.expected(SECOND[2]) == 2 * guess < 2 * traced.seconds()

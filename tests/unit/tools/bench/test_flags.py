@@ -20,11 +20,9 @@ from megatron_cg.tools.bench.runs.configurations import (
     FULL,
     GRAPHS,
     KNOWN,
-    OF_LOCAL_LAYERS,
+    ON_REQUEST,
     PLAIN,
     TORCH_EAGER,
-    WITH_TORCH_GEMM,
-    WITHOUT_TE,
 )
 from megatron_cg.tools.bench.runs.shapes import SHAPES, is_moe
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
@@ -37,9 +35,12 @@ PAIRS = [
     for shape in SHAPES
     for configuration in configurations_for(load_preset(shape), None, scaling=False)
 ]
-PAIRS += [("qwen3-moe", name) for name in (*ABLATIONS, *WITHOUT_TE)]
-PAIRS += [("llama", name) for name in OF_LOCAL_LAYERS]
-PAIRS += [(shape, name) for shape in ("qwen3-moe", "deepseek-v3") for name in WITH_TORCH_GEMM]
+PAIRS += [("qwen3-moe", name) for name in ABLATIONS]
+PAIRS += [
+    (shape, name)
+    for shape in ("llama", "qwen3-moe", "deepseek-v3")
+    for name in configurations_for(load_preset(shape), list(ON_REQUEST), scaling=False)
+]
 
 
 @pytest.fixture

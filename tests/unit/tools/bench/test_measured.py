@@ -14,7 +14,7 @@ import torch
 from megatron.training import training
 from torch.profiler import ProfilerActivity
 
-from megatron_cg.tools.bench.measure import measured
+from megatron_cg.tools.bench.measure import kinds, measured
 from megatron_cg.tools.bench.measure import measurement as measurement_module
 from megatron_cg.tools.bench.measure.captures import CaptureMeter
 from megatron_cg.tools.bench.measure.measurement import Measurement
@@ -108,9 +108,11 @@ def test_the_device_is_traced_alone_before_it_is_traced_with_host_events(
 ) -> None:
     log: list[Any] = []
     monkeypatch.setenv("RANK", str(rank))
-    for name in ("synchronize", "reset_peaks", "memory", "accelerator"):
+    for name in ("synchronize", "accelerator"):
         monkeypatch.setattr(measurement_module, name, lambda: None)
-    monkeypatch.setattr(measurement_module, "watching", lambda *_args: noted(log, "phases"))
+    for name in ("reset_peaks", "memory"):
+        monkeypatch.setattr(kinds, name, lambda: None)
+    monkeypatch.setattr(kinds, "watching", lambda *_args: noted(log, "phases"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.profiler, "profile", partial(Profile, log))
     monkeypatch.setattr(torch.profiler, "record_function", lambda name: noted(log, name))
@@ -201,7 +203,8 @@ def test_a_capture_is_noted_with_the_step_it_came_after(tmp_path: Path) -> None:
     meter = CaptureMeter(measurement.captured)
     measurement.before_step()
     with meter.measuring():
-        meter._warmup_began, meter._first_graph = 1.0, 3.5
+        assert meter._began is not None
+        meter._began |= {"warmup": 1.0, "first graph": 3.5}
     with pytest.raises(ValueError), meter.measuring():
         raise ValueError
     one, failed = measurement.data["captures"]

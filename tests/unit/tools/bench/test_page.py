@@ -12,7 +12,7 @@ import pytest
 from megatron_cg.tools.bench.results.bench_page import page, write_page
 from megatron_cg.tools.bench.results.metrics import tables
 from megatron_cg.tools.bench.results.scaling import trends
-from megatron_cg.tools.bench.results.summary import summary_cells, summary_titles
+from megatron_cg.tools.bench.results.summary import summary
 from megatron_cg.tools.bench.runs.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.runs.store import read
 from tests.unit.tools.report.test_browser import FIGURES, LOW_CONTRAST, TOO_WIDE, tab
@@ -45,7 +45,8 @@ def test_the_table_is_that_of_the_terminal(result: Make) -> None:
     (rows,) = tables(results)
     (table,) = re.findall(r"<table>.*?</table>", page(results, [], []), re.S)[:1]
     cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", table)
-    assert cells == [*summary_titles(rows), *(cell for row in rows for cell in summary_cells(row))]
+    columns, body = summary(rows)
+    assert cells == [*columns, *(cell for row in body for cell in row)]
 
 
 def test_the_page_has_settings_of_both_sides_and_links(result: Make, tmp_path: Path) -> None:

@@ -4,56 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.results.bench_plots import host_stack, write_pngs
 from megatron_cg.tools.bench.results.comparing import compare
-from megatron_cg.tools.bench.results.grids import grid
 from megatron_cg.tools.bench.results.markdown import as_markdown
-from megatron_cg.tools.bench.results.metrics import Metrics, joined, metrics, step_median, tables
+from megatron_cg.tools.bench.results.metrics import joined, tables
 from megatron_cg.tools.bench.results.scaling import trends
 from megatron_cg.tools.bench.runs.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.runs.store import (
     FAILED,
+    FILE,
     LEFT_OUT,
     SCHEMA,
-    ResultError,
     keep,
     kept,
     newest,
     read,
-    write_all,
+    write,
 )
-from megatron_cg.tools.bench.traces.spreads import Line, MetricsError, Spread, fit, spread
 
 Make = Callable[..., dict[str, Any]]
 NO_RUNS: list[dict[str, Any]] = [{}, {"runs": 3}, {"runs": [3]}, {"runs": [{"key": {}}]}]
 RESULTS = sorted(Path(__file__).parents[4].glob("benchmarks/results/*/bench.json"))
 
 
-def test_a_spread_has_quartiles_and_both_ends() -> None:
-    found = spread([5.0, 1.0, 2.0, 4.0, 3.0])
-    assert found == Spread(5, 3.0, 2.0, 4.0, 1.0, 5.0) and found.between == 2.0
-    assert spread([7.0]) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
-    with pytest.raises(MetricsError, match="no value"):
-        spread([])
-
-
-def test_a_line_is_the_nearest_and_says_how_near() -> None:
-    assert fit([(1, 3), (2, 5), (4, 9)]) == Line(1.0, 2.0, 0.0)
-    bent = fit([(0, 0), (1, 2), (2, 2)])
-    found = (bent.offset, bent.slope, bent.at(3), bent.residual)
-    assert found == pytest.approx((1 / 3, 1, 10 / 3, 1 / 3))
-    with pytest.raises(MetricsError, match="two places"):
-        fit([(1, 3), (1, 5)])
-
-
 def test_metrics_of_a_run(result: Make) -> None:
-    found = metrics(result(GRAPHS))
-    assert found.step and found.step.median == 102.0
+    found = joined([result(GRAPHS)])
+    assert found.step == 102.0 and found.quartiles == (101.0, 104.0)
     assert found.step_per_busy == pytest.approx(2.04)
     assert (found.busy, found.busy_without_nccl, found.exposed_nccl) == (50.0, 45.0, 5.0)
     assert (found.idle, found.idle_for_host, found.device_alone) == (20.0, 15.0, True)
@@ -61,19 +44,21 @@ def test_metrics_of_a_run(result: Make) -> None:
     assert (found.capture_seconds, found.capture_without_warmup) == (5.0, 1.5)
     assert (found.capture_peak, found.peak_allocated, found.peak_reserved) == (1500, 1000, 1200)
     assert found.bytes_per_replay == 1000 and found.loss == 5.5
+    assert joined([result(GRAPHS, (7.0,))]).quartiles == (7.0, 7.0)
 
 
 def test_without_a_trace_of_the_device_alone_the_other_one_is_told(result: Make) -> None:
     old = result(GRAPHS)
     del old["device_trace"]
-    for found in (metrics(old), joined([old]), metrics(result(GRAPHS, device_trace=None))):
+    for made in (old, result(GRAPHS, device_trace=None)):
+        found = joined([made])
         assert (found.busy, found.busy_without_nccl, found.exposed_nccl) == (52.0, 40.0, None)
         assert (found.idle, found.idle_for_host, found.longest_gap) == (70.0, 60.0, 7.5)
         assert found.step_per_busy == pytest.approx(102 / 52) and not found.device_alone
 
 
 def test_metrics_of_one_trace_are_not_filled_up_from_the_other(result: Make) -> None:
-    found = metrics(result(GRAPHS, device_trace={"busy_ms": 50.0, "idle_ms": 20.0}))
+    found = joined([result(GRAPHS, device_trace={"busy_ms": 50.0, "idle_ms": 20.0})])
     assert (found.busy, found.idle, found.idle_for_host) == (50.0, 20.0, None)
     assert (found.kernel_launches, found.longest_gap) == (None, None)
 
@@ -82,18 +67,19 @@ def test_memory_is_that_of_the_rank_that_needs_most(result: Make) -> None:
     made = json.loads(json.dumps(result(GRAPHS)))
     made["ranks"][1]["timed"]["memory"]["peak_allocated"] *= 2
     made["ranks"][1]["captures"][0]["memory"]["peak_allocated"] *= 3
-    found = metrics(made)
+    found = joined([made])
     assert (found.peak_allocated, found.capture_peak) == (2000, 4500)
 
 
 def test_a_run_that_wrote_nothing_has_no_metrics(result: Make) -> None:
-    assert metrics(result(ranks=[], trace=None, device_trace=None)) == Metrics()
+    found = joined([result(ranks=[], trace=None, device_trace=None)])
+    assert not any(asdict(found).values()) and found.step is None and found.quartiles is None
 
 
 def test_a_run_that_failed_keeps_what_it_measured(result: Make) -> None:
     made = result(GRAPHS, trace=None, device_trace=None, status=FAILED)
     del made["ranks"][0]["probed"]
-    assert metrics(made).step is not None and metrics(made).busy is None
+    assert joined([made]).step is not None and joined([made]).busy is None
     text = as_markdown([made | {"error": "RuntimeError: gone", "tail": ["one", "two"]}])
     assert "fsdp-graphs (failed)" in text and "RuntimeError: gone" in text and "\ntwo\n" in text
 
@@ -103,8 +89,8 @@ def test_a_table_has_all_configurations_of_one_point_and_their_ratios(result: Ma
     runs = [result(DDP_GRAPHS), result(GRAPHS), eager, result(GRAPHS, grouped_gemm="cutlass")]
     one, other = tables(runs)
     assert [row.name for row in one] == [EAGER, GRAPHS, DDP_GRAPHS]
-    assert [row.ratio(step_median) for row in one] == pytest.approx([1, 0.51, 0.51])
-    assert [row.ratio(step_median) for row in other] == [None]
+    assert [row.ratio("step") for row in one] == pytest.approx([1, 0.51, 0.51])
+    assert [row.ratio("step") for row in other] == [None]
 
 
 def test_a_ratio_across_invocations_is_marked(result: Make) -> None:
@@ -156,10 +142,6 @@ def test_a_report_marks_what_is_of_a_slowed_host(result: Make) -> None:
     assert "Marked" not in bare and "hardly slower" not in bare
 
 
-def test_a_grid_is_a_markdown_table() -> None:
-    assert grid(["a", "b"], [["x", "1"]]) == ["| a | b |", "|---|---:|", "| x | 1 |"]
-
-
 def scaled(result: Make) -> list[dict[str, Any]]:
     """A step of 20 ms and 10 more for each layer, at three sizes."""
     return [
@@ -175,21 +157,25 @@ def test_scaling_runs_become_lines(result: Make) -> None:
     step = found["step"]
     assert (step.configuration, step.dimension) == (GRAPHS, "layers")
     assert step.points == ((4, 60), (8, 100), (16, 180))
-    assert (step.line.offset, step.line.slope) == pytest.approx((20, 10))
-    assert found["capture"].line.slope == pytest.approx(0)
+    assert (step.offset, step.slope) == pytest.approx((20, 10))
+    assert step.residual == pytest.approx(0) and found["capture"].slope == pytest.approx(0)
     text = as_markdown(scaled(result), list(found.values()))
     assert "llama, fsdp-graphs, step (ms) | layers | 4: 60.0, 8: 100.0, 16: 180.0 | 20.00" in text
-
-
-def test_one_point_is_no_line(result: Make) -> None:
     assert trends(scaled(result)[:1]) == []
+
+
+def test_a_line_is_the_nearest_and_says_how_near(result: Make) -> None:
+    points = ((1, 1), (2, 3), (3, 3))
+    bent = [result(EAGER, (y,), layers=x, dimension="layers") for x, y in points]
+    step = trends(bent)[0]
+    assert (step.offset, step.slope, step.residual) == pytest.approx((1 / 3, 1, 1 / 3))
 
 
 def test_results_are_compared_by_key(result: Make) -> None:
     old = [result(GRAPHS, steps=(204.0,) * 3), result(DDP_GRAPHS)]
     changes = compare(old, [result(GRAPHS), result(EAGER)])
     steps = [change for change in changes if change.metric == "step ms"]
-    assert [(c.old, c.new, c.ratio) for c in steps] == [(204.0, 102.0, 2.0)]
+    assert [(change.old, change.new) for change in steps] == [(204.0, 102.0)]
     assert {change.name for change in changes} == {"llama.default.8layers-2mb-2gpus.fsdp-graphs"}
     assert "step ms | 204.00 | 102.00 | 2.000 |" in as_markdown([result(GRAPHS)], [], changes)
 
@@ -234,7 +220,7 @@ def test_rounds_are_kept_and_take_the_place_of_their_own_kind(result: Make) -> N
 
 def test_results_on_disk_are_joined(result: Make, tmp_path: Path) -> None:
     assert kept(tmp_path) == []
-    write_all([result(EAGER)], tmp_path)
+    write([result(EAGER)], tmp_path / FILE)
     path = keep(result(GRAPHS, invocation="two"), tmp_path)
     assert path.name == "llama.default.8layers-2mb-2gpus.fsdp-graphs.two.json"
     assert [found["key"]["contender"] for found in kept(tmp_path)] == [EAGER, GRAPHS]
@@ -248,7 +234,7 @@ def test_results_on_disk_are_joined(result: Make, tmp_path: Path) -> None:
 def test_files_of_earlier_versions_are_read_and_shown(
     version: int, result: Make, tmp_path: Path
 ) -> None:
-    path = write_all([result(EAGER), result(GRAPHS)], tmp_path)
+    path = write([result(EAGER), result(GRAPHS)], tmp_path / FILE)
     old = json.loads(path.read_text())
     old["schema"]["version"] = version
     for run in old["runs"]:
@@ -276,7 +262,7 @@ def test_results_that_are_kept_in_the_repository_are_shown(path: Path) -> None:
 def test_other_files_are_refused(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(text)
-    with pytest.raises(ResultError, match=words):
+    with pytest.raises(BenchError, match=words):
         read(path)
 
 

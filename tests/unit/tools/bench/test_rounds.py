@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from megatron_cg.tools.bench.results.bench_plots import write_pngs
 from megatron_cg.tools.bench.results.comparing import compare
 from megatron_cg.tools.bench.results.markdown import as_markdown
-from megatron_cg.tools.bench.results.metrics import Row, joined, metrics, step_median, tables
+from megatron_cg.tools.bench.results.metrics import Row, joined, tables
 from megatron_cg.tools.bench.results.rounds import (
     Ratio,
     later_per_earlier,
@@ -24,7 +24,6 @@ from megatron_cg.tools.bench.results.rounds import (
 from megatron_cg.tools.bench.results.scaling import trends
 from megatron_cg.tools.bench.runs.configurations import DDP_GRAPHS, EAGER, GRAPHS
 from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT
-from megatron_cg.tools.bench.traces.spreads import Spread
 
 Make = Callable[..., dict[str, Any]]
 MIB = 2**20
@@ -83,7 +82,7 @@ def table(results: list[dict[str, Any]]) -> dict[str, Row]:
 def test_step_times_are_those_of_all_rounds(drifting: list[dict[str, Any]]) -> None:
     graphs = table(drifting)[GRAPHS].metrics
     # 90 100 110 110 110 110 180 180 180: quarters at places 2, 4 and 6 of 0 to 8.
-    assert graphs.step == Spread(9, 110, 110, 180, 90, 180)
+    assert len(graphs.steps) == 9 and graphs.step == 110 and graphs.quartiles == (110, 180)
     assert graphs.medians == (100, 180, 110)
     # Of the first round, which alone was traced: 110 / 50.
     assert graphs.busy == 50.0 and graphs.step_per_busy == pytest.approx(2.2)
@@ -98,7 +97,7 @@ def test_ratios_are_medians_of_those_within_a_round(drifting: list[dict[str, Any
     found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
     assert found == pytest.approx((1.0, 11 / 12, 1.2, 3))
     # The medians of all steps would have said 110 / 120.
-    of_all = [step_median(rows[name].metrics) for name in (GRAPHS, DDP_GRAPHS)]
+    of_all = [rows[name].metrics.step for name in (GRAPHS, DDP_GRAPHS)]
     assert of_all == [110, 120]
 
 
@@ -137,9 +136,7 @@ def test_steps_that_grow_are_told_from_steady_ones(result: Make) -> None:
 def test_one_round_is_as_it_was_before_there_were_rounds(result: Make) -> None:
     rows = table([result(EAGER, (200.0,) * 3), result(GRAPHS)])
     assert rows[GRAPHS].step_ratio(rows[EAGER]) == Ratio(0.51, 0.51, 0.51, 1)
-    assert rows[GRAPHS].ratio(step_median) == 0.51
-    made = result(GRAPHS)
-    assert joined([made]) == metrics(made)
+    assert rows[GRAPHS].ratio("step") == 0.51
 
 
 def test_configurations_that_were_not_run_side_by_side_have_no_round_in_common(
@@ -162,8 +159,7 @@ def test_a_round_that_lacks_a_configuration_counts_for_the_others(
     found = numbers(rows[GRAPHS].step_ratio(rows[EAGER]))
     assert found == pytest.approx((0.55, 0.5, 0.6, 3))
     assert rows[GRAPHS].metrics.medians == (100, 180, 110)
-    step = rows[GRAPHS].metrics.step
-    assert step and step.count == 9
+    assert len(rows[GRAPHS].metrics.steps) == 9
     found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
     assert found == pytest.approx((23 / 24, 11 / 12, 1.0, 2))
     assert rows[DDP_GRAPHS].metrics.medians == (100, 120)
@@ -279,4 +275,4 @@ def test_a_row_is_of_its_first_round(drifting: list[dict[str, Any]]) -> None:
     row = table(drifting[::-1])[GRAPHS]
     assert [result["key"]["round"] for result in row.rounds] == [1, 2, 3]
     assert row.result is row.rounds[0] and row.same_invocation
-    assert replace(row, table={}).ratio(step_median) is None
+    assert replace(row, table={}).ratio("step") is None

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cg.tools.bench.measure.sampling import PySpy
+from megatron_cg.tools.bench.measure.sampling import start_sampling
 
 
 def test_without_py_spy_there_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    facts = PySpy(tmp_path / "new" / "s.speedscope.json", native=True).stop()
+    facts = start_sampling(tmp_path / "new" / "s.speedscope.json", native=True)()
     assert "py-spy wrote nothing" in facts["note"] and "No such file" in facts["note"]
     assert facts["native"] and facts["lost"] == 0
     assert not (tmp_path / "new" / facts["file"]).exists()
@@ -48,7 +48,7 @@ def test_py_spy_writes_for_speedscope(
 ) -> None:
     """Native frames only where they are asked for: py-spy then stops what it reads."""
     replacement(SAMPLES, tmp_path, monkeypatch)
-    facts = PySpy(tmp_path / "s.speedscope.json", native=native).stop()
+    facts = start_sampling(tmp_path / "s.speedscope.json", native=native)()
     assert facts == {"native": native, "lost": 2, "file": "s.speedscope.json", "note": ""}
     assert (tmp_path / "s.speedscope.json").read_text() == "{}"
     words = (tmp_path / "s.speedscope.log").read_text().split()
@@ -59,7 +59,7 @@ def test_py_spy_writes_for_speedscope(
 
 def test_a_refusal_of_py_spy_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replacement(REFUSES, tmp_path, monkeypatch)
-    facts = PySpy(tmp_path / "s.speedscope.json").stop()
+    facts = start_sampling(tmp_path / "s.speedscope.json")()
     assert facts["note"] == "py-spy wrote nothing: permission denied"
 
 
@@ -68,5 +68,5 @@ def test_a_profile_that_fell_behind_says_so(
 ) -> None:
     late = 'print("2.00s behind in sampling, results may be inaccurate.")\n'
     replacement(late + SAMPLES, tmp_path, monkeypatch)
-    facts = PySpy(tmp_path / "s.speedscope.json").stop()
+    facts = start_sampling(tmp_path / "s.speedscope.json")()
     assert "fell behind" in facts["note"]

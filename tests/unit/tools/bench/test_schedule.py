@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_cg.tools.align.presets import load_preset
+from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.measure.windows import VARIABLE, Windows, given
-from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, Scale, ScheduleError, schedule
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, parse_scale, schedule
 from megatron_cg.tools.bench.runs.commands import (
     CUTLASS_VARIABLE,
     SCRIPT,
@@ -25,8 +26,7 @@ from megatron_cg.tools.bench.runs.configurations import (
     GRAPHS,
     without,
 )
-from megatron_cg.tools.bench.runs.shapes import ShapeError, default_scopes, layer_count, with_layers
-from megatron_cg.tools.bench.traces.spreads import MetricsError
+from megatron_cg.tools.bench.runs.shapes import default_scopes, layer_count, with_layers
 
 MOE, DENSE, HYBRID = (Settings(load_preset(n), 2) for n in ("qwen3-moe", "llama", "mamba-hybrid"))
 
@@ -59,7 +59,7 @@ def test_every_other_round_of_a_table_is_in_reverse_order() -> None:
 
 
 def test_a_scaling_run_has_all_rounds_of_a_point_together() -> None:
-    runs = schedule([DENSE], "default", None, Scale.parse("layers=4,8"), rounds=2)
+    runs = schedule([DENSE], "default", None, parse_scale("layers=4,8"), rounds=2)
     found = [(run.key["layers"], run.round, run.configuration) for run in runs]
     turns = [(1, EAGER), (1, GRAPHS), (2, GRAPHS), (2, EAGER)]
     assert found == [(layers, *turn) for layers in (4, 8) for turn in turns]
@@ -79,11 +79,9 @@ def test_a_choice_of_configurations_is_kept_in_order() -> None:
     runs = schedule([MOE], "cutlass", ["ddp-graphs", GRAPHS], None)
     assert [run.configuration for run in runs] == [GRAPHS, "ddp-graphs"]
     assert {run.settings.grouped_gemm for run in runs} == {"cutlass"}
-    with pytest.raises(
-        ScheduleError, match=r"--only fsdp: there is no such configuration.*ddp-eager"
-    ):
+    with pytest.raises(BenchError, match=r"--only fsdp: there is no such configuration.*ddp-eager"):
         schedule([MOE], "default", ["fsdp"], None)
-    with pytest.raises(ScheduleError, match="no configuration is left"):
+    with pytest.raises(BenchError, match="no configuration is left"):
         schedule([MOE], "default", [FULL], None)
 
 
@@ -96,7 +94,7 @@ def test_a_choice_of_configurations_is_kept_in_order() -> None:
     ],
 )
 def test_a_scaling_run_grows_one_dimension(text: str, sizes: list[tuple[str, int]]) -> None:
-    runs = schedule([DENSE], "default", None, Scale.parse(text))
+    runs = schedule([DENSE], "default", None, parse_scale(text))
     found = [(run.dimension, run.key[str(run.dimension)], run.configuration) for run in runs]
     assert found == [(*size, name) for size in sizes for name in (EAGER, GRAPHS)]
     assert all(run.key["layers"] and run.key["microbatches"] for run in runs)
@@ -104,8 +102,8 @@ def test_a_scaling_run_grows_one_dimension(text: str, sizes: list[tuple[str, int
 
 @pytest.mark.parametrize("text", ["layers", "layers=", "layers=0", "layers=4,x", "depth=4"])
 def test_a_scale_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ScheduleError, match="--scale layers=4,8,16"):
-        Scale.parse(text)
+    with pytest.raises(BenchError, match="--scale layers=4,8,16"):
+        parse_scale(text)
 
 
 def test_longer_runs_are_expected_to_take_longer() -> None:
@@ -122,7 +120,7 @@ def test_layers_of_each_kind_grow() -> None:
     grown = with_layers(HYBRID.preset, 20)
     assert grown.flags["hybrid-layer-pattern"] == "MM*-M-M-MM*-M-M-MM*-"
     assert layer_count(HYBRID.preset) == 8 and layer_count(grown) == 20
-    with pytest.raises(ShapeError, match="cannot have 1 layers"):
+    with pytest.raises(BenchError, match="cannot have 1 layers"):
         with_layers(load_preset("deepseek-v3"), 1)
 
 
@@ -165,12 +163,10 @@ def test_windows_follow_one_another_and_end_with_a_step_that_is_not_measured() -
     both = [kind for kind in Windows(profiled=2).kinds() if kind in ("traced", "profiled")]
     assert both == ["traced"] * 2 + ["profiled"] * 2
     assert not {"traced", "profiled"} & set(Windows().only_timed().kinds())
-    with pytest.raises(MetricsError, match="--timed-steps"):
-        Windows(timed=0)
 
 
-@pytest.mark.parametrize("value", [None, "", "timed=3", "timed=x:/f", "nothing=3:/f"])
+@pytest.mark.parametrize("value", [None, "", "3", "[3]", '[{"nothing": 3}, "/f"]'])
 def test_a_run_that_was_not_told_what_to_measure_says_so(value: str | None) -> None:
     environment = {} if value is None else {VARIABLE: value}
-    with pytest.raises(MetricsError, match="start this run by megatron-cg bench"):
+    with pytest.raises(BenchError, match="start this run by megatron-cg bench"):
         given(environment)

@@ -12,12 +12,7 @@ from rich.console import Console
 from megatron_cg.tools.bench.results.bench_page import page
 from megatron_cg.tools.bench.results.markdown import as_markdown
 from megatron_cg.tools.bench.results.metrics import Row, tables
-from megatron_cg.tools.bench.results.summary import (
-    print_summary,
-    summary_cells,
-    summary_titles,
-    verdict,
-)
+from megatron_cg.tools.bench.results.summary import print_summary, summary, verdict
 from megatron_cg.tools.bench.runs.configurations import EAGER, EXPERTS, GRAPHS, TORCH_EAGER
 from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT
 
@@ -72,8 +67,9 @@ def test_a_row_has_step_ratio_and_memory(result: Make) -> None:
     for number, step in enumerate((50.0, 60.0), 1):
         made += [result(EAGER, STEADY, round=number), result(GRAPHS, (step,) * 8, round=number)]
     (rows,) = tables(made)
-    assert summary_cells(rows[0]) == [EAGER, "100.0", "-", "1,000", "the baseline"]
-    assert summary_cells(rows[1]) == [
+    eager, graphs = summary(rows).rows
+    assert eager == [EAGER, "100.0", "-", "1,000", "the baseline"]
+    assert graphs == [
         *(GRAPHS, "55.0", "0.550 (0.500 to 0.600)", "1,000 (1.000)"),
         "45.0% less time a step",
     ]
@@ -105,8 +101,9 @@ def test_a_configuration_is_compared_with_its_own_baseline(result: Make) -> None
     steps = {EAGER: 200.0, TORCH_EAGER: 150.0, EXPERTS: 75.0, GRAPHS: 100.0}
     made = [result(name, (step,) * 8) for name, step in steps.items()]
     (rows,) = tables(made)
-    assert summary_titles(rows)[2:4] == ["/ baseline", "/ fsdp-eager"]
-    found = {row.name: summary_cells(row) for row in rows}
+    columns, cells = summary(rows)
+    assert columns[2:4] == ["/ baseline", "/ fsdp-eager"]
+    found = {row[0]: row for row in cells}
     one = "time a step{}, of one round"
     assert found[EAGER][2:] == ["-", "-", "1,000", "the baseline"]
     assert found[GRAPHS][2:4] == ["0.500", "0.500"]
@@ -129,5 +126,6 @@ def test_a_configuration_is_compared_with_its_own_baseline(result: Make) -> None
 def test_without_its_own_baseline_a_configuration_has_no_verdict(result: Make) -> None:
     (rows,) = tables([result(EAGER, STEADY), result(EXPERTS, STEADY)])
     assert verdict(rows[1]) == f"no {TORCH_EAGER} to compare with"
-    assert summary_cells(rows[1])[2:4] == ["-", "1.000"]
-    assert summary_cells(rows[0])[2:4] == ["-", "-"] and not rows[1].same_invocation
+    eager, experts = summary(rows).rows
+    assert eager[2:4] == ["-", "-"] and experts[2:4] == ["-", "1.000"]
+    assert not rows[1].same_invocation

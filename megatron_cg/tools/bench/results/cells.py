@@ -1,33 +1,28 @@
-"""Formats the rounds for a table of the report. Pure."""
+"""Cells and columns that several tables have: configurations, their troubles, and ratios. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from megatron_cg.tools.bench.results.grids import NONE, grid, number
+from megatron_cg.tools.bench.results.grids import NONE, number
 from megatron_cg.tools.bench.results.metrics import Row, has_other_baselines
 from megatron_cg.tools.bench.results.rounds import Ratio
-from megatron_cg.tools.bench.runs.bench_schedule import round_of
 from megatron_cg.tools.bench.runs.configurations import EAGER
-from megatron_cg.tools.bench.runs.store import OK, Result
+from megatron_cg.tools.bench.runs.store import OK, Result, round_of
 
 ELSEWHERE = " \u2020"
 """Marks the ratio of runs that were not made side by side."""
-_AGAINST = "Steps against each other, row / column"
-_ONE_ROUND = (
-    "One round: a machine may drift by 10% and more within minutes, and `--rounds` tells smaller "
-    "differences from that."
-)
+Column = tuple[str, Callable[[Row], str]]
+"""The title of a column, and the cell of a row."""
 
 
-def in_several_rounds(rows: Sequence[Row]) -> bool:
-    """Whether a configuration of this table has, or should have, more than one run."""
-    return any(len(row.rounds) > 1 for row in rows)
-
-
-def medians_cell(row: Row) -> str:
-    """The median step time of each round."""
-    return ", ".join(number(median) for median in row.metrics.medians) or NONE
+def heading(result: Result) -> str:
+    """The shape and size of a table."""
+    key = result["key"]
+    size = f"{key['layers']} layers, {key['microbatches']} microbatches, {key['nproc']} processes"
+    gemm = f", grouped GEMM {key['grouped_gemm']}"
+    grown = f" (scaling by {key['dimension']})" if key["dimension"] else ""
+    return f"{key['shape']}: {size}{gemm}{grown}"
 
 
 def ratio_cell(found: Ratio | None) -> str:
@@ -40,14 +35,26 @@ def ratio_cell(found: Ratio | None) -> str:
     return text + ("" if found.side_by_side else ELSEWHERE)
 
 
-def ratio_titles(rows: Iterable[Row]) -> list[str]:
-    """The columns of ratios of steps: to the baseline, and to fsdp-eager where that is another."""
-    return ["/ baseline", f"/ {EAGER}"] if has_other_baselines(rows) else [f"/ {EAGER}"]
+def baseline_title(rows: Iterable[Row]) -> str:
+    """The title of a column of ratios to the baseline."""
+    return "/ baseline" if has_other_baselines(rows) else f"/ {EAGER}"
 
 
-def ratio_bases(row: Row) -> list[Row | None]:
-    """What the ratios in these columns are to."""
-    return [row.baseline, row.eager] if has_other_baselines(row.table.values()) else [row.eager]
+def step_ratios(rows: Iterable[Row], *, to_itself: str = "") -> list[Column]:
+    """The ratios of steps: to the baseline, and to fsdp-eager where that is another.
+
+    Args:
+        rows: of the table.
+        to_itself: what stands there for a baseline; its ratio if empty.
+    """
+
+    def cell(row: Row, base: Row | None) -> str:
+        return to_itself if to_itself and row is base else ratio_cell(row.step_ratio(base))
+
+    columns: list[Column] = [(baseline_title(rows), lambda row: cell(row, row.baseline))]
+    if has_other_baselines(rows):
+        columns.append((f"/ {EAGER}", lambda row: cell(row, row.eager)))
+    return columns
 
 
 def baseline_note(rows: Sequence[Row]) -> str:
@@ -61,35 +68,6 @@ def baseline_note(rows: Sequence[Row]) -> str:
         if name != EAGER
     ]
     return f'"/ baseline" is the ratio to {EAGER}; {"; ".join(others)}.' if others else ""
-
-
-def has_ratios_from_elsewhere(rows: Sequence[Row]) -> bool:
-    """Whether this table has a ratio of runs that were not made side by side."""
-    if any(row.baseline is not None and not row.same_invocation for row in rows):
-        return True
-    timed = _timed(rows)
-    return _is_shown(rows) and len({row.result["invocation"] for row in timed}) > 1
-
-
-def against_lines(rows: Sequence[Row]) -> list[str]:
-    """Every configuration against every other, if that says more than the table of steps."""
-    if not _is_shown(rows):
-        return []
-    timed = _timed(rows)
-    body = [
-        [
-            row.name,
-            *(NONE if row is other else ratio_cell(row.step_ratio(other)) for other in timed),
-        ]
-        for row in timed
-    ]
-    several = in_several_rounds(rows)
-    how = "median of the ratios within a round (least to greatest)"
-    title = f"{_AGAINST}: {how}:" if several else f"{_AGAINST}:"
-    lines = [title, "", *grid(["step of / to", *(row.name for row in timed)], body), ""]
-    if not several:
-        lines += [_ONE_ROUND, ""]
-    return lines
 
 
 def status_label(row: Row) -> str:
@@ -109,15 +87,6 @@ def failure_lines(rows: Sequence[Row]) -> list[str]:
         notes = dict.fromkeys(note for result in row.rounds for note in result["notes"])
         lines += [line for note in notes for line in (f"{row.name}: {note}", "")]
     return lines
-
-
-def _timed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.metrics.step]
-
-
-def _is_shown(rows: Sequence[Row]) -> bool:
-    """Two configurations of one round are in the table of steps already."""
-    return len(_timed(rows)) > (1 if in_several_rounds(rows) else 2)
 
 
 def _troubles(row: Row) -> list[tuple[str, list[Result], str]]:
