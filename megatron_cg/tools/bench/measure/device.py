@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
@@ -32,16 +30,3 @@ def reset_peaks() -> None:
     """Restart the peaks from now."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-
-
-def accelerator() -> dict[str, Any]:
-    """The GPU and torch's libraries for it; on a CPU only that it is a CPU."""
-    if not torch.cuda.is_available():
-        return {"name": "cpu"}
-    return {
-        "name": torch.cuda.get_device_name(),
-        "count": torch.cuda.device_count(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from megatron_cg.files import write_text
+from megatron_cg.telemetry.machine_load import machine
 from megatron_cg.tools.bench.measure import kinds
-from megatron_cg.tools.bench.measure.device import accelerator, synchronize
+from megatron_cg.tools.bench.measure.device import synchronize
 from megatron_cg.tools.bench.measure.kinds import Counts, Finish, Steps
 from megatron_cg.tools.bench.measure.sampling import SUFFIX
 from megatron_cg.tools.bench.measure.windows import TRACED, Windows
@@ -48,7 +49,7 @@ class Measurement:
             "format": FORMAT,
             "rank": self._rank,
             "versions": versions | {"megatron-cg": __version__},
-            "device": accelerator(),
+            "device": machine(),
             "captures": [],
             "finished": False,
         }

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_cg.tools.bench.results.ablation import ablation_lines
-from megatron_cg.tools.bench.results.cells import failure_lines, heading
+from megatron_cg.tools.bench.results.cells import ELSEWHERE, failure_lines, heading
 from megatron_cg.tools.bench.results.comparing import Change, change_lines
 from megatron_cg.tools.bench.results.grids import grid, number
-from megatron_cg.tools.bench.results.host import idle_lines, phase_lines
+from megatron_cg.tools.bench.results.host import idle_lines, overhead_lines, phase_lines
 from megatron_cg.tools.bench.results.metrics import Row, tables
-from megatron_cg.tools.bench.results.overheads import overhead_lines
 from megatron_cg.tools.bench.results.scaling import Trend, trend_lines
-from megatron_cg.tools.bench.results.steps import (
-    against_lines,
-    has_ratios_from_elsewhere,
-    memory_lines,
-    step_lines,
-)
+from megatron_cg.tools.bench.results.steps import against_lines, memory_lines, step_lines
 from megatron_cg.tools.bench.runs.bench_machine import described
 from megatron_cg.tools.bench.runs.configurations import ABLATIONS, KNOWN
 from megatron_cg.tools.bench.runs.store import Result, round_of
@@ -30,15 +24,15 @@ def as_markdown(
     lines = ["# megatron-cg bench", ""]
     for rows in tables(results):
         usual = [row for row in rows if row.name not in ABLATIONS]
-        lines += [f"## {heading(rows[0].result)}", "", *_notes(rows)]
-        lines += [*step_lines(rows), *against_lines(usual), *memory_lines(rows)]
+        shown = [*step_lines(rows), *against_lines(usual), *memory_lines(rows)]
+        lines += [f"## {heading(rows[0].result)}", "", *_about(rows), *_marked(shown), *shown]
         lines += [*ablation_lines(rows), *phase_lines(usual), *overhead_lines(usual)]
         lines += [*idle_lines(usual), *failure_lines(rows)]
     lines += [*trend_lines(trends), *change_lines(changes), *_run_lines(results)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _about(rows: Sequence[Row]) -> list[str]:
     """Machine, versions and scopes, and what else holds for the whole table."""
     made = (result for row in rows for result in row.rounds if result["ranks"])
     result = next(made, None)
@@ -52,9 +46,14 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     lines = [f"{described(result['machine'])}; {words}. Scopes: {scopes}."]
     if result.get("notice"):
         lines += ["", f"{result['notice']}."]
-    if has_ratios_from_elsewhere(rows):
-        lines += ["", "Ratios marked \u2020 are to a run that was not made side by side with it."]
     return [*lines, ""]
+
+
+def _marked(shown: Sequence[str]) -> list[str]:
+    """What the mark of some ratios means, if there are any."""
+    if not any(ELSEWHERE in line for line in shown):
+        return []
+    return [f"Ratios marked{ELSEWHERE} are to a run that was not made side by side with it.", ""]
 
 
 def _run_lines(results: Sequence[Result]) -> list[str]:

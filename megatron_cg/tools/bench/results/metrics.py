@@ -106,7 +106,7 @@ def joined(rounds: Sequence[Result]) -> Metrics:
     traced = [one for one in rounds if one.get("device_trace") or one.get("trace")]
     alone = bool(traced and traced[0].get("device_trace"))
     trace = traced[0]["device_trace" if alone else "trace"] if traced else _ABSENT
-    gaps = trace.get("longest_gaps")
+    gaps = trace.get("longest_gaps")  # As earlier versions wrote it.
     ranks = [rank for result in rounds for rank in result["ranks"]]
     firsts = [result["ranks"][0] for result in rounds if result["ranks"]]
     timed = [rank["timed"] for rank in ranks if rank.get("timed")]
@@ -126,7 +126,7 @@ def joined(rounds: Sequence[Result]) -> Metrics:
         exposed_nccl=trace.get("exposed_nccl_ms"),
         idle=trace.get("idle_ms"),
         idle_for_host=trace.get("idle_for_host_ms"),
-        longest_gap=gaps[0]["us"] / 1e3 if gaps else None,
+        longest_gap=gaps[0]["us"] / 1e3 if gaps else trace.get("longest_gap_ms"),
         kernel_launches=trace.get("kernel_launches"),
         graph_launches=trace.get("graph_launches"),
         capture_seconds=_median(one["seconds"] for one in first_captures),

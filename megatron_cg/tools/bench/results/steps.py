@@ -91,9 +91,11 @@ def memory_lines(rows: Sequence[Row]) -> list[str]:
 
 def against_lines(rows: Sequence[Row]) -> list[str]:
     """Every configuration against every other, if that says more than the table of steps."""
-    if not _is_compared(rows):
-        return []
     timed = [row for row in rows if row.metrics.steps]
+    several = _in_several_rounds(rows)
+    # Two configurations of one round are in the table of steps already.
+    if len(timed) <= (1 if several else 2):
+        return []
     body = [
         [
             row.name,
@@ -101,24 +103,9 @@ def against_lines(rows: Sequence[Row]) -> list[str]:
         ]
         for row in timed
     ]
-    several = _in_several_rounds(rows)
     how = ": median of the ratios within a round (least to greatest)" if several else ""
     lines = [f"{_AGAINST}{how}:", "", *grid(["step of / to", *(row.name for row in timed)], body)]
     return [*lines, "", *([] if several else [_ONE_ROUND, ""])]
-
-
-def has_ratios_from_elsewhere(rows: Sequence[Row]) -> bool:
-    """Whether this table has a ratio of runs that were not made side by side."""
-    if any(row.baseline is not None and not row.same_invocation for row in rows):
-        return True
-    invocations = {row.result["invocation"] for row in rows if row.metrics.steps}
-    return _is_compared(rows) and len(invocations) > 1
-
-
-def _is_compared(rows: Sequence[Row]) -> bool:
-    """Two configurations of one round are in the table of steps already."""
-    timed = sum(bool(row.metrics.steps) for row in rows)
-    return timed > (1 if _in_several_rounds(rows) else 2)
 
 
 def _in_several_rounds(rows: Sequence[Row]) -> bool:

@@ -33,12 +33,13 @@ SEPARATE = (
 )
 """Megatron's local layers of operations that torch does not compile: what can be traced."""
 
-_FSDP_ONLY = {
-    "--use-megatron-fsdp": 0,
-    "--data-parallel-sharding-strategy": 1,
-    "--ckpt-format": 1,
-}
-"""Flags in BASE_FLAGS that DDP does not use, with the number of their values."""
+_FSDP_ONLY = frozenset(
+    {
+        *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
+        *("--ckpt-format", "fsdp_dtensor"),
+    }
+)
+"""Words in BASE_FLAGS that DDP does not use."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,12 @@ class Configuration:
     baseline: str = EAGER
     """The name of the configuration that its ratios are to."""
 
-    @property
-    def double_buffers(self) -> bool:
-        """Whether unsharded parameters have fixed addresses, for graphs or for the fast path."""
-        return self.fsdp and (self.graphs != "none" or bool(self.parts))
-
     def words(self, scopes: Sequence[str], warmup_steps: int) -> list[str]:
         """Its own flags; all configurations share the others."""
-        words = list(GRAPH_FLAGS if self.double_buffers else ())
+        words = []
+        if self.fsdp and (self.graphs != "none" or self.parts):
+            # Unsharded parameters at fixed addresses, for graphs or for the fast path.
+            words += GRAPH_FLAGS
         words += ["--cg-grouped-gemm", "torch"] if self.torch_gemm else []
         words += SEPARATE if self.local else ()
         if self.graphs == "none":
@@ -81,16 +80,13 @@ class Configuration:
             return [*words, "--cuda-graph-impl", "full_iteration"]
         words += ["--cuda-graph-impl", "transformer_engine"]
         words += ["--cg-backend", "native"] if self.native else []
-        captured = self.captured(scopes)
-        words += ["--cuda-graph-modules", *captured] if captured else []
-        return [*words, *(self._fast_path_words() if self.fsdp else ())]
-
-    def _fast_path_words(self) -> list[str]:
-        if self.parts == PARTS:
-            return []
-        if not self.parts:
-            return ["--cg-no-fsdp-fast-path"]
-        return ["--cg-fast-path", ",".join(self.parts)]
+        if captured := self.captured(scopes):
+            words += ["--cuda-graph-modules", *captured]
+        if self.fsdp and not self.parts:
+            words += ["--cg-no-fsdp-fast-path"]
+        elif self.fsdp and self.parts != PARTS:
+            words += ["--cg-fast-path", ",".join(self.parts)]
+        return words
 
     def captured(self, scopes: Sequence[str]) -> tuple[str, ...]:
         """What partial graphs hold where others hold ``scopes``."""
@@ -207,21 +203,8 @@ def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[
     wait for the GPU at each bucket, but does not check Megatron-FSDP's sharded gradients.
     ``--log-interval`` is large, so that no step includes the time of a log line.
     """
-    left_out = {"--deterministic-mode": 0} | ({} if fsdp else _FSDP_ONLY)
-    left_out |= {"--no-rope-fusion": 0} if rope_fusion else {}
-    words = without(BASE_FLAGS, left_out)
+    left_out = {"--deterministic-mode"} | (set() if fsdp else _FSDP_ONLY)
+    left_out |= {"--no-rope-fusion"} if rope_fusion else set()
+    words = [word for word in BASE_FLAGS if word not in left_out]
     words += ["--manual-gc", "--log-interval", "1000"]
     return words if check_for_nan else [*words, "--no-check-for-nan-in-loss-and-grad"]
-
-
-def without(words: Sequence[str], flags: dict[str, int]) -> list[str]:
-    """``words`` without these flags and the given number of values after each."""
-    kept, skip = [], 0
-    for word in words:
-        if skip:
-            skip -= 1
-        elif word in flags:
-            skip = flags[word]
-        else:
-            kept.append(word)
-    return kept

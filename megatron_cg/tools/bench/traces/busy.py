@@ -10,16 +10,13 @@ Note [Two traces]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.traces.intervals import gaps, length, union
-from megatron_cg.tools.bench.traces.timeline import Event, Timeline, shown, spans
+from megatron_cg.tools.bench.traces.timeline import Event, Timeline, spans
 
-LISTED = 15
-"""The number of rows in a list of the longest gaps."""
 _KERNEL = ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel")
 _GRAPH = ("cudaGraphLaunch", "cuGraphLaunch")
 
@@ -30,7 +27,6 @@ class Gap:
 
     start: float
     end: float
-    ended_by: Event
     launch: Event | None
     """The call that launched the work that ended it; None if the trace has no such call."""
 
@@ -44,11 +40,6 @@ class Gap:
         """Whether the GPU became idle before that call, so it waited for the host."""
         return self.launch is not None and self.launch.start >= self.start
 
-    def row(self) -> dict[str, Any]:
-        """A row in the list of the longest gaps."""
-        name = shown(self.ended_by)[:120]
-        return {"us": self.length, "ended_by": name, "launched_late": self.launched_late}
-
 
 def find_gaps(timeline: Timeline) -> list[Gap]:
     """All gaps in the order of time."""
@@ -57,15 +48,10 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
         first_at.setdefault(event.start, event)
     found = []
     for start, end in gaps(union(spans(timeline.device))).tolist():
-        event = first_at[end]
-        launch = None if event.correlation is None else timeline.calls.get(event.correlation)
-        found.append(Gap(start, end, event, launch))
+        correlation = first_at[end].correlation
+        launch = None if correlation is None else timeline.calls.get(correlation)
+        found.append(Gap(start, end, launch))
     return found
-
-
-def longest(found: Iterable[Gap]) -> list[Gap]:
-    """The gaps to list, the longest first."""
-    return sorted(found, key=lambda gap: -gap.length)[:LISTED]
 
 
 def busy_metrics(timeline: Timeline, steps: int) -> dict[str, Any]:
@@ -103,5 +89,5 @@ def busy_metrics(timeline: Timeline, steps: int) -> dict[str, Any]:
         "steps": steps,
         **{name: time / 1e3 / steps for name, time in times.items()},
         **{name: count / steps for name, count in counts.items()},
-        "longest_gaps": [gap.row() for gap in longest(found)],
+        "longest_gap_ms": max((gap.length for gap in found), default=0.0) / 1e3,
     }

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cg.tools.bench.traces.busy import LISTED, Gap, busy_metrics, find_gaps, longest
+from megatron_cg.tools.bench.traces.busy import Gap, busy_metrics, find_gaps
 from megatron_cg.tools.bench.traces.intervals import covered_until, length
 from megatron_cg.tools.bench.traces.timeline import OUTSIDE, Thread, Timeline, shown, spans
 
 STEPS = "cg: steps"
 """The range around the profiled steps; it identifies the main thread."""
 _BACKWARD = "autograd::engine::evaluate_function"
+_LISTED = 15
+"""The number of rows in a list."""
 _LEAST = 1e-3
 """Microseconds; less than that comes from rounding."""
 
@@ -38,7 +40,6 @@ def analyse(timeline: Timeline, steps: int) -> dict[str, Any]:
     names = _thread_names(timeline)
     return {
         **metrics,
-        "longest_gaps": [gap.row() | _ender(gap, names) for gap in longest(found)],
         "idle_by_launch": _by_launch(found, names, steps),
         "idle_by_host_work": _by_host_work(found, timeline, names, steps),
     }
@@ -55,26 +56,25 @@ def _thread_names(timeline: Timeline) -> dict[Thread, str]:
     return names
 
 
-def _ender(gap: Gap, names: Mapping[Thread, str]) -> dict[str, str]:
-    """Where the launch that ended a gap came from."""
-    if gap.launch is None:
-        return {"thread": "?", "phase": OUTSIDE, "launched_by": "?"}
-    by = shown(gap.launch.inside)
-    return {"thread": names[gap.launch.thread], "phase": gap.launch.phase, "launched_by": by}
-
-
 def _by_launch(
     found: Sequence[Gap], names: Mapping[Thread, str], steps: int
 ) -> list[dict[str, Any]]:
     """Gaps by the call that ended them; see Note [Two ways to name a wait]."""
-    groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, bool], list[float]] = defaultdict(list)
     for gap in found:
-        key = _ender(gap, names) | {"launched_late": gap.launched_late}
-        groups[tuple(key.items())].append(gap.length)
-    ordered = sorted(groups.items(), key=lambda group: -sum(group[1]))[:LISTED]
+        by = ("?", OUTSIDE, "?")
+        if gap.launch is not None:
+            by = (names[gap.launch.thread], gap.launch.phase, shown(gap.launch.inside))
+        groups[*by, gap.launched_late].append(gap.length)
     return [
-        {**dict(key), "ms": sum(lengths) / 1e3 / steps, "gaps": len(lengths) / steps}
-        for key, lengths in ordered
+        {
+            **{"thread": thread, "phase": phase, "launched_by": by, "launched_late": late},
+            "ms": sum(lengths) / 1e3 / steps,
+            "gaps": len(lengths) / steps,
+        }
+        for (thread, phase, by, late), lengths in sorted(
+            groups.items(), key=lambda group: -sum(group[1])
+        )[:_LISTED]
     ]
 
 
@@ -96,7 +96,7 @@ def _by_host_work(
             sums[name, outer.phase if outer else OUTSIDE, shown(outer)] -= inside
         # Only the main thread is known to be doing something, if only Python, at all times.
         sums[name, OUTSIDE, OUTSIDE] += length(waits) if name == "main" else 0.0
-    rows = sorted(sums.items(), key=lambda item: -item[1])[:LISTED]
+    rows = sorted(sums.items(), key=lambda item: -item[1])[:_LISTED]
     return [
         {"thread": thread, "phase": phase, "what": name, "ms": duration / 1e3 / steps}
         for (thread, phase, name), duration in rows

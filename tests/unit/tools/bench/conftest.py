@@ -101,7 +101,7 @@ def _device_trace(graphs: bool) -> dict[str, Any]:
         "idle_for_host_ms": 15.0,
         "kernel_launches": 900.0,
         "graph_launches": 16.0 if graphs else 0.0,
-        "longest_gaps": [{"us": 2500.0}],
+        "longest_gap_ms": 2.5,
     }
 
 

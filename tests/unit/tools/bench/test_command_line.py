@@ -12,8 +12,8 @@ import pytest
 
 from megatron_cg.tools.bench import INCOMPLETE
 from megatron_cg.tools.bench.measure.windows import given
-from megatron_cg.tools.bench.results.metrics import tables
-from megatron_cg.tools.bench.runs.configurations import CONFIGURATIONS, EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.configurations import CONFIGURATIONS, EAGER, FULL, GRAPHS
+from megatron_cg.tools.bench.runs.starting import SCRIPT
 from megatron_cg.tools.cli.main import USAGE_ERROR, main
 
 TAPE = "--backend tape --shapes llama-tiny --nproc 1 --timed-steps 2 --settle-steps 1"
@@ -26,9 +26,9 @@ def bench(words: str, out: Path) -> int:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two configurations in two rounds leave in --out."""
+    """What two configurations leave in --out."""
     out = tmp_path_factory.mktemp("made")
-    assert bench(f"{TAPE} --warmup-steps 1 --probe-steps 1 --rounds 2", out) == 0
+    assert bench(f"{TAPE} --warmup-steps 1 --probe-steps 1", out) == 0
     return out
 
 
@@ -39,7 +39,8 @@ def runs_in(out: Path) -> list[dict[str, Any]]:
 
 def test_the_tape_runs_from_end_to_end(made: Path) -> None:
     runs = runs_in(made)
-    eager, graphs = runs[:2]
+    eager, graphs = runs
+    assert len(list((made / "runs").glob("*.json"))) == 2
     assert len({run["invocation"] for run in runs}) == 1
     for run in runs:
         (rank,) = run["ranks"]
@@ -58,24 +59,6 @@ def test_the_tape_runs_from_end_to_end(made: Path) -> None:
     report = (made / "bench.md").read_text()
     assert "fsdp-graphs, guards and votes: " in report
     assert "CPU tape" in report and "Scopes: attn." in report
-
-
-def test_rounds_are_made_in_turn_and_joined(made: Path) -> None:
-    runs = runs_in(made)
-    # They are kept in the order in which they began.
-    order = [(run["key"]["round"], run["key"]["contender"]) for run in runs]
-    assert order == [(1, EAGER), (1, GRAPHS), (2, GRAPHS), (2, EAGER)]
-    assert ["probed" in run["ranks"][0] for run in runs] == [True, True, False, False]
-    assert len(list((made / "runs").glob("*.json"))) == 4
-    ((eager, graphs),) = tables(runs)
-    assert [len(row.metrics.steps) for row in (eager, graphs)] == [4, 4]
-    pairs = zip(graphs.metrics.medians, eager.metrics.medians, strict=True)
-    each = [mine / its for mine, its in pairs]
-    found = graphs.step_ratio(eager)
-    assert found and (found.least, found.most, found.rounds) == (min(each), max(each), 2)
-    report = (made / "bench.md").read_text()
-    assert f" {found.median:.3f} ({found.least:.3f} to {found.most:.3f}) |" in report
-    assert f"| {', '.join(f'{median:,.1f}' for median in graphs.metrics.medians)} |" in report
 
 
 def test_results_are_reported_and_compared_again(
@@ -113,62 +96,68 @@ def test_without_matplotlib_it_says_what_to_install(
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_a_dry_run_prints_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--backend transformer_engine --dry-run --shapes llama --sample --rounds 3"
-    assert bench(f"{words} --only fsdp-eager,fsdp-graphs", tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    begin = "# llama.default.8layers-2mb-2gpus"
-    names = [line.partition(":")[0] for line in lines if line.startswith(begin)]
-    assert names == [
-        f"{begin}.fsdp-eager",
-        f"{begin}.fsdp-graphs",
-        f"{begin}.fsdp-graphs.round2",
-        f"{begin}.fsdp-eager.round2",
-        f"{begin}.fsdp-eager.round3",
-        f"{begin}.fsdp-graphs.round3",
-    ]
-    commands = [shlex.split(line) for line in lines if "torch.distributed.run" in line]
-    environments = [dict(w.split("=", 1) for w in c if w.split("=")[0].isupper()) for c in commands]
-    windows = [given(env)[0] for env in environments]
-    assert [(w.timed, w.probed, w.sampled, w.profiled) for w in windows] == (
-        [(20, 4, 20, 2)] * 2 + [(20, 0, 0, 0)] * 4
+def planned(
+    words: str, out: Path, capsys: pytest.CaptureFixture[str]
+) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """The command and the environment of each run, by its name, as a shell takes them."""
+    assert bench(f"--backend transformer_engine --dry-run {words}", out) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    names = [line[2:].partition(":")[0] for line in lines if line.startswith("# ")]
+    found = {}
+    for line in lines:
+        if line and not line.startswith("# "):
+            parts = shlex.split(line)
+            env = dict(part.split("=", 1) for part in parts if part.split("=")[0].isupper())
+            found[names[len(found)]] = (parts[len(env) :], env)
+    assert len(found) == len(names) and last.startswith(f"# {len(names)} runs")
+    assert not (out / "bench.json").exists()
+    return found
+
+
+def test_a_dry_run_has_every_round_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--shapes llama qwen3-moe --sample-native --rounds 3 --only fsdp-eager,fsdp-graphs"
+    runs = planned(words, tmp_path, capsys)
+    turns = [EAGER, GRAPHS, f"{GRAPHS}.round2", f"{EAGER}.round2"]
+    turns += [f"{EAGER}.round3", f"{GRAPHS}.round3"]
+    size = "default.8layers-2mb-2gpus"
+    assert list(runs) == [f"{shape}.{size}.{t}" for shape in ("llama", "qwen3-moe") for t in turns]
+    windows = [given(env)[0] for _, env in runs.values()]
+    assert [(w.timed, w.probed, w.sampled, w.native, w.profiled) for w in windows[:6]] == (
+        [(20, 4, 20, True, 2)] * 2 + [(20, 0, 0, False, 0)] * 4
     )
-    steps = [command[command.index("--train-iters") + 1] for command in commands]
-    assert steps == [str(one.steps) for one in windows]
-    assert lines[-1].startswith("# 6 runs in 3 rounds, about")
+    iters = [words[words.index("--train-iters") + 1] for words, _ in runs.values()]
+    assert iters == [str(one.steps) for one in windows]
 
 
 def test_a_dry_run_prints_commands_that_a_shell_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--backend transformer_engine --dry-run --shapes llama qwen3-moe --grouped-gemm both"
-    assert bench(f"{words} --profile-steps 3 -- --seed 7", tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    commands = [line for line in lines if "torch.distributed.run" in line]
-    assert len(commands) == len(CONFIGURATIONS) + 2 * (len(CONFIGURATIONS) - 1)
-    for line in commands:
-        words_of = shlex.split(line)
-        env = dict(word.split("=", 1) for word in words_of if word.split("=")[0].isupper())
-        assert given(env)[0].profiled == 3
-        assert words_of[-2:] == ["--seed", "7"]
-    assert sum("NVTE_USE_CUTLASS_GROUPED_GEMM=1" in line for line in commands) == 6
-    assert lines[-1].startswith("# 19 runs, about")
-    assert not (tmp_path / "bench.json").exists()
+    words = "--shapes qwen3-moe llama --grouped-gemm both --profile-steps 3 -- --seed 7"
+    runs = planned(words, tmp_path, capsys)
+    moe = [name for name in CONFIGURATIONS if name != FULL]
+    tables = [("qwen3-moe.default", moe), ("qwen3-moe.cutlass", moe), ("llama.default", None)]
+    assert list(runs) == [
+        f"{table}.8layers-2mb-2gpus.{name}"
+        for table, names in tables
+        for name in names or CONFIGURATIONS
+    ]
+    for name, (command, env) in runs.items():
+        assert given(env)[0].profiled == 3 and given(env)[0].sampled == 0
+        assert command[-2:] == ["--seed", "7"] and "--deterministic-mode" not in command
+        assert command[command.index("--nproc-per-node") + 1] == "2"
+        at = command.index("megatron_cg")
+        assert command[at - 1] == "-m" and command[at + 1] == str(SCRIPT) and SCRIPT.is_file()
+        assert ("NVTE_USE_CUTLASS_GROUPED_GEMM" in env) is (".cutlass." in name)
 
 
-@pytest.mark.parametrize(
-    ("words", "sampled", "native"),
-    [("", 0, False), ("--sample", 20, False), ("--sample-native --sample-steps 5", 5, True)],
-)
-def test_native_frames_are_asked_for_by_a_flag_of_their_own(
-    words: str, sampled: int, native: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_how_a_profile_is_sampled_can_be_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = "--backend transformer_engine --dry-run --shapes llama --only fsdp-graphs"
-    assert bench(f"{plan} {words}", tmp_path) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "torch.distr" in line)
-    env = dict(word.split("=", 1) for word in shlex.split(line) if word.split("=")[0].isupper())
-    windows, _ = given(env)
-    assert (windows.sampled, windows.native) == (sampled, native)
+    words = "--shapes llama --only fsdp-graphs --sample --sample-steps 5"
+    ((_, env),) = planned(words, tmp_path, capsys).values()
+    assert (given(env)[0].sampled, given(env)[0].native) == (5, False)
 
 
 def test_a_profile_needs_py_spy(
@@ -189,11 +178,14 @@ def test_a_profile_needs_py_spy(
         (f"{TAPE} -- --seed 1", "without --seed 1"),
         ("--backend tape --shapes mamba-hybrid", "cannot be built on a CPU"),
         ("--shapes nope", "there is no preset 'nope'"),
-        ("--only nope", "there is no such configuration"),
+        ("--only nope", "--only nope: there is no such configuration; there are fsdp-eager, "),
+        ("--shapes qwen3-moe --only fsdp-full-iteration", "no configuration is left"),
         ("--ablate-fast-path unshrad", "unshrad (did you mean unshard?): the fast path has no"),
         ("--ablate-fast-path --only fsdp-eager", "leave out --only and --scale"),
         ("--ablate-fast-path --scale layers=1,2", "leave out --only and --scale"),
         ("--scale depth=1,2", "--scale depth=1,2: write layers"),
+        ("--scale layers", "--scale layers: write layers"),
+        ("--scale layers=4,0", "with whole numbers above 0, as in --scale layers=4,8,16"),
         ("--report --compare /nowhere.json", "/nowhere.json cannot be read"),
         ("--report", "holds no results"),
         (f"{TAPE} --data-path /nowhere", "--data-path /nowhere"),

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from megatron_cg.integrations.megatron.layer_code import LayerCall, LayerCode
 from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT
 from megatron_cg.tools.align.presets import load_preset
@@ -18,9 +20,10 @@ from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.measure.captures import CaptureMeter
 from megatron_cg.tools.bench.results.markdown import as_markdown
 from megatron_cg.tools.bench.results.metrics import joined
-from megatron_cg.tools.bench.runs.commands import Settings, command
-from megatron_cg.tools.bench.runs.compiled_first import precompile
+from megatron_cg.tools.bench.runs import compiled_first
 from megatron_cg.tools.bench.runs.configurations import COMPILED_GRAPHS, LOCAL_EAGER, LOCAL_GRAPHS
+from megatron_cg.tools.bench.runs.settings import Settings
+from megatron_cg.tools.bench.runs.starting import command
 from megatron_cg.tools.plan.compiled import read_run
 
 Make = Callable[..., dict[str, Any]]
@@ -38,7 +41,7 @@ def test_its_command_compiles_from_the_flags_of_the_run() -> None:
     start, *run = words(COMPILED_GRAPHS)[2:]
     assert start == "megatron_cg.tools.bench.runs.compiled_first"
     assert [*run[:-2]] == words(LOCAL_GRAPHS) and run[-2:] == ["--cg-precompile-dir", "there"]
-    compiling = precompile(run)
+    compiling = compiled_first.precompile(run)
     assert compiling[compiling.index("--") + 1 :] == run
     found = read_run(None, run, None)  # Breaks no rule of this package or of Megatron.
     assert found.folder == Path("there") and found.args.world_size == 2
@@ -65,18 +68,18 @@ def test_the_run_starts_when_its_artifact_is_there(tmp_path: Path) -> None:
     assert json.loads((folder / "layer.json").read_text())["fingerprint"]["group.tp"] == "1"
 
 
-def test_a_layer_that_cannot_be_compiled_starts_no_run(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text("print('started')")
-    first = [sys.executable, "-m", "megatron_cg.tools.bench.runs.compiled_first", sys.executable]
-    ended = subprocess.run(
-        [*first, str(script), "--no-such-flag"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 2 and "started" not in ended.stdout
+def test_a_layer_that_cannot_be_compiled_starts_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = [
+        sys.executable,
+        "-c",
+        "import os; exit(int(os.environ['CUDA_VISIBLE_DEVICES'] == '') * 2)",
+    ]
+    started: list[Any] = []
+    monkeypatch.setattr(compiled_first, "precompile", lambda _command: fails)
+    monkeypatch.setattr(os, "execv", lambda *words: started.append(words))
+    with pytest.raises(SystemExit) as ended:
+        compiled_first.main(["train"])
+    assert ended.value.code == 2 and not started
 
 
 def test_a_capture_says_what_was_loaded_before_it() -> None:

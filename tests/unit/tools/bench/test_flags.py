@@ -12,19 +12,19 @@ import pytest
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.runs.bench_schedule import configurations_for
-from megatron_cg.tools.bench.runs.commands import Settings, script_words
 from megatron_cg.tools.bench.runs.configurations import (
     ABLATIONS,
     EAGER_FAST_PATH,
     EXPERTS,
-    FULL,
     GRAPHS,
     KNOWN,
     ON_REQUEST,
     PLAIN,
     TORCH_EAGER,
 )
+from megatron_cg.tools.bench.runs.settings import Settings
 from megatron_cg.tools.bench.runs.shapes import SHAPES, is_moe
+from megatron_cg.tools.bench.runs.starting import script_words
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 
 pytestmark = pytest.mark.usefixtures("hopper", "te_gemm")
@@ -98,12 +98,7 @@ def test_every_configuration_of_every_shape_is_accepted(
     impl = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
     assert config.cuda_graph_impl == impl[one.graphs]
     assert args.cuda_graph_warmup_steps == 3
-
-
-def test_the_fast_path_is_off_where_it_is_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(load_preset("llama"), nproc=2)
-    plain, fast = (parsed(settings, name, monkeypatch) for name in (PLAIN, GRAPHS))
-    assert plain.cg_no_fsdp_fast_path and not fast.cg_no_fsdp_fast_path
+    assert args.cg_no_fsdp_fast_path is (configuration == PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +144,3 @@ def test_flags_about_graphs_are_for_configurations_with_graphs(
     graphs, eager = (parsed(settings, name, monkeypatch) for name in (EXPERTS, TORCH_EAGER))
     assert graphs.cg_moe_rows == 1.25 and eager.cg_moe_rows is None
     assert graphs.seed == eager.seed == 7
-
-
-def test_a_full_iteration_is_for_dense_models_alone() -> None:
-    assert FULL not in configurations_for(load_preset("qwen3-moe"), None, scaling=False)
-    assert FULL in configurations_for(load_preset("llama"), None, scaling=False)

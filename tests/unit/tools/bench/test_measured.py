@@ -63,7 +63,7 @@ def test_each_window_measures_its_own_steps(loop: list[str], tmp_path: Path) -> 
     assert found["probed"]["steps"] == 2 and found["probed"]["phases"] == []
     assert found["sampled"]["steps"] == 1 and "py-spy" in found["sampled"]["note"]
     # A trace is of a GPU.
-    assert "traced" not in found and "profiled" not in found and found["device"] == {"name": "cpu"}
+    assert "traced" not in found and "profiled" not in found and found["device"]["gpu"] is None
 
 
 def test_other_ranks_are_neither_sampled_nor_traced(
@@ -108,7 +108,7 @@ def test_the_device_is_traced_alone_before_it_is_traced_with_host_events(
 ) -> None:
     log: list[Any] = []
     monkeypatch.setenv("RANK", str(rank))
-    for name in ("synchronize", "accelerator"):
+    for name in ("synchronize", "machine"):
         monkeypatch.setattr(measurement_module, name, lambda: None)
     for name in ("reset_peaks", "memory"):
         monkeypatch.setattr(kinds, name, lambda: None)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_cg.tools.bench.results.host import overhead_lines, overheads
 from megatron_cg.tools.bench.results.metrics import tables
-from megatron_cg.tools.bench.results.overheads import overhead_lines, overheads
 from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
 
 Make = Callable[..., dict[str, Any]]

@@ -91,14 +91,30 @@ def test_a_union_counts_no_moment_twice() -> None:
     assert not len(nothing) and not len(gaps(nothing)) and not covered_until(nothing, moments).any()
 
 
-def test_busy_is_the_union_over_streams_with_and_without_nccl() -> None:
-    found = analyse(parse_timeline(TRACE), steps=1)
-    assert found["busy_ms"] == pytest.approx(0.210)
-    assert found["busy_without_nccl_ms"] == pytest.approx(0.150)
-    assert found["nccl_ms"] == pytest.approx(0.110)
-    assert found["exposed_nccl_ms"] == pytest.approx(0.060)
-    assert found["idle_ms"] == pytest.approx(0.100)
-    assert found["window_ms"] == pytest.approx(0.310)
+def test_the_device_alone_has_metrics_by_step_and_nothing_of_operators() -> None:
+    """Of the calls of CUDA, which such a trace has, and of the device's work."""
+    calls = [e for e in TRACE["traceEvents"] if e.get("cat") not in ("cpu_op", "user_annotation")]
+    found = busy_metrics(parse_timeline({"traceEvents": calls}), steps=1)
+    assert found == pytest.approx(
+        {
+            "steps": 1,
+            "window_ms": 0.310,
+            "busy_ms": 0.210,
+            "busy_without_nccl_ms": 0.150,
+            "nccl_ms": 0.110,
+            "exposed_nccl_ms": 0.060,
+            "idle_ms": 0.100,
+            "idle_for_host_ms": 0.040,
+            "longest_gap_ms": 0.060,
+            **{"kernels": 4, "gaps": 2, "kernel_launches": 2, "graph_launches": 1},
+        }
+    )
+    whole = analyse(parse_timeline(TRACE), steps=1)
+    assert set(whole) - set(found) == {"idle_by_launch", "idle_by_host_work"}
+    assert {name: whole[name] for name in found} == found
+    half = busy_metrics(parse_timeline({"traceEvents": calls}), steps=2)
+    per_step = found.keys() - {"steps", "longest_gap_ms"}
+    assert {name: half[name] * 2 for name in per_step} == {name: found[name] for name in per_step}
 
 
 def test_nccl_is_exposed_where_nothing_else_runs() -> None:
@@ -119,46 +135,24 @@ def test_nccl_is_exposed_where_nothing_else_runs() -> None:
     assert found["busy_ms"] == pytest.approx(0.215 / 2)
 
 
-def test_the_device_alone_has_its_own_metrics_and_nothing_of_operators() -> None:
-    """Of the calls of CUDA, which such a trace has, and of the device's work."""
-    calls = [e for e in TRACE["traceEvents"] if e.get("cat") not in ("cpu_op", "user_annotation")]
-    found = busy_metrics(parse_timeline({"traceEvents": calls}), steps=1)
-    whole = analyse(parse_timeline(TRACE), steps=1)
-    assert {name: whole[name] for name in found if name != "longest_gaps"} == {
-        name: value for name, value in found.items() if name != "longest_gaps"
-    }
-    assert found["kernel_launches"] == 2 and found["idle_for_host_ms"] == pytest.approx(0.040)
-    assert found["longest_gaps"] == [
-        {"us": 60, "ended_by": "Memcpy DtoD", "launched_late": False},
-        {"us": 40, "ended_by": "norm", "launched_late": True},
-    ]
-    assert set(whole) - set(found) == {"idle_by_launch", "idle_by_host_work"}
-
-
 def test_without_calls_of_cuda_nothing_is_told_of_them() -> None:
     kernels = [e for e in TRACE["traceEvents"] if e.get("cat") in DEVICE]
     found = busy_metrics(parse_timeline({"traceEvents": kernels}), steps=1)
-    assert found["idle_ms"] == pytest.approx(0.100) and len(found["longest_gaps"]) == 2
+    assert found["idle_ms"] == pytest.approx(0.100) and found["gaps"] == 2
     assert not {"kernel_launches", "graph_launches", "idle_for_host_ms"} & set(found)
 
 
-def test_metrics_are_by_step_and_launches_are_counted_once() -> None:
-    one, two = (analyse(parse_timeline(TRACE), steps) for steps in (1, 2))
-    for name in ("busy_ms", "exposed_nccl_ms", "idle_ms", "kernel_launches", "kernels", "gaps"):
-        assert one[name] == pytest.approx(2 * two[name])
-    assert (one["kernel_launches"], one["graph_launches"], one["kernels"]) == (2, 1, 4)
-
-
 def test_a_gap_is_put_down_to_the_call_that_ended_it() -> None:
-    found = analyse(parse_timeline(TRACE), steps=1)
-    device_gap, host_gap = found["longest_gaps"]
-    assert device_gap["us"] == 60 and not device_gap["launched_late"]
-    assert device_gap["phase"] == "steps" and device_gap["launched_by"] == "steps"
-    assert host_gap["us"] == 40 and host_gap["launched_late"]
-    assert (host_gap["ended_by"], host_gap["launched_by"]) == ("norm", "unshard")
-    assert (host_gap["phase"], host_gap["thread"]) == ("unshard", "main")
-    assert found["idle_for_host_ms"] == pytest.approx(0.040)
-    assert [row["ms"] for row in found["idle_by_launch"]] == pytest.approx([0.060, 0.040])
+    rows = analyse(parse_timeline(TRACE), steps=1)["idle_by_launch"]
+    # The GPU waited for another stream, and then for the host.
+    names = ("thread", "phase", "launched_by", "launched_late", "ms", "gaps")
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        ("main", "steps", "steps", False, pytest.approx(0.060), 1),
+        ("main", "unshard", "unshard", True, pytest.approx(0.040), 1),
+    ]
+    kernels = [device("a", 0, 10, 7, 1), device("b", 30, 40, 7, 2)]
+    (row,) = analyse(parse_timeline({"traceEvents": kernels}), steps=1)["idle_by_launch"]
+    assert row["ms"] == 0.020 and row["launched_by"] == "?" and not row["launched_late"]
 
 
 def test_what_each_thread_did_meanwhile_is_summed_by_its_innermost_event() -> None:
@@ -182,12 +176,6 @@ def test_an_event_that_ends_after_the_one_around_it_is_cut() -> None:
     assert [(row["phase"], row["what"], round(row["ms"] * 1e3)) for row in rows] == [
         *(("steps", "steps", 20), ("a", "op", 5), ("a", "a", 3), ("a", "late", 2))
     ]
-
-
-def test_a_kernel_that_nobody_launched_ends_a_gap_too() -> None:
-    kernels = [device("a", 0, 10, 7, 1), device("b", 30, 40, 7, 2)]
-    (gap,) = analyse(parse_timeline({"traceEvents": kernels}), steps=1)["longest_gaps"]
-    assert gap["us"] == 20 and gap["launched_by"] == "?" and not gap["launched_late"]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
