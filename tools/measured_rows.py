@@ -54,7 +54,7 @@ def _row(results: str, by_name: Mapping[str, Row]) -> dict[str, Any] | None:
     if key["dimension"] or any(r["status"] != OK for r in (result, eager.result)):
         return None
     moe = is_moe(preset)
-    step = eager.metrics.step
+    step = eager.metrics["step"]
     assert step is not None
     return {
         "results": results,

@@ -39,8 +39,8 @@ class CaptureMeter:
         note: receives the metrics of each capture.
     """
 
-    def __init__(self, note: Callable[[Mapping[str, Any]], None] = lambda _metrics: None) -> None:
-        self.note = note
+    def __init__(self, note: Callable[[Mapping[str, Any]], None]) -> None:
+        self._note = note
         self._began: dict[str, float] | None = None
         """When parts of the capture began; None outside of a capture."""
         self.helper: Any = None
@@ -83,7 +83,7 @@ class CaptureMeter:
             if not error:
                 synchronize()
             code = getattr(self.helper, "code", None)
-            self.note(
+            self._note(
                 {
                     "seconds": time.perf_counter() - began,
                     "warmup_seconds": self._warmup_seconds(marks),

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.align.run import example_script
-from megatron_cg.tools.bench.measure.captures import CaptureMeter
 from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts
 from megatron_cg.tools.bench.measure.measurement import Measurement
 from megatron_cg.tools.bench.measure.windows import Windows, given
@@ -40,22 +39,20 @@ def measuring(windows: Windows, directory: Path, parts: Sequence[str] = ()) -> I
 
     @wraps(train)
     def measured_train(*args: Any, **kwargs: Any) -> Any:
-        meter = CaptureMeter()
-        measurement = Measurement(windows, directory, meter.counts)
-        meter.note = measurement.captured
+        measurement = Measurement(windows, directory)
         fast_path = EagerFastPath(parts, windows.warmup)
         # Patched last, so that our step encloses all other patches of Megatron's.
         with ExitStack() as undo:
             undo.callback(put_over(module, "train_step", _step(module, measurement, fast_path)))
             undo.callback(fast_path.close)
-            undo.enter_context(meter.installed())
+            undo.enter_context(measurement.meter.installed())
             try:
                 result = train(*args, **kwargs)
             except BaseException as error:
                 measurement.abandon(error)
                 raise
             measurement.close()
-            meter.release()
+            measurement.meter.release()
             return result
 
     undo = put_over(module, "train", measured_train)

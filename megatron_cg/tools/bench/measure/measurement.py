@@ -15,8 +15,9 @@ import torch
 from megatron_cg.files import write_text
 from megatron_cg.telemetry.machine_load import machine
 from megatron_cg.tools.bench.measure import kinds
+from megatron_cg.tools.bench.measure.captures import CaptureMeter
 from megatron_cg.tools.bench.measure.device import synchronize
-from megatron_cg.tools.bench.measure.kinds import Counts, Finish, Steps
+from megatron_cg.tools.bench.measure.kinds import Finish, Steps
 from megatron_cg.tools.bench.measure.sampling import SUFFIX
 from megatron_cg.tools.bench.measure.windows import TRACED, Windows
 from megatron_cg.upstream.symbols import installed_version
@@ -32,11 +33,12 @@ class Measurement:
     Args:
         windows: which steps are measured, and how.
         directory: where ``rank<N>.json`` is written.
-        counts: see :data:`Counts`.
     """
 
-    def __init__(self, windows: Windows, directory: Path, counts: Counts = lambda: None) -> None:
-        self._windows, self._directory, self._counts = windows, directory, counts
+    def __init__(self, windows: Windows, directory: Path) -> None:
+        self._windows, self._directory = windows, directory
+        self.meter = CaptureMeter(self._captured)
+        """Measures captures; its counters are those of the timed steps too."""
         self._kinds = list(windows.kinds())
         self._rank = int(os.environ.get("RANK", "0"))
         self._step = 0
@@ -79,13 +81,13 @@ class Measurement:
         self.data["error"] = f"{type(error).__name__}: {error}"
         self.write()
 
-    def captured(self, metrics: Mapping[str, Any]) -> None:
-        """Record one capture and the number of steps before it."""
-        self.data["captures"].append({"after_step": self._step, **metrics})
-
     def write(self) -> None:
         """Write ``rank<N>.json``; a reader never sees a partial file."""
         write_text(self._directory / f"rank{self._rank}.json", json.dumps(self.data, indent=1))
+
+    def _captured(self, metrics: Mapping[str, Any]) -> None:
+        """Record one capture and the number of steps before it."""
+        self.data["captures"].append({"after_step": self._step, **metrics})
 
     def _change_to(self, kind: str) -> None:
         """Finish the steps of one kind, write what was measured, and begin those of another."""
@@ -104,7 +106,7 @@ class Measurement:
     def _measured(self) -> dict[str, Callable[[], Finish]]:
         """How the steps of each kind are measured on this rank."""
         found: dict[str, Callable[[], Finish]] = {
-            "timed": partial(kinds.timed, self._counts),
+            "timed": partial(kinds.timed, self.meter.counts),
             "probed": kinds.probed,
         }
         if self._rank == 0:

@@ -7,9 +7,9 @@ the windows, as for a run on GPUs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:
 
 
 def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
-    from megatron_cg.tools.bench.measure.captures import CaptureMeter
     from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts
     from megatron_cg.tools.bench.measure.measurement import Measurement
     from megatron_cg.tools.bench.measure.windows import given
@@ -44,37 +43,27 @@ def _train(jobs: Sequence[tuple[Any, Path]]) -> None:
 
     windows, directory = given()
     parts = given_parts()
-    meter = CaptureMeter()
-    measurement = Measurement(windows, Path(directory), meter.counts)
-    meter.note = measurement.captured
+    measurement = Measurement(windows, Path(directory))
     fast_path = EagerFastPath(parts, windows.warmup)
+    old_step, old_start = VotingTrainer.step, VotingTrainer.start
 
-    def measured_step(old: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(old)
-        def step(trainer: Any) -> Any:
-            if not trainer.plan.graphs:
-                fast_path.before_step(lambda: (trainer.model, ()))
-            measurement.before_step()
-            result = old(trainer)
-            measurement.after_step(result[0])
-            return result
+    def step(trainer: VotingTrainer) -> tuple[float, float]:
+        if not trainer.plan.graphs:
+            fast_path.before_step(lambda: (trainer.model, ()))
+        measurement.before_step()
+        result = old_step(trainer)
+        measurement.after_step(result[0])
+        return result
 
-        return step
-
-    def measured_start(old: Callable[..., None]) -> Callable[..., None]:
-        @wraps(old)
-        def start(trainer: Any) -> None:
-            meter.helper = trainer
-            with meter.measuring():
-                old(trainer)
-
-        return start
+    def start(trainer: VotingTrainer) -> None:
+        measurement.meter.helper = trainer
+        with measurement.meter.measuring():
+            old_start(trainer)
 
     with ExitStack() as undo:
         capture = partial(VotingTrainer.capture, fast_path=parts)
-        undo.callback(put_over(VotingTrainer, "capture", capture))
-        undo.callback(put_over(VotingTrainer, "step", measured_step(VotingTrainer.step)))
-        undo.callback(put_over(VotingTrainer, "start", measured_start(VotingTrainer.start)))
+        for name, function in (("capture", capture), ("step", step), ("start", start)):
+            undo.callback(put_over(VotingTrainer, name, function))
         for plan, record in jobs:
             train(plan, record)
         measurement.close()

@@ -60,7 +60,7 @@ def losses(rows: Sequence[Row]) -> list[Loss]:
         ratio = row.step_ratio(graphs)
         if ratio is None or row.name not in (*ABLATIONS, *_LABELS):
             continue
-        step = graphs.metrics.step
+        step = graphs.metrics["step"]
         ms = (ratio.median - 1) * step if step else 0.0
         mine, theirs = bookkeeping(row), bookkeeping(graphs)
         host = mine - theirs if mine is not None and theirs is not None else None

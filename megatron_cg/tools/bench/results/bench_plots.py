@@ -84,8 +84,8 @@ def _marks(rows: Sequence[Row]) -> Marks:
     """The median of each round; of one round, the quartiles."""
     marks = {}
     for row in rows:
-        medians = row.metrics.medians
-        marks[row.name] = {"step": medians if len(medians) > 1 else row.metrics.quartiles or ()}
+        medians, quartiles = row.metrics["medians"], row.metrics["quartiles"]
+        marks[row.name] = {"step": medians if len(medians) > 1 else quartiles or ()}
     return marks
 
 
@@ -93,7 +93,7 @@ def _bars(rows: Sequence[Row], metrics: Mapping[str, str]) -> Bars:
     """The values of each row that has some, by their names in the legend."""
     bars = {}
     for row in rows:
-        values = {name: getattr(row.metrics, metric) for name, metric in metrics.items()}
+        values = {name: row.metrics[metric] for name, metric in metrics.items()}
         bars[row.name] = {name: value for name, value in values.items() if value is not None}
     return {name: values for name, values in bars.items() if values}
 

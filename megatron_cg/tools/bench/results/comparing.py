@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_cg.tools.bench.results.grids import grid, number
 from megatron_cg.tools.bench.results.metrics import Metrics, joined
@@ -23,8 +23,7 @@ _COMPARED = {
 _OF_TRACE = ("step / busy", "GPU busy ms")
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One metric of one configuration, old and new."""
 
     name: str
@@ -41,8 +40,7 @@ def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
         for name in now
         if name in before
         for title, metric in _COMPARED.items()
-        if (was := getattr(before[name], metric)) is not None
-        and (is_now := getattr(now[name], metric)) is not None
+        if (was := before[name][metric]) is not None and (is_now := now[name][metric]) is not None
     ]
 
 
@@ -52,21 +50,21 @@ def change_lines(changes: Sequence[Change]) -> list[str]:
         return []
     body = [
         [
-            f"{change.name}: {change.metric}",
-            number(change.old, ",.2f"),
-            number(change.new, ",.2f"),
-            number(change.old / change.new if change.new else None, ".3f"),
+            f"{name}: {metric}",
+            number(old, ",.2f"),
+            number(new, ",.2f"),
+            number(old / new if new else None, ".3f"),
         ]
-        for change in changes
+        for name, metric, old, new in changes
     ]
     return ["## Compared", "", *grid(["metric", "old", "new", "old / new"], body), ""]
 
 
 def _difference(title: str, old: Metrics, new: Metrics) -> str:
     """Why an old and a new metric are not comparable. See Note [Which trace] in metrics.py."""
-    if title not in _OF_TRACE or old.device_alone == new.device_alone:
+    if title not in _OF_TRACE or old["device_alone"] == new["device_alone"]:
         return ""
-    return f" ({'old' if new.device_alone else 'new'}: traced with host events)"
+    return f" ({'old' if new['device_alone'] else 'new'}: traced with host events)"
 
 
 def _by_name(results: Sequence[Result]) -> dict[str, Metrics]:

@@ -26,76 +26,20 @@ import numpy as np
 
 from megatron_cg.tools.bench.results.rounds import (
     Ratio,
-    all_step_times,
     later_per_earlier,
     ratio,
     round_medians,
+    step_times,
 )
 from megatron_cg.tools.bench.runs.configurations import EAGER, KNOWN
 from megatron_cg.tools.bench.runs.store import Result, by_configuration, table_slug
 
 MIB = 2**20
-_ABSENT: Mapping[str, Any] = {}
+Metrics = Mapping[str, Any]
+"""The metrics of a configuration by name, times in ms and memory in MiB; None: not measured.
 
-
-@dataclass(frozen=True)
-class Metrics:
-    """The metrics of a configuration; None means not measured. Times in ms, memory in MiB."""
-
-    steps: tuple[float, ...]
-    """Each step's time, from the start of a step to the start of the next one."""
-    medians: tuple[float, ...]
-    """The median step time of each round."""
-    later_per_earlier: float | None
-    """The later half of a round's steps relative to the earlier half; 1 if they are steady."""
-    device_alone: bool
-    """Whether the GPU metrics come from the device-only trace. See Note [Which trace]."""
-    busy: float | None
-    """GPU time per step in which a kernel, copy or memset ran, on any stream."""
-    busy_without_nccl: float | None
-    exposed_nccl: float | None
-    """Time in which only NCCL's kernels ran."""
-    idle: float | None
-    """Idle time of the GPU in the traced steps."""
-    idle_for_host: float | None
-    """The part of ``idle`` in which the host had not yet launched the next work."""
-    longest_gap: float | None
-    kernel_launches: float | None
-    graph_launches: float | None
-    capture_seconds: float | None
-    """The whole last capture."""
-    capture_without_warmup: float | None
-    load_seconds: float | None
-    """To check, load and compare layers that were compiled beforehand, before the first step."""
-    compile_seconds: float | None
-    """To compile them: once, for all ranks and all runs of these flags."""
-    capture_peak: float | None
-    peak_allocated: float | None
-    """Peak in the timed steps."""
-    peak_reserved: float | None
-    allocated: float | None
-    """At the end of the timed steps."""
-    bytes_per_replay: float | None
-    loss: float | None
-    """After the last timed step."""
-
-    @property
-    def step(self) -> float | None:
-        """The median step time."""
-        return statistics.median(self.steps) if self.steps else None
-
-    @property
-    def quartiles(self) -> tuple[float, float] | None:
-        """The first and the third quartile of step times (inclusive)."""
-        if not self.steps:
-            return None
-        low, high = np.quantile(self.steps, (0.25, 0.75)).tolist()
-        return low, high
-
-    @property
-    def step_per_busy(self) -> float | None:
-        """The step time relative to the GPU's busy time in it."""
-        return self.step / self.busy if self.step and self.busy else None
+``benchmarks/README.md`` says what each is.
+"""
 
 
 def joined(rounds: Sequence[Result]) -> Metrics:
@@ -103,47 +47,59 @@ def joined(rounds: Sequence[Result]) -> Metrics:
 
     See Note [Rounds together].
     """
+    steps = [step for result in rounds for step in step_times(result)]
     traced = [one for one in rounds if one.get("device_trace") or one.get("trace")]
     alone = bool(traced and traced[0].get("device_trace"))
-    trace = traced[0]["device_trace" if alone else "trace"] if traced else _ABSENT
+    trace = traced[0]["device_trace" if alone else "trace"] if traced else {}
     gaps = trace.get("longest_gaps")  # As earlier versions wrote it.
     ranks = [rank for result in rounds for rank in result["ranks"]]
-    firsts = [result["ranks"][0] for result in rounds if result["ranks"]]
     timed = [rank["timed"] for rank in ranks if rank.get("timed")]
-    first_timed = next((rank["timed"] for rank in firsts if rank.get("timed")), _ABSENT)
-    counters = first_timed.get("counters") or _ABSENT
+    firsts = [result["ranks"][0] for result in rounds if result["ranks"]]
+    first_timed: Mapping[str, Any] = next(
+        (rank["timed"] for rank in firsts if rank.get("timed")), {}
+    )
+    counters = first_timed.get("counters") or {}
+    replayed = counters.get("replayed")
     captures = [rank["captures"][-1] for rank in ranks if rank["captures"]]
     first_captures = [rank["captures"][-1] for rank in firsts if rank["captures"]]
     loaded = [one["loaded"] for one in first_captures if one.get("loaded")]
-    replayed = counters.get("replayed")
-    return Metrics(
-        steps=all_step_times(rounds),
-        medians=tuple(round_medians(rounds).values()),
-        later_per_earlier=later_per_earlier(rounds),
-        device_alone=alone,
-        busy=trace.get("busy_ms"),
-        busy_without_nccl=trace.get("busy_without_nccl_ms"),
-        exposed_nccl=trace.get("exposed_nccl_ms"),
-        idle=trace.get("idle_ms"),
-        idle_for_host=trace.get("idle_for_host_ms"),
-        longest_gap=gaps[0]["us"] / 1e3 if gaps else trace.get("longest_gap_ms"),
-        kernel_launches=trace.get("kernel_launches"),
-        graph_launches=trace.get("graph_launches"),
-        capture_seconds=_median(one["seconds"] for one in first_captures),
-        capture_without_warmup=_median(
+    found: dict[str, Any] = {
+        "step": _median(steps),
+        "quartiles": np.quantile(steps, (0.25, 0.75)).tolist() if steps else None,
+        "least": min(steps, default=None),
+        "most": max(steps, default=None),
+        # The median step time of each round.
+        "medians": list(round_medians(rounds).values()),
+        "later_per_earlier": later_per_earlier(rounds),
+        # Whether the metrics of the GPU come from the device-only trace; see Note [Which trace].
+        "device_alone": alone,
+        "busy": trace.get("busy_ms"),
+        "busy_without_nccl": trace.get("busy_without_nccl_ms"),
+        "exposed_nccl": trace.get("exposed_nccl_ms"),
+        "idle": trace.get("idle_ms"),
+        "idle_for_host": trace.get("idle_for_host_ms"),
+        "longest_gap": gaps[0]["us"] / 1e3 if gaps else trace.get("longest_gap_ms"),
+        "kernel_launches": trace.get("kernel_launches"),
+        "graph_launches": trace.get("graph_launches"),
+        "capture_seconds": _median(one["seconds"] for one in first_captures),
+        "capture_without_warmup": _median(
             one["seconds"] - one["warmup_seconds"]
             for one in first_captures
             if one.get("warmup_seconds") is not None
         ),
-        load_seconds=_median(one["load_seconds"] for one in loaded),
-        compile_seconds=_median(one["compile_seconds"] for one in loaded),
-        capture_peak=_most(captures, "peak_allocated"),
-        peak_allocated=_most(timed, "peak_allocated"),
-        peak_reserved=_most(timed, "peak_reserved"),
-        allocated=_most(timed, "allocated"),
-        bytes_per_replay=counters["bytes_copied"] / replayed if replayed else None,
-        loss=first_timed.get("loss"),
-    )
+        # Of layers that were compiled beforehand.
+        "load_seconds": _median(one["load_seconds"] for one in loaded),
+        "compile_seconds": _median(one["compile_seconds"] for one in loaded),
+        "capture_peak": _most(captures, "peak_allocated"),
+        "peak_allocated": _most(timed, "peak_allocated"),
+        "peak_reserved": _most(timed, "peak_reserved"),
+        # At the end of the timed steps, like the loss.
+        "allocated": _most(timed, "allocated"),
+        "bytes_per_replay": counters["bytes_copied"] / replayed if replayed else None,
+        "loss": first_timed.get("loss"),
+    }
+    busy = found["busy"]
+    return {**found, "step_per_busy": found["step"] / busy if steps and busy else None}
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -205,8 +161,8 @@ class Row:
 
     def ratio(self, name: str, to: str = "") -> float | None:
         """A metric relative to that metric of its baseline, or to the one named ``to``."""
-        own = getattr(self.metrics, name)
-        base = getattr(self.baseline.metrics, to or name) if self.baseline else None
+        own = self.metrics[name]
+        base = self.baseline.metrics[to or name] if self.baseline else None
         return own / base if own is not None and base else None
 
     def step_ratio(self, other: Row | None) -> Ratio | None:

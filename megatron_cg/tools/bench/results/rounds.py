@@ -46,11 +46,6 @@ def step_times(result: Result) -> list[float]:
     return list(timed["step_ms"]) if timed else []
 
 
-def all_step_times(rounds: Sequence[Result]) -> tuple[float, ...]:
-    """The step times of all rounds."""
-    return tuple(step for result in rounds for step in step_times(result))
-
-
 def round_medians(rounds: Sequence[Result]) -> dict[tuple[str, int], float]:
     """The median step time of each round that has step times, by invocation and round."""
     return {
@@ -82,9 +77,13 @@ def ratio(one: Sequence[Result], other: Sequence[Result]) -> Ratio | None:
     if not mine or not theirs:
         return None
     if not {name for name, _ in mine} & {name for name, _ in theirs}:
-        whole = statistics.median(all_step_times(one)) / statistics.median(all_step_times(other))
+        whole = _median_of_all(one) / _median_of_all(other)
         return Ratio(whole, whole, whole, 0)
     found = [mine[name] / theirs[name] for name in mine if name in theirs]
     if not found:
         return None
     return Ratio(statistics.median(found), min(found), max(found), len(found))
+
+
+def _median_of_all(rounds: Sequence[Result]) -> float:
+    return statistics.median(step for result in rounds for step in step_times(result))

@@ -63,7 +63,7 @@ def _of_configuration(group: Sequence[Sequence[Result]]) -> list[Trend]:
     metrics = [joined(rounds) for rounds in group]
     found = []
     for title, (unit, name) in _GROWING.items():
-        values = [getattr(one, name) for one in metrics]
+        values = [one[name] for one in metrics]
         pairs = zip(sizes, values, strict=True)
         points = tuple(sorted((x, y) for x, y in pairs if y is not None))
         if len({x for x, _ in points}) > 1:

@@ -68,7 +68,7 @@ def memory_lines(rows: Sequence[Row]) -> list[str]:
     """The table of memory and captures."""
     over = baseline_title(rows)
     loaded = []
-    if any(row.metrics.load_seconds is not None for row in rows):
+    if any(row.metrics["load_seconds"] is not None for row in rows):
         loaded = [_number("load s", "load_seconds", ",.2f")]
         loaded += [_number("compile s", "compile_seconds", ",.2f")]
     columns: list[Column] = [
@@ -91,7 +91,7 @@ def memory_lines(rows: Sequence[Row]) -> list[str]:
 
 def against_lines(rows: Sequence[Row]) -> list[str]:
     """Every configuration against every other, if that says more than the table of steps."""
-    timed = [row for row in rows if row.metrics.steps]
+    timed = [row for row in rows if row.metrics["step"]]
     several = _in_several_rounds(rows)
     # Two configurations of one round are in the table of steps already.
     if len(timed) <= (1 if several else 2):
@@ -115,8 +115,8 @@ def _in_several_rounds(rows: Sequence[Row]) -> bool:
 
 def _notes(rows: Sequence[Row]) -> list[str]:
     """Notes on which steps the metrics cover."""
-    alone = {row.metrics.device_alone for row in rows if row.metrics.busy is not None}
-    steadiness = any(row.metrics.later_per_earlier for row in rows)
+    alone = {row.metrics["device_alone"] for row in rows if row.metrics["busy"] is not None}
+    steadiness = any(row.metrics["later_per_earlier"] for row in rows)
     notes = {
         baseline_note(rows): True,
         _HALVES: steadiness,
@@ -128,15 +128,15 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _number(title: str, name: str, form: str = ",.1f") -> Column:
-    return title, lambda row: number(getattr(row.metrics, name), form)
+    return title, lambda row: number(row.metrics[name], form)
 
 
 def _traced(title: str, name: str, form: str = ",.1f") -> Column:
     """A metric of the GPU, marked if it is of a slowed host."""
 
     def cell(row: Row) -> str:
-        value = getattr(row.metrics, name)
-        mark = "" if row.metrics.device_alone or value is None else WITH_HOST
+        value = row.metrics[name]
+        mark = "" if row.metrics["device_alone"] or value is None else WITH_HOST
         return number(value, form) + mark
 
     return title, cell
@@ -153,14 +153,14 @@ def _ratio(name: str, to: str = "") -> Callable[[Row], str]:
 
 
 def _medians(row: Row) -> str:
-    return ", ".join(number(median) for median in row.metrics.medians) or NONE
+    return ", ".join(number(median) for median in row.metrics["medians"]) or NONE
 
 
 def _between_quartiles(row: Row) -> str:
-    found = row.metrics.quartiles
+    found = row.metrics["quartiles"]
     return number(found[1] - found[0] if found else None, ",.2f")
 
 
 def _least_to_most(row: Row) -> str:
-    steps = row.metrics.steps
-    return f"{min(steps):,.1f} to {max(steps):,.1f}" if steps else NONE
+    least, most = row.metrics["least"], row.metrics["most"]
+    return NONE if least is None else f"{least:,.1f} to {most:,.1f}"

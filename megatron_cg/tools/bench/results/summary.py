@@ -20,7 +20,7 @@ STEADY = (0.95, 1.05)
 def verdict(row: Row) -> str:
     """Whether this configuration is faster than its baseline, in a few words."""
     bad = next((result for result in row.rounds if result["status"] != OK), None)
-    if row.metrics.step is None:
+    if row.metrics["step"] is None:
         return str(bad["status"]) if bad else "not measured"
     found = row.step_ratio(row.baseline)
     if row is row.baseline:
@@ -36,7 +36,7 @@ def verdict(row: Row) -> str:
         words += f" than {row.baseline_name}" if row.baseline_name != EAGER else ""
         if found.rounds < 2:
             words += ", of one round" if found.rounds else ", of another invocation"
-    steadiness = row.metrics.later_per_earlier
+    steadiness = row.metrics["later_per_earlier"]
     if steadiness is not None and not STEADY[0] <= steadiness <= STEADY[1]:
         words += "; steps are not steady"
     return f"{words}; a run {bad['status']}" if bad else words
@@ -47,7 +47,7 @@ def summary(rows: Sequence[Row]) -> Grid:
     return filled(
         [
             ("configuration", lambda row: row.name),
-            ("step, ms", lambda row: number(row.metrics.step)),
+            ("step, ms", lambda row: number(row.metrics["step"])),
             *step_ratios(rows, to_itself=NONE),
             ("peak allocated, MiB", _memory),
             ("verdict", verdict),
@@ -57,7 +57,7 @@ def summary(rows: Sequence[Row]) -> Grid:
 
 
 def _memory(row: Row) -> str:
-    text = number(row.metrics.peak_allocated, ",.0f")
+    text = number(row.metrics["peak_allocated"], ",.0f")
     ratio = row.ratio("peak_allocated")
     return text if ratio is None or row is row.baseline else f"{text} ({ratio:.3f})"
 

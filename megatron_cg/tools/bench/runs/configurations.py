@@ -67,7 +67,7 @@ class Configuration:
 
     def words(self, scopes: Sequence[str], warmup_steps: int) -> list[str]:
         """Its own flags; all configurations share the others."""
-        words = []
+        words: list[str] = []
         if self.fsdp and (self.graphs != "none" or self.parts):
             # Unsharded parameters at fixed addresses, for graphs or for the fast path.
             words += GRAPH_FLAGS

@@ -103,7 +103,7 @@ def planned(
     assert bench(f"--backend transformer_engine --dry-run {words}", out) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     names = [line[2:].partition(":")[0] for line in lines if line.startswith("# ")]
-    found = {}
+    found: dict[str, tuple[list[str], dict[str, str]]] = {}
     for line in lines:
         if line and not line.startswith("# "):
             parts = shlex.split(line)

@@ -101,7 +101,7 @@ def test_tables_show_what_loading_and_compiling_took(result: Make) -> None:
     for rank in compiled["ranks"]:
         rank["captures"] = [{**rank["captures"][0], "loaded": LOADED}]
     found = joined([compiled])
-    assert (found.load_seconds, found.compile_seconds) == (0.4, 6.0)
+    assert (found["load_seconds"], found["compile_seconds"]) == (0.4, 6.0)
     text = as_markdown([result(LOCAL_EAGER), result(LOCAL_GRAPHS), compiled])
     assert "| capture s | without warmup | load s | compile s |" in text
     assert "| 5.00 | 1.50 | 0.40 | 6.00 |" in text

@@ -185,10 +185,13 @@ def test_metrics_are_on_disk_after_each_window(loop: list[str], tmp_path: Path) 
     assert "probed" not in metrics(tmp_path) and metrics(tmp_path)["error"] == "ValueError: x"
 
 
-def test_counters_are_those_of_the_timed_steps(tmp_path: Path) -> None:
+def test_counters_are_those_of_the_timed_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = {"replayed": 10}
     windows = Windows(warmup=0, settle=1, timed=2, probed=0, profiled=0)
-    measurement = Measurement(windows, tmp_path, lambda: dict(counts))
+    measurement = Measurement(windows, tmp_path)
+    monkeypatch.setattr(measurement.meter, "counts", lambda: dict(counts))
     for _ in range(windows.steps):
         measurement.before_step()
         counts["replayed"] += 4
@@ -200,7 +203,7 @@ def test_counters_are_those_of_the_timed_steps(tmp_path: Path) -> None:
 
 def test_a_capture_is_noted_with_the_step_it_came_after(tmp_path: Path) -> None:
     measurement = Measurement(Windows(), tmp_path)
-    meter = CaptureMeter(measurement.captured)
+    meter = measurement.meter
     measurement.before_step()
     with meter.measuring():
         assert meter._began is not None

@@ -75,11 +75,11 @@ def table(results: list[dict[str, Any]]) -> dict[str, Row]:
 def test_step_times_are_those_of_all_rounds(drifting: list[dict[str, Any]]) -> None:
     graphs = table(drifting)[GRAPHS].metrics
     # 90 100 110 110 110 110 180 180 180: quarters at places 2, 4 and 6 of 0 to 8.
-    assert len(graphs.steps) == 9 and graphs.step == 110 and graphs.quartiles == (110, 180)
-    assert graphs.medians == (100, 180, 110)
+    assert (graphs["step"], graphs["quartiles"]) == (110, [110, 180])
+    assert (graphs["least"], graphs["most"], graphs["medians"]) == (90, 180, [100, 180, 110])
     # Of the first round, which alone was traced: 110 / 50.
-    assert graphs.busy == 50.0 and graphs.step_per_busy == pytest.approx(2.2)
-    assert graphs.device_alone
+    assert graphs["busy"] == 50.0 and graphs["step_per_busy"] == pytest.approx(2.2)
+    assert graphs["device_alone"]
 
 
 def test_ratios_are_medians_of_those_within_a_round(drifting: list[dict[str, Any]]) -> None:
@@ -90,7 +90,7 @@ def test_ratios_are_medians_of_those_within_a_round(drifting: list[dict[str, Any
     found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
     assert found == pytest.approx((1.0, 11 / 12, 1.2, 3))
     # The medians of all steps would have said 110 / 120.
-    of_all = [rows[name].metrics.step for name in (GRAPHS, DDP_GRAPHS)]
+    of_all = [rows[name].metrics["step"] for name in (GRAPHS, DDP_GRAPHS)]
     assert of_all == [110, 120]
 
 
@@ -120,7 +120,7 @@ def test_steps_that_grow_are_told_from_steady_ones(result: Make) -> None:
         runs = [result(GRAPHS, steps, round=n) for n, steps in enumerate(rounds, 1)]
         found = later_per_earlier(runs)
         assert found == (pytest.approx(expected) if expected else None)
-        assert joined(runs).later_per_earlier == found
+        assert joined(runs)["later_per_earlier"] == found
     text = as_markdown([result(GRAPHS, grows)])
     assert "| later / earlier |" in text and "| 1.30 |" in text and "--settle-steps" in text
     assert "--settle-steps" not in as_markdown([result(GRAPHS)])
@@ -145,11 +145,10 @@ def test_a_round_that_lacks_a_configuration_counts_for_the_others(
     rows = table(drifting)
     found = numbers(rows[GRAPHS].step_ratio(rows[EAGER]))
     assert found == pytest.approx((0.55, 0.5, 0.6, 3))
-    assert rows[GRAPHS].metrics.medians == (100, 180, 110)
-    assert len(rows[GRAPHS].metrics.steps) == 9
+    assert rows[GRAPHS].metrics["medians"] == [100, 180, 110]
     found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
     assert found == pytest.approx((23 / 24, 11 / 12, 1.0, 2))
-    assert rows[DDP_GRAPHS].metrics.medians == (100, 120)
+    assert rows[DDP_GRAPHS].metrics["medians"] == [100, 120]
     text = as_markdown(drifting)
     assert "| ddp-graphs (left out in round 2) | 110.0 | 100.0, 120.0 |" in text
     assert "ddp-graphs left out in round 2: no time" in text
@@ -194,8 +193,8 @@ def test_memory_is_the_most_of_any_round_and_capture_their_median(result: Make) 
         capture = rank["captures"][0] | {"seconds": seconds}
         rank |= {"timed": rank["timed"] | {"memory": memory}, "captures": [capture]}
     found = joined(runs)
-    assert (found.peak_allocated, found.capture_seconds) == (5000, 6.5)
-    assert found.capture_without_warmup == 3.0
+    assert (found["peak_allocated"], found["capture_seconds"]) == (5000, 6.5)
+    assert found["capture_without_warmup"] == 3.0
 
 
 def test_the_report_shows_rounds_and_every_pair(drifting: list[dict[str, Any]]) -> None:
