@@ -44,7 +44,7 @@ def phase_lines(rows: Sequence[Row]) -> list[str]:
     return [f"{title}:", "", *grid(["phase [thread]", *probed], body), ""]
 
 
-def overheads(rank: Mapping[str, Any]) -> dict[str, float] | None:
+def _overheads(rank: Mapping[str, Any]) -> dict[str, float] | None:
     """One rank's host time of guards and votes in a step, in microseconds, and related counts.
 
     ``guards`` includes inputs counted, and backward passes given their guards; ``waiting`` is the
@@ -79,7 +79,7 @@ def overhead_lines(rows: Sequence[Row]) -> list[str]:
     """One line for each configuration with this package's graphs."""
     lines: list[str] = []
     for row in rows:
-        found = [one for rank in row.result["ranks"] if (one := overheads(rank)) is not None]
+        found = [one for rank in row.result["ranks"] if (one := _overheads(rank)) is not None]
         if not found:
             continue
         first, highest = found[0], max(one["share"] for one in found)

@@ -18,8 +18,6 @@ from megatron_cg.tools.align.command import DETERMINISTIC_ENVIRONMENT
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.measure.captures import CaptureMeter
-from megatron_cg.tools.bench.results.markdown import as_markdown
-from megatron_cg.tools.bench.results.metrics import joined
 from megatron_cg.tools.bench.runs import compiled_first
 from megatron_cg.tools.bench.runs.configurations import COMPILED_GRAPHS, LOCAL_EAGER, LOCAL_GRAPHS
 from megatron_cg.tools.bench.runs.settings import Settings
@@ -94,15 +92,3 @@ def test_a_capture_says_what_was_loaded_before_it() -> None:
     with meter.measuring():
         pass
     assert [one["loaded"] for one in noted] == [None, None, None, LOADED]
-
-
-def test_tables_show_what_loading_and_compiling_took(result: Make) -> None:
-    compiled = result(COMPILED_GRAPHS)
-    for rank in compiled["ranks"]:
-        rank["captures"] = [{**rank["captures"][0], "loaded": LOADED}]
-    found = joined([compiled])
-    assert (found["load_seconds"], found["compile_seconds"]) == (0.4, 6.0)
-    text = as_markdown([result(LOCAL_EAGER), result(LOCAL_GRAPHS), compiled])
-    assert "| capture s | without warmup | load s | compile s |" in text
-    assert "| 5.00 | 1.50 | 0.40 | 6.00 |" in text
-    assert "load s" not in as_markdown([result(LOCAL_EAGER), result(LOCAL_GRAPHS)])

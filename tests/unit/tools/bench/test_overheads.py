@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.bench.results.host import overhead_lines, overheads
+from megatron_cg.tools.bench.results.host import overhead_lines
 from megatron_cg.tools.bench.results.metrics import tables
 from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
 
@@ -27,20 +27,26 @@ PHASES = [
 def rank(number: int = 0, **counters: int) -> dict[str, Any]:
     return {
         "rank": number,
+        "captures": [],
+        # The median is 105 ms.
         "timed": {"step_ms": [100.0, 90.0, 110.0, 500.0], "counters": COUNTERS | counters},
         "probed": {"phases": PHASES},
     }
 
 
-def test_a_step_has_guards_votes_and_inputs() -> None:
-    assert overheads(rank()) == {
-        "guards": 1500.0,
-        "votes": 250.0,
-        "waiting": 125.0,
-        # Of the median, 105 ms.
-        "share": pytest.approx(1750 / 105_000),
-        **{"copied": 2.0, "in_place": 1.0, "mismatched": 1},
-    }
+def lines(result: Make, *ranks: dict[str, Any]) -> list[str]:
+    (rows,) = tables([result(EAGER), result(GRAPHS, ranks=list(ranks))])
+    return overhead_lines(rows)
+
+
+def test_the_line_is_of_the_rank_with_the_highest_share(result: Make) -> None:
+    assert lines(result, rank(0, guard_ns=400_000), rank(1)) == [
+        "fsdp-graphs, guards and votes: 1.67% of a step, over the aim of 1%. Rank 0: guards 600 us "
+        "a step, votes 250 us, of which 125 us wait for other ranks. Inputs of a replay: 2.0 "
+        "copied, 1.0 read in place. Mismatches: 2.",
+        "",
+    ]
+    assert "0.71% of a step, under the aim" in lines(result, rank(0, guard_ns=400))[0]
 
 
 @pytest.mark.parametrize(
@@ -54,19 +60,5 @@ def test_a_step_has_guards_votes_and_inputs() -> None:
     ],
     ids=["no steps", "not probed", "eager", "no replay", "no guards counted"],
 )
-def test_without_replays_nothing_is_told(changes: dict[str, Any]) -> None:
-    assert overheads(rank() | changes) is None
-
-
-def test_the_line_is_of_the_rank_with_the_highest_share(result: Make) -> None:
-    (rows,) = tables([result(EAGER), result(GRAPHS)])
-    rows[1].result["ranks"] = [rank(0, guard_ns=400_000), rank(1)]
-    line, empty = overhead_lines(rows)
-    assert line == (
-        "fsdp-graphs, guards and votes: 1.67% of a step, over the aim of 1%. Rank 0: guards 600 us "
-        "a step, votes 250 us, of which 125 us wait for other ranks. Inputs of a replay: 2.0 "
-        "copied, 1.0 read in place. Mismatches: 2."
-    )
-    assert empty == ""
-    rows[1].result["ranks"] = [rank(0, guard_ns=400)]
-    assert "0.71% of a step, under the aim" in overhead_lines(rows)[0]
+def test_without_replays_nothing_is_told(result: Make, changes: dict[str, Any]) -> None:
+    assert lines(result, rank() | changes) == []

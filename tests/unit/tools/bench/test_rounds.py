@@ -22,32 +22,6 @@ Make = Callable[..., dict[str, Any]]
 MIB = 2**20
 
 
-@pytest.fixture
-def drifting(result: Make) -> list[dict[str, Any]]:
-    """Three rounds on a machine that slows down by half in the second, then is as before.
-
-    Ratios to eager: 0.5, 0.6 and 0.55 of graphs; 0.5, 0.5 and 0.6 of DDP.
-    """
-    steps = {
-        EAGER: [(199, 200, 201), (300, 300, 300), (200, 200, 200)],
-        GRAPHS: [(90, 100, 110), (180, 180, 180), (110, 110, 110)],
-        DDP_GRAPHS: [(100, 100, 100), (150, 150, 150), (120, 120, 120)],
-    }
-    return [
-        only_timed(result(name, times, round=number, began=f"2026-01-0{number}"), number)
-        for name, rounds in steps.items()
-        for number, times in enumerate(rounds, 1)
-    ]
-
-
-def only_timed(made: dict[str, Any], number: int) -> dict[str, Any]:
-    """As all rounds but the first are."""
-    if number == 1:
-        return made
-    ranks = [{n: v for n, v in rank.items() if n != "probed"} for rank in made["ranks"]]
-    return made | {"ranks": ranks, "device_trace": None, "trace": None}
-
-
 def without_steps(results: list[dict[str, Any]], configuration: str, number: int) -> None:
     """Take a run's metrics away, as if the budget had ended before it."""
     for result in results:
@@ -121,9 +95,6 @@ def test_steps_that_grow_are_told_from_steady_ones(result: Make) -> None:
         found = later_per_earlier(runs)
         assert found == (pytest.approx(expected) if expected else None)
         assert joined(runs)["later_per_earlier"] == found
-    text = as_markdown([result(GRAPHS, grows)])
-    assert "| later / earlier |" in text and "| 1.30 |" in text and "--settle-steps" in text
-    assert "--settle-steps" not in as_markdown([result(GRAPHS)])
 
 
 def test_configurations_that_were_not_run_side_by_side_have_no_round_in_common(
@@ -134,8 +105,6 @@ def test_configurations_that_were_not_run_side_by_side_have_no_round_in_common(
     # All steps of eager have the median 200.
     found = ratio(alone, eager)
     assert found == Ratio(0.25, 0.25, 0.25, 0) and not found.side_by_side
-    text = as_markdown([*eager, *alone])
-    assert "| 0.250 \u2020 |" in text and "not made side by side" in text
 
 
 def test_a_round_that_lacks_a_configuration_counts_for_the_others(
@@ -149,9 +118,6 @@ def test_a_round_that_lacks_a_configuration_counts_for_the_others(
     found = numbers(rows[GRAPHS].step_ratio(rows[DDP_GRAPHS]))
     assert found == pytest.approx((23 / 24, 11 / 12, 1.0, 2))
     assert rows[DDP_GRAPHS].metrics["medians"] == [100, 120]
-    text = as_markdown(drifting)
-    assert "| ddp-graphs (left out in round 2) | 110.0 | 100.0, 120.0 |" in text
-    assert "ddp-graphs left out in round 2: no time" in text
 
 
 def test_a_configuration_that_never_ran_is_in_no_ratio(drifting: list[dict[str, Any]]) -> None:
@@ -177,12 +143,9 @@ def test_without_a_round_in_common_there_is_no_ratio(drifting: list[dict[str, An
 def test_a_run_that_failed_after_its_timed_steps_counts(
     drifting: list[dict[str, Any]],
 ) -> None:
-    drifting[0] |= {"status": FAILED, "error": "gone", "tail": ["last words"]}
+    drifting[0] |= {"status": FAILED, "error": "gone"}
     rows = table(drifting)
     assert numbers(rows[GRAPHS].step_ratio(rows[EAGER]))[3] == 3
-    text = as_markdown(drifting)
-    assert "| fsdp-eager (failed in round 1) |" in text
-    assert "fsdp-eager failed in round 1: gone" in text and "last words" in text
 
 
 def test_memory_is_the_most_of_any_round_and_capture_their_median(result: Make) -> None:
@@ -195,20 +158,6 @@ def test_memory_is_the_most_of_any_round_and_capture_their_median(result: Make) 
     found = joined(runs)
     assert (found["peak_allocated"], found["capture_seconds"]) == (5000, 6.5)
     assert found["capture_without_warmup"] == 3.0
-
-
-def test_the_report_shows_rounds_and_every_pair(drifting: list[dict[str, Any]]) -> None:
-    text = as_markdown(drifting)
-    assert "| configuration | step ms, median | of each round | IQR |" in text
-    row = "| fsdp-graphs | 110.0 | 100.0, 180.0, 110.0 | 70.00 | 90.0 to 180.0 |"
-    assert f"{row} - | 0.550 (0.500 to 0.600) | 50.0 |" in text
-    assert "median of the ratios within a round (least to greatest):" in text
-    assert "| step of / to | fsdp-eager | fsdp-graphs | ddp-graphs |" in text
-    assert "| fsdp-graphs | 0.550 (0.500 to 0.600) | - | 1.000 (0.917 to 1.200) |" in text
-    assert "| llama, fsdp-graphs | default | 2 | A | 2026-01-02 |" in text
-    # Host time and traces are of the first round, once.
-    assert text.count("what ended the GPU's idle time") == 3
-    assert "\u2020" not in text and "give `--rounds`" not in text
 
 
 def test_one_round_of_three_configurations_is_a_matrix_with_a_warning(result: Make) -> None:
