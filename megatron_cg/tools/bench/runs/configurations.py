@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_cg.arguments.fast_path_parts import PARTS, with_dependents
-from megatron_cg.tools.align.command import BASE_FLAGS, GRAPH_FLAGS
+from megatron_cg.tools.align.command import GRAPH_FLAGS
 
 EAGER, EAGER_FAST_PATH, DDP_EAGER = "fsdp-eager", "fsdp-eager-fast-path", "ddp-eager"
 GRAPHS, PLAIN, DDP_GRAPHS = "fsdp-graphs", "fsdp-graphs-plain", "ddp-graphs"
@@ -32,14 +32,6 @@ SEPARATE = (
     "--no-rope-fusion",
 )
 """Megatron's local layers of operations that torch does not compile: what can be traced."""
-
-_FSDP_ONLY = frozenset(
-    {
-        *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
-        *("--ckpt-format", "fsdp_dtensor"),
-    }
-)
-"""Words in BASE_FLAGS that DDP does not use."""
 
 
 @dataclass(frozen=True)
@@ -194,17 +186,3 @@ ON_REQUEST = _by_name(
 )
 """The configurations that only ``--only`` selects."""
 KNOWN = CONFIGURATIONS | ABLATIONS | ON_REQUEST
-
-
-def shared_words(*, fsdp: bool, check_for_nan: bool, rope_fusion: bool) -> list[str]:
-    """The flags that all configurations of a table share, as in a production run.
-
-    ``--deterministic-mode`` is not among them. The check for NaN is off by default: it makes DDP
-    wait for the GPU at each bucket, but does not check Megatron-FSDP's sharded gradients.
-    ``--log-interval`` is large, so that no step includes the time of a log line.
-    """
-    left_out = {"--deterministic-mode"} | (set() if fsdp else _FSDP_ONLY)
-    left_out |= {"--no-rope-fusion"} if rope_fusion else set()
-    words = [word for word in BASE_FLAGS if word not in left_out]
-    words += ["--manual-gc", "--log-interval", "1000"]
-    return words if check_for_nan else [*words, "--no-check-for-nan-in-loss-and-grad"]

@@ -61,12 +61,3 @@ def with_layers(preset: Preset, layers: int) -> Preset:
         dense = int(found[1])
         flags["moe-layer-freq"] = f"([0]*{dense}+[1]*{layers - dense})"
     return replace(preset, flags=flags)
-
-
-def parallel_words(preset: Preset, nproc: int, microbatches: int) -> list[str]:
-    """Flags for ``nproc`` data-parallel GPUs; pairs of them share a model's experts."""
-    micro_batch = int(str(preset.flags["micro-batch-size"]))
-    words = ["--global-batch-size", str(micro_batch * microbatches * nproc)]
-    if is_moe(preset) and nproc % 2 == 0:
-        words += ["--expert-model-parallel-size", "2"]
-    return words
