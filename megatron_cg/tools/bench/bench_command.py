@@ -32,9 +32,9 @@ from megatron_cg.tools.bench.results.scaling import trends
 from megatron_cg.tools.bench.results.summary import print_summary
 from megatron_cg.tools.bench.runs.bench_machine import machine
 from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, ablated, parse_scale, schedule
+from megatron_cg.tools.bench.runs.commands import Settings
 from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
 from megatron_cg.tools.bench.runs.execute import Options, Start, execute
-from megatron_cg.tools.bench.runs.settings import Settings
 from megatron_cg.tools.bench.runs.shapes import SHAPES
 from megatron_cg.tools.bench.runs.starting import check_for_tape, on_gpus, on_tape, refused_on_gpus
 from megatron_cg.tools.bench.runs.store import FILE, OK, Result, keep, kept, newest, read, write

@@ -15,8 +15,8 @@ from megatron_cg.tools.bench.results.rounds import Ratio
 from megatron_cg.tools.bench.results.scaling import Trend
 from megatron_cg.tools.bench.results.summary import summary, verdict
 from megatron_cg.tools.bench.runs.bench_machine import described
+from megatron_cg.tools.bench.runs.commands import CUTLASS
 from megatron_cg.tools.bench.runs.configurations import EAGER, EXPERTS, GRAPHS
-from megatron_cg.tools.bench.runs.settings import CUTLASS
 from megatron_cg.tools.bench.runs.store import FILE, Result
 from megatron_cg.tools.pages.columns import own_words, parted
 from megatron_cg.tools.pages.templates import render

@@ -10,6 +10,7 @@ from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.bench import BenchError
+from megatron_cg.tools.bench.runs.commands import CUTLASS, DEFAULT, Settings
 from megatron_cg.tools.bench.runs.configurations import (
     CONFIGURATIONS,
     EAGER,
@@ -19,7 +20,6 @@ from megatron_cg.tools.bench.runs.configurations import (
     PLAIN,
     ablation,
 )
-from megatron_cg.tools.bench.runs.settings import CUTLASS, DEFAULT, Settings
 from megatron_cg.tools.bench.runs.shapes import is_moe
 from megatron_cg.tools.bench.runs.store import slug
 

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_cg.tools.align.processes import Run, named_error
 from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun
 from megatron_cg.tools.bench.runs.budget import Budget
+from megatron_cg.tools.bench.runs.commands import METRICS
 from megatron_cg.tools.bench.runs.configurations import KNOWN
 from megatron_cg.tools.bench.runs.profiles import add_profiles
 from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT, OK, Result
@@ -95,7 +96,7 @@ def execute(
 
 def _made(process: Run, nproc: int, timeout: float) -> Result:
     """What a run left."""
-    metrics = process.directory / "metrics"
+    metrics = process.directory / METRICS
     began = time.monotonic()
     try:
         process.start(timeout)

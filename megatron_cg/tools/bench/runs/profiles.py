@@ -11,6 +11,7 @@ from typing import Any
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.measure.sampling import SUFFIX
 from megatron_cg.tools.bench.measure.windows import TRACED
+from megatron_cg.tools.bench.runs.commands import METRICS
 from megatron_cg.tools.bench.runs.store import Result
 from megatron_cg.tools.bench.traces.busy import busy_metrics
 from megatron_cg.tools.bench.traces.idle import analyse
@@ -33,7 +34,7 @@ def add_profiles(result: Result, folder: Path, samples: Path | None, *, keep_tra
         keep_traces: whether traces stay in ``folder``, compressed.
     """
     first = result["ranks"][0] if result["ranks"] else {}
-    metrics = folder / "metrics"
+    metrics = folder / METRICS
     for kind, name, read in _TRACES:
         if window := first.get(kind):
             trace = metrics / window["trace"]

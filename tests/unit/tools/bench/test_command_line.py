@@ -12,8 +12,8 @@ import pytest
 
 from megatron_cg.tools.bench import INCOMPLETE
 from megatron_cg.tools.bench.measure.windows import given
+from megatron_cg.tools.bench.runs.commands import SCRIPT
 from megatron_cg.tools.bench.runs.configurations import CONFIGURATIONS, EAGER, FULL, GRAPHS
-from megatron_cg.tools.bench.runs.starting import SCRIPT
 from megatron_cg.tools.cli.main import USAGE_ERROR, main
 
 TAPE = "--backend tape --shapes llama-tiny --nproc 1 --timed-steps 2 --settle-steps 1"

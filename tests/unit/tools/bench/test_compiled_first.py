@@ -19,9 +19,8 @@ from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.measure.captures import CaptureMeter
 from megatron_cg.tools.bench.runs import compiled_first
+from megatron_cg.tools.bench.runs.commands import Settings, command
 from megatron_cg.tools.bench.runs.configurations import COMPILED_GRAPHS, LOCAL_EAGER, LOCAL_GRAPHS
-from megatron_cg.tools.bench.runs.settings import Settings
-from megatron_cg.tools.bench.runs.starting import command
 from megatron_cg.tools.plan.compiled import read_run
 
 Make = Callable[..., dict[str, Any]]

@@ -18,6 +18,7 @@ from megatron_cg.tools.align.processes import Run
 from megatron_cg.tools.bench.measure.windows import Windows
 from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, schedule
 from megatron_cg.tools.bench.runs.budget import Budget
+from megatron_cg.tools.bench.runs.commands import Settings
 from megatron_cg.tools.bench.runs.configurations import DDP_EAGER, EAGER, GRAPHS
 from megatron_cg.tools.bench.runs.execute import (
     Options,
@@ -25,7 +26,6 @@ from megatron_cg.tools.bench.runs.execute import (
     shown_environment,
     shown_words,
 )
-from megatron_cg.tools.bench.runs.settings import Settings
 from megatron_cg.tools.bench.runs.store import FAILED, LEFT_OUT, OK
 
 SETTINGS = Settings(load_preset("llama"), 1, windows=Windows(probed=0, profiled=0))

@@ -12,6 +12,7 @@ import pytest
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.runs.bench_schedule import configurations_for
+from megatron_cg.tools.bench.runs.commands import Settings, script_words
 from megatron_cg.tools.bench.runs.configurations import (
     ABLATIONS,
     EAGER_FAST_PATH,
@@ -22,9 +23,7 @@ from megatron_cg.tools.bench.runs.configurations import (
     PLAIN,
     TORCH_EAGER,
 )
-from megatron_cg.tools.bench.runs.settings import Settings
 from megatron_cg.tools.bench.runs.shapes import SHAPES, is_moe
-from megatron_cg.tools.bench.runs.starting import script_words
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 
 pytestmark = pytest.mark.usefixtures("hopper", "te_gemm")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,25 +76,6 @@ def test_other_ranks_are_neither_sampled_nor_traced(
     assert "timed" in found and "probed" in found and "sampled" not in found
 
 
-class Profile:
-    """Instead of torch's; notes what it was asked for and what came while it was on."""
-
-    def __init__(self, log: list[Any], activities: Any) -> None:
-        self._log = log
-        log.append({activity.name for activity in activities})
-
-    def start(self) -> None:
-        """See torch.profiler."""
-
-    def stop(self) -> None:
-        """See torch.profiler."""
-        self._log.append("stop")
-
-    def export_chrome_trace(self, path: str) -> None:
-        """See torch.profiler."""
-        self._log.append(Path(path).name)
-
-
 @contextmanager
 def noted(log: list[Any], name: str) -> Iterator[None]:
     """Instead of a range, or of the phases' watch."""
@@ -114,7 +95,17 @@ def test_the_device_is_traced_alone_before_it_is_traced_with_host_events(
         monkeypatch.setattr(kinds, name, lambda: None)
     monkeypatch.setattr(kinds, "watching", lambda *_args: noted(log, "phases"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.profiler, "profile", partial(Profile, log))
+    profile = SimpleNamespace(
+        start=lambda: None,
+        stop=lambda: log.append("stop"),
+        export_chrome_trace=lambda path: log.append(Path(path).name),
+    )
+
+    def profiled(activities: Any) -> Any:
+        log.append({activity.name for activity in activities})
+        return profile
+
+    monkeypatch.setattr(torch.profiler, "profile", profiled)
     monkeypatch.setattr(torch.profiler, "record_function", lambda name: noted(log, name))
     supported = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if cupti else set())
     monkeypatch.setattr(torch.profiler, "supported_activities", lambda: supported)

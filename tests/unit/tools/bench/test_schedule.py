@@ -11,17 +11,17 @@ from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.measure.windows import VARIABLE, Windows, given
 from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, parse_scale, schedule
+from megatron_cg.tools.bench.runs.commands import (
+    CUTLASS_VARIABLE,
+    Settings,
+    run_environment,
+)
 from megatron_cg.tools.bench.runs.configurations import (
     DDP_GRAPHS,
     EAGER,
     GRAPHS,
 )
-from megatron_cg.tools.bench.runs.settings import Settings
 from megatron_cg.tools.bench.runs.shapes import default_scopes, layer_count, with_layers
-from megatron_cg.tools.bench.runs.starting import (
-    CUTLASS_VARIABLE,
-    run_environment,
-)
 
 MOE, DENSE, HYBRID = (Settings(load_preset(n), 2) for n in ("qwen3-moe", "llama", "mamba-hybrid"))
 
