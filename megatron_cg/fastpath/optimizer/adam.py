@@ -86,7 +86,7 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
     """
     if _MODULE not in sys.modules:
         raise NotApplicableError("no optimizer is Transformer Engine's FusedAdam")
-    adams = [inner for inner in inner_optimizers(optimizers) if type(inner) is _ADAM.find()]
+    adams = [inner for inner in _inner(optimizers) if type(inner) is _ADAM.find()]
     simple = {id(adam): adam for adam in adams if not _is_special(adam)}
     if not simple:
         why = "is not FusedAdam"
@@ -101,13 +101,12 @@ def install_adam(optimizers: Iterable[Any]) -> Callable[[], None]:
         return undo.pop_all().close
 
 
-def inner_optimizers(optimizers: Iterable[Any]) -> Iterator[Any]:
-    """The optimizers in Megatron's, and these themselves; the innermost come first."""
+def _inner(optimizers: Iterable[Any]) -> Iterator[Any]:
     for optimizer in optimizers:
-        yield from inner_optimizers(getattr(optimizer, "chained_optimizers", ()))
+        yield from _inner(getattr(optimizer, "chained_optimizers", ()))
         inner = vars(optimizer).get("optimizer")
         if inner is not None:
-            yield from inner_optimizers([inner])
+            yield from _inner([inner])
         yield optimizer
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from megatron_cg.fastpath.optimizer.adam import inner_optimizers
+from megatron_cg.memory.usage import optimizer_tensors
 from megatron_cg.upstream.patch import put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
@@ -106,10 +106,7 @@ class OptimizerGraph:
             for weight in group["params"]:
                 yield _place(weight)
                 yield _place(weight.grad)
-        for inner in inner_optimizers([self._optimizer]):
-            if isinstance(inner, torch.optim.Optimizer):
-                for moments in inner.state.values():
-                    yield from map(_place, moments.values())
+        yield from map(_place, optimizer_tensors(self._optimizer))
 
 
 def _place(tensor: Any) -> object:

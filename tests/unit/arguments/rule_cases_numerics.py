@@ -208,8 +208,8 @@ NUMERICS = (
         "add --megatron-fsdp-main-grads-dtype fp32, or drop --optimizer-cuda-graph",
     ),
     *(
-        Case("optimizer-graph", {**_OPTIMIZER_GRAPH, **change}, *words)
-        for change, *words in (
+        Case("optimizer-graph", {**_OPTIMIZER_GRAPH, **change}, found, reason, remedy)
+        for change, found, reason, remedy in (
             (
                 {"optimizer": "sgd"},
                 "--optimizer sgd",
