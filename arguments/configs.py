@@ -79,9 +79,18 @@ DISTRIBUTED: Mapping[str, str] = {
 }
 """The same for ``DistributedDataParallelConfig``; a switch in both configs is on if one is on."""
 
+OPTIMIZER = (
+    "optimizer",
+    "optimizer_cuda_graph",
+    "optimizer_cpu_offload",
+    "log_num_zeros_in_grad",
+)
+"""Fields that ``OptimizerConfig`` has under the same name."""
+
 ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
-    "optimizer_cuda_graph": "a field of OptimizerConfig, read from the optimizer's config",
+    **dict.fromkeys(OPTIMIZER, "a field of OptimizerConfig, read from the optimizer's config"),
+    "weight_decay_incr_style": "of the scheduler, which megatron.training makes",
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
     "gradient_ranks": "sizes of process groups; for a model those of this process",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",
@@ -119,7 +128,8 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
         values[name] = dtype_name(values[name])
     frequency = values["moe_layer_freq"]
     values["moe_layer_freq"] = frequency if isinstance(frequency, int) else tuple(frequency)
-    values["optimizer_cuda_graph"] = bool(getattr(optimizer_config, "optimizer_cuda_graph", False))
+    if optimizer_config is not None:
+        values |= {name: _get(optimizer_config, "OptimizerConfig", name) for name in OPTIMIZER}
     return RunArguments(**{**values, **_layers(model)}, use_megatron_fsdp=True)
 
 

@@ -47,15 +47,6 @@ RULES: tuple[Rule, ...] = (
         "type --fp8-recipe delayed or --fp8-recipe tensorwise, or drop --fp8-param-gather",
     ),
     Refusal(
-        "optimizer-graph",
-        lambda run: run.optimizer_cuda_graph,
-        "--optimizer-cuda-graph with layerwise graphs",
-        "the optimizer's step begins an all-gather of Megatron-FSDP, for which the next forward "
-        "pass waits outside of the graph, and its graph would read gradients that move: it ended "
-        "in 'CUDA error: invalid argument'",
-        "drop --optimizer-cuda-graph",
-    ),
-    Refusal(
         "packed-sequences",
         lambda run: (run.sft or run.rl_use_sequence_packing) and _sees_packs(run),
         "packed sequences (--sft or --rl-use-sequence-packing) with captured attention, Mamba "

@@ -12,6 +12,7 @@ from megatron_cg.arguments import (
     rules_fsdp,
     rules_layers,
     rules_numerics,
+    rules_optimizer,
     rules_precompile,
     rules_recompute,
     rules_scopes,
@@ -20,7 +21,7 @@ from megatron_cg.arguments.rule import Rule
 from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, flag_of
 from megatron_cg.errors import Violation
 
-ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm")
+ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm", "cg_capturable_adam")
 """Fields of GraphArguments that are useful without graphs."""
 RULES: tuple[Rule, ...] = (
     *rules_fsdp.RULES,
@@ -30,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     *rules_experts.RULES,
     *rules_recompute.RULES,
     *rules_numerics.RULES,
+    *rules_optimizer.RULES,
     *rules_backend.RULES,
     *rules_precompile.RULES,
     *rules_environment.RULES,

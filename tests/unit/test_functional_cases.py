@@ -18,7 +18,7 @@ from megatron_cg.errors import ConfigurationError
 from megatron_cg.tools.align.command import arguments
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.plan.worker import docstrings_read_once
-from tests.functional import cases, life_cases, test_failures, test_refusals, without_rules
+from tests.functional import cases, life_cases, test_failures, test_optimizer_graph, test_refusals
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of, pytest_xdist_auto_num_workers
 from tests.functional.tampered import ACTIONS, VARIABLES
@@ -33,6 +33,7 @@ ALL = [
     *cases.CASES,
     *cases.COMPILED,
     *LIFE,
+    *test_optimizer_graph.CASES,
     test_failures.case("failing"),
     test_failures.moe_case("moe_case"),
 ]
@@ -94,7 +95,7 @@ def test_a_case_is_accepted(
     [
         (life_cases.EXPANDABLE_ALONE, "expandable-segments"),
         (life_cases.SINKHORN, "sinkhorn-router"),
-        *((case, rule) for rule, case in test_refusals.REFUSED.items()),
+        (test_refusals.BLOCK_SCALED, "fp8-primary-weights-recipe"),
     ],
     ids=lambda item: getattr(item, "name", item),
 )
@@ -106,18 +107,17 @@ def test_what_is_to_be_refused_is_refused_for_that_reason(
     assert [violation.rule for violation in error.value.violations] == [rule]
 
 
-@pytest.mark.parametrize("rule", test_refusals.REFUSED)
-def test_a_rule_that_is_left_out_lets_its_case_pass(
-    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_megatron_itself_accepts_what_fails_in_megatron_fsdp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation, "RULES", validation.RULES)  # to have it back
-    without_rules.leave_out({rule})
-    validated(test_refusals.REFUSED[rule], tmp_path, monkeypatch, graphs=True)
-
-
-def test_no_rule_that_is_not_there_is_left_out() -> None:
-    with pytest.raises(ValueError, match="no rule is named another-rule"):
-        without_rules.leave_out({"another-rule"})
+    case = test_refusals.BLOCK_SCALED
+    rules = tuple(
+        rule
+        for rule in validation.RULES
+        if getattr(rule, "rule", None) != "fp8-primary-weights-recipe"
+    )
+    monkeypatch.setattr(validation, "RULES", rules)
+    validated(case, tmp_path, monkeypatch, graphs=True)
 
 
 def test_what_is_refused_only_with_graphs_trains_without(

@@ -53,6 +53,32 @@ SUPPORTED = (
         tests=(f"{_PACKED}::test_the_mlp_replays",),
     ),
     Row(
+        "`--optimizer-cuda-graph`",
+        Status.SETTING,
+        "add `--megatron-fsdp-main-grads-dtype fp32`. The step's graph lives as long as those of "
+        "the layers. The forward pass begins the first all-gather instead of the optimizer's step "
+        "(NVIDIA/Megatron-LM#4663). A step whose gradients, weights, moments or settings moved "
+        "runs eagerly. FusedAdam then computes on the GPU, where its last bits differ, so the "
+        "reference is eager training with `--cg-capturable-adam`. Refused: gradients in another "
+        "dtype, which move; optimizers other than Adam; a weight decay that changes; "
+        "`--log-num-zeros-in-grad`",
+        rules=("optimizer-graph",),
+        tests=(
+            "functional/test_optimizer_graph.py::test_losses_norms_and_shards_are_those_of_eager",
+            "functional/test_optimizer_graph.py::test_adam_rounds_elsewhere_when_it_is_capturable",
+            f"{_SHOWN}::test_the_optimizers_step_begins_a_gather_that_the_next_pass_waits_for",
+            f"{_SHOWN}::test_gradients_move_from_step_to_step_under_an_optimizer_graph",
+        ),
+        lines=(
+            Line(CORE, _FSDP, "optimizer_grad = optimizer_grad.to(param.dtype)"),
+            Line(
+                CORE,
+                "megatron/training/training.py",
+                "# causes an error when we wait() on a CUDA kernel launched in a stream beyond",
+            ),
+        ),
+    ),
+    Row(
         "`--inference-rng-tracker`",
         Status.SUPPORTED,
         "dropout draws from the default generator, in replays too",
@@ -135,31 +161,6 @@ NOT_YET = (
                 CORE,
                 f"{_CORE}/transformer_layer.py",
                 '"inference_context and packed_seq_params are excluded from input list. "',
-            ),
-        ),
-    ),
-    Row(
-        "`--optimizer-cuda-graph`",
-        Status.HERE,
-        "the optimizer's step begins an all-gather of Megatron-FSDP, for which the next forward "
-        "pass waits outside of the graph (Megatron turns it off for `full_iteration` alone, see "
-        "NVIDIA/Megatron-LM#4663); and "
-        "Megatron-FSDP casts gradients to a new place in each step, unless "
-        "`--megatron-fsdp-main-grads-dtype fp32` is given. On GPUs the run ended in 'CUDA error: "
-        "invalid argument'. Without that gather, and with fp32 gradients, it did not train as "
-        "eager either, so there is another cause",
-        rules=("optimizer-graph",),
-        tests=(
-            f"{_SHOWN}::test_the_optimizers_step_begins_a_gather_that_the_next_pass_waits_for",
-            f"{_SHOWN}::test_gradients_move_from_step_to_step_under_an_optimizer_graph",
-            "functional/test_refusals.py::test_an_optimizer_graph_does_not_train_as_eager",
-        ),
-        lines=(
-            Line(CORE, _FSDP, "optimizer_grad = optimizer_grad.to(param.dtype)"),
-            Line(
-                CORE,
-                "megatron/training/training.py",
-                "# causes an error when we wait() on a CUDA kernel launched in a stream beyond",
             ),
         ),
     ),

@@ -31,6 +31,7 @@ from megatron_cg.integrations.megatron import repeat
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
+from megatron_cg.integrations.megatron.optimizer_graph import follow_optimizer_graph
 from megatron_cg.integrations.megatron.prediction import parts_for
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
@@ -110,6 +111,10 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             self._agreement = Agreement()
             self._static_inputs = ObservedInputs(self.flattened_callables)
             self.undo.callback(let_gradients_go(self._fsdp))
+            self._optimizer_graph, undo_follow = follow_optimizer_graph(
+                self.optimizers, self._fsdp.ddp_config
+            )
+            self.undo.callback(undo_follow)
             self.controller = GraphController(
                 self._agreement,
                 self._capture_under_fsdp,
@@ -271,6 +276,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                     )
             session.on_close(scopes.pop_all().close)
             session.on_close(self._graphs_are_gone)
+            if self._optimizer_graph is not None:
+                self._optimizer_graph.follow(session)
         log_report(session, "after capture")
         return session
 

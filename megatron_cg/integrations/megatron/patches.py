@@ -222,6 +222,10 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
         return
     if settings.cg_grouped_gemm == "torch":
         _active.callback(_compute_experts_by_torch(settings.cg_moe_rows))
+    if settings.cg_capturable_adam:
+        from megatron_cg.integrations.megatron.optimizer_graph import capturable_adam
+
+        _active.callback(capturable_adam())
     if settings.cg_record is not None:
         from megatron_cg.telemetry.record import install_recorder
 

@@ -108,7 +108,9 @@ class _Votes:
         """Vote whenever its steps return, from now on; call this once for each optimizer."""
         if not any(optimizer is known for known in self._followed):
             self._followed.append(optimizer)
-            self.undo.callback(run_after(optimizer, "step", self.vote))
+            undo = run_after(optimizer, "step", self.vote)
+            # With --optimizer-cuda-graph Megatron deletes that attribute as training ends.
+            self.undo.callback(lambda: undo() if "step" in vars(optimizer) else None)
 
     def vote(self) -> None:
         """Vote, unless this step has voted already."""

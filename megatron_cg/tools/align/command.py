@@ -48,10 +48,12 @@ Inductor chooses how a kernel sums from the number of rows that it is compiled w
 caches on disk do not know that number, so a later run would take the kernel of another rank.
 """
 
+OPTIMIZER_GRAPH = "--optimizer-cuda-graph"
 ABOUT_GRAPHS = frozenset(
     flag_of(field.name) for field in fields(GraphArguments) if field.name not in ANY_RUN
-)
-"""This package's flags that a run without graphs refuses."""
+) | {OPTIMIZER_GRAPH}
+"""Flags for the graph run alone: this package's that a run without graphs refuses, and Megatron's
+graph of the optimizer's step, which does not work under Megatron-FSDP by itself."""
 
 MUTATION_VARIABLE = "MEGATRON_CG_MUTATE"
 
@@ -72,7 +74,7 @@ class Plan:
     bf16: bool = True
     """False means no ``--bf16``, so fp32."""
     graph_extra: tuple[str, ...] = ()
-    """This package's flags for the graph run."""
+    """Flags for the graph run, most of them this package's."""
     extra: tuple[str, ...] = ()
     """Megatron's flags for both runs; ``{run}`` in them becomes ``eager`` or ``graphs``."""
 
@@ -85,7 +87,7 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
     base = [flag for flag in BASE_FLAGS if plan.bf16 or flag != "--bf16"]
     words += ["-m", "megatron_cg", str(plan.script), *plan.model, *base, *data]
     words += ["--train-iters", str(plan.steps)]
-    words += graph_flags(plan) if graphs else ["--cuda-graph-impl", "none"]
+    words += graph_flags(plan) if graphs else _eager_flags(plan)
     name = "graphs" if graphs else "eager"
     extra = [word.replace("{run}", name) for word in plan.extra]
     return [*words, *extra, "--cg-record", str(record)]
@@ -94,7 +96,7 @@ def arguments(plan: Plan, *, graphs: bool, data: Sequence[str], record: Path) ->
 def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the user gave for the script: the words of both runs, and those of the graph run alone.
 
-    The latter are this package's flags about graphs, which an eager run refuses, with their values.
+    The latter are those of :data:`ABOUT_GRAPHS`, with their values.
     """
     both: list[str] = []
     of_graphs: list[str] = []
@@ -104,6 +106,11 @@ def by_run(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
             chosen = of_graphs if word.partition("=")[0] in ABOUT_GRAPHS else both
         chosen.append(word)
     return tuple(both), tuple(of_graphs)
+
+
+def _eager_flags(plan: Plan) -> list[str]:
+    same_adam = ["--cg-capturable-adam"] if OPTIMIZER_GRAPH in plan.graph_extra else []
+    return ["--cuda-graph-impl", "none", *same_adam]
 
 
 def graph_flags(plan: Plan) -> list[str]:

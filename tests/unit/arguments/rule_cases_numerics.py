@@ -15,6 +15,10 @@ _FULL: dict[str, Any] = {
     "num_experts": None,
     **modules("attn", "mlp"),
 }
+_OPTIMIZER_GRAPH: dict[str, Any] = {
+    "optimizer_cuda_graph": True,
+    "megatron_fsdp_main_grads_dtype": "fp32",
+}
 _UNKNOWN_LAYERS: dict[str, Any] = {"custom_layers": True}
 
 RECOMPUTE = (
@@ -199,9 +203,38 @@ NUMERICS = (
     Case(
         "optimizer-graph",
         {"optimizer_cuda_graph": True},
-        "--optimizer-cuda-graph",
-        "invalid argument",
-        "drop --optimizer-cuda-graph",
+        "--optimizer-cuda-graph with --megatron-fsdp-main-grads-dtype auto",
+        "to a new place in each step",
+        "add --megatron-fsdp-main-grads-dtype fp32, or drop --optimizer-cuda-graph",
+    ),
+    *(
+        Case("optimizer-graph", {**_OPTIMIZER_GRAPH, **change}, found, reason, remedy)
+        for change, found, reason, remedy in (
+            (
+                {"optimizer": "sgd"},
+                "--optimizer sgd",
+                "learning rate",
+                "type --optimizer adam",
+            ),
+            (
+                {"optimizer_cpu_offload": True},
+                "--optimizer adam --optimizer-cpu-offload",
+                "learning rate",
+                "without --optimizer-cpu-offload",
+            ),
+            (
+                {"weight_decay_incr_style": "linear"},
+                "--weight-decay-incr-style linear",
+                "a number on the host",
+                "type --weight-decay-incr-style constant",
+            ),
+            (
+                {"log_num_zeros_in_grad": True},
+                "--log-num-zeros-in-grad",
+                "on the host",
+                "drop --log-num-zeros-in-grad",
+            ),
+        )
     ),
     *(
         Case(

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_cg.arguments.configs import DISTRIBUTED, ELSEWHERE, TRANSFORMER, run_of
+from megatron_cg.arguments.configs import DISTRIBUTED, ELSEWHERE, OPTIMIZER, TRANSFORMER, run_of
 from megatron_cg.arguments.schema import RunArguments
 from megatron_cg.errors import UpstreamChangedError
 
@@ -39,7 +39,7 @@ def test_no_name_is_mapped_that_is_not_a_field() -> None:
 def test_what_is_elsewhere_is_in_neither_config() -> None:
     both = names(TransformerConfig) | names(DistributedDataParallelConfig)
     assert both.isdisjoint(set(ELSEWHERE) - {"use_megatron_fsdp"})
-    assert "optimizer_cuda_graph" in names(OptimizerConfig)
+    assert set(OPTIMIZER) <= names(OptimizerConfig)
     assert "hybrid_layer_pattern" in HybridModel.__init__.__annotations__
 
 

@@ -162,6 +162,9 @@ def test_local_graphs_refuse_the_hooks_of_megatron_fsdp(dense_model: Any) -> Non
     assert not any(hasattr(weight, "main_grad") for weight in layer.parameters())
 
 
+FP32_GRADIENTS: Mapping[str, object] = {"megatron_fsdp_main_grads_dtype": torch.float32}
+
+
 def gradient_places(options: Mapping[str, object]) -> list[set[int]]:
     """The addresses of each parameter's main gradient in three steps, none of which was freed."""
     from megatron.core import parallel_state
@@ -183,9 +186,12 @@ def gradient_places(options: Mapping[str, object]) -> list[set[int]]:
     [
         ({}, 3),
         ({"megatron_fsdp_cuda_graph_mode": True}, 3),
-        ({"megatron_fsdp_main_grads_dtype": torch.float32}, 1),
+        (FP32_GRADIENTS, 1),
+        ({**FP32_GRADIENTS, "data_parallel_sharding_strategy": "optim_grads"}, 1),
+        ({**FP32_GRADIENTS, "data_parallel_sharding_strategy": "optim"}, 1),
+        ({**FP32_GRADIENTS, "data_parallel_sharding_strategy": "no_shard"}, 1),
     ],
-    ids=["default", "mode of full-iteration graphs", "fp32 main gradients"],
+    ids=["default", "mode of full-iteration graphs", "ZeRO-3", "ZeRO-2", "ZeRO-1", "no_shard"],
 )
 def test_gradients_move_from_step_to_step_under_an_optimizer_graph(
     options: Mapping[str, object], places: int, one_rank: None

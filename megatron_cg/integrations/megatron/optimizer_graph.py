@@ -1,0 +1,164 @@
+"""A graph of the optimizer's step beside the graphs of layers (``--optimizer-cuda-graph``).
+
+Megatron captures and replays the graph (``OptimizerCudaGraphWrapper``). This module decides when.
+
+Note [No gather in the optimizer's step]
+    Megatron-FSDP begins to gather the first weights as the optimizer's step ends, and the next
+    forward pass waits for that. If the gather is inside a graph, nothing outside can wait for it.
+    So the forward pass begins it, as Megatron sets it for graphs of a whole iteration.
+
+Note [What the step reads]
+    A replay reads gradients, weights, moments and learning rates where they were at capture, and
+    numbers such as the weight decay as they were then. They are compared before each replay. After
+    a difference the step runs eagerly, with the same kernels. A rank may do that alone: its
+    collectives are the same, in the same order.
+
+Note [As long as the layers' graphs]
+    The graph contains a collective, that of the gradient norm. It is released with the layers'
+    graphs, before the process groups, and captured with them again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+
+from megatron_cg.memory.usage import optimizer_tensors
+from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.symbols import Symbol
+
+logger = logging.getLogger(__name__)
+
+_WRAPPER = Symbol(
+    "megatron-core",
+    "megatron.core.optimizer.optimizer_cuda_graph:OptimizerCudaGraphWrapper",
+    "what replaces the optimizer's step",
+    attributes=("__call__", "cuda_graph", "result", "curr_iteration"),
+)
+_ADAM = Symbol("megatron-core", "megatron.core.optimizer:Adam", "the Adam that optimizers are")
+RELIES_ON = (_WRAPPER, _ADAM)
+_GATHER = "fsdp_all_gather_in_start_param_sync"
+Facts = list[object]
+
+
+class OptimizerGraph:
+    """Decides for each step of one optimizer: eager, capture, or replay.
+
+    Args:
+        wrapper: Megatron's, as ``optimizer.step``.
+        optimizer: the optimizer whose step it is.
+        capture: calls the wrapper as Megatron wrote it.
+    """
+
+    def __init__(self, wrapper: Any, optimizer: Any, capture: Callable[[], Any]) -> None:
+        self._wrapper, self._optimizer, self._capture = wrapper, optimizer, capture
+        self._kind = type(wrapper)
+        self._has_stepped = False
+        self._may_capture = False
+        self._captured: Facts = []
+        self.eager_steps = 0
+        """Steps that ran eagerly although there was a graph."""
+
+    def follow(self, session: Any) -> None:
+        """Capture in the next step, and release the graph when ``session`` closes."""
+        self._may_capture = True
+        session.on_close(self.release)
+
+    def release(self) -> None:
+        """Release the graph, while the GPU is idle; steps then run eagerly."""
+        self._may_capture = False
+        self._kind.cuda_graph = self._kind.result = None
+
+    def step(self) -> Any:
+        """Make a step; returns what Megatron's step returns."""
+        # The first step makes the moments. In a graph it would make them again in each replay.
+        if not self._may_capture or not self._has_stepped:
+            self._has_stepped = True
+            return self._wrapper.optimizer_step_func()
+        facts = list(self._facts())
+        if self._kind.cuda_graph is None:
+            self._captured = facts
+            # Megatron captures in the step of this number.
+            self._kind.curr_iteration = self._wrapper.cuda_graph_warmup_steps
+            return self._capture()
+        if facts == self._captured:
+            self._kind.cuda_graph.replay()
+            return self._kind.result
+        if not self.eager_steps:
+            logger.warning(
+                "megatron_cg: the optimizer's step runs eagerly, because a gradient, a weight, a "
+                "moment or a setting of the optimizer is not as it was when the step was captured."
+            )
+        self.eager_steps += 1
+        return self._wrapper.optimizer_step_func()
+
+    def _facts(self) -> Iterator[object]:
+        """See Note [What the step reads]."""
+        for group in self._optimizer.param_groups:
+            for name, value in group.items():
+                if name != "params":
+                    yield value.data_ptr() if isinstance(value, torch.Tensor) else value
+            for weight in group["params"]:
+                yield _place(weight)
+                yield _place(weight.grad)
+        yield from map(_place, optimizer_tensors(self._optimizer))
+
+
+def _place(tensor: Any) -> object:
+    """The address of a tensor's data on this rank; other values as they are."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.data_ptr() if isinstance(local, torch.Tensor) else local
+
+
+def follow_optimizer_graph(
+    optimizers: Sequence[Any], ddp_config: Any
+) -> tuple[OptimizerGraph | None, Callable[[], None]]:
+    """Take over the decisions of ``--optimizer-cuda-graph``; the graph is None without that flag.
+
+    Args:
+        optimizers: Megatron's, of a model under Megatron-FSDP; its loop gives the flag to one.
+        ddp_config: the ``DistributedDataParallelConfig`` of that model.
+
+    Returns:
+        The graph, and the undo. Raises UpstreamChangedError if a symbol is missing.
+    """
+    kind = _WRAPPER.find()
+    with_graph = [one for one in optimizers if isinstance(vars(one).get("step"), kind)]
+    if not with_graph:
+        return None, lambda: None
+    (optimizer,) = with_graph
+    wrapper, megatrons_own = optimizer.step, kind.__call__
+    graph = OptimizerGraph(wrapper, optimizer, lambda: megatrons_own(wrapper))
+
+    @wraps(megatrons_own)
+    def call(called: Any, *args: Any, **kwargs: Any) -> Any:
+        if called is not wrapper or args or kwargs:
+            return megatrons_own(called, *args, **kwargs)
+        return graph.step()
+
+    with ExitStack() as undo:
+        undo.callback(put_over(kind, "__call__", call))
+        undo.callback(set_attribute(ddp_config, _GATHER, False))
+        return graph, undo.pop_all().close
+
+
+def capturable_adam() -> Callable[[], None]:
+    """Let Adam of optimizers that are made from now on compute as in a graph; returns the undo.
+
+    Transformer Engine then computes the corrections of its moments on the GPU, where the last bits
+    differ from those on the host. Raises UpstreamChangedError if Megatron's Adam is missing.
+    """
+    adam = _ADAM.find()
+
+    class CapturableAdam(adam):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "capturable": True})
+
+    from megatron.core import optimizer
+
+    return set_attribute(optimizer, "Adam", CapturableAdam)

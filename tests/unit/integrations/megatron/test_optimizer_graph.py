@@ -1,0 +1,187 @@
+"""When the step of an optimizer is captured, replayed, or run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cg.arguments import Environment, GraphArguments, RunArguments
+from megatron_cg.arguments.validation import violations
+from megatron_cg.integrations.megatron.optimizer_graph import (
+    OptimizerGraph,
+    capturable_adam,
+    follow_optimizer_graph,
+)
+
+WARMUP = 3
+
+
+class Optimizer(torch.optim.AdamW):
+    """Counts its steps; Megatron's has the same members."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+class Replayed:
+    """Takes the role of a CUDA graph: it only counts its replays."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class Session:
+    """Runs what is to be done when it closes."""
+
+    def __init__(self) -> None:
+        self.undo: list[Callable[[], None]] = []
+        self.on_close = self.undo.append
+
+    def close(self) -> None:
+        for undo in self.undo:
+            undo()
+
+
+@pytest.fixture
+def made(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OptimizerGraph, Any]]:
+    """The followed graph of an optimizer of one weight, and the optimizer, as Megatron wraps it."""
+    from megatron.core.optimizer import optimizer_cuda_graph as megatrons
+
+    @contextmanager
+    def graph(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("get_graph_pool", "get_shared_capture_stream"):
+        monkeypatch.setattr(megatrons, name, lambda *_: None)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer: Any = Optimizer([{"params": [weight], "lr": torch.tensor(1e-3)}])
+    weight.grad = torch.ones(4)
+    kind = megatrons.OptimizerCudaGraphWrapper
+    monkeypatch.setattr(kind, "curr_iteration", 0)
+    optimizer.step = kind(optimizer.step, cuda_graph_warmup_steps=WARMUP)
+    settings = SimpleNamespace(fsdp_all_gather_in_start_param_sync=True)
+    followed, undo = follow_optimizer_graph([optimizer], settings)
+    assert followed is not None
+    assert not settings.fsdp_all_gather_in_start_param_sync
+    yield followed, optimizer
+    undo()
+    assert settings.fsdp_all_gather_in_start_param_sync
+    followed.release()
+
+
+def graph_of(optimizer: Any) -> Any:
+    return type(optimizer.step).cuda_graph
+
+
+def test_the_step_is_captured_once_and_replayed_while_the_layers_have_graphs(made: Any) -> None:
+    followed, optimizer = made
+    for _ in range(WARMUP + 2):
+        optimizer.step()
+    assert (optimizer.steps, graph_of(optimizer)) == (WARMUP + 2, None)
+    session = Session()
+    followed.follow(session)
+    for _ in range(3):
+        optimizer.step()
+    captured = graph_of(optimizer)
+    assert (optimizer.steps, captured.replays) == (WARMUP + 3, 3)
+    session.close()
+    assert graph_of(optimizer) is None
+    optimizer.step()
+    assert (optimizer.steps, captured.replays) == (WARMUP + 4, 3)
+    followed.follow(Session())
+    optimizer.step()
+    optimizer.step()
+    assert (optimizer.steps, graph_of(optimizer).replays, captured.replays) == (WARMUP + 5, 2, 3)
+
+
+def test_the_first_step_is_never_captured(made: Any) -> None:
+    followed, optimizer = made
+    followed.follow(Session())
+    optimizer.step()
+    assert (optimizer.steps, graph_of(optimizer)) == (1, None)
+    optimizer.step()
+    assert graph_of(optimizer).replays == 1
+
+
+def new_gradient(_optimizer: Any, weight: torch.nn.Parameter) -> None:
+    weight.grad = torch.full((4,), 2.0)
+
+
+def no_gradient(_optimizer: Any, weight: torch.nn.Parameter) -> None:
+    weight.grad = None
+
+
+def new_weights(_optimizer: Any, weight: torch.nn.Parameter) -> None:
+    weight.data = weight.data.clone()
+
+
+def new_rate(optimizer: Any, _weight: torch.nn.Parameter) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+
+
+def another_decay(optimizer: Any, _weight: torch.nn.Parameter) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def loaded_state(optimizer: Any, weight: torch.nn.Parameter) -> None:
+    optimizer.state[weight]["exp_avg"] = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    "change", [new_gradient, no_gradient, new_weights, new_rate, another_decay, loaded_state]
+)
+def test_a_step_that_reads_something_else_runs_eagerly(
+    change: Callable[[Any, Any], None], made: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed, optimizer = made
+    (weight,) = optimizer.param_groups[0]["params"]
+    optimizer.step()
+    followed.follow(Session())
+    optimizer.step()
+    kept = [weight.grad, weight.data, *optimizer.state[weight].values()]  # so that none is reused
+    change(optimizer, weight)
+    optimizer.step()
+    optimizer.step()
+    assert (optimizer.steps, graph_of(optimizer).replays, followed.eager_steps) == (4, 1, 2)
+    (message,) = caplog.messages
+    assert "the optimizer's step runs eagerly" in message
+    assert kept
+
+
+def test_an_optimizer_without_a_graph_is_left_alone() -> None:
+    optimizer = Optimizer([torch.nn.Parameter(torch.ones(1))])
+    settings = SimpleNamespace(fsdp_all_gather_in_start_param_sync=True)
+    followed, undo = follow_optimizer_graph([optimizer], settings)
+    undo()
+    assert followed is None and settings.fsdp_all_gather_in_start_param_sync
+
+
+def test_adam_of_an_eager_run_can_compute_as_in_a_graph(imported: None) -> None:
+    from megatron.core import optimizer
+
+    def capturable() -> bool:
+        made = optimizer.Adam([torch.nn.Parameter(torch.ones(1))], capturable=False)
+        return bool(made.defaults["capturable"])
+
+    undo = capturable_adam()
+    assert capturable()
+    undo()
+    assert not capturable()
+
+
+def test_that_flag_is_for_runs_without_graphs_too() -> None:
+    flags = GraphArguments(cg_capturable_adam=True)
+    assert violations(RunArguments(), flags, Environment()) == ()
