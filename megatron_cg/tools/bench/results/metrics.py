@@ -35,6 +35,7 @@ from megatron_cg.tools.bench.runs.configurations import EAGER, KNOWN
 from megatron_cg.tools.bench.runs.store import Result, by_configuration, table_slug
 
 MIB = 2**20
+_GPU_TIMES = ("busy", "busy_without_nccl", "exposed_nccl", "idle", "idle_for_host", "longest_gap")
 Metrics = Mapping[str, Any]
 """The metrics of a configuration by name, times in ms and memory in MiB; None: not measured.
 
@@ -47,23 +48,14 @@ def joined(rounds: Sequence[Result]) -> Metrics:
 
     See Note [Rounds together].
     """
+    found = _of_steps(rounds) | _of_gpu(rounds) | _of_captures(rounds) | _of_timed(rounds)
+    step, busy = found["step"], found["busy"]
+    return found | {"step_per_busy": step / busy if step and busy else None}
+
+
+def _of_steps(rounds: Sequence[Result]) -> dict[str, Any]:
     steps = [step for result in rounds for step in step_times(result)]
-    traced = [one for one in rounds if one.get("device_trace") or one.get("trace")]
-    alone = bool(traced and traced[0].get("device_trace"))
-    trace = traced[0]["device_trace" if alone else "trace"] if traced else {}
-    gaps = trace.get("longest_gaps")  # As earlier versions wrote it.
-    ranks = [rank for result in rounds for rank in result["ranks"]]
-    timed = [rank["timed"] for rank in ranks if rank.get("timed")]
-    firsts = [result["ranks"][0] for result in rounds if result["ranks"]]
-    first_timed: Mapping[str, Any] = next(
-        (rank["timed"] for rank in firsts if rank.get("timed")), {}
-    )
-    counters = first_timed.get("counters") or {}
-    replayed = counters.get("replayed")
-    captures = [rank["captures"][-1] for rank in ranks if rank["captures"]]
-    first_captures = [rank["captures"][-1] for rank in firsts if rank["captures"]]
-    loaded = [one["loaded"] for one in first_captures if one.get("loaded")]
-    found: dict[str, Any] = {
+    return {
         "step": _median(steps),
         "quartiles": np.quantile(steps, (0.25, 0.75)).tolist() if steps else None,
         "least": min(steps, default=None),
@@ -71,35 +63,48 @@ def joined(rounds: Sequence[Result]) -> Metrics:
         # The median step time of each round.
         "medians": list(round_medians(rounds).values()),
         "later_per_earlier": later_per_earlier(rounds),
-        # Whether the metrics of the GPU come from the device-only trace; see Note [Which trace].
-        "device_alone": alone,
-        "busy": trace.get("busy_ms"),
-        "busy_without_nccl": trace.get("busy_without_nccl_ms"),
-        "exposed_nccl": trace.get("exposed_nccl_ms"),
-        "idle": trace.get("idle_ms"),
-        "idle_for_host": trace.get("idle_for_host_ms"),
-        "longest_gap": gaps[0]["us"] / 1e3 if gaps else trace.get("longest_gap_ms"),
-        "kernel_launches": trace.get("kernel_launches"),
-        "graph_launches": trace.get("graph_launches"),
-        "capture_seconds": _median(one["seconds"] for one in first_captures),
-        "capture_without_warmup": _median(
-            one["seconds"] - one["warmup_seconds"]
-            for one in first_captures
-            if one.get("warmup_seconds") is not None
-        ),
-        # Of layers that were compiled beforehand.
+    }
+
+
+def _of_gpu(rounds: Sequence[Result]) -> dict[str, Any]:
+    """``device_alone``: whether they come from the device-only trace; see Note [Which trace]."""
+    traces = [(one.get("device_trace"), one.get("trace")) for one in rounds]
+    alone, whole = next((found for found in traces if any(found)), (None, None))
+    trace = alone or whole or {}
+    found = {name: trace.get(f"{name}_ms") for name in _GPU_TIMES}
+    if gaps := trace.get("longest_gaps"):  # As earlier versions wrote it.
+        found["longest_gap"] = gaps[0]["us"] / 1e3
+    launches = {name: trace.get(name) for name in ("kernel_launches", "graph_launches")}
+    return {"device_alone": bool(alone), **found, **launches}
+
+
+def _of_captures(rounds: Sequence[Result]) -> dict[str, Any]:
+    """``load_seconds`` and ``compile_seconds`` are of layers that were compiled beforehand."""
+    captures = [r["captures"][-1] for one in rounds for r in one["ranks"] if r["captures"]]
+    firsts = [one["ranks"][0]["captures"] for one in rounds if one["ranks"]]
+    own = [found[-1] for found in firsts if found]
+    graphs = [one for one in own if one.get("warmup_seconds") is not None]
+    loaded = [one["loaded"] for one in own if one.get("loaded")]
+    return {
+        "capture_seconds": _median(one["seconds"] for one in own),
+        "capture_without_warmup": _median(one["seconds"] - one["warmup_seconds"] for one in graphs),
         "load_seconds": _median(one["load_seconds"] for one in loaded),
         "compile_seconds": _median(one["compile_seconds"] for one in loaded),
         "capture_peak": _most(captures, "peak_allocated"),
-        "peak_allocated": _most(timed, "peak_allocated"),
-        "peak_reserved": _most(timed, "peak_reserved"),
-        # At the end of the timed steps, like the loss.
-        "allocated": _most(timed, "allocated"),
-        "bytes_per_replay": counters["bytes_copied"] / replayed if replayed else None,
-        "loss": first_timed.get("loss"),
     }
-    busy = found["busy"]
-    return {**found, "step_per_busy": found["step"] / busy if steps and busy else None}
+
+
+def _of_timed(rounds: Sequence[Result]) -> dict[str, Any]:
+    """Memory of all ranks; ``allocated`` and ``loss`` are those at the end of the timed steps."""
+    timed = [r["timed"] for one in rounds for r in one["ranks"] if r.get("timed")]
+    first = timed[0] if timed else {}
+    counters = first.get("counters") or {}
+    replayed = counters.get("replayed")
+    return {
+        **{name: _most(timed, name) for name in ("peak_allocated", "peak_reserved", "allocated")},
+        "bytes_per_replay": counters["bytes_copied"] / replayed if replayed else None,
+        "loss": first.get("loss"),
+    }
 
 
 def _median(values: Iterable[float]) -> float | None:
