@@ -17,7 +17,7 @@ FAST := arguments ordering/test_clocks.py integrations/standalone/test_call.py \
 	replay/test_in_flight.py replay/guard/test_inputs.py capture/test_static_inputs.py \
 	capture/test_observers.py consensus/test_mutants_of_pure_modules.py hooks/test_extract.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
-	$(patsubst %,tools/bench/test_%.py,execute host measured results rounds sampling schedule trace) \
+	$(patsubst %,tools/bench/test_%.py,host measured report results rounds sampling schedule trace) \
 	$(patsubst %,fastpath/test_%.py,buckets heuristics last_unit cached_lists views) \
 	$(patsubst %,tools/plan/test_%.py,check pool request) \
 	$(patsubst %,tools/report/test_%.py,facts series words) \

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 from megatron_cg.tools.bench.results.bench_page import page, write_page
+from megatron_cg.tools.bench.results.markdown import as_markdown
 from megatron_cg.tools.bench.results.metrics import tables
 from megatron_cg.tools.bench.results.scaling import trends
 from megatron_cg.tools.bench.results.summary import summary
-from megatron_cg.tools.bench.runs.configurations import DDP_GRAPHS, EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.configurations import (
+    DDP_GRAPHS,
+    EAGER,
+    EXPERTS,
+    GRAPHS,
+    TORCH_EAGER,
+)
 from megatron_cg.tools.bench.runs.store import read
 from tests.unit.tools.report.test_browser import FIGURES, LOW_CONTRAST, TOO_WIDE, tab
 from tests.unit.tools.report.test_page import Document
@@ -23,11 +30,18 @@ RESULTS = sorted(Path(__file__).parents[4].glob("benchmarks/results/*/bench.json
 __all__ = ["tab"]
 
 
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are empty, as matplotlib takes half a second for each page."""
+    monkeypatch.setattr("megatron_cg.tools.pages.figures._svg", lambda *_: ("0 0 1 1", ""))
+
+
 def head(*results: dict[str, Any]) -> str:
     (found,) = re.findall(r'<div class="verdict.*?</div>', page(list(results), [], []), re.S)
     return " ".join(found.split())
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_the_page_says_whether_graphs_are_faster(result: Make) -> None:
     eager = result(EAGER, (100.0,))
     assert 'class="verdict good"' in head(eager, result(GRAPHS, (50.0,)))
@@ -40,6 +54,15 @@ def test_the_page_says_whether_graphs_are_faster(result: Make) -> None:
     assert "No ratio of graphs" in head(result(GRAPHS), result(DDP_GRAPHS))
 
 
+@pytest.mark.usefixtures("no_drawing")
+def test_graphs_are_compared_with_their_own_baselines(result: Make) -> None:
+    made = [result(name) for name in (EAGER, TORCH_EAGER, EXPERTS, GRAPHS)]
+    assert f"{GRAPHS} against {EAGER}; {EXPERTS} against {TORCH_EAGER}" in head(*made)
+    own = f"for {TORCH_EAGER} and {EXPERTS} it is the ratio to {TORCH_EAGER}"
+    assert f"&#34;/ baseline&#34; is the ratio to {EAGER}; {own}." in page(made, [], [])
+
+
+@pytest.mark.usefixtures("no_drawing")
 def test_the_table_is_that_of_the_terminal(result: Make) -> None:
     results = [result(EAGER), result(GRAPHS), result(DDP_GRAPHS)]
     (rows,) = tables(results)
@@ -74,10 +97,12 @@ def test_without_matplotlib_the_page_has_no_plots(
     assert "<figure>" not in page([result(EAGER), result(GRAPHS)], [], [])
 
 
+@pytest.mark.usefixtures("no_drawing")
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
-def test_every_result_of_ours_has_a_page(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_result_of_ours_is_shown(path: Path) -> None:
     results = read(path)
-    monkeypatch.setattr("megatron_cg.tools.pages.figures._svg", lambda *_: ("0 0 1 1", ""))
+    text = as_markdown(results)
+    assert "## Runs" in text and "GPU busy ms" in text
     document = Document(page(results, trends(results), []))
     assert document.open == []
 
