@@ -53,7 +53,7 @@ def step_ratios(rows: Iterable[Row], *, to_itself: str = "") -> list[Column]:
 
     columns: list[Column] = [(baseline_title(rows), lambda row: cell(row, row.baseline))]
     if has_other_baselines(rows):
-        columns.append((f"/ {EAGER}", lambda row: cell(row, row.eager)))
+        columns.append((f"/ {EAGER}", lambda row: cell(row, row.table.get(EAGER))))
     return columns
 
 

@@ -138,11 +138,6 @@ class Row:
         return str(self.result["key"]["contender"])
 
     @property
-    def eager(self) -> Row | None:
-        """fsdp-eager of this table."""
-        return self.table.get(EAGER)
-
-    @property
     def baseline_name(self) -> str:
         """The configuration that the ratios of this one are to."""
         return KNOWN[self.name].baseline

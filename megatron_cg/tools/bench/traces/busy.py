@@ -10,48 +10,14 @@ Note [Two traces]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_cg.tools.bench import BenchError
-from megatron_cg.tools.bench.traces.intervals import gaps, length, union
-from megatron_cg.tools.bench.traces.timeline import Event, Timeline, spans
+from megatron_cg.tools.bench.traces.intervals import length, union
+from megatron_cg.tools.bench.traces.timeline import Timeline, spans
 
 _KERNEL = ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel")
 _GRAPH = ("cudaGraphLaunch", "cuGraphLaunch")
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A period in which the GPU had nothing to do."""
-
-    start: float
-    end: float
-    launch: Event | None
-    """The call that launched the work that ended it; None if the trace has no such call."""
-
-    @property
-    def length(self) -> float:
-        """In microseconds."""
-        return self.end - self.start
-
-    @property
-    def launched_late(self) -> bool:
-        """Whether the GPU became idle before that call, so it waited for the host."""
-        return self.launch is not None and self.launch.start >= self.start
-
-
-def find_gaps(timeline: Timeline) -> list[Gap]:
-    """All gaps in the order of time."""
-    first_at: dict[float, Event] = {}
-    for event in timeline.device:
-        first_at.setdefault(event.start, event)
-    found = []
-    for start, end in gaps(union(spans(timeline.device))).tolist():
-        correlation = first_at[end].correlation
-        launch = None if correlation is None else timeline.calls.get(correlation)
-        found.append(Gap(start, end, launch))
-    return found
 
 
 def busy_metrics(timeline: Timeline, steps: int) -> dict[str, Any]:
@@ -67,7 +33,7 @@ def busy_metrics(timeline: Timeline, steps: int) -> dict[str, Any]:
         raise BenchError("there is no kernel in the trace: was it made on a GPU?")
     others = union(spans(event for event in timeline.device if not event.is_nccl))
     nccl = union(spans(event for event in timeline.device if event.is_nccl))
-    found = find_gaps(timeline)
+    found = timeline.gaps
     times = {
         "window_ms": busy[-1, 1] - busy[0, 0],
         "busy_ms": length(busy),

@@ -11,12 +11,12 @@ Note [Two ways to name a wait]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from megatron_cg.tools.bench.traces.busy import Gap, busy_metrics, find_gaps
+from megatron_cg.tools.bench.traces.busy import busy_metrics
 from megatron_cg.tools.bench.traces.intervals import covered_until, length
 from megatron_cg.tools.bench.traces.timeline import OUTSIDE, Thread, Timeline, shown, spans
 
@@ -35,13 +35,11 @@ def analyse(timeline: Timeline, steps: int) -> dict[str, Any]:
     Its metrics of the GPU are those of a slowed host: see Note [Two traces] in
     :mod:`megatron_cg.tools.bench.traces.busy`. Raises BenchError if the trace has no GPU work.
     """
-    metrics = busy_metrics(timeline, steps)
-    found = find_gaps(timeline)
     names = _thread_names(timeline)
     return {
-        **metrics,
-        "idle_by_launch": _by_launch(found, names, steps),
-        "idle_by_host_work": _by_host_work(found, timeline, names, steps),
+        **busy_metrics(timeline, steps),
+        "idle_by_launch": _by_launch(timeline, names, steps),
+        "idle_by_host_work": _by_host_work(timeline, names, steps),
     }
 
 
@@ -56,12 +54,10 @@ def _thread_names(timeline: Timeline) -> dict[Thread, str]:
     return names
 
 
-def _by_launch(
-    found: Sequence[Gap], names: Mapping[Thread, str], steps: int
-) -> list[dict[str, Any]]:
+def _by_launch(timeline: Timeline, names: Mapping[Thread, str], steps: int) -> list[dict[str, Any]]:
     """Gaps by the call that ended them; see Note [Two ways to name a wait]."""
     groups: dict[tuple[str, str, str, bool], list[float]] = defaultdict(list)
-    for gap in found:
+    for gap in timeline.gaps:
         by = ("?", OUTSIDE, "?")
         if gap.launch is not None:
             by = (names[gap.launch.thread], gap.launch.phase, shown(gap.launch.inside))
@@ -79,13 +75,13 @@ def _by_launch(
 
 
 def _by_host_work(
-    found: Sequence[Gap], timeline: Timeline, names: Mapping[Thread, str], steps: int
+    timeline: Timeline, names: Mapping[Thread, str], steps: int
 ) -> list[dict[str, Any]]:
     """Idle time by the event of each thread; threads run in parallel, so rows overlap in time.
 
     An event's own time is what lies in it less what lies in the events directly inside it.
     """
-    waits = np.array([(gap.start, gap.end) for gap in found]).reshape(-1, 2)
+    waits = np.array([(gap.start, gap.end) for gap in timeline.gaps]).reshape(-1, 2)
     sums: dict[tuple[str, str, str], float] = defaultdict(float)
     for thread, events in timeline.host.items():
         name = names[thread]

@@ -7,17 +7,17 @@ that it launched. All kernels of one graph have the correlation of its launch.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_cg.tools.bench import BenchError
-from megatron_cg.tools.bench.traces.intervals import Array
+from megatron_cg.tools.bench.traces.intervals import Array, gaps, union
 
 PREFIX = "cg: "
 """Prefix of every range that the benchmark itself adds to a trace."""
@@ -65,6 +65,26 @@ def spans(events: Iterable[Event]) -> Array:
     return np.array([(event.start, event.end) for event in events], float).reshape(-1, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A period in which the GPU had nothing to do."""
+
+    start: float
+    end: float
+    launch: Event | None
+    """The call that launched the work that ended it; None if the trace has no such call."""
+
+    @property
+    def length(self) -> float:
+        """In microseconds."""
+        return self.end - self.start
+
+    @property
+    def launched_late(self) -> bool:
+        """Whether the GPU became idle before that call, so it waited for the host."""
+        return self.launch is not None and self.launch.start >= self.start
+
+
 @dataclass
 class Timeline:
     """One process's events; each list is sorted by start."""
@@ -75,12 +95,24 @@ class Timeline:
     """The host's CUDA calls by correlation. A call of the driver inside one of the runtime, with
     the same correlation, is the same call."""
 
+    @cached_property
+    def gaps(self) -> list[Gap]:
+        """The device's gaps in the order of time."""
+        first_at: dict[float, Event] = {}
+        for event in self.device:
+            first_at.setdefault(event.start, event)
+        found = []
+        for start, end in gaps(union(spans(self.device))).tolist():
+            correlation = first_at[end].correlation
+            launch = None if correlation is None else self.calls.get(correlation)
+            found.append(Gap(start, end, launch))
+        return found
+
 
 def read_timeline(path: Path) -> Timeline:
     """The timeline in a trace file. Raises BenchError for anything else."""
     try:
-        text = path.read_bytes()
-        trace = json.loads(gzip.decompress(text) if path.suffix == ".gz" else text)
+        trace = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise BenchError(f"{path} is not a trace that can be read: {error}") from error
     return parse_timeline(trace)
