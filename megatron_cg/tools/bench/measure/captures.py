@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,12 +98,27 @@ class CaptureMeter:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Measure Megatron's captures in the block, both partial and full-iteration ones."""
-        helper = lookup("megatron-core", f"{_TRAINING}:TECudaGraphHelper", "the capture helper")
-        whole = lookup("megatron-core", f"{_TRAINING}:FullCudaGraphWrapper", "full-iteration graph")
-        create, call = helper.create_cudagraphs, whole.__call__
+        helpers = lookup("megatron-core", f"{_TRAINING}:TECudaGraphHelper", "the capture helper")
+        wholes = lookup(
+            "megatron-core", f"{_TRAINING}:FullCudaGraphWrapper", "full-iteration graphs"
+        )
+        create, call = helpers.create_cudagraphs, wholes.__call__
+
+        def create_cudagraphs(helper: Any) -> None:
+            self.helper = helper
+            with self.measuring():
+                create(helper)
+
+        def call_whole(whole: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _captures(whole, **kwargs):
+                return call(whole, *args, **kwargs)
+            self._whole = whole
+            with self.measuring():
+                return call(whole, *args, **kwargs)
+
         with ExitStack() as undo:
-            undo.callback(put_over(helper, "create_cudagraphs", self._of_partial_graphs(create)))
-            undo.callback(put_over(whole, "__call__", self._of_a_full_iteration(call)))
+            undo.callback(put_over(helpers, "create_cudagraphs", create_cudagraphs))
+            undo.callback(put_over(wholes, "__call__", call_whole))
             graph_begins = partial(self._begins, _FIRST_GRAPH)
             undo.callback(run_before(torch.cuda.graph, "__enter__", graph_begins))
             # Without TE's function, the warmup cannot be measured separately, and is left out.
@@ -125,27 +140,11 @@ class CaptureMeter:
             return 0.0
         return began[_FIRST_GRAPH] - began[_WARMUP] if _WARMUP in began else None
 
-    def _of_partial_graphs(self, old: Callable[..., None]) -> Callable[..., None]:
-        @wraps(old)
-        def create_cudagraphs(helper: Any) -> None:
-            self.helper = helper
-            with self.measuring():
-                old(helper)
 
-        return create_cudagraphs
-
-    def _of_a_full_iteration(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(old)
-        def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            captures = (
-                wrapper.cuda_graph["training"] is None
-                and not kwargs.get("forward_only")
-                and wrapper.curr_iter("training") == wrapper.cuda_graph_warmup_steps
-            )
-            if not captures:
-                return old(wrapper, *args, **kwargs)
-            self._whole = wrapper
-            with self.measuring():
-                return old(wrapper, *args, **kwargs)
-
-        return call
+def _captures(whole: Any, **kwargs: Any) -> bool:
+    """Whether this call of a ``FullCudaGraphWrapper`` captures its graph."""
+    return (
+        whole.cuda_graph["training"] is None
+        and not kwargs.get("forward_only")
+        and whole.curr_iter("training") == whole.cuda_graph_warmup_steps
+    )
