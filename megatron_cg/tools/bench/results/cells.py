@@ -72,35 +72,32 @@ def baseline_note(rows: Sequence[Row]) -> str:
 
 def status_label(row: Row) -> str:
     """The configuration, with its errors and their rounds."""
-    wrong = [f"{status}{where}" for status, _, where in _troubles(row)]
-    return f"{row.name} ({'; '.join(dict.fromkeys(wrong))})" if wrong else row.name
+    wrong = dict.fromkeys(words for words, _ in _troubles(row))
+    return f"{row.name} ({'; '.join(wrong)})" if wrong else row.name
 
 
 def failure_lines(rows: Sequence[Row]) -> list[str]:
     """Why runs failed or were skipped, and other notes on them."""
     lines: list[str] = []
     for row in rows:
-        for status, members, where in _troubles(row):
-            lines += [f"{row.name} {status}{where}: {members[0]['error']}", ""]
-            if members[0]["tail"]:
-                lines += ["```", *members[0]["tail"][-12:], "```", ""]
+        for words, result in _troubles(row):
+            lines += [f"{row.name} {words}: {result['error']}", ""]
+            if result["tail"]:
+                lines += ["```", *result["tail"][-12:], "```", ""]
         notes = dict.fromkeys(note for result in row.rounds for note in result["notes"])
         lines += [line for note in notes for line in (f"{row.name}: {note}", "")]
     return lines
 
 
-def _troubles(row: Row) -> list[tuple[str, list[Result], str]]:
-    """Status, results and rounds in words of all failed or skipped runs, by reason."""
+def _troubles(row: Row) -> list[tuple[str, Result]]:
+    """Failed and skipped runs by reason: status and rounds in words, and the first of them."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in row.rounds:
         if result["status"] != OK:
             groups.setdefault((result["status"], result["error"]), []).append(result)
-    return [(status, members, _where(row, members)) for (status, _), members in groups.items()]
-
-
-def _where(row: Row, members: Sequence[Result]) -> str:
-    """The rounds of ``members``; empty if they are all rounds."""
-    if len(members) == len(row.rounds):
-        return ""
-    numbers = ", ".join(str(round_of(result["key"])) for result in members)
-    return f" in round{'s' if len(members) > 1 else ''} {numbers}"
+    found = []
+    for (status, _), members in groups.items():
+        rounds = ", ".join(str(round_of(result["key"])) for result in members)
+        where = f" in round{'s' if len(members) > 1 else ''} {rounds}"
+        found.append((status if len(members) == len(row.rounds) else status + where, members[0]))
+    return found

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,6 @@ from megatron_cg.tools.bench.runs.commands import Settings, command
 from megatron_cg.tools.bench.runs.configurations import COMPILED_GRAPHS, LOCAL_EAGER, LOCAL_GRAPHS
 from megatron_cg.tools.plan.compiled import read_run
 
-Make = Callable[..., dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[4]
 DATA = TokenStream(Path("data/text"), "", is_bytes=True)
 SETTINGS = Settings(load_preset("llama-tiny"), nproc=2)
@@ -45,35 +42,35 @@ def test_its_command_compiles_from_the_flags_of_the_run() -> None:
     assert "--cg-precompile-dir" not in words(LOCAL_EAGER)
 
 
-def test_the_run_starts_when_its_artifact_is_there(tmp_path: Path) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The commands that this process would have become."""
+    found: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *words: found.append(words))
+    return found
+
+
+def test_the_run_starts_when_its_artifact_is_there(
+    tmp_path: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also with the variables of an alignment, some of which turn torch's caches off."""
-    script = tmp_path / "run.py"
-    script.write_text("import os, sys; print('started', *sorted(os.listdir(sys.argv[-1])))")
-    folder = tmp_path / "artifacts"
-    run = words(COMPILED_GRAPHS, folder)[3:]
-    flags = run[next(i for i, word in enumerate(run) if word.endswith(".py")) + 1 :]
-    first = [sys.executable, "-m", "megatron_cg.tools.bench.runs.compiled_first", sys.executable]
-    ended = subprocess.run(
-        [*first, str(script), *flags],
-        env={**os.environ, **DETERMINISTIC_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "started layer.artifact layer.json" in ended.stdout
-    assert json.loads((folder / "layer.json").read_text())["fingerprint"]["group.tp"] == "1"
+    for name, value in DETERMINISTIC_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = words(COMPILED_GRAPHS, tmp_path)[3:]
+    compiled_first.main(run)
+    assert started == [(run[0], run)]
+    assert sorted(os.listdir(tmp_path)) == ["layer.artifact", "layer.json"]
+    artifact = json.loads((tmp_path / "layer.json").read_text())
+    assert artifact["fingerprint"]["group.tp"] == "1"
 
 
-def test_a_layer_that_cannot_be_compiled_starts_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = [
-        sys.executable,
-        "-c",
-        "import os; exit(int(os.environ['CUDA_VISIBLE_DEVICES'] == '') * 2)",
-    ]
-    started: list[Any] = []
+def test_a_layer_that_cannot_be_compiled_starts_no_run(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = "import os; exit(2 if os.environ['CUDA_VISIBLE_DEVICES'] == '' else 0)"
+    fails = [sys.executable, "-c", seen]
     monkeypatch.setattr(compiled_first, "precompile", lambda _command: fails)
-    monkeypatch.setattr(os, "execv", lambda *words: started.append(words))
     with pytest.raises(SystemExit) as ended:
         compiled_first.main(["train"])
     assert ended.value.code == 2 and not started
