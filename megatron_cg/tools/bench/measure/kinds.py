@@ -26,12 +26,10 @@ Counts = Callable[[], Mapping[str, int] | None]
 
 @dataclass
 class Steps:
-    """When steps of one kind began and ended, in seconds; a train_step ends before the next one."""
+    """When the steps of one kind began, and when the last one had ended, in seconds."""
 
     starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
     end: float = 0.0
-    """Of the last step, when the GPU was idle."""
 
     def mean(self) -> dict[str, float]:
         """The number of steps, and how long one of them took."""
@@ -52,10 +50,8 @@ def timed(counts: Counts) -> Finish:
 
     def finish(steps: Steps) -> dict[str, Any]:
         now = counts()
-        inside = zip(steps.starts, steps.ends, strict=True)
         found: dict[str, Any] = {
             "step_ms": [(b - a) * 1e3 for a, b in pairwise([*steps.starts, steps.end])],
-            "train_step_ms": [(end - start) * 1e3 for start, end in inside],
             "memory": memory(),
             "counters": None,
         }

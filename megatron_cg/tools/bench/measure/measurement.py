@@ -66,7 +66,6 @@ class Measurement:
 
     def after_step(self, loss: Any = None) -> None:
         """End the step; ``loss`` is a number or a tensor of one element, read much later."""
-        self._steps.ends.append(time.perf_counter())
         self._loss = loss
 
     def close(self) -> None:

@@ -57,8 +57,7 @@ def test_each_window_measures_its_own_steps(loop: list[str], tmp_path: Path) -> 
     found = metrics(tmp_path)
     assert len(loop) == WINDOWS.steps and found["finished"]
     timed = found["timed"]
-    assert len(timed["step_ms"]) == len(timed["train_step_ms"]) == 2
-    assert all(a >= b > 0 for a, b in zip(timed["step_ms"], timed["train_step_ms"], strict=True))
+    assert len(timed["step_ms"]) == 2 and all(step > 0 for step in timed["step_ms"])
     assert timed["loss"] == 2.0 and timed["memory"] is None and timed["counters"] is None
     assert found["probed"]["steps"] == 2 and found["probed"]["phases"] == []
     assert found["sampled"]["steps"] == 1 and "py-spy" in found["sampled"]["note"]
