@@ -31,7 +31,7 @@ from megatron_cg.tools.bench.results.markdown import as_markdown
 from megatron_cg.tools.bench.results.scaling import trends
 from megatron_cg.tools.bench.results.summary import print_summary
 from megatron_cg.tools.bench.runs.bench_machine import machine
-from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, ablated, parse_scale, schedule
+from megatron_cg.tools.bench.runs.bench_schedule import PlannedRun, parse_scale, schedule
 from megatron_cg.tools.bench.runs.commands import Settings
 from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
 from megatron_cg.tools.bench.runs.execute import Options, Start, execute
@@ -101,20 +101,13 @@ def _planned(args: argparse.Namespace, extra: Sequence[str], *, on_cpu: bool) ->
 
 def _only(args: argparse.Namespace, *, on_cpu: bool) -> list[str] | None:
     """The names of the configurations to run; None for the usual ones."""
-    if args.ablate_fast_path is not None:
-        if args.only or args.scale:
-            raise BenchError(
-                "--ablate-fast-path chooses the configurations itself, at one size: leave out "
-                "--only and --scale."
-            )
-        return ablated(args.ablate_fast_path)
     if args.only:
         return list(args.only.split(","))
     return [EAGER, GRAPHS] if on_cpu else None
 
 
 def _windows(args: argparse.Namespace, *, on_cpu: bool) -> Windows:
-    no_trace = on_cpu or args.scale or args.ablate_fast_path is not None
+    no_trace = on_cpu or args.scale
     probed = 0 if args.scale else 4
     return Windows(
         warmup=args.warmup_steps,

@@ -40,15 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCOPE",
         help="of partial graphs (default: all that fit)",
     )
-    add(
-        "--ablate-fast-path",
-        nargs="?",
-        const="",
-        metavar="PART,PART",
-        help="leave out each part of the fast path in turn, or each of these parts, and show what "
-        "a step loses without it; together with eager, the fast path alone, graphs with all parts "
-        "and graphs with none",
-    )
     add("--scale", metavar="WHAT=N,N", help="grow layers, microbatches or nproc: layers=4,8,16,32")
     add(
         "--rounds",

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.files import write_text
-from megatron_cg.tools.bench.results import ablation
 from megatron_cg.tools.bench.results.cells import baseline_note, heading
 from megatron_cg.tools.bench.results.metrics import Row, tables
 from megatron_cg.tools.bench.results.rounds import Ratio
@@ -48,7 +47,6 @@ def page(results: Sequence[Result], trends: Sequence[Trend], files: Sequence[str
         title=f"Benchmark of {models}, {last}",
         machine="; ".join(dict.fromkeys(described(result["machine"]) for result in results)),
         verdict=_verdict(found),
-        ablation=ablation,
         tables=[_table(f"table-{at}", rows, drawn) for at, rows in enumerate(found, 1)],
         trends=_trend_plots(trends) if drawn else [],
         notices=list(dict.fromkeys(notice for r in results if (notice := r.get("notice")))),
@@ -108,7 +106,6 @@ def _table(name: str, rows: Sequence[Row], drawn: bool) -> dict[str, Any]:
         "title": heading(rows[0].result),
         "summary": summary(rows),
         "note": baseline_note(rows),
-        "left_out": [loss.cells() for loss in ablation.losses(rows)],
         "plots": plots,
         "names": [row.name for row in rows],
         "facts": parted([[fact, *(c.get(fact, "none") for c in columns)] for fact in names]),

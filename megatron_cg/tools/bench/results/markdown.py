@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_cg.tools.bench.results.ablation import ablation_lines
 from megatron_cg.tools.bench.results.cells import ELSEWHERE, failure_lines, heading
 from megatron_cg.tools.bench.results.comparing import Change, change_lines
 from megatron_cg.tools.bench.results.grids import grid, number
@@ -13,7 +12,7 @@ from megatron_cg.tools.bench.results.metrics import Row, tables
 from megatron_cg.tools.bench.results.scaling import Trend, trend_lines
 from megatron_cg.tools.bench.results.steps import against_lines, memory_lines, step_lines
 from megatron_cg.tools.bench.runs.bench_machine import described
-from megatron_cg.tools.bench.runs.configurations import ABLATIONS, KNOWN
+from megatron_cg.tools.bench.runs.configurations import KNOWN
 from megatron_cg.tools.bench.runs.store import Result, round_of
 
 
@@ -23,11 +22,10 @@ def as_markdown(
     """The whole report."""
     lines = ["# megatron-cg bench", ""]
     for rows in tables(results):
-        usual = [row for row in rows if row.name not in ABLATIONS]
-        shown = [*step_lines(rows), *against_lines(usual), *memory_lines(rows)]
+        shown = [*step_lines(rows), *against_lines(rows), *memory_lines(rows)]
         lines += [f"## {heading(rows[0].result)}", "", *_about(rows), *_marked(shown), *shown]
-        lines += [*ablation_lines(rows), *phase_lines(usual), *overhead_lines(usual)]
-        lines += [*idle_lines(usual), *failure_lines(rows)]
+        lines += [*phase_lines(rows), *overhead_lines(rows)]
+        lines += [*idle_lines(rows), *failure_lines(rows)]
     lines += [*trend_lines(trends), *change_lines(changes), *_run_lines(results)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from megatron_cg.tools.bench.results import ablation
 from megatron_cg.tools.bench.results.cells import heading, step_ratios
 from megatron_cg.tools.bench.results.grids import NONE, Grid, filled, number, print_grid
 from megatron_cg.tools.bench.results.metrics import Row, tables
@@ -63,16 +62,10 @@ def _memory(row: Row) -> str:
 
 
 def print_summary(results: Sequence[Result], console: Console) -> None:
-    """Print a table for each shape and size.
-
-    Parts of the fast path that were left out have a table of their own.
-    """
+    """Print a table for each shape and size."""
     for rows in tables(results):
         first = rows[0].result
-        title = heading(first)
-        print_grid(title, summary(rows), console)
-        if losses := [loss.cells() for loss in ablation.losses(rows)]:
-            print_grid(f"{title}: {ablation.TITLE}", Grid(ablation.COLUMNS, losses), console)
+        print_grid(heading(first), summary(rows), console)
         if first.get("notice"):
             notice = f"{first['notice']}. Its times say nothing about a GPU."
             console.print(notice, markup=False, highlight=False, soft_wrap=True)

@@ -6,19 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_cg.arguments.fast_path_parts import PARTS
-from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.runs.commands import CUTLASS, DEFAULT, Settings
 from megatron_cg.tools.bench.runs.configurations import (
     CONFIGURATIONS,
     EAGER,
-    EAGER_FAST_PATH,
     GRAPHS,
     KNOWN,
-    PLAIN,
-    ablation,
 )
 from megatron_cg.tools.bench.runs.shapes import is_moe
 from megatron_cg.tools.bench.runs.store import slug
@@ -143,24 +138,6 @@ def configurations_for(preset: Preset, only: Sequence[str] | None, *, scaling: b
         )
     wanted = only or ([EAGER, GRAPHS] if scaling else list(CONFIGURATIONS))
     return [name for name, one in KNOWN.items() if name in wanted and one.suits(moe=is_moe(preset))]
-
-
-def ablated(choice: str) -> list[str]:
-    """The configurations that show what parts of the fast path are worth.
-
-    Args:
-        choice: names of parts, separated by commas; empty for all parts.
-
-    Raises BenchError for an unknown part.
-    """
-    parts = choice.split(",") if choice else PARTS
-    for name in parts:
-        if name not in PARTS:
-            raise BenchError(
-                f"--ablate-fast-path {name}{did_you_mean(name, PARTS)}: the fast path has no part "
-                f"of that name; it has {', '.join(PARTS)}."
-            )
-    return [EAGER, EAGER_FAST_PATH, GRAPHS, PLAIN, *map(ablation, parts)]
 
 
 def parse_scale(text: str) -> tuple[str, list[int]]:

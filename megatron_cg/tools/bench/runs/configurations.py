@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_cg.arguments.fast_path_parts import PARTS, with_dependents
+from megatron_cg.arguments.fast_path_parts import PARTS
 from megatron_cg.tools.align.command import GRAPH_FLAGS
 
 EAGER, EAGER_FAST_PATH, DDP_EAGER = "fsdp-eager", "fsdp-eager-fast-path", "ddp-eager"
@@ -119,29 +119,6 @@ CONFIGURATIONS = _by_name(
 )
 """The configurations that a table has unless others are asked for."""
 
-_OF_EXPERTS = ("detached-weights", "gemm-heuristics")
-"""Parts for grouped GEMMs; a dense model has none."""
-
-
-def ablation(part: str) -> str:
-    """The name of the configuration without that part of the fast path."""
-    return f"{GRAPHS}-without-{part}"
-
-
-def _without(part: str) -> Configuration:
-    gone = with_dependents(part)
-    return Configuration(
-        ablation(part),
-        f"{GRAPHS} without {', '.join(name for name in PARTS if name in gone)}",
-        True,
-        "partial",
-        tuple(name for name in PARTS if name not in gone),
-        "MoE" if part in _OF_EXPERTS else "all",
-    )
-
-
-ABLATIONS = {ablation(part): _without(part) for part in PARTS}
-"""Partial graphs with all parts of the fast path but one, and those that need that one."""
 _OF_MOE: dict[str, Any] = {"models": "MoE", "torch_gemm": True, "baseline": TORCH_EAGER}
 """Dropless experts in graphs, and the baseline with the same grouped GEMM."""
 _OF_LOCAL: dict[str, Any] = {"models": "dense", "local": True, "baseline": LOCAL_EAGER}
@@ -185,4 +162,4 @@ ON_REQUEST = _by_name(
     ),
 )
 """The configurations that only ``--only`` selects."""
-KNOWN = CONFIGURATIONS | ABLATIONS | ON_REQUEST
+KNOWN = CONFIGURATIONS | ON_REQUEST

@@ -14,7 +14,6 @@ from megatron_cg.tools.align.token_data import TokenStream
 from megatron_cg.tools.bench.runs.bench_schedule import configurations_for
 from megatron_cg.tools.bench.runs.commands import Settings, script_words
 from megatron_cg.tools.bench.runs.configurations import (
-    ABLATIONS,
     EAGER_FAST_PATH,
     EXPERTS,
     GRAPHS,
@@ -34,7 +33,6 @@ PAIRS = [
     for shape in SHAPES
     for configuration in configurations_for(load_preset(shape), None, scaling=False)
 ]
-PAIRS += [("qwen3-moe", name) for name in ABLATIONS]
 PAIRS += [
     (shape, name)
     for shape in ("llama", "qwen3-moe", "deepseek-v3")
