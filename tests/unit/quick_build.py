@@ -18,5 +18,5 @@ def nothing(_shard: object) -> None:
 
 
 for name in GATHERED:
-    assert callable(getattr(upstream, name))
-    setattr(upstream, name, nothing)
+    if hasattr(upstream, name):  # Another release may have others, and the tests take longer then.
+        setattr(upstream, name, nothing)
