@@ -20,12 +20,12 @@ from megatron_cg.tools.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 
 LONGEST = (
-    "moe/test_repeats.py",
+    "backends/tape/test_own_loop.py",
     "ordering/test_order.py",
     "moe/test_training.py",
+    "moe/test_repeats.py",
     "integrations/megatron/test_layer_code.py",
     "tools/plan/test_compiled.py",
-    "backends/tape/test_own_loop.py",
     "consensus/test_compiled_regions.py",
     "tools/plan/test_sweep.py",
     "integrations/standalone/test_sharded.py",
