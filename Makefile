@@ -43,7 +43,11 @@ demo: $(DEMO_NEEDS)
 check: lint types
 	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile $(addprefix tests/unit/,$(FAST))
 
-test: lint types docs wheel unit newest
+# The first four have one process each for most of their time, so they share two cores.
+test: $(TESTED)
+	$(MAKE) -j2 lint types docs wheel
+	$(MAKE) unit
+	$(MAKE) newest
 
 unit: $(TESTED)
 	MEGATRON_CG_BROWSER=$$(sh tools/get_chromium.sh) $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile \

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,8 +43,8 @@ CHECKS: dict[str, tuple[str, ...]] = {
             "no:cacheprovider",
             "-W",
             "ignore",
-            "tests/unit/backends/tape",
         ),
+        *("-n", "2", "--dist", "loadfile"),
         *("tests/unit/backends", "tests/unit/tools/cpu", "tests/unit/tools/doctor/test_symbols.py"),
         *("tests/unit/fsdp/test_hooks_of_real_models.py", "tests/unit/capture/test_hook_order.py"),
     ),
@@ -152,9 +153,9 @@ def reason(said: str) -> str:
 def check(python: Path) -> dict[str, str]:
     """What came of each of :data:`CHECKS` with that interpreter; ``ok`` begins a success."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    found = {}
-    for name, words in CHECKS.items():
-        done = subprocess.run(
+
+    def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [str(python), *words],
             cwd=ROOT,
             env=environment,
@@ -163,11 +164,16 @@ def check(python: Path) -> dict[str, str]:
             text=True,
             timeout=_SECONDS,
         )
-        last = (done.stdout.strip() or done.stderr.strip() or "nothing was said").splitlines()[-1]
-        found[name] = ended(done.returncode, last)
-        if done.returncode:
-            print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-        print(f"{name}: {found[name]}", flush=True)
+
+    found = {}
+    # The alignments beside the tests, one after the other: each has two processes.
+    with ThreadPoolExecutor(2) as side_by_side:
+        for name, done in zip(CHECKS, side_by_side.map(run, CHECKS.values()), strict=True):
+            last = (done.stdout.strip() or done.stderr.strip() or "nothing was said").splitlines()
+            found[name] = ended(done.returncode, last[-1])
+            if done.returncode:
+                print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+            print(f"{name}: {found[name]}", flush=True)
     return found
 
 

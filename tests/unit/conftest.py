@@ -20,12 +20,12 @@ from megatron_cg.tools.cpu import launch
 from megatron_cg.upstream.symbols import installed_version
 
 LONGEST = (
-    "moe/test_repeats.py",
+    "backends/tape/test_own_loop.py",
     "ordering/test_order.py",
     "moe/test_training.py",
+    "moe/test_repeats.py",
     "integrations/megatron/test_layer_code.py",
     "tools/plan/test_compiled.py",
-    "backends/tape/test_own_loop.py",
     "consensus/test_compiled_regions.py",
     "tools/plan/test_sweep.py",
     "integrations/standalone/test_sharded.py",
@@ -62,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where Transformer Engine is, some of them keep it out of Megatron, before that is imported.
     if importlib.util.find_spec("transformer_engine") is None:
         imported += ["megatron_cg.tools.cpu.train", "megatron.core.models.gpt"]
+        imported += ["tests.unit.quick_build"]
     # Inductor would import torch in two more processes to find out which vectors the CPU has.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     # Of a second one models this small gain nothing, and it takes a core from the other worker.

@@ -19,6 +19,8 @@ from megatron_cg.memory.storage_reference import StorageReference
 
 #: Every byte of poisoned memory: NaN in each of torch's floating dtypes, -1 in the signed ones.
 POISON = 0xFF
+_empty = torch.empty
+"""torch's own: what replaces it under the CPU fakes takes as long as a kernel here."""
 
 
 class FreedStorageError(MegatronCGError):
@@ -55,7 +57,7 @@ class _Outside:
 
 def window(storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage, as a tensor."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return _empty(0, dtype=torch.uint8).set_(storage)
 
 
 class Pool:
@@ -100,7 +102,7 @@ class Pool:
         storage = self._own.get(slot.key)
         if storage is None:
             storage = self._outside_storage(slot.key)
-        tensor = torch.empty(0, dtype=slot.dtype)
+        tensor = _empty(0, dtype=slot.dtype)
         tensor.set_(storage, slot.offset, slot.size, slot.stride)
         if slot.conjugated:
             tensor = torch._conj(tensor)

@@ -28,6 +28,7 @@ class _Operation:
     kwargs: dict[str, Any]
     #: Per flattened result: the slot to copy it into, or None if nothing is copied.
     results: tuple[Slot | None, ...]
+    is_collective: bool
 
 
 @dataclass
@@ -73,15 +74,21 @@ class Tape:
         self.entries.clear()
 
     def _run(self, operation: _Operation) -> None:
-        def real(value: Any) -> Any:
-            return self.pool.tensor(value) if isinstance(value, Slot) else value
-
-        args, kwargs = _mapped(real, operation.args, operation.kwargs)
+        args = self._real(operation.args)
+        kwargs = {name: self._real(value) for name, value in operation.kwargs.items()}
         flat = _leaves(operation.function(*args, **kwargs))
-        _wait_for_collectives(operation.function, flat)
+        if operation.is_collective:
+            _wait_for_collectives(operation.function, flat)
         for value, slot in zip(flat, operation.results, strict=True):
             if slot is not None:
                 self.pool.tensor(slot).copy_(value)
+
+    def _real(self, value: Any) -> Any:
+        """A recorded argument with tensors for its slots; it has lists, and no tuples."""
+        kind = type(value)
+        if kind is Slot:
+            return self.pool.tensor(value)
+        return [self._real(one) for one in value] if kind is list else value
 
 
 def storage_keys(tensors: Tensors) -> set[int]:
@@ -170,7 +177,9 @@ class _Recorder(TorchDispatchMode):
         if not writes and not any(slot is not None for slot in results):
             return result  # a view, or only host values: there is no kernel to run again
         if func._schema.name.partition("::")[2] not in _UNSET:
-            self._tape.entries.append(_Operation(func, *slots, results))
+            functional = func.namespace == "_c10d_functional"
+            operation = _Operation(func, *slots, results, collective or functional)
+            self._tape.entries.append(operation)
         return result
 
     def _is_of_host(

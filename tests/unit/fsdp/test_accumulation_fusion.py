@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_cg.tools.cpu.launch import run_processes
 
-STEPS, CAPTURED = 4, 2
+STEPS, CAPTURED = 3, 1
 SHARDED, UNSHARDED = ("optim_grads_params", "optim_grads"), ("optim", "no_shard")
 OURS = "megatron_cg.tools.cpu.train.weight_gradients_returned"
 FUSED_WEIGHTS = (

@@ -98,6 +98,7 @@ RECOMPUTED = {
     **SIGMOID,
 }
 PLACES: dict[str, Exceeds] = {
+    "every pass, at first": every_pass,
     "never": never,
     "one rank": lambda one: one.rank == 1,
     "never after one rank": never,
@@ -111,25 +112,24 @@ PLACES: dict[str, Exceeds] = {
     **{f"every pass, {number} in a row": every_pass for number in (1, 2, 3)},
 }
 """Steps of one run, in this order."""
+ALL_AT_ONCE = SIGMOID | LOSSES
 CASES = {
     "each place in its step": Case(tuple(PLACES.values())),
-    "every step": Case((every_pass,) * 3),
-    "first and last step": Case((every_pass, never, every_pass)),
     "without the fast path": Case(fast_path=False),
-    "dropout": Case(dropout=0.2),
-    "sigmoid, bias": Case(options=SIGMOID),
-    "z-loss, jitter": Case(options=LOSSES),
+    "dropout, sigmoid, bias, z-loss, jitter": Case(options=ALL_AT_ONCE, dropout=0.2),
     "loss over all microbatches": Case(options=GLOBAL),
-    "captured again": Case(again=2),
-    "evaluated": Case(evaluated=2),
+    "captured again, evaluated": Case(
+        (never, every_pass, every_pass, never, every_pass), again=3, evaluated=4
+    ),
     "verified": Case((never, every_pass, never, only(1, 0, 0), never), verify_interval=1),
     "a real bound": Case(real=True),
     "a real bound, all at once": Case(
-        real=True, options=SIGMOID | LOSSES, dropout=0.2, verify_interval=2
+        real=True, options=ALL_AT_ONCE, dropout=0.2, verify_interval=2
     ),
     "a real bound, recomputed": Case(real=True, options=RECOMPUTED),
     "recomputed, verified": Case(real=True, options=RECOMPUTED, verify_interval=1),
 }
+"""What a step changes is compared after each, so one case has all that draws numbers or counts."""
 
 
 def step_of(case: Case, step: int) -> str:

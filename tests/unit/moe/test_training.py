@@ -42,6 +42,7 @@ SIGMOID = {
     "moe_router_dtype": "fp32",
 }
 GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 MODELS = {
     "one rank has all experts": Model(ways=("eager", "graphs", "fast", "router", "layer")),
@@ -56,9 +57,8 @@ MODELS = {
     "overlapped, drop and pad": Model(
         2, {**OVERLAPPED, **DROP_AND_PAD}, grouped=False, ways=("fast", "layer")
     ),
-    "sigmoid, bias": Model(2, SIGMOID),
-    "groups of experts": Model(2, GROUPS, experts=8),
-    "z-loss, jitter": Model(2, {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}),
+    "sigmoid, bias, groups of experts": Model(2, {**SIGMOID, **GROUPS}, experts=8),
+    "groups of experts, z-loss, jitter": Model(2, {**GROUPS, **LOSSES}, experts=8),
     "probabilities on the input": Model(2, {**ONE_CHOICE, "moe_apply_probs_on_input": True}),
     "ZeRO-2": Model(2, fsdp={"data_parallel_sharding_strategy": "optim_grads"}),
     "ZeRO-1": Model(2, fsdp={"data_parallel_sharding_strategy": "optim"}),

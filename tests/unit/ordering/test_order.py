@@ -9,29 +9,24 @@ not from the program: the rest is the trace of a program without it.
 from __future__ import annotations
 
 import json
-import linecache
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import pytest
-import torch.distributed as dist
 
 import megatron_cg
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.ordering import excused
-from tests.unit.ordering.check import Race, races
+from tests.unit.ordering.checked import FSDP, check_all
 from tests.unit.ordering.configurations import POOLED, SEVERAL_STREAMS, configurations
-from tests.unit.ordering.report import described
 from tests.unit.ordering.sites import ordering_places
-from tests.unit.ordering.trace import Site, Trace
+from tests.unit.ordering.trace import Site
 
 pytest.importorskip("megatron_fsdp")
 
 OWN = Path(megatron_cg.__file__).parent
-FSDP = Path(megatron.core.__file__).parent / "distributed/fsdp/src/megatron_fsdp"
 RANKS = {name: ranks for ranks, found in configurations().items() for name in found}
 IN_ORDER = [name for name in RANKS if name not in {*POOLED, *SEVERAL_STREAMS}]
 COPY = "param.main_grad.copy_(to_local_if_dtensor(param.grad))"
@@ -44,51 +39,14 @@ def places(files: Iterable[Path]) -> dict[Site, str]:
 
 
 OWN_PLACES, FSDP_PLACES = places(OWN.rglob("*.py")), places(FSDP.glob("*.py"))
-PLACES = OWN_PLACES.keys() | FSDP_PLACES.keys()
-
-
-def check_all(folder: Path) -> None:
-    """Check every configuration for this number of ranks, also without each wait in turn."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    found: dict[str, Any] = {}
-    missed: dict[Site, list[str]] = {}
-    met: set[Site] = set()
-    for name, trace in configurations()[ranks].items():
-        made = trace()
-        there = races(made.entries)
-        found[name] = {
-            "races": described(made, there),
-            "kinds": sorted({kind(made, race) for race in there}),
-            "entries": len(made.entries),
-        }
-        met |= made.waits().keys()
-        for place in made.waits().keys() & PLACES:
-            if not there and rank == 0 and not missed.get(place):
-                without = races(made.entries, without=[place])
-                missed[place] = described(made, without)[:1]
-    unknown = [str(place) for place in met - PLACES if place.file.startswith("megatron_cg/")]
-    waits = [[*place, *missed.get(place, [])] for place in sorted(met & PLACES)]
-    report = {"found": found, "waits": waits, "unknown": unknown}
-    (folder / f"{rank} of {ranks}.json").write_text(json.dumps(report))
-
-
-def kind(trace: Trace, race: Race) -> str:
-    """A race without its bytes: which of the known findings it may be."""
-
-    def text(site: Site | None) -> str:
-        if site is None or not site.file.startswith("megatron/"):
-            return str(site)
-        return linecache.getline(str(FSDP.parents[5] / site.file), site.line).strip()
-
-    memory = trace.storages.get(race.span.storage, "other memory")
-    return " | ".join([text(race.second.site), text(race.first.site), memory])
+PLACES = frozenset(OWN_PLACES.keys() | FSDP_PLACES.keys())
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("order")
     for ranks in set(RANKS.values()):
-        run_processes(partial(check_all, folder), ranks)
+        run_processes(partial(check_all, folder, PLACES), ranks)
     files = [folder / f"{rank} of {n}.json" for n in set(RANKS.values()) for rank in range(n)]
     return [json.loads(file.read_text()) for file in files]
 

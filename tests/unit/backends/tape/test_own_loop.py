@@ -28,7 +28,7 @@ from tests.functional.loops import (
 )
 from tests.functional.test_own_loop import check
 
-STEPS, RANKS = 5, 2
+STEPS, RANKS = 3, 2
 ROUTER = ("moe_router",)
 RUNS = {
     "default": (

@@ -22,7 +22,7 @@ from megatron_cg.tools.align.compare import compare, read_run
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
-STEPS, WARMUP, LAYERS, FIRST = 6, 3, 3, 2
+STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2
 """``block`` recomputes the first two layers."""
 FULL = {
     "recompute_granularity": "full",
@@ -113,7 +113,7 @@ def test_what_draws_again_trains_other_numbers(records: Path, name: str) -> None
     assert result.status == "different" and f"step {WARMUP + 1}," in result.reason
 
 
-SHORT, VERIFIED, DELETED, AGAIN, END = 4, 6, 7, 9, 11
+SHORT, VERIFIED, DELETED, AGAIN, END = 2, 4, 5, 6, 8
 """Steps of a life: with a short batch; verified, after an evaluation; deleted and captured before.
 """
 SOME = (0, 2)

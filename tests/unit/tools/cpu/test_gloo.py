@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,28 @@ def test_all_groups_of_a_process_share_one_device(
         for _ in range(3):
             dist.new_group([0])
     assert made == [{"interface": "lo"} if interface else {}]
+
+
+def batch_threads() -> set[str]:
+    """This process's threads that take the place of no other."""
+    found = set()
+    for path in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # It has ended since.
+            if os.sched_getscheduler(int(path.name)) == os.SCHED_BATCH:
+                found.add(path.name)
+    return found
+
+
+@pytest.mark.parametrize("interface", ["lo", ""])
+def test_a_devices_thread_takes_the_place_of_none_that_wakes_it(interface: str) -> None:
+    """Else it keeps a core while the thread that it waits for is not running."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        pytest.skip("all threads of this run are scheduled in a way of their own")
+    before = batch_threads()
+    gloo._device.cache_clear()
+    gloo._device(interface)
+    assert len(batch_threads() - before) == 1
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_forked_process_makes_its_own_device() -> None:
