@@ -153,8 +153,14 @@ def process_groups(args: Any) -> Iterator[Any]:
             parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
         for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
             stack.callback(setattr, random, name, getattr(random, name))
-        random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
+        random.initialize_rng_tracker(force_reset=True)
+        # Nothing is drawn, so there are no states to draw from.
+        stack.enter_context(replaced(random.CudaRNGStatesTracker, "fork", _no_context))
         yield ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _no_context(*_args: Any, **_settings: Any) -> Any:
+    return nullcontext()
 
 
 def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:

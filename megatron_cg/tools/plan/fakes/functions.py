@@ -1,9 +1,9 @@
-"""Fakes of Transformer Engine's and mamba-ssm's autograd functions on the meta device.
+"""Fakes of Transformer Engine's autograd functions on the meta device.
 
 Each has the inputs and outputs of its original, saves the same tensors for the backward pass,
 allocates the same temporary memory in the same order, and counts the kernels that the original
 launches. No value is computed. The facts come from transformer-engine 2.20.2, each with its source,
-for bfloat16 without userbuffers, quantization or a debugger; and from mamba-ssm 2.3.2.
+for bfloat16 without userbuffers, quantization or a debugger.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from torch import Tensor
 
 from megatron_cg.tools.plan.trace import launched, scratch
 
+MULTIPROCESSORS = 132
+"""Number of an H200; TE's norms keep one partial sum of a weight's gradient for each."""
 
-def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+
+def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
     """``function.apply``, which torch does not type."""
     apply: Any = function.apply
-    return apply(*inputs)
+    out: Tensor = apply(*inputs)
+    return out
+
+
+def like(tensor: Tensor | None) -> Tensor | None:
+    """A new tensor such as ``tensor``, where there is one."""
+    return None if tensor is None else torch.empty_like(tensor)
 
 
 class Parallel(NamedTuple):
@@ -29,54 +38,9 @@ class Parallel(NamedTuple):
     mode: str | None
     parts: int
     sequence: bool
+    """Whether each rank has only its part of the rows outside of the layer."""
     fused: bool
     """Whether TE adds weights' gradients to ``main_grad`` itself."""
-
-
-MULTIPROCESSORS = 132
-"""Number of an H200; TE's norms keep one partial sum of a weight's gradient for each."""
-
-
-def _norm_scratch(rows: int, width: int, partials: int) -> None:
-    """Workspace of TE's norm backward: ``common/normalization/*``, ``dgamma_part`` in float32."""
-    scratch(partials * min(MULTIPROCESSORS, rows) * width * 4)
-
-
-def _cleared(*tensors: Tensor) -> None:
-    """``utils.py``, ``clear_tensor_data``: free the memory before the backward pass ends."""
-    for tensor in tensors:
-        tensor.data = tensor.new_empty(0)
-
-
-def _weight_gradient(weight: Tensor, fused: bool) -> Tensor | None:
-    """The gradient for a weight: bfloat16, or None if TE writes ``main_grad`` itself."""
-    return None if fused else torch.empty_like(weight)
-
-
-def gathered(tensor: Tensor, parts: int) -> Tensor:
-    """``gather_along_first_dim``: a new tensor, ``parts`` times as long."""
-    if parts == 1:
-        return tensor
-    launched(1)
-    return tensor.new_empty((tensor.shape[0] * parts, *tensor.shape[1:]))
-
-
-def _reduced(tensor: Tensor, parallel: Parallel) -> Tensor:
-    """Sum over the tensor-parallel ranks: scattered with sequence parallelism, else in place."""
-    if parallel.parts == 1:
-        return tensor
-    if parallel.sequence:
-        return scattered(tensor, parallel.parts)
-    launched(1)
-    return tensor
-
-
-def scattered(tensor: Tensor, parts: int) -> Tensor:
-    """``reduce_scatter_along_first_dim``: a new tensor with the length divided by ``parts``."""
-    if parts == 1:
-        return tensor
-    launched(1)
-    return tensor.new_empty((tensor.shape[0] // parts, *tensor.shape[1:]))
 
 
 class Norm(torch.autograd.Function):
@@ -86,125 +50,57 @@ class Norm(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The last dimension is the weight's; the output has the input's shape."""
         rows = inp.contiguous().view(-1, weight.numel())
-        launched(1)
-        out = torch.empty_like(rows)
-        statistics = [rows.new_empty(rows.shape[0], dtype=torch.float32)]
-        if bias is not None:
-            statistics.append(rows.new_empty(rows.shape[0], dtype=torch.float32))
-        ctx.save_for_backward(rows, weight, *statistics)
-        ctx.has_bias = bias is not None
+        out, statistics = _normed(rows, bias)
+        ctx.save_for_backward(rows, weight, bias, *statistics)
         return out.view(inp.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Gradients of input, weight and bias."""
-        rows, weight, *statistics = ctx.saved_tensors
+        rows, weight, bias, *statistics = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        launched(2)
-        d_input = torch.empty_like(rows)
-        d_weight = torch.empty_like(weight)
-        d_bias = torch.empty_like(weight) if ctx.has_bias else None
-        _norm_scratch(rows.shape[0], rows.shape[1], 1 + ctx.has_bias)
+        d_rows, d_weight, d_bias = _norm_gradients(rows, weight, bias)
         _cleared(rows, *statistics)
-        return d_input.view(gradient.shape), d_weight, d_bias
+        return d_rows.view(gradient.shape), d_weight, d_bias
 
 
 class Linear(torch.autograd.Function):
-    """``module/linear.py``, ``_Linear``: saves its input before any gathering."""
+    """``module/linear.py`` and, given a norm's weight, ``module/layernorm_linear.py``.
 
-    @staticmethod
-    def forward(
-        ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel
-    ) -> Tensor:
-        """``inp`` [s, b, in] and ``weight`` [out, in] give [s', b, out]."""
-        rows = inp.reshape(-1, weight.shape[1])
-        gathers = parallel.mode == "column" and parallel.sequence
-        whole = gathered(rows, parallel.parts) if gathers else rows
-        launched(1)
-        out = whole.new_empty((whole.shape[0], weight.shape[0]))
-        del whole
-        if parallel.mode == "row":
-            out = _reduced(out, parallel)
-        ctx.save_for_backward(rows, weight, bias)
-        ctx.settings = (inp.shape, parallel)
-        return out.view(-1, *inp.shape[1:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of input, weight and bias."""
-        rows, weight, bias = ctx.saved_tensors
-        shape, parallel = ctx.settings
-        gradient = gradients[0].reshape(-1, weight.shape[0])
-        if parallel.mode == "row" and parallel.sequence:
-            gradient = gathered(gradient, parallel.parts)
-        column = parallel.mode == "column"
-        whole = gathered(rows, parallel.parts) if column and parallel.sequence else rows
-        launched(1)
-        d_input = gradient.new_empty((gradient.shape[0], weight.shape[1]))
-        if column:
-            d_input = _reduced(d_input, parallel)
-        launched(1)
-        d_weight = _weight_gradient(weight, parallel.fused)
-        d_bias = None if bias is None else torch.empty_like(bias)
-        del whole
-        return d_input.view(shape), d_weight, d_bias, None
-
-
-class NormLinear(torch.autograd.Function):
-    """``module/layernorm_linear.py``, ``_LayerNormLinear``: saves input, normed input, statistics.
-
-    Always column parallel. The backward pass gathers the normed input again.
+    The first saves its input before any gathering. The second saves its input, the normed input,
+    which its backward pass gathers again, and the statistics.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inp: Tensor,
-        parallel: Parallel,
-        *parameters: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, inp: Tensor, parallel: Parallel, *parameters: Tensor | None) -> Tensor:
         """``inp`` [s, b, in] gives [s', b, out].
 
         ``parameters`` are the norm's weight and bias, and the layer's weight [out, in] and bias.
         """
-        norm_weight, norm_bias, weight, bias = parameters
-        assert norm_weight is not None and weight is not None
-        rows = inp.view(-1, weight.shape[1])
-        launched(1)
-        normed = torch.empty_like(rows)
-        statistics = [rows.new_empty(rows.shape[0], dtype=torch.float32)]
-        if norm_bias is not None:
-            statistics.append(rows.new_empty(rows.shape[0], dtype=torch.float32))
-        whole = gathered(normed, parallel.parts) if parallel.sequence else normed
-        launched(1)
-        out = whole.new_empty((whole.shape[0], weight.shape[0]))
-        del whole
-        ctx.save_for_backward(rows, norm_weight, norm_bias, weight, bias, normed, *statistics)
+        norm_weight, norm_bias, weight, _ = parameters
+        assert weight is not None
+        rows = inp.reshape(-1, weight.shape[1])
+        normed, statistics = rows, []
+        if norm_weight is not None:
+            normed, statistics = _normed(rows, norm_bias)
+        out = _product(normed, weight, parallel)
+        ctx.save_for_backward(rows, *parameters, normed, *statistics)
         ctx.settings = (inp.shape, parallel)
         return out.view(-1, *inp.shape[1:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of input, norm's weight and bias, weight, bias."""
+        """Gradients of the input and the parameters."""
         rows, norm_weight, norm_bias, weight, bias, normed, *statistics = ctx.saved_tensors
         shape, parallel = ctx.settings
         gradient = gradients[0].reshape(-1, weight.shape[0])
-        whole = gathered(normed, parallel.parts) if parallel.sequence else normed
-        launched(1)
-        d_normed = gradient.new_empty((gradient.shape[0], weight.shape[1]))
-        d_normed = _reduced(d_normed, parallel)
-        launched(1)
-        d_weight = _weight_gradient(weight, parallel.fused)
-        d_bias = None if bias is None else torch.empty_like(bias)
-        del whole
-        _cleared(normed)
-        launched(2)
-        d_input = torch.empty_like(rows).view(shape)
-        d_norm_weight = torch.empty_like(norm_weight)
-        d_norm_bias = None if norm_bias is None else torch.empty_like(norm_bias)
-        _norm_scratch(rows.shape[0], rows.shape[1], 1 + (norm_bias is not None))
-        _cleared(*statistics)
-        return d_input, None, d_norm_weight, d_norm_bias, d_weight, d_bias
+        d_rows, d_weight, d_bias = _product_gradients(gradient, normed, weight, bias, parallel)
+        d_norm_weight, d_norm_bias = None, None
+        if norm_weight is not None:
+            _cleared(normed)
+            d_rows, d_norm_weight, d_norm_bias = _norm_gradients(rows, norm_weight, norm_bias)
+            _cleared(*statistics)
+        return d_rows.view(shape), None, d_norm_weight, d_norm_bias, d_weight, d_bias
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -221,12 +117,12 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of input and weights; the weights' gradients are parts of one tensor."""
+        """Gradients of input and weights."""
         _, *weights = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         launched(2 * len(weights))
         d_input = gradient.new_empty((*gradient.shape[:-1], weights[0].shape[1]))
-        return d_input, None, *(_weight_gradient(weight, ctx.fused) for weight in weights)
+        return d_input, None, *(None if ctx.fused else torch.empty_like(w) for w in weights)
 
 
 class FusedAttention(torch.autograd.Function):
@@ -254,16 +150,12 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Gradients of q, k and v; if they are parts of a packed tensor, so are the gradients."""
-        q, k, v, *_rest = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        del gradient
+        q, k, v, *_ = ctx.saved_tensors
+        gradients[0].contiguous()
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         length, batch, heads, width = q.shape
-        sums = batch * heads * length * 4
-        if ctx.deterministic:
-            scratch(sums + batch * heads * length * k.shape[0] * 2)
-        else:
-            scratch(sums + batch * heads * length * width * 4)
+        per_row = k.shape[0] * 2 if ctx.deterministic else width * 4
+        scratch(batch * heads * length * (4 + per_row))
         launched(3)
         return d_q, d_k, d_v, None
 
@@ -301,3 +193,73 @@ class Rotary(torch.autograd.Function):
         """The gradient of the input."""
         launched(1)
         return torch.empty_like(gradients[0], memory_format=torch.contiguous_format), None
+
+
+def _normed(rows: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """The output of a norm, and each row's statistics in float32."""
+    launched(1)
+    out, number = torch.empty_like(rows), 1 + (bias is not None)
+    return out, [rows.new_empty(rows.shape[0], dtype=torch.float32) for _ in range(number)]
+
+
+def _norm_gradients(
+    rows: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of rows, weight and bias.
+
+    The workspace is that of ``common/normalization/*``: ``dgamma_part`` in float32.
+    """
+    launched(2)
+    gradients = torch.empty_like(rows), torch.empty_like(weight), like(bias)
+    count, width = rows.shape
+    scratch((1 + (bias is not None)) * min(MULTIPROCESSORS, count) * width * 4)
+    return gradients
+
+
+def _product(rows: Tensor, weight: Tensor, parallel: Parallel) -> Tensor:
+    whole = _gathered(rows, parallel) if parallel.mode == "column" else rows
+    launched(1)
+    out = whole.new_empty((whole.shape[0], weight.shape[0]))
+    del whole
+    return _reduced(out, parallel) if parallel.mode == "row" else out
+
+
+def _product_gradients(
+    gradient: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of rows, weight and bias; None for a weight whose ``main_grad`` TE adds to."""
+    if parallel.mode == "row":
+        gradient = _gathered(gradient, parallel)
+    whole = _gathered(rows, parallel) if parallel.mode == "column" else rows
+    launched(1)
+    d_rows = gradient.new_empty((gradient.shape[0], weight.shape[1]))
+    if parallel.mode == "column":
+        d_rows = _reduced(d_rows, parallel)
+    launched(1)
+    d_weight, d_bias = None if parallel.fused else torch.empty_like(weight), like(bias)
+    del whole
+    return d_rows, d_weight, d_bias
+
+
+def _gathered(rows: Tensor, parallel: Parallel) -> Tensor:
+    """``gather_along_first_dim`` with sequence parallelism: a new tensor of all ranks' rows."""
+    if not parallel.sequence:
+        return rows
+    launched(1)
+    return rows.new_empty((rows.shape[0] * parallel.parts, *rows.shape[1:]))
+
+
+def _reduced(rows: Tensor, parallel: Parallel) -> Tensor:
+    """Sum over the tensor-parallel ranks: scattered with sequence parallelism, else in place."""
+    if parallel.parts == 1:
+        return rows
+    launched(1)
+    if not parallel.sequence:
+        return rows
+    return rows.new_empty((rows.shape[0] // parallel.parts, *rows.shape[1:]))
+
+
+def _cleared(*tensors: Tensor) -> None:
+    """``utils.py``, ``clear_tensor_data``: free the memory before the backward pass ends."""
+    for tensor in tensors:
+        tensor.data = tensor.new_empty(0)

@@ -7,9 +7,7 @@ on a GPU. Anything without a fake raises :class:`NotLikened`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +46,10 @@ class TransformerEngineBaseModule(nn.Module):
         """Weight gradients are never delayed: the rules refuse that."""
         return False
 
-    def _parameter(self, name: str, shape: tuple[int, ...], dtype: Any, device: Any) -> None:
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+    def _add_parameters(self, dtype: Any, device: Any, **shapes: tuple[int, ...]) -> None:
+        for name, shape in shapes.items():
+            empty = torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device=device)
+            self.register_parameter(name, nn.Parameter(empty))
 
 
 class Linear(TransformerEngineBaseModule):
@@ -69,52 +69,36 @@ class Linear(TransformerEngineBaseModule):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "meta",
+        normalization: str | None = None,
         **_settings: Any,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
-        if parallel_mode == "column":
-            self.out_features //= tp_size
-        elif parallel_mode == "row":
-            self.in_features //= tp_size
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = bias, return_bias
-        dtype = params_dtype or torch.get_default_dtype()
-        self._norm_parameters(dtype, device)
-        self._parameter("weight", (self.out_features, self.in_features), dtype, device)
+        self.use_bias, self.return_bias, self.normalization = bias, return_bias, normalization
+        shapes: dict[str, tuple[int, ...]] = {}
+        if normalization is not None:
+            shapes["layer_norm_weight"] = (self.in_features,)
+        if normalization not in (None, "RMSNorm"):
+            shapes["layer_norm_bias"] = (self.in_features,)
+        shapes["weight"] = (self.out_features, self.in_features)
         if bias:
-            self._parameter("bias", (self.out_features,), dtype, device)
+            shapes["bias"] = (self.out_features,)
         else:
-            self.bias = torch.Tensor().to(dtype=dtype)
-
-    def _norm_parameters(self, dtype: torch.dtype, device: Any) -> None:
-        """The parameters before the weight."""
+            self.bias = torch.Tensor().to(dtype=params_dtype)
+        self._add_parameters(params_dtype, device, **shapes)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """As TE's: the output, together with the bias if requested."""
-        return self._with_bias(self._product(inp))
-
-    def _product(self, inp: Tensor) -> Tensor:
-        out: Tensor = functions.applied(
-            functions.Linear,
-            inp,
-            self.weight,
-            self.bias if self.use_bias and not self.return_bias else None,
-            self._parallel(),
+        parallel = functions.Parallel(
+            self.parallel_mode, self.tp_size, self.sequence_parallel, self.fuse_wgrad_accumulation
         )
-        return out
-
-    def _parallel(self) -> functions.Parallel:
-        return functions.Parallel(
-            self.parallel_mode,
-            self.tp_size,
-            self.sequence_parallel,
-            self.fuse_wgrad_accumulation,
-        )
-
-    def _with_bias(self, out: Tensor) -> Any:
+        bias = self.bias if self.use_bias and not self.return_bias else None
+        norm = (getattr(self, f"layer_norm_{name}", None) for name in ("weight", "bias"))
+        out = functions.applied(functions.Linear, inp, parallel, *norm, self.weight, bias)
         return (out, self.bias) if self.return_bias else out
 
 
@@ -124,28 +108,7 @@ class LayerNormLinear(Linear):
     def __init__(self, *args: Any, normalization: str = "LayerNorm", **settings: Any) -> None:
         if settings.get("return_layernorm_output"):
             raise refused("return_layernorm_output")
-        # Set before nn.Module's __init__: creating the parameters reads it.
-        vars(self)["normalization"] = normalization
-        super().__init__(*args, **settings)
-
-    def _norm_parameters(self, dtype: torch.dtype, device: Any) -> None:
-        self._parameter("layer_norm_weight", (self.in_features,), dtype, device)
-        if self.normalization != "RMSNorm":
-            self._parameter("layer_norm_bias", (self.in_features,), dtype, device)
-        else:
-            self.layer_norm_bias = None
-
-    def _product(self, inp: Tensor) -> Tensor:
-        out: Tensor = functions.applied(
-            functions.NormLinear,
-            inp,
-            self._parallel(),
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.weight,
-            self.bias if self.use_bias and not self.return_bias else None,
-        )
-        return out
+        super().__init__(*args, normalization=normalization, **settings)
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -160,7 +123,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         fuse_wgrad_accumulation: bool = False,
         tp_size: int = 1,
         bias: bool = True,
-        return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "meta",
@@ -175,31 +137,29 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias = bias
-        dtype = params_dtype or torch.get_default_dtype()
+        shapes: dict[str, tuple[int, ...]] = {}
         for index in range(num_gemms):
-            shape = (self.out_features, self.in_features)
-            self._parameter(f"weight{index}", shape, dtype, device)
+            shapes[f"weight{index}"] = (self.out_features, self.in_features)
             if bias:
-                self._parameter(f"bias{index}", (self.out_features,), dtype, device)
+                shapes[f"bias{index}"] = (self.out_features,)
+        self._add_parameters(params_dtype, device, **shapes)
 
     def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: Any = None) -> Tensor:
-        """As TE's, for any split of the tokens."""
+        """As TE's, for any split of the tokens; a tensor has the counts on the device."""
         if self.use_bias:
             raise refused("biases of experts in a graph")
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        if isinstance(m_splits, Tensor):  # counts on the device
-            rows, _ = functions.applied(GroupedGemm, inp, m_splits, SETTINGS, None, None, *weights)
-            return cast(Tensor, rows)
-        out: Tensor = functions.applied(
-            functions.GroupedLinear, inp, self.fuse_wgrad_accumulation, *weights
-        )
-        return out
+        if isinstance(m_splits, Tensor):
+            given = (m_splits, SETTINGS, None, None)
+            return functions.applied(GroupedGemm, inp, *given, *weights)[0]
+        fused = self.fuse_wgrad_accumulation
+        return functions.applied(functions.GroupedLinear, inp, fused, *weights)
 
 
 class RMSNorm(nn.Module):
     """``ops/basic/rmsnorm.py`` by way of ``module/rmsnorm.py``."""
 
-    has_bias = False
+    names: tuple[str, ...] = ("weight",)
 
     def __init__(
         self,
@@ -211,25 +171,21 @@ class RMSNorm(nn.Module):
         **_settings: Any,
     ) -> None:
         super().__init__()
-        names = ("weight", "bias") if self.has_bias else ("weight",)
-        for name in names:
-            parameter = nn.Parameter(
-                torch.empty(normalized_shape, dtype=params_dtype, device=device)
-            )
+        for name in self.names:
+            empty = torch.empty(normalized_shape, dtype=params_dtype, device=device)
+            parameter = nn.Parameter(empty)
             parameter.sequence_parallel = bool(sequence_parallel)  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
 
     def forward(self, inp: Tensor) -> Tensor:
         """The input's shape."""
-        bias = self.bias if self.has_bias else None
-        out: Tensor = functions.applied(functions.Norm, inp, self.weight, bias)
-        return out
+        return functions.applied(functions.Norm, inp, self.weight, self._parameters.get("bias"))
 
 
 class LayerNorm(RMSNorm):
     """``ops/basic/layer_norm.py`` by way of ``module/layernorm.py``."""
 
-    has_bias = True
+    names = ("weight", "bias")
 
 
 class DotProductAttention(TransformerEngineBaseModule):
@@ -258,8 +214,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Takes q [s, b, h, d], and k and v in the same form; returns [s, b, h * e]."""
         if self.refusal is not None:
             raise self.refusal
-        q, k, v = _laid_out(query, key, value)
-        out: Tensor = functions.applied(functions.FusedAttention, q, k, v, self.deterministic)
+        given = _laid_out(query, key, value)
+        out = functions.applied(functions.FusedAttention, *given, self.deterministic)
         return out.view(out.shape[0], out.shape[1], -1)
 
 
@@ -279,39 +235,9 @@ def _laid_out(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
-class CudaRNGStatesTracker:
-    """``distributed.py``: knows names but holds no random state, because nothing is drawn."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all states."""
-        self.states_: dict[str, Any] = {}
-        self.seeds_: set[int] = set()
-
-    def get_states(self) -> dict[str, Any]:
-        """The states."""
-        return self.states_
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        """Set these states."""
-        self.states_ = states
-
-    def add(self, name: str, seed: int) -> None:
-        """Register ``name``."""
-        self.states_[name] = seed
-
-    @contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Does nothing, because nothing is drawn."""
-        yield
-
-
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, **_settings: Any) -> Tensor:
     """``attention/rope.py``, fused."""
-    out: Tensor = functions.applied(functions.Rotary, t, freqs)
-    return out
+    return functions.applied(functions.Rotary, t, freqs)
 
 
 def general_gemm(
