@@ -12,18 +12,13 @@ from torch import nn
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.errors import HostSyncError, MegatronCGError
-from megatron_cg.tools.plan.capture import (
-    TORCH_GEMM_WORKSPACE,
-    Captured,
-    LayerCapture,
-    simulate,
-)
+from megatron_cg.tools.plan.capture import TORCH_GEMM_WORKSPACE, Capture, LayerCapture, simulate
 from megatron_cg.tools.plan.experts import bits_note, experts_of
 from megatron_cg.tools.plan.fakes.te_modules import DotProductAttention
 from megatron_cg.tools.plan.fsdp_buffers import describe_buffers
 from megatron_cg.tools.plan.layers import describe_layers
 from megatron_cg.tools.plan.meta_model import built_model
-from megatron_cg.tools.plan.planned_samples import PlannedHelper, Sample, copied, masks_given
+from megatron_cg.tools.plan.planned_samples import PlannedHelper, Sample, masks_given, read_in_place
 from megatron_cg.tools.plan.pool import round_up
 from megatron_cg.tools.plan.worth import Planned, measured_rows, worth
 
@@ -172,9 +167,10 @@ def _unit_names(fsdp: Any, decoder: Sequence[nn.Module]) -> dict[int, str]:
 
 
 def _add_graphs(
-    found: dict[str, Any], samples: Sequence[Sample], captured: Captured, args: Any
+    found: dict[str, Any], samples: Sequence[Sample], captured: Capture, args: Any
 ) -> None:
-    has_copy = copied(samples, args.cuda_graph_warmup_steps)
+    """Add each layer's graph, and what all of them take and save."""
+    in_place = read_in_place(args.cuda_graph_warmup_steps)
     rows = {row["index"]: row for row in found["layers"]}
     counted: set[int] = set()
     totals = dict.fromkeys(("static_inputs", "saved_activations", "outputs"), 0)
@@ -186,28 +182,15 @@ def _add_graphs(
         row = rows.setdefault(
             sample.index, {"index": sample.index, "kind": "prediction", "captured": [], "eager": []}
         )
-        inputs = [_input(name, t, has_copy(name), counted) for name, t in sample.inputs()]
-        static = sum(entry["bytes_here"] for entry in inputs)
+        inputs = [_input(n, t, n not in in_place, counted) for n, t in sample.inputs()]
+        memory = {"static_inputs": sum(entry["bytes_here"] for entry in inputs), **layer.memory}
+        memory["held"] = sum(memory[term] for term in totals)
         kernels = _kernels(layer, inputs, fused=fused)
         row.update(
-            graphs=1,
-            static_inputs=inputs,
-            outputs=[{"shape": shape, "dtype": dtype} for shape, dtype in layer.output_shapes],
-            memory={
-                "static_inputs": static,
-                "saved_activations": layer.saved_activations,
-                "outputs": layer.outputs,
-                "input_gradient": layer.input_gradient,
-                "weight_gradients": layer.weight_gradients,
-                "forward_workspace": layer.forward_workspace,
-                "backward_workspace": layer.backward_workspace,
-                "held": static + layer.saved_activations + layer.outputs,
-            },
-            kernels=kernels,
+            graphs=1, static_inputs=inputs, outputs=layer.outputs, memory=memory, kernels=kernels
         )
-        totals["static_inputs"] += static
-        totals["saved_activations"] += layer.saved_activations
-        totals["outputs"] += layer.outputs
+        for term in totals:
+            totals[term] += memory[term]
         saved_kernels += kernels["saved_per_replay"] * microbatches
     found["layers"] = [rows[index] for index in sorted(rows)]
     found["graph_memory"] = _memory(totals, captured)
@@ -215,26 +198,26 @@ def _add_graphs(
     found["kernels"] = {"saved_per_step": saved_kernels}
 
 
-def _memory(totals: dict[str, int], captured: Captured) -> dict[str, int]:
+def _memory(totals: dict[str, int], captured: Capture) -> dict[str, int]:
     """The terms; their sum is ``total``."""
-    held = totals["saved_activations"] + totals["outputs"]
-    workspace = TORCH_GEMM_WORKSPACE if captured.torch_gemms else 0
+    pool = captured.pool
+    workspace = TORCH_GEMM_WORKSPACE if captured.trace.torch_gemms else 0
     terms = {
         **totals,
         "output_gradients": captured.output_gradients,
-        "gradients_and_workspace": captured.pool_peak - held,
+        "gradients_and_workspace": pool.peak - totals["saved_activations"] - totals["outputs"],
         "torch_gemm_workspace": workspace,
-        "fragmentation": captured.pool_reserved - captured.pool_peak,
+        "fragmentation": pool.reserved - pool.peak,
     }
     return {
         **terms,
         "total": sum(terms.values()),
-        "pool_peak": captured.pool_peak + workspace,
-        "pool_reserved": captured.pool_reserved + workspace,
+        "pool_peak": pool.peak + workspace,
+        "pool_reserved": pool.reserved + workspace,
     }
 
 
-def _input(name: str, tensor: torch.Tensor, has_copy: bool, counted: set[int]) -> dict[str, Any]:
+def _input(name: str, tensor: torch.Tensor, copied: bool, counted: set[int]) -> dict[str, Any]:
     """One static input; memory that layers share counts for the first of them only."""
     storage = tensor.untyped_storage()
     size = round_up(storage.nbytes())
@@ -245,8 +228,8 @@ def _input(name: str, tensor: torch.Tensor, has_copy: bool, counted: set[int]) -
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "bytes": size,
-        "copied": has_copy,
-        "bytes_here": size if has_copy and first else 0,
+        "copied": copied,
+        "bytes_here": size if copied and first else 0,
     }
 
 
@@ -259,14 +242,9 @@ def _kernels(
     buffers, makes the mask that it copies, and copies the weights' gradients (one by one,
     or ``fused``).
     """
-    copies = sum(bool(entry["copied"]) for entry in inputs)
+    copies = sum(entry["copied"] for entry in inputs)
     masks = sum(entry["name"] == "attention_mask" for entry in inputs)
     replay = _GRAPH_LAUNCHES + copies + masks + layer.differentiable_outputs
     replay += min(layer.weights, 1) if fused else layer.weights
-    eager = layer.forward_kernels + layer.backward_kernels
-    return {
-        "forward": layer.forward_kernels,
-        "backward": layer.backward_kernels,
-        "replay": replay,
-        "saved_per_replay": eager - replay,
-    }
+    saved = sum(layer.kernels.values()) - replay
+    return {**layer.kernels, "replay": replay, "saved_per_replay": saved}

@@ -106,7 +106,6 @@ def masks_given(args: Any) -> bool:
     return bool(args.create_attention_mask_in_dataloader or args.cuda_graph_warmup_steps < 1)
 
 
-def copied(samples: Sequence[Sample], warmup_steps: int) -> Callable[[str], bool]:
-    """Whether the graph has its own copy of an input of that name."""
-    in_place = IN_PLACE if warmup_steps >= STEPS_TO_SEE else frozenset()
-    return lambda name: name not in in_place
+def read_in_place(warmup_steps: int) -> frozenset[str]:
+    """The names of inputs of which graphs have no copy."""
+    return IN_PLACE if warmup_steps >= STEPS_TO_SEE else frozenset()
