@@ -94,10 +94,12 @@ def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) ->
 
 def _quiet(layers: Sequence[torch.nn.Module]) -> Callable[[], None]:
     """Take the hooks of the layers' modules and parameters off; returns the undo."""
-    modules = [HookSnapshot(module) for layer in layers for module in layer.modules()]
-    parameters = [ParameterHookSnapshot(list(layer.parameters())) for layer in layers]
+    snapshots: list[HookSnapshot | ParameterHookSnapshot] = []
+    for layer in layers:
+        snapshots += [*map(HookSnapshot, layer.modules())]
+        snapshots.append(ParameterHookSnapshot(list(layer.parameters())))
     with ExitStack() as undo:
-        for snapshot in (*modules, *parameters):
+        for snapshot in snapshots:
             snapshot.clear()
             undo.callback(snapshot.restore)
         return undo.pop_all().close

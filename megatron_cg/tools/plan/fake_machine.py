@@ -33,8 +33,8 @@ def simulated_gpus(environment: Mapping[str, str] | None = None) -> Iterator[Non
     """Redirect CUDA's names to the meta device, and answer queries about the GPU.
 
     Args:
-        environment: variables to set in the block. On exit all others are restored too, including
-            those that Megatron sets itself.
+        environment: variables of the run, to set in the block. On exit all others are restored
+            too, including those that Megatron sets itself.
     """
     saved = dict(os.environ)
     properties = SimpleNamespace(
@@ -44,7 +44,8 @@ def simulated_gpus(environment: Mapping[str, str] | None = None) -> Iterator[Non
         "get_device_properties": lambda *_a: properties,
         "get_device_capability": lambda *_a: HOPPER,
     }
-    os.environ.update(environment or {})
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.update({**(environment or {}), "RANK": "0", "WORLD_SIZE": "1"})
     try:
         with cuda_leads_to(torch.device("meta"), names):
             yield

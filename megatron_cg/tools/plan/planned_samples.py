@@ -8,7 +8,7 @@ which the rules refuse, Megatron captures one microbatch and replays its graph f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any

@@ -80,7 +80,7 @@ class Linear(torch.autograd.Function):
         norm_weight, norm_bias, weight, _ = parameters
         assert weight is not None
         rows = inp.reshape(-1, weight.shape[1])
-        normed, statistics = rows, []
+        normed, statistics = rows, list[Tensor]()
         if norm_weight is not None:
             normed, statistics = _normed(rows, norm_bias)
         out = _product(normed, weight, parallel)

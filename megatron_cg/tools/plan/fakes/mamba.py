@@ -114,7 +114,7 @@ class _GatedNorm(torch.autograd.Function):
         return d_input, torch.empty_like(weight), d_gate, None
 
 
-def mamba_chunk_scan_combined(
+def mamba_chunk_scan_combined(  # noqa: PLR0917 - its own signature
     x: Tensor,
     dt: Tensor,
     A: Tensor,

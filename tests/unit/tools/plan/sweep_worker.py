@@ -28,10 +28,11 @@ def main(cases: str, ends: str) -> None:
 def end_of(words: list[str]) -> dict[str, Any]:
     """``rules`` that are broken, and one more key that says how the trace ended."""
     from megatron_cg.tools.plan.fake_machine import simulated_gpus
+    from megatron_cg.tools.plan.request import Request
     from megatron_cg.tools.plan.settings import read_settings
 
-    with simulated_gpus({"RANK": "0", "WORLD_SIZE": "1"}):
-        settings = read_settings(words, 2, {}, own_flags=False)
+    with simulated_gpus():
+        settings = read_settings(Request("a try", tuple(words), 2))
         rules = sorted({one.rule for one in settings.broken})
         refused = settings.usage or settings.megatron
         return {"rules": rules, **({"refused": refused} if refused else traced(settings))}
