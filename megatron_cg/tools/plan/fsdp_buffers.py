@@ -90,7 +90,7 @@ def _add_temporary(
     totals: dict[str, dict[str, int]], name: str, allocator: Any, groups: Any
 ) -> None:
     """Buffers for whole buckets: two for all units that fit the pool, one for each other unit."""
-    pooled = getattr(allocator, "fsdp_double_buffer_units", None)
+    pooled: Any = getattr(allocator, "fsdp_double_buffer_units", None)
     for group in groups if pooled is not None else ():
         buffer = getattr(group, _BUFFERS[name])
         if buffer is None or not buffer.is_data_distributed:

@@ -88,8 +88,8 @@ def _captured(layers: Sequence[Layer]) -> Rows:
 
 def _print_graphs(console: Console, plan: dict[str, Any]) -> None:
     graphed = [layer for layer in plan["layers"] if "memory" in layer]
-    columns = ("layers", "input", "shape", "dtype", "MiB", "how")
-    _table(console, "Static inputs of a graph", columns, _inputs(graphed))
+    inputs = ("layers", "input", "shape", "dtype", "MiB", "how")
+    _table(console, "Static inputs of a graph", inputs, _inputs(graphed))
     rows = ((numbers, *_memory(layer)) for numbers, layer in _runs(graphed, _memory))
     _table(console, "Memory of one graph, MiB", ("layers", *_OF_ONE_GRAPH), rows, right=True)
     memory = plan["graph_memory"]

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.doctor import ask, symbol_checks
-from megatron_cg.tools.doctor.checks import CHECKS, Check, can_run, examine, told
+from megatron_cg.tools.doctor.checks import CHECKS, Check, can_run, examine
 from megatron_cg.tools.doctor.finding import (
     Finding,
     Level,
@@ -27,7 +27,7 @@ from megatron_cg.tools.doctor.finding import (
     warning,
 )
 from megatron_cg.tools.doctor.findings_shown import as_json, print_report
-from megatron_cg.tools.doctor.system import System
+from megatron_cg.tools.doctor.system import System, told
 from tests.unit.tools.doctor.systems import ROOT, VERSIONS, of_level, only, system
 
 
