@@ -16,6 +16,7 @@ from megatron_cg.tools.report import words
 from megatron_cg.tools.report.coverage import read_coverage
 from megatron_cg.tools.report.facts import facts
 from megatron_cg.tools.report.series import (
+    MIB,
     Quantity,
     counted_steps,
     memory_over_steps,
@@ -51,7 +52,7 @@ def page(story: Story) -> str:
         memory_points=_memory_points(story),
         patches=_patches(story),
         facts=parted(facts(story)),
-        commands=own_words({name: run[min(run)].get("command") or () for name, run in story.runs}),
+        commands=own_words({name: record.get("command") or () for name, record in story.records}),
     )
 
 
@@ -80,12 +81,12 @@ def plots(story: Story) -> dict[str, Plot]:
         drawn[name] = bars.side_by_side(seconds, "seconds", "%.2f s")
     if coverage := read_coverage(story):
         drawn["coverage"] = draw.of_coverage(coverage)
-    if any(memory_over_steps(run[min(run)], "allocated_bytes").x for _, run in story.runs):
+    if any(memory_over_steps(record, "allocated_bytes").x for _, record in story.records):
         drawn["memory-steps"] = draw.of_memory_over_steps(story)
         if points := _memory_points(story):
             keys = {"allocated": "allocated_bytes", "reserved": "reserved_bytes"}
             mib = {
-                point: {name: found[key] / words.MIB for name, key in keys.items() if key in found}
+                point: {name: found[key] / MIB for name, key in keys.items() if key in found}
                 for point, found in points.items()
             }
             drawn["memory-capture"] = bars.side_by_side(mib, "MiB")
@@ -96,27 +97,22 @@ def plots(story: Story) -> dict[str, Plot]:
 
 def _different(story: Story) -> dict[str, Any]:
     """The first numbers and parameter shards that are not equal, and how many there are."""
-    comparison = story.comparison
-    values, shards = (comparison.values, comparison.different_shards) if comparison else ((), ())
-    # Where a run failed, it lacks every later number, and the verdict says so.
-    failed = comparison is not None and comparison.status == FAILED
-    unequal = [
-        value
-        for value in values
-        if not value.same and not (failed and None in (value.eager, value.graphed))
+    comparison, values = story.comparison, story.values
+    shards = comparison.different_shards if comparison else ()
+    unequal = [value for value in values if not value.same]
+    if comparison is not None and comparison.status == FAILED:
+        # Where a run failed, it lacks every later number, and the verdict says so.
+        unequal = [value for value in unequal if None not in (value.eager, value.graphed)]
+    rows = [
+        [
+            *(f"{value.step}", f"{value.rank}", value.name),
+            *(_exact(value.eager), _exact(value.graphed)),
+            f"{value.difference:.3e}",
+        ]
+        for value in unequal[:_SHOWN]
     ]
     return {
-        "numbers": [
-            [
-                f"{value.step}",
-                f"{value.rank}",
-                value.name,
-                _exact(value.eager),
-                _exact(value.graphed),
-                f"{value.difference:.3e}",
-            ]
-            for value in unequal[:_SHOWN]
-        ],
+        "numbers": rows,
         "numbers_note": _first(len(unequal), f"of {len(values)} numbers"),
         "shards": [[shard] for shard in shards[:_SHOWN]],
         "shards_note": _first(len(shards), "parameter shards at the end"),
@@ -152,8 +148,8 @@ def _number(value: float | None) -> str:
 def _long_steps(story: Story) -> list[str]:
     """The steps that are above the plot of step times."""
     top, found = draw.highest_shown(story), []
-    for name, run in story.runs:
-        times = step_times(run[min(run)])
+    for name, record in story.records:
+        times = step_times(record)
         pairs = zip(times.x, times.y, strict=True)
         found += [f"step {s:.0f} of {name} took {t:.0f} ms" for s, t in pairs if t > top]
     return found
@@ -162,7 +158,7 @@ def _long_steps(story: Story) -> list[str]:
 def _phases(story: Story) -> dict[str, dict[str, float]]:
     """Milliseconds of the median step by run and phase; only runs that recorded phases."""
     steps = counted_steps(story)
-    found = {name: phase_times(run[min(run)], steps) for name, run in story.runs}
+    found = {name: phase_times(record, steps) for name, record in story.records}
     return {name: times for name, times in found.items() if times}
 
 

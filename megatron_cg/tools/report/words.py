@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_cg.tools.align.compare import DIFFERENT, IDENTICAL, NOT_COMPARABLE, Run, missing_ranks
-from megatron_cg.tools.report.series import Quantity, counted_steps, median_time
+from megatron_cg.tools.report.series import MIB, Quantity, counted_steps, median_times, width
 from megatron_cg.tools.report.story import Story
 
 Kind = Literal["good", "bad", "note"]
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def difference(quantity: Quantity) -> str:
         )
     step, rank = quantity.unequal[0]
     pairs = zip(quantity.difference.x, quantity.difference.y, strict=True)
-    at, widest = max(pairs, key=lambda pair: math.inf if math.isnan(pair[1]) else abs(pair[1]))
+    at, widest = max(pairs, key=lambda pair: width(pair[1]))
     return (
         f"{len(quantity.unequal)} of {quantity.compared} numbers differ, the first at step {step} "
         f"on rank {rank}. The widest difference is {widest:.3e}, at step {at:.0f}."
@@ -115,16 +113,14 @@ def _all_numbers(number: int) -> str:
 
 def speed(story: Story) -> str:
     """The median step time of each run, and the steps that it covers."""
-    steps = counted_steps(story)
-    ours = median_time(story.rank, steps)
-    if ours is None:
+    times, steps = median_times(story), _steps(story)
+    if story.name not in times:
         return "No step is left to tell a time from."
+    ours, theirs = times[story.name], _reference(story, times)
     text = f"Median step: {story.name} {ours:.1f} ms"
-    other = story.reference_rank
-    theirs = median_time(other, steps) if other is not None else None
     if theirs is not None:
         text += f", {story.reference_name} {theirs:.1f} ms, a ratio of {ours / theirs:.3f}"
-    text += f" (steps {_range(steps)}, rank {min(story.run)})."
+    text += f" ({steps}, rank {min(story.run)})."
     return text if story.on_gpu else f"{text} {no_gpu(story)}"
 
 
@@ -162,19 +158,22 @@ def tiles(story: Story, found: list[Quantity]) -> list[Tile]:
 
 def _time_tiles(story: Story) -> list[Tile]:
     """Empty for a run without a GPU: a number at the head of the page should mean something."""
-    steps = counted_steps(story)
-    ours = median_time(story.rank, steps)
-    other = story.reference_rank
-    theirs = median_time(other, steps) if other is not None else None
-    if ours is None or not story.on_gpu:
+    times = median_times(story)
+    if story.name not in times or not story.on_gpu:
         return []
+    ours, theirs = times[story.name], _reference(story, times)
     if theirs is None:
-        return [Tile("median step", f"{ours:.1f} ms", f"steps {_range(steps)}")]
+        return [Tile("median step", f"{ours:.1f} ms", _steps(story))]
     return [Tile("median step, ratio", f"{ours / theirs:.2f}", f"{ours:.1f} of {theirs:.1f} ms")]
 
 
-def _range(steps: range) -> str:
-    return f"{steps.start} to {steps.stop - 1}"
+def _reference(story: Story, times: Mapping[str, float]) -> float | None:
+    return None if story.reference is None else times.get(story.reference_name)
+
+
+def _steps(story: Story) -> str:
+    steps = counted_steps(story)
+    return f"steps {steps.start} to {steps.stop - 1}"
 
 
 def title(story: Story) -> str:
