@@ -130,19 +130,18 @@ def _first(count: int, what: str) -> str:
 def _numbers(found: list[Quantity]) -> tuple[list[str], list[list[str]], str]:
     """Head, rows and caption of the numbers of steps: all if they are few, else every n-th."""
     steps = sorted({int(step) for quantity in found for step in quantity.run.x})
-    stride = -(-len(steps) // _ROWS) if steps else 1
+    stride = -(-len(steps) // _ROWS) or 1
     head, columns = ["step"], []
     for quantity in found:
         for name, series in ((quantity.name, quantity.run), ("difference", quantity.difference)):
             if series is not None:
                 head.append(name)
                 columns.append(dict(zip(series.x, series.y, strict=True)))
-    rows = [[str(step), *(_number(column.get(step)) for column in columns)] for step in steps]
-    return head, rows[::stride], f"Every {stride}th step." if stride > 1 else ""
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.9g}"
+    rows = [
+        [str(step), *(f"{column[step]:.9g}" if step in column else "none" for column in columns)]
+        for step in steps[::stride]
+    ]
+    return head, rows, f"Every {stride}th step." if stride > 1 else ""
 
 
 def _long_steps(story: Story) -> list[str]:
