@@ -5,6 +5,7 @@ Every curve has a line style, marker or label besides its colour.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -94,7 +95,7 @@ def of_step_times(story: Story) -> Draw:
 
 def highest_shown(story: Story) -> float:
     """The upper limit of the plot of step times; much longer steps are above it."""
-    found = [step_times(record).y for _, record in story.records]
+    found = [list(filter(math.isfinite, step_times(record).y)) for _, record in story.records]
     usual = max((statistics.median(times) for times in found if times), default=1.0)
     shown = [time for times in found for time in times if time <= _FAR * usual]
     return 1.1 * max(shown, default=1.0)
