@@ -5,7 +5,6 @@ It runs in its own process, where the fakes of TE are installed before Megatron 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import logging
@@ -41,8 +40,6 @@ def ready_to_plan() -> Iterator[None]:
         # As runs with this package may recompute whole layers.
         stack.callback(allow_full_recompute())
         stack.callback(docstrings_read_once())
-        # Megatron-FSDP collects garbage for each model; imported objects are never garbage.
-        gc.freeze()
         yield
 
 
