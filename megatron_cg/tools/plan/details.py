@@ -14,7 +14,7 @@ from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.errors import HostSyncError, MegatronCGError
 from megatron_cg.tools.plan.capture import TORCH_GEMM_WORKSPACE, Capture, LayerCapture, simulate
 from megatron_cg.tools.plan.experts import bits_note, experts_of
-from megatron_cg.tools.plan.fakes.te_modules import DotProductAttention
+from megatron_cg.tools.plan.fakes.attention import DotProductAttention
 from megatron_cg.tools.plan.fsdp_buffers import describe_buffers
 from megatron_cg.tools.plan.layers import describe_layers
 from megatron_cg.tools.plan.meta_model import built_model

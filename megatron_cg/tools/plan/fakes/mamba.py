@@ -1,4 +1,4 @@
-"""Fakes of mamba-ssm's functions on the meta device, as those in ``functions.py``.
+"""Fakes of mamba-ssm's functions on the meta device, as those of Transformer Engine.
 
 The facts come from mamba-ssm 2.3.2, ``ops/triton/ssd_combined.py`` and ``layernorm_gated.py``.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_cg.tools.plan.fakes.functions import applied, like
+from megatron_cg.tools.plan.fakes.base import applied, like
 from megatron_cg.tools.plan.trace import launched
 
 

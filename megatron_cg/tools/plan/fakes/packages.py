@@ -19,8 +19,7 @@ import torch
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.cpu.grouped_linear import _GroupedLinear
-from megatron_cg.tools.plan.fakes import functions, mamba
-from megatron_cg.tools.plan.fakes import te_modules as te
+from megatron_cg.tools.plan.fakes import attention, base, experts, linear, mamba
 from megatron_cg.tools.plan.trace import compiled
 from megatron_cg.upstream.patch import set_attribute
 
@@ -39,7 +38,7 @@ def install() -> Callable[[], None]:
             "megatron_cg.tools.plan.process, which starts another one."
         )
     # An installed convolution would be used only in part; without it Megatron uses torch's.
-    fakes: dict[str, Any] = {name: _module(name, contents) for name, contents in _FAKES.items()}
+    fakes: dict[str, Any] = {name: _module(name, contents) for name, contents in FAKES.items()}
     fakes["causal_conv1d"] = None
     with ExitStack() as undo:
         taken = {name: sys.modules.pop(name) for name in list(sys.modules) if _root(name) in fakes}
@@ -73,7 +72,7 @@ def _absent(what: str) -> Any:
 
     class Absent:
         def __init__(self, *_args: Any, **_settings: Any) -> None:
-            raise te.refused(what)
+            raise base.refused(what)
 
     return Absent
 
@@ -92,19 +91,19 @@ def _no_context(*_args: Any, **_settings: Any) -> Any:
     return nullcontext()
 
 
-_FAKES: dict[str, dict[str, Any]] = {
+FAKES: dict[str, dict[str, Any]] = {
     "transformer_engine": {"__version__": TE_VERSION},
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": dict.fromkeys(
         ("DelayedScaling", "Format", "Recipe"), _absent("FP8")
     ),
     "transformer_engine.pytorch": {
-        "Linear": te.Linear,
-        "LayerNormLinear": te.LayerNormLinear,
-        "GroupedLinear": te.GroupedLinear,
-        "LayerNorm": te.LayerNorm,
-        "RMSNorm": te.RMSNorm,
-        "DotProductAttention": te.DotProductAttention,
+        "Linear": linear.Linear,
+        "LayerNormLinear": linear.LayerNormLinear,
+        "GroupedLinear": experts.GroupedLinear,
+        "LayerNorm": linear.LayerNorm,
+        "RMSNorm": linear.RMSNorm,
+        "DotProductAttention": attention.DotProductAttention,
         **dict.fromkeys(("fp8_model_init", "quantized_model_init", "autocast"), _no_context),
     },
     # Quantization is off: a plan counts the memory of bfloat16.
@@ -117,7 +116,7 @@ _FAKES: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch.ops": {"__getattr__": _absent_operation},
     "transformer_engine.pytorch.module": {},
     "transformer_engine.pytorch.module.base": {
-        "TransformerEngineBaseModule": te.TransformerEngineBaseModule
+        "TransformerEngineBaseModule": base.TransformerEngineBaseModule
     },
     "transformer_engine.pytorch.module.grouped_linear": {"_GroupedLinear": _GroupedLinear},
     "transformer_engine.pytorch.distributed": {
@@ -132,9 +131,11 @@ _FAKES: dict[str, dict[str, Any]] = {
         "set_capture_start"
     ),
     "transformer_engine.pytorch.utils": _all_absent("make_weak_ref"),
-    "transformer_engine.pytorch.attention": {"_SplitAlongDim": functions.Split},
-    "transformer_engine.pytorch.attention.rope": {"apply_rotary_pos_emb": te.apply_rotary_pos_emb},
-    "transformer_engine.pytorch.cpp_extensions": {"general_gemm": te.general_gemm},
+    "transformer_engine.pytorch.attention": {"_SplitAlongDim": attention.Split},
+    "transformer_engine.pytorch.attention.rope": {
+        "apply_rotary_pos_emb": attention.apply_rotary_pos_emb
+    },
+    "transformer_engine.pytorch.cpp_extensions": {"general_gemm": experts.general_gemm},
     "transformer_engine.pytorch.router": _all_absent(
         "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss fused_moe_aux_loss"
     ),

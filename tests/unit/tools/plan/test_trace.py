@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_cg.tools.plan.fakes import functions
-from megatron_cg.tools.plan.fakes import te_modules as modules
+from megatron_cg.tools.plan.fakes.attention import DotProductAttention
+from megatron_cg.tools.plan.fakes.linear import Linear
 from megatron_cg.tools.plan.pool import Pool
 from megatron_cg.tools.plan.trace import Trace, compiled, launched, scratch, tracing
 
@@ -81,7 +81,7 @@ def test_counts_copied_to_the_host_are_zeros() -> None:
 
 
 def test_a_linear_keeps_its_input_and_no_copy() -> None:
-    layer = modules.Linear(16, 32, bias=False, params_dtype=torch.float32)
+    layer = Linear(16, 32, bias=False, params_dtype=torch.float32)
     trace, x = Trace(Pool()), meta(16, 1, 16, grad=True)
     pool = trace.pool
     trace.known(x, *layer.parameters())
@@ -100,6 +100,6 @@ def test_attention_keeps_what_cudnn_needs() -> None:
     pool = trace.pool
     trace.known(q, k, v)
     with tracing(trace):
-        out = functions.applied(functions.FusedAttention, q, k, v, False)
+        out = DotProductAttention(4, 16)(q, k, v)
     statistics, random_state = 2 * 4 * 8 * 4, 512
     assert pool.allocated == out.untyped_storage().nbytes() + max(512, statistics) + random_state

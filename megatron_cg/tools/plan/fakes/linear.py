@@ -1,38 +1,114 @@
-"""Fakes of Transformer Engine's autograd functions on the meta device.
+"""Fakes of Transformer Engine's linear layers and norms (transformer-engine 2.20.2).
 
-Each has the inputs and outputs of its original, saves the same tensors for the backward pass,
-allocates the same temporary memory in the same order, and counts the kernels that the original
-launches. No value is computed. The facts come from transformer-engine 2.20.2, each with its source,
-for bfloat16 without userbuffers, quantization or a debugger.
+The autograd functions are for bfloat16 without userbuffers, quantization or a debugger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_cg.tools.plan.fakes.base import TransformerEngineBaseModule, applied, like, refused
 from megatron_cg.tools.plan.trace import launched, scratch
 
 MULTIPROCESSORS = 132
 """Number of an H200; TE's norms keep one partial sum of a weight's gradient for each."""
 
 
-def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
-    """``function.apply``, which torch does not type."""
-    apply: Any = function.apply
-    out: Tensor = apply(*inputs)
-    return out
+class Linear(TransformerEngineBaseModule):
+    """``module/linear.py``."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "meta",
+        normalization: str | None = None,
+        **_settings: Any,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias, self.normalization = bias, return_bias, normalization
+        shapes: dict[str, tuple[int, ...]] = {}
+        if normalization is not None:
+            shapes["layer_norm_weight"] = (self.in_features,)
+        if normalization not in (None, "RMSNorm"):
+            shapes["layer_norm_bias"] = (self.in_features,)
+        shapes["weight"] = (self.out_features, self.in_features)
+        if bias:
+            shapes["bias"] = (self.out_features,)
+        else:
+            self.bias = torch.Tensor().to(dtype=params_dtype)
+        self.add_parameters(params_dtype, device, **shapes)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """As TE's: the output, together with the bias if requested."""
+        parallel = _Parallel(
+            self.parallel_mode, self.tp_size, self.sequence_parallel, self.fuse_wgrad_accumulation
+        )
+        bias = self.bias if self.use_bias and not self.return_bias else None
+        norm = (getattr(self, f"layer_norm_{name}", None) for name in ("weight", "bias"))
+        out = applied(_Linear, inp, parallel, *norm, self.weight, bias)
+        return (out, self.bias) if self.return_bias else out
 
 
-def like(tensor: Tensor | None) -> Tensor | None:
-    """A new tensor such as ``tensor``, where there is one."""
-    return None if tensor is None else torch.empty_like(tensor)
+class LayerNormLinear(Linear):
+    """``module/layernorm_linear.py``."""
+
+    def __init__(self, *args: Any, normalization: str = "LayerNorm", **settings: Any) -> None:
+        if settings.get("return_layernorm_output"):
+            raise refused("return_layernorm_output")
+        super().__init__(*args, normalization=normalization, **settings)
 
 
-class Parallel(NamedTuple):
+class RMSNorm(nn.Module):
+    """``ops/basic/rmsnorm.py`` by way of ``module/rmsnorm.py``."""
+
+    names: tuple[str, ...] = ("weight",)
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        device: Any = "meta",
+        params_dtype: torch.dtype | None = None,
+        sequence_parallel: bool | None = None,
+        **_settings: Any,
+    ) -> None:
+        super().__init__()
+        for name in self.names:
+            empty = torch.empty(normalized_shape, dtype=params_dtype, device=device)
+            parameter = nn.Parameter(empty)
+            parameter.sequence_parallel = bool(sequence_parallel)  # type: ignore[attr-defined]
+            self.register_parameter(name, parameter)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """The input's shape."""
+        return applied(_Norm, inp, self.weight, self._parameters.get("bias"))
+
+
+class LayerNorm(RMSNorm):
+    """``ops/basic/layer_norm.py`` by way of ``module/layernorm.py``."""
+
+    names = ("weight", "bias")
+
+
+class _Parallel(NamedTuple):
     """How a linear layer is partitioned; ``parts`` is the size of the tensor-parallel group."""
 
     mode: str | None
@@ -43,7 +119,7 @@ class Parallel(NamedTuple):
     """Whether TE adds weights' gradients to ``main_grad`` itself."""
 
 
-class Norm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     """``ops/basic/rmsnorm.py`` and ``layer_norm.py``: keeps the input and its row statistics."""
 
     @staticmethod
@@ -64,7 +140,7 @@ class Norm(torch.autograd.Function):
         return d_rows.view(gradient.shape), d_weight, d_bias
 
 
-class Linear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     """``module/linear.py`` and, given a norm's weight, ``module/layernorm_linear.py``.
 
     The first saves its input before any gathering. The second saves its input, the normed input,
@@ -72,7 +148,7 @@ class Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, parallel: Parallel, *parameters: Tensor | None) -> Tensor:
+    def forward(ctx: Any, inp: Tensor, parallel: _Parallel, *parameters: Tensor | None) -> Tensor:
         """``inp`` [s, b, in] gives [s', b, out].
 
         ``parameters`` are the norm's weight and bias, and the layer's weight [out, in] and bias.
@@ -103,98 +179,6 @@ class Linear(torch.autograd.Function):
         return d_rows.view(shape), None, d_norm_weight, d_norm_bias, d_weight, d_bias
 
 
-class GroupedLinear(torch.autograd.Function):
-    """``module/grouped_linear.py``: one input for all experts, and one weight per expert."""
-
-    @staticmethod
-    def forward(ctx: Any, inp: Tensor, fused: bool, *weights: Tensor) -> Tensor:
-        """``inp`` [tokens, in] and weights [out, in] give [tokens, out]."""
-        rows = inp.reshape(-1, weights[0].shape[1])
-        launched(len(weights))
-        ctx.save_for_backward(rows, *weights)
-        ctx.fused = fused
-        return rows.new_empty((*inp.shape[:-1], weights[0].shape[0]))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of input and weights."""
-        _, *weights = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        launched(2 * len(weights))
-        d_input = gradient.new_empty((*gradient.shape[:-1], weights[0].shape[1]))
-        return d_input, None, *(None if ctx.fused else torch.empty_like(w) for w in weights)
-
-
-class FusedAttention(torch.autograd.Function):
-    """``dot_product_attention/backends.py``, ``FusedAttnFunc``, cuDNN for any sequence length.
-
-    Saves q, k, v, the output, the softmax's statistics (float32, [b, h, s, 1]) and the state of the
-    random numbers (two int64). Its backward pass allocates, as cudnn-frontend's
-    ``CompositeSDPABackwardNode``, the row sums of dO*O and an accumulator of dQ, both in float32.
-    With deterministic kernels on Hopper, it allocates all of dS in bfloat16 instead of the
-    accumulator.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, deterministic: bool) -> Tensor:
-        """Of q [s, b, h, d], k [s', b, g, d], v [s', b, g, e]: [s, b, h, e]."""
-        length, batch, heads, _ = q.shape
-        launched(1)
-        out = q.new_empty((length, batch, heads, v.shape[-1]))
-        statistics = q.new_empty((batch, heads, length, 1), dtype=torch.float32)
-        random_state = q.new_empty(2, dtype=torch.int64)
-        ctx.save_for_backward(q, k, v, out, statistics, random_state)
-        ctx.deterministic = deterministic
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of q, k and v; if they are parts of a packed tensor, so are the gradients."""
-        q, k, v, *_ = ctx.saved_tensors
-        gradients[0].contiguous()
-        d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        length, batch, heads, width = q.shape
-        per_row = k.shape[0] * 2 if ctx.deterministic else width * 4
-        scratch(batch * heads * length * (4 + per_row))
-        launched(3)
-        return d_q, d_k, d_v, None
-
-
-class Split(torch.autograd.Function):
-    """``utils.py``, ``SplitAlongDim``: views; the gradients are concatenated in a new tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mixed: Tensor, dim: int, sections: int | Sequence[int], squeeze: bool = False
-    ) -> Any:
-        """The parts of ``mixed`` along ``dim``."""
-        ctx.dim = dim
-        parts = torch.split(mixed, sections if isinstance(sections, int) else list(sections), dim)
-        return tuple(part.squeeze(dim) for part in parts) if squeeze else parts
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient of ``mixed``."""
-        return torch.cat(gradients, dim=ctx.dim), None, None, None
-
-
-class Rotary(torch.autograd.Function):
-    """``attention/rope.py``, ``FusedRoPEFunc``: a new tensor each way; saves only the table."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, table: Tensor) -> Tensor:
-        """The input's shape."""
-        launched(1)
-        ctx.save_for_backward(table)
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient of the input."""
-        launched(1)
-        return torch.empty_like(gradients[0], memory_format=torch.contiguous_format), None
-
-
 def _normed(rows: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     """The output of a norm, and each row's statistics in float32."""
     launched(1)
@@ -216,7 +200,7 @@ def _norm_gradients(
     return gradients
 
 
-def _product(rows: Tensor, weight: Tensor, parallel: Parallel) -> Tensor:
+def _product(rows: Tensor, weight: Tensor, parallel: _Parallel) -> Tensor:
     whole = _gathered(rows, parallel) if parallel.mode == "column" else rows
     launched(1)
     out = whole.new_empty((whole.shape[0], weight.shape[0]))
@@ -225,7 +209,7 @@ def _product(rows: Tensor, weight: Tensor, parallel: Parallel) -> Tensor:
 
 
 def _product_gradients(
-    gradient: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel
+    gradient: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, parallel: _Parallel
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of rows, weight and bias; None for a weight whose ``main_grad`` TE adds to."""
     if parallel.mode == "row":
@@ -241,7 +225,7 @@ def _product_gradients(
     return d_rows, d_weight, d_bias
 
 
-def _gathered(rows: Tensor, parallel: Parallel) -> Tensor:
+def _gathered(rows: Tensor, parallel: _Parallel) -> Tensor:
     """``gather_along_first_dim`` with sequence parallelism: a new tensor of all ranks' rows."""
     if not parallel.sequence:
         return rows
@@ -249,7 +233,7 @@ def _gathered(rows: Tensor, parallel: Parallel) -> Tensor:
     return rows.new_empty((rows.shape[0] * parallel.parts, *rows.shape[1:]))
 
 
-def _reduced(rows: Tensor, parallel: Parallel) -> Tensor:
+def _reduced(rows: Tensor, parallel: _Parallel) -> Tensor:
     """Sum over the tensor-parallel ranks: scattered with sequence parallelism, else in place."""
     if parallel.parts == 1:
         return rows
