@@ -138,7 +138,7 @@ def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
     from megatron.training import arguments
 
     parser = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
-    known = [option for action in parser._actions for option in action.option_strings]
+    known = [*parser._option_string_actions]
     return [
         word + (did_you_mean(word.split("=")[0], known, cutoff) if word.startswith("-") else "")
         for word in unknown
