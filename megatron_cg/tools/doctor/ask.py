@@ -18,7 +18,7 @@ from megatron_cg.tools.doctor.finding import NotReachedError
 
 SECONDS = 300.0
 """Time limit of the other process; imports from a cold network disk take minutes."""
-LOADER, TORCH, DRIVER, TE = "loader", "torch", "driver", "transformer_engine"
+TORCH, DRIVER, TE = "torch", "driver", "transformer_engine"
 SYMBOLS, FLAGS = "symbols", "flags"
 CHANGES, COLLECTED = "changes", "collect_env"
 Answers = dict[str, dict[str, Any]]
@@ -42,12 +42,18 @@ class Interpreter:
         backend: the capture backend; stages that it does not need are not run.
         variables: the environment of the other process.
         version: returns the installed version of a distribution, or None.
+        folders: where the other process looks for modules.
     """
 
     def __init__(
-        self, backend: str, variables: Mapping[str, str], version: Callable[[str], str | None]
+        self,
+        backend: str,
+        variables: Mapping[str, str],
+        version: Callable[[str], str | None],
+        folders: Sequence[Path] = (),
     ) -> None:
-        self._backend, self._variables, self._version = backend, dict(variables), version
+        self._backend, self._variables, self._version = backend, variables, version
+        self._folders = folders
         self._answers: Answers | None = None
 
     def ask(self, stage: str) -> Any:
@@ -56,10 +62,8 @@ class Interpreter:
         Raises StageError if it failed, and NotReachedError if it was not run.
         """
         if self._answers is None:
-            # Alone: libraries that it loads by bare names would replace torch's own.
-            self._answers = run_probe([LOADER], self._backend, self._variables)
-            if self._version("torch") is not None:
-                self._answers |= run_probe(self._stages(), self._backend, self._variables)
+            stages = self._stages()
+            self._answers = run_probe(stages, self._backend, self._variables) if stages else {}
         answer = self._answers.get(stage)
         if answer is None:
             raise NotReachedError(f"not looked at: {self._why_not(stage, self._answers)}")
@@ -77,9 +81,11 @@ class Interpreter:
         return f"{stage} has no part in the backend {self._backend}"
 
     def _stages(self) -> list[str]:
-        """The stages that import torch, in order."""
+        """The stages in order; none without torch, which all of them import."""
         te = self._backend == TE and self._version("transformer-engine") is not None
-        megatron = self._version("megatron-core") is not None or self._has_megatron()
+        # A clone of Megatron-LM on the path is not an installed distribution.
+        clones = ((folder / "megatron" / "core").is_dir() for folder in self._folders)
+        megatron = self._version("megatron-core") is not None or any(clones)
         wanted = {
             TORCH: True,
             DRIVER: self._backend != TAPE,
@@ -88,11 +94,8 @@ class Interpreter:
             # Last, because it starts many programs, and no other stage needs it.
             COLLECTED: True,
         }
-        return [stage for stage, is_wanted in wanted.items() if is_wanted]
-
-    def _has_megatron(self) -> bool:
-        places = [os.getcwd(), *self._variables.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
-        return any((Path(place) / "megatron" / "core").is_dir() for place in places if place)
+        there = self._version("torch") is not None
+        return [stage for stage, is_wanted in wanted.items() if there and is_wanted]
 
 
 def run_probe(

@@ -10,7 +10,7 @@ Note [Two copies of cuDNN]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from megatron_cg.tools.doctor.system import System, told
 
 NAMES = {"cudnn": "cuDNN", "nccl": "NCCL", "cublas": "cuBLAS"}
 _TE_PLACES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
-_SYSTEM_CUDA = Path("/usr/local/cuda")
 
 
 def libraries(system: System) -> Iterator[Finding]:
@@ -34,37 +33,12 @@ def libraries(system: System) -> Iterator[Finding]:
         if not torchs:
             continue
         yield from _not_torchs_own(system, family, torchs)
-        others = with_te["loaded"][family] if with_te else _expected_of_te(system, family)
-        foreign = _foreign(torchs, others)
+        foreign = _foreign(torchs, with_te["loaded"][family]) if with_te else []
         for file in foreign:
             yield _second_copy(system, name, family, torchs, file)
         if not foreign:
             version = next((f["version"] for f in torchs if f["version"]), "of unknown version")
             yield ok(f"{name} {version}, one copy, in {_folder(torchs[0])}")
-
-
-def te_cudnn_by_variables(variables: Mapping[str, str]) -> Path | None:
-    """The cuDNN that TE finds through environment variables; None: it uses the loader.
-
-    As in transformer-engine 2.20.2: of all files below a place, the last one in sorted order.
-    """
-    places = [Path(variables[name]) for name in _TE_PLACES if name in variables]
-    for place in (*places, _SYSTEM_CUDA):
-        files = [p for p in place.glob("**/libcudnn.so*") if "stub" not in str(p)]
-        if files:
-            return max(files, key=lambda path: path.name)
-    return None
-
-
-def _expected_of_te(system: System, family: str) -> list[dict[str, Any]]:
-    """If TE cannot be inspected: the libraries that it would open, in its own order."""
-    if family != "cudnn" or not system.wants_te:
-        return []
-    named = te_cudnn_by_variables(system.variables)
-    if named is not None:
-        return [{"file": str(named), "version": None}]
-    opened = (told(system, ask.LOADER) or {}).get(family)
-    return [opened] if opened else []
 
 
 def _foreign(torchs: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:

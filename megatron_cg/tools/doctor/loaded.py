@@ -18,11 +18,6 @@ _FAMILIES = {
     "cublas": re.compile(r"libcublas(Lt)?\.so"),
 }
 """Families of libraries, and the file names of each."""
-_BARE_NAMES = {
-    "cudnn": ("libcudnn.so",),
-    "nccl": ("libnccl.so.2", "libnccl.so"),
-    "cublas": ("libcublas.so.13", "libcublas.so.12", "libcublas.so"),
-}
 
 
 def loaded() -> dict[str, list[dict[str, Any]]]:
@@ -33,27 +28,9 @@ def loaded() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def found_by_loader() -> dict[str, Any]:
-    """The file that the dynamic loader finds for the names of each family; None if none.
-
-    TE opens ``libcudnn.so`` this way (transformer-engine 2.20.2, ``transformer_engine.common``,
-    ``_load_cuda_library_from_system``).
-    """
-    return {family: _opened(family, names) for family, names in _BARE_NAMES.items()}
-
-
 def dotted_cudnn(number: int) -> str | None:
     """``cudnnGetVersion``: major times 10000 since cuDNN 9, times 1000 before."""
     return _dotted(number, 10000 if number >= 90000 else 1000) if number else None
-
-
-def _opened(family: str, names: tuple[str, ...]) -> dict[str, Any] | None:
-    for name in names:
-        with suppress(OSError):
-            ctypes.CDLL(name)
-            path = next(p for p in _files(family) if _stem(p) == _stem(name))
-            return {"file": path, "version": _version(path)}
-    return None
 
 
 def _files(family: str) -> list[str]:

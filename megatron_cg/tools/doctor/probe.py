@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.doctor import ask
-from megatron_cg.tools.doctor.loaded import dotted_cudnn, found_by_loader, loaded
+from megatron_cg.tools.doctor.loaded import dotted_cudnn, loaded
 from megatron_cg.tools.doctor.relied_on import look_up, taken_over
 
 _OWN = "megatron_cg"
@@ -164,7 +164,6 @@ def _no_arguments() -> argparse.Namespace:
 
 
 STAGES: dict[str, Callable[[str], Any]] = {
-    ask.LOADER: lambda _backend: found_by_loader(),
     ask.TORCH: torch,
     ask.TE: transformer_engine,
     ask.DRIVER: driver,

@@ -60,17 +60,17 @@ def this_system(backend: str) -> System:
     """The machine and environment of this process."""
     variables = dict(os.environ)
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
-    given = [Path.cwd(), *map(Path, filter(None, paths))]
+    given = _unique([Path.cwd(), *map(Path, filter(None, paths))])
     others = [Path(entry) for entry in sys.path if entry]
     if site.ENABLE_USER_SITE:
         others.append(Path(site.getusersitepackages()))
-    ask = Interpreter(backend, variables, installed_version)
+    folders = _unique([*given, *others])
     return System(
-        ask=ask.ask,
+        ask=Interpreter(backend, variables, installed_version, folders).ask,
         backend=backend,
         variables=variables,
-        folders=_unique([*given, *others]),
-        given=_unique(given),
+        folders=folders,
+        given=given,
         purelib=Path(sysconfig.get_path("purelib")),
         requirements=own_requirements(_ROOT),
         python=platform.python_version(),
