@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def page(story: Story) -> str:
         "report/report.html",
         story=story,
         words=words,
-        plots=plots(story),
+        plots=plots(story, found),
         quantities=found,
         different=_different(story),
         numbers=_numbers(found),
@@ -60,17 +60,17 @@ def write_pngs(story: Story, directory: Path) -> list[Path]:
     """Write every plot of the page as ``<name>.png`` in ``directory``; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
-    for plot in plots(story).values():
+    for plot in plots(story, quantities(story)).values():
         written.append(directory / f"{plot.name}.png")
         write_png(plot.draw, written[-1])
     return written
 
 
-def plots(story: Story) -> dict[str, Plot]:
+def plots(story: Story, found: Sequence[Quantity]) -> dict[str, Plot]:
     """The plots for which there is something to draw, by name, in the order of the page."""
     drawn = {
         f"loss-{number}": draw.of_quantity(story, quantity)
-        for number, quantity in enumerate(quantities(story), 1)
+        for number, quantity in enumerate(found, 1)
     }
     if story.rank["steps"]:
         drawn["step-times"] = draw.of_step_times(story)
@@ -86,8 +86,8 @@ def plots(story: Story) -> dict[str, Plot]:
         if points := _memory_points(story):
             keys = {"allocated": "allocated_bytes", "reserved": "reserved_bytes"}
             mib = {
-                point: {name: found[key] / MIB for name, key in keys.items() if key in found}
-                for point, found in points.items()
+                point: {name: memory[key] / MIB for name, key in keys.items() if key in memory}
+                for point, memory in points.items()
             }
             drawn["memory-capture"] = bars.side_by_side(mib, "MiB")
     if words.counts(story.run) and story.rank.get("intervals"):

@@ -110,16 +110,14 @@ def speed(story: Story) -> str:
     if theirs is not None:
         text += f", {story.reference_name} {theirs:.1f} ms, a ratio of {ours / theirs:.3f}"
     text += f" ({steps}, rank {min(story.run)})."
-    return text if story.on_gpu else f"{text} {no_gpu(story)}"
-
-
-def no_gpu(story: Story) -> str:
-    """What the times of a run without a GPU can tell."""
-    replaced = (
-        "recordings of operations replaced CUDA graphs, and times say nothing of speed on a GPU"
+    if story.on_gpu:
+        return text
+    if story.captured_after is None:
+        return f"{text} No GPU was used, so times say nothing of speed on one."
+    return (
+        f"{text} No GPU was used: recordings of operations replaced CUDA graphs, and times say "
+        "nothing of speed on a GPU."
     )
-    alone = "No GPU was used, so times say nothing of speed on one."
-    return alone if story.captured_after is None else f"No GPU was used: {replaced}."
 
 
 def tiles(story: Story, found: list[Quantity]) -> list[Tile]:
