@@ -81,7 +81,7 @@ def plots(story: Story, found: Sequence[Quantity]) -> dict[str, Plot]:
         drawn[name] = bars.side_by_side(seconds, "seconds", "%.2f s")
     if coverage := read_coverage(story):
         drawn["coverage"] = draw.of_coverage(coverage)
-    if any(memory_over_steps(record, "allocated_bytes").x for _, record in story.records):
+    if any(memory_over_steps(record, "allocated_bytes") for _, record in story.records):
         drawn["memory-steps"] = draw.of_memory_over_steps(story)
         if points := _memory_points(story):
             keys = {"allocated": "allocated_bytes", "reserved": "reserved_bytes"}
@@ -129,14 +129,14 @@ def _first(count: int, what: str) -> str:
 
 def _numbers(found: list[Quantity]) -> tuple[list[str], list[list[str]], str]:
     """Head, rows and caption of the numbers of steps: all if they are few, else every n-th."""
-    steps = sorted({int(step) for quantity in found for step in quantity.run.x})
+    steps = sorted({step for quantity in found for step in quantity.run})
     stride = -(-len(steps) // _ROWS) or 1
     head, columns = ["step"], []
     for quantity in found:
-        for name, series in ((quantity.name, quantity.run), ("difference", quantity.difference)):
-            if series is not None:
+        for name, curve in ((quantity.name, quantity.run), ("difference", quantity.difference)):
+            if curve is not None:
                 head.append(name)
-                columns.append(dict(zip(series.x, series.y, strict=True)))
+                columns.append(curve)
     rows = [
         [str(step), *(f"{column[step]:.9g}" if step in column else "none" for column in columns)]
         for step in steps[::stride]
@@ -148,9 +148,8 @@ def _long_steps(story: Story) -> list[str]:
     """The steps that are above the plot of step times."""
     top, found = draw.highest_shown(story), []
     for name, record in story.records:
-        times = step_times(record)
-        pairs = zip(times.x, times.y, strict=True)
-        found += [f"step {s:.0f} of {name} took {t:.0f} ms" for s, t in pairs if t > top]
+        times = step_times(record).items()
+        found += [f"step {step} of {name} took {time:.0f} ms" for step, time in times if time > top]
     return found
 
 

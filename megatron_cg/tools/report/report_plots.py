@@ -19,8 +19,8 @@ from megatron_cg.tools.pages.figures import Draw, Look
 from megatron_cg.tools.report.coverage import EAGER, GRAPHED, LEFT_OUT, Coverage
 from megatron_cg.tools.report.series import (
     MIB,
+    Curve,
     Quantity,
-    Series,
     memory_over_steps,
     rates,
     step_times,
@@ -52,9 +52,7 @@ def of_quantity(story: Story, quantity: Quantity) -> Draw:
     return draw
 
 
-def _two_curves(
-    axes: Axes, look: Look, story: Story, reference: Series | None, run: Series
-) -> None:
+def _two_curves(axes: Axes, look: Look, story: Story, reference: Curve | None, run: Curve) -> None:
     """The run as a thin line inside the other's band, separated by the background colour."""
     palette = look.palette
     if reference is not None:
@@ -64,7 +62,7 @@ def _two_curves(
     _curve(axes, run, palette.run, label=shortened(story.name), linewidth=1.4, marker="o")
 
 
-def _difference(axes: Axes, look: Look, difference: Series, *, is_zero: bool) -> None:
+def _difference(axes: Axes, look: Look, difference: Curve, *, is_zero: bool) -> None:
     axes.set_ylabel("difference")
     if is_zero:
         axes.axhline(0, color=look.palette.run, linewidth=1.6)
@@ -95,7 +93,9 @@ def of_step_times(story: Story) -> Draw:
 
 def highest_shown(story: Story) -> float:
     """The upper limit of the plot of step times; much longer steps are above it."""
-    found = [list(filter(math.isfinite, step_times(record).y)) for _, record in story.records]
+    found = [
+        list(filter(math.isfinite, step_times(record).values())) for _, record in story.records
+    ]
     usual = max((statistics.median(times) for times in found if times), default=1.0)
     shown = [time for times in found for time in times if time <= _FAR * usual]
     return 1.1 * max(shown, default=1.0)
@@ -110,7 +110,7 @@ def of_memory_over_steps(story: Story) -> Draw:
         for name, record in story.records:
             for key, style in (("reserved", "--"), ("allocated", "-")):
                 curve = memory_over_steps(record, f"{key}_bytes")
-                if curve.x:
+                if curve:
                     label = f"{shortened(name)}, {key}"
                     _curve(axes, curve, colours[name], label=label, linestyle=style, linewidth=1.8)
         axes.set_ylim(bottom=0)
@@ -210,11 +210,11 @@ def _finish(panels: Sequence[Axes], look: Look, story: Story, columns: int = 2) 
     legend(panels[0], look, columns=columns)
 
 
-def _curve(axes: Axes, series: Series, colour: str, marker: str = "", **style: Any) -> None:
-    """Points, each with a mark if they are few; a long series is thinned."""
-    few = len(series.x) <= _MARKED
-    alone = "o" if len(series.x) == 1 else ""
-    shown = thin(series)
+def _curve(axes: Axes, curve: Curve, colour: str, marker: str = "", **style: Any) -> None:
+    """Points, each with a mark if they are few; a long curve is thinned."""
+    few = len(curve) <= _MARKED
+    alone = "o" if len(curve) == 1 else ""
+    shown = thin(curve)
     style |= {"marker": (marker or alone) if few else "", "markersize": 3.5}
-    axes.plot(shown.x, shown.y, color=colour, **style)
+    axes.plot(list(shown), list(shown.values()), color=colour, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))

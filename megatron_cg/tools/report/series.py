@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from megatron_cg.tools.align.compare import Run, numbers_of
@@ -20,17 +21,8 @@ MEANS = 200
 """Maximum number of points of a curve of means."""
 
 
-@dataclass(frozen=True)
-class Series:
-    """Points in the order of ``x``; ``y`` may contain NaN for a missing number."""
-
-    x: tuple[float, ...] = ()
-    y: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, points: Mapping[int, float]) -> Series:
-        """The points of a mapping from x to y."""
-        return cls(tuple(points), tuple(points.values()))
+Curve = dict[int, float]
+"""A number at each step, from 1, in the order of steps; NaN where it is no number."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +30,9 @@ class Quantity:
     """One number per step, of one run or of two."""
 
     name: str
-    run: Series
-    reference: Series | None = None
-    difference: Series | None = None
+    run: Curve
+    reference: Curve | None = None
+    difference: Curve | None = None
     """Run minus reference at each common step, on the rank where it is widest."""
     compared: int = 0
     """How many numbers both runs have, over all ranks."""
@@ -53,7 +45,7 @@ def quantities(story: Story) -> list[Quantity]:
     other = None if story.reference is None else _curves(story.reference)
     found = []
     for name, run in _curves(story.run).items():
-        reference = None if other is None else other.get(name, Series())
+        reference = None if other is None else other.get(name, {})
         compared: dict[str, Any] = _compared(story, name) if story.is_comparable else {}
         found.append(Quantity(name, run, reference, **compared))
     return found
@@ -72,25 +64,25 @@ def _compared(story: Story, name: str) -> dict[str, Any]:
         run, reference = (float.fromhex(text or "") for text in (value.graphed, value.eager))
         differences.setdefault(value.step, []).append(0.0 if value.same else run - reference)
     return {
-        "difference": Series.of({step: max(d, key=width) for step, d in differences.items()}),
+        "difference": {step: max(found, key=width) for step, found in differences.items()},
         "compared": len(values),
         "unequal": tuple((value.step, value.rank) for value in values if not value.same),
     }
 
 
-def _curves(run: Run) -> dict[str, Series]:
+def _curves(run: Run) -> dict[str, Curve]:
     """The numbers of the first rank, by name, in the order in which they were trained."""
     steps = first_rank(run)["steps"]
-    points: dict[str, dict[int, float]] = {}
+    curves: dict[str, Curve] = {}
     for index in range(len(steps)):
         for name, text in numbers_of(steps, index).items():
-            points.setdefault(name, {})[index + 1] = float.fromhex(text)
-    return {name: Series.of(found) for name, found in points.items()}
+            curves.setdefault(name, {})[index + 1] = float.fromhex(text)
+    return curves
 
 
-def step_times(record: Mapping[str, Any]) -> Series:
+def step_times(record: Mapping[str, Any]) -> Curve:
     """Milliseconds of each step."""
-    return Series.of({n: float(s["milliseconds"]) for n, s in enumerate(record["steps"], 1)})
+    return {number: float(s["milliseconds"]) for number, s in enumerate(record["steps"], 1)}
 
 
 def counted_steps(story: Story) -> range:
@@ -108,7 +100,7 @@ def median_times(story: Story) -> dict[str, float]:
     """Milliseconds of the median counted step, by run; without runs that have no such step."""
     steps = counted_steps(story)
     times = {
-        name: [s["milliseconds"] for n, s in enumerate(record["steps"], 1) if n in steps]
+        name: [time for number, time in step_times(record).items() if number in steps]
         for name, record in story.records
     }
     return {name: statistics.median(found) for name, found in times.items() if found}
@@ -128,10 +120,10 @@ def phase_times(record: Mapping[str, Any], steps: range) -> dict[str, float]:
     return found | {"rest": max(0.0, statistics.median(rest))}
 
 
-def rates(record: Mapping[str, Any], group: str, name: str, scale: float = 1.0) -> Series:
+def rates(record: Mapping[str, Any], group: str, name: str, scale: float = 1.0) -> Curve:
     """The growth of a count per step, times ``scale``: the mean since the previous point."""
     before, step = 0.0, 0
-    points = {}
+    points: Curve = {}
     rows = list(record.get("intervals", ()))
     stride = -(-len(rows) // MEANS) or 1
     # Counted from the end, so that the last count is included.
@@ -140,24 +132,23 @@ def rates(record: Mapping[str, Any], group: str, name: str, scale: float = 1.0) 
         if row["step"] > step:
             points[row["step"]] = (now - before) / (row["step"] - step) * scale
         before, step = now, row["step"]
-    return Series.of(points)
+    return points
 
 
-def memory_over_steps(record: Mapping[str, Any], name: str) -> Series:
+def memory_over_steps(record: Mapping[str, Any], name: str) -> Curve:
     """MiB after steps, of ``allocated_bytes`` or the like; empty without a GPU."""
     rows = [row for row in record.get("intervals", ()) if row["memory"] is not None]
-    return Series.of({row["step"]: row["memory"][name] / MIB for row in rows})
+    return {row["step"]: row["memory"][name] / MIB for row in rows}
 
 
-def thin(series: Series, limit: int = LIMIT) -> Series:
+def thin(curve: Curve, limit: int = LIMIT) -> Curve:
     """At most about ``limit`` points: the lowest and the highest of each interval, in order."""
-    count, height = len(series.x), series.y.__getitem__
-    if count <= limit:
-        return series
-    stretches = max(1, limit // 2)
-    kept: list[int] = []
-    for start, end in pairwise(number * count // stretches for number in range(stretches + 1)):
-        inside = [index for index in range(start, end) if not math.isnan(height(index))]
+    if len(curve) <= limit:
+        return curve
+    points, stretches = list(curve.items()), max(1, limit // 2)
+    kept: Curve = {}
+    for start, end in pairwise(n * len(points) // stretches for n in range(stretches + 1)):
+        inside = [point for point in points[start:end] if not math.isnan(point[1])]
         if inside:
-            kept += sorted({min(inside, key=height), max(inside, key=height)})
-    return Series(tuple(series.x[i] for i in kept), tuple(series.y[i] for i in kept))
+            kept |= sorted({choose(inside, key=itemgetter(1)) for choose in (min, max)})
+    return kept

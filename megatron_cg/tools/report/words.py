@@ -92,11 +92,10 @@ def difference(quantity: Quantity) -> str:
             f"The difference is exactly zero at every step: {numbers} the same bits in both runs."
         )
     step, rank = quantity.unequal[0]
-    pairs = zip(quantity.difference.x, quantity.difference.y, strict=True)
-    at, widest = max(pairs, key=lambda pair: width(pair[1]))
+    at, widest = max(quantity.difference.items(), key=lambda point: width(point[1]))
     return (
         f"{len(quantity.unequal)} of {quantity.compared} numbers differ, the first at step {step} "
-        f"on rank {rank}. The widest difference is {widest:.3e}, at step {at:.0f}."
+        f"on rank {rank}. The widest difference is {widest:.3e}, at step {at}."
     )
 
 
