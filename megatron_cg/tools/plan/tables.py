@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -171,17 +172,15 @@ def _whole(unit: dict[str, Any], name: str) -> str:
 
 def _runs(layers: Sequence[Layer], alike: Callable[[Layer], Any]) -> Iterator[tuple[str, Layer]]:
     """Groups of neighbouring layers that are ``alike``, as "0" or "1-7", and their first layer."""
-    groups: list[list[Layer]] = []
-    for layer in layers:
+
+    def key(place: tuple[int, Layer]) -> Any:
         # In a list of graphed layers only, one may be missing between two equal layers.
-        last = groups[-1][-1] if groups else None
-        if last and layer["index"] == last["index"] + 1 and alike(layer) == alike(last):
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    for group in groups:
-        first, end = group[0]["index"], group[-1]["index"]
-        yield (str(first) if first == end else f"{first}-{end}"), group[0]
+        return place[1]["index"] - place[0], alike(place[1])
+
+    for _, group in groupby(enumerate(layers), key):
+        found = [layer for _, layer in group]
+        first, last = found[0]["index"], found[-1]["index"]
+        yield (str(first) if first == last else f"{first}-{last}"), found[0]
 
 
 def _table(
