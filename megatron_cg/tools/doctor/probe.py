@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,22 +74,44 @@ def transformer_engine(_backend: str) -> dict[str, Any]:
 def driver(_backend: str) -> dict[str, Any]:
     """The CUDA driver of a run, as ``libcuda.so.1`` itself reports it, and its visible GPUs.
 
-    Source: the CUDA driver API (``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGet*``).
+    Source: the CUDA driver API (``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGet*``). ``rows`` are
+    those of nvidia-smi, for all GPUs.
     """
+    found: dict[str, Any] = {"error": None, "cuda": None, "gpus": [], "rows": [], "no_rows": ""}
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        return {"error": str(error), "cuda": None, "gpus": []}
+        return found | {"error": str(error)}
     number, text = ctypes.c_int(0), ctypes.c_char_p()
-    version = None
     if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
-        version = f"{number.value // 1000}.{number.value % 1000 // 10}"
+        found["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
     if code := cuda.cuInit(0):
         cuda.cuGetErrorName(code, ctypes.byref(text))
         name = (text.value or b"").decode() or "an error"
-        return {"error": f"cuInit gives {name} ({code})", "cuda": version, "gpus": []}
+        return found | {"error": f"cuInit gives {name} ({code})"}
     cuda.cuDeviceGetCount(ctypes.byref(number))
-    return {"error": None, "cuda": version, "gpus": [_gpu(cuda, n) for n in range(number.value)]}
+    found["gpus"] = [_gpu(cuda, index) for index in range(number.value)]
+    found["rows"], found["no_rows"] = nvidia_smi()
+    return found
+
+
+def nvidia_smi() -> tuple[list[dict[str, Any]], str]:
+    """``uuid``, ``driver`` and memory in MiB of each GPU, and why there are none."""
+    query = "--query-gpu=uuid,driver_version,memory.total,memory.free"
+    words = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        return [], "there is no nvidia-smi"
+    except (OSError, subprocess.SubprocessError) as failure:
+        return [], f"nvidia-smi failed: {failure}"
+    rows = []
+    for line in done.stdout.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[2].isdigit() and fields[3].isdigit():
+            total, free = map(int, fields[2:])
+            rows.append({"uuid": fields[0], "driver": fields[1], "total": total, "free": free})
+    return rows, "" if rows else "nvidia-smi lists no memory"
 
 
 def _gpu(cuda: ctypes.CDLL, index: int) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def test_a_page_is_made_of_whatever_is_accepted(
         name, _, _kind = name.rpartition("-")
         shown.add(name)
         turn = (figures.WIDE, figures.NARROW)[accepted % 2]
-        if width == turn and name.startswith(PLOTTED.get(at[0], ())):
+        if width == turn and name.startswith(PLOTTED.get(str(at[0]), ())):
             draw(Figure(), figures.Look(STYLED, width))
             tried.add(name)
         return "", ""
