@@ -125,16 +125,11 @@ def mamba_chunk_scan_combined(  # noqa: PLR0917 - its own signature
     D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    return_final_states: bool = False,
     state_dtype: torch.dtype | None = None,
     **_settings: Any,
-) -> Any:
-    """The function of that name; returns states only if requested."""
-    out = applied(_ChunkScan, chunk_size, x, dt, A, B, C, D, z, dt_bias)
-    if return_final_states:
-        batch, _, heads, width = x.shape
-        return out, x.new_empty((batch, heads, width, B.shape[-1]), dtype=torch.float32)
-    return out
+) -> Tensor:
+    """The function of that name, without final states, which only inference asks for."""
+    return applied(_ChunkScan, chunk_size, x, dt, A, B, C, D, z, dt_bias)
 
 
 def mamba_split_conv1d_scan_combined(
