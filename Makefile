@@ -19,7 +19,7 @@ FAST := arguments ordering/test_clocks.py integrations/standalone/test_call.py \
 	$(patsubst %,tools/align/test_%.py,command compare data) \
 	$(patsubst %,tools/bench/test_%.py,host measured report results rounds sampling schedule trace) \
 	$(patsubst %,fastpath/test_%.py,buckets heuristics last_unit cached_lists views) \
-	$(patsubst %,tools/plan/test_%.py,check pool request) \
+	$(patsubst %,tools/plan/test_%.py,pool request) memory/test_graph_memory.py \
 	$(patsubst %,tools/report/test_%.py,facts series words) \
 	$(patsubst %,telemetry/test_%.py,log progress)
 # Part of the stamp's name, so that changed requirements are installed and unchanged ones are not.

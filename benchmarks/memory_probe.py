@@ -36,15 +36,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.graph_memory import KEY as GRAPH_MEMORY
+from benchmarks.graph_memory import check, measured_capture
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 from megatron_cg.capture.session import Session
 from megatron_cg.memory.usage import report
 from megatron_cg.telemetry.record import Recorder, note
 from megatron_cg.telemetry.record_schema import read_run
 from megatron_cg.tools.align.run import example_script
-from megatron_cg.tools.plan.check import KEY as GRAPH_MEMORY
-from megatron_cg.tools.plan.check import check
-from megatron_cg.tools.plan.measure import measured_capture
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import lookup
 

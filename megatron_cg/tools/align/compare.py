@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -118,12 +118,13 @@ def _values(eager: Run, graphed: Run) -> Iterator[Value]:
     longest = max((len(run[r]["steps"]) for run in (eager, graphed) for r in ranks), default=0)
     for step in range(longest):
         for rank in ranks:
-            one, two = (_numbers(run[rank]["steps"], step) for run in (eager, graphed))
+            one, two = (numbers_of(run[rank]["steps"], step) for run in (eager, graphed))
             for name in dict.fromkeys([*one, *two]):
                 yield Value(rank, step + 1, name, one.get(name), two.get(name))
 
 
-def _numbers(steps: list[Any], step: int) -> dict[str, str]:
+def numbers_of(steps: Sequence[Any], step: int) -> dict[str, str]:
+    """Losses and gradient norm of a step as ``float.hex``; empty if there is no such step."""
     if step >= len(steps):
         return {}
     numbers = {name: value["hex"] for name, value in steps[step]["losses"].items()}
@@ -159,7 +160,7 @@ def _broken(eager: Run, graphed: Run, counts: Mapping[str, int], labels: Labels)
             return reason
     for rank in sorted(eager):
         for number in range(len(eager[rank]["steps"])):
-            for key, text in _numbers(eager[rank]["steps"], number).items():
+            for key, text in numbers_of(eager[rank]["steps"], number).items():
                 if not math.isfinite(float.fromhex(text)):
                     where = f"{labels[0]}, rank {rank}"
                     return f"{where}: {key} is {text} at step {number + 1}, and NaN equals any NaN"

@@ -37,9 +37,9 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     from rich.console import Console
 
     from megatron_cg.tools.doctor.ask import CHANGES, COLLECTED
-    from megatron_cg.tools.doctor.checks import can_run, examine, told
+    from megatron_cg.tools.doctor.checks import can_run, examine
     from megatron_cg.tools.doctor.findings_shown import as_json, print_report
-    from megatron_cg.tools.doctor.system import this_system
+    from megatron_cg.tools.doctor.system import this_system, told
 
     with Console(stderr=True).status("looking, which takes some seconds"):
         here = this_system(args.backend)

@@ -22,7 +22,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -132,20 +132,14 @@ class FakeEvent:
         return 0.0
 
 
-def to_cpu(device: Any) -> Any:
-    """Return the CPU for anything that names a cuda device, otherwise ``device`` itself.
+def converted(device: Any, to: torch.device) -> Any:
+    """Return ``to`` for anything that names a cuda device, otherwise ``device`` itself.
 
     A bare int is a cuda index in Megatron (``device=torch.cuda.current_device()``).
     """
-    if isinstance(device, bool) or device is None:
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         return device
-    if isinstance(device, int):
-        return _CPU
-    if isinstance(device, str):
-        return _CPU if device.split(":")[0] == "cuda" else device
-    if isinstance(device, torch.device):
-        return _CPU if device.type == "cuda" else device
-    return device
+    return to if isinstance(device, int) or torch.device(device).type == "cuda" else device
 
 
 @contextmanager
@@ -208,41 +202,45 @@ def redirected_method(function: Callable[..., Any], convert: Convert) -> Callabl
     return elsewhere
 
 
-def _factories(stack: ExitStack) -> None:
-    """Wrap the factories themselves: hooks that autograd calls run without TorchFunctionMode.
+@contextmanager
+def cuda_leads_to(device: torch.device, cuda: Mapping[str, object]) -> Iterator[None]:
+    """Make everything for cuda on ``device`` instead, with ``cuda`` as the names of ``torch.cuda``.
 
+    The factories themselves are wrapped: hooks that autograd calls run without TorchFunctionMode.
     ``torch.device`` as a context knows factories by identity, from a cache that is filled once
     (torch 2.11, ``torch/utils/_device.py``). So the cache is emptied with each change.
     """
-    _device_constructors.cache_clear()
-    stack.callback(_device_constructors.cache_clear)
-    for name in FACTORIES:
-        stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), to_cpu)))
-    for name in METHODS:
-        original = getattr(torch.Tensor, name)
-        wrapper = redirected_method if name == "to" else redirected
-        stack.enter_context(replaced(torch.Tensor, name, wrapper(original, to_cpu)))
-    stack.enter_context(replaced(torch.Tensor, "cuda", lambda self, *_a, **_k: self))
-    stack.enter_context(replaced(torch.nn.Module, "cuda", lambda self, *_a, **_k: self))
+    convert = functools.partial(converted, to=device)
+    with ExitStack() as stack:
+        _device_constructors.cache_clear()
+        stack.callback(_device_constructors.cache_clear)
+        for name in FACTORIES:
+            stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), convert)))
+        for name in METHODS:
+            original = getattr(torch.Tensor, name)
+            wrapper = redirected_method if name == "to" else redirected
+            stack.enter_context(replaced(torch.Tensor, name, wrapper(original, convert)))
+        stack.enter_context(replaced(torch.Tensor, "cuda", lambda t, *_a, **_k: t.to(device)))
+        stack.enter_context(replaced(torch.nn.Module, "cuda", lambda module, *_a, **_k: module))
+        for name, value in cuda.items():
+            stack.enter_context(replaced(torch.cuda, name, value))
+        _meshes(stack, convert)
+        yield
 
 
-def _stream_context(_stream: object) -> AbstractContextManager[None]:
+def _no_context(*_args: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _device_context(_device: object) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _cuda_names() -> dict[str, object]:
-    """Return the CPU replacement of each name of ``torch.cuda``."""
+def cuda_names() -> dict[str, object]:
+    """Return a replacement without a GPU for each name of ``torch.cuda`` that Megatron uses."""
     stream = FakeStream()
     generator = torch.default_generator
     return {
         "Stream": FakeStream,
         "Event": FakeEvent,
-        "stream": _stream_context,
-        "device": _device_context,
+        "stream": _no_context,
+        "device": _no_context,
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
         "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),
@@ -332,18 +330,18 @@ def _loaded(*names: str) -> list[types.ModuleType]:
     return modules
 
 
-def _meshes(stack: ExitStack) -> None:
-    """Set the device type of every device mesh to the CPU, however the mesh is created."""
+def _meshes(stack: ExitStack, convert: Convert) -> None:
+    """Convert the device type of every device mesh, however the mesh is created."""
     original_init = DeviceMesh.__init__
 
     @functools.wraps(original_init)
     def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original_init(self, str(to_cpu(device_type)), *args, **kwargs)
+        original_init(self, str(convert(device_type)), *args, **kwargs)
 
     original_from_group = DeviceMesh.from_group
 
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-        return original_from_group(group, str(to_cpu(device_type)), *args, **kwargs)
+        return original_from_group(group, str(convert(device_type)), *args, **kwargs)
 
     stack.enter_context(replaced(DeviceMesh, "__init__", init))
     stack.enter_context(replaced(DeviceMesh, "from_group", staticmethod(from_group)))
@@ -383,10 +381,7 @@ def cpu_fakes() -> Iterator[None]:
         stack.enter_context(one_worker_a_group())
         stack.enter_context(sizes_as_lists())
         stack.enter_context(averages_as_sums())
-        _factories(stack)
-        for name, value in _cuda_names().items():
-            stack.enter_context(replaced(torch.cuda, name, value))
-        _meshes(stack)
+        stack.enter_context(cuda_leads_to(_CPU, cuda_names()))
         _generators(stack)
         _transformer_engine(stack)
         yield

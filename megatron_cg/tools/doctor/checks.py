@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.tools.doctor import ask, environment, libraries, versions
-from megatron_cg.tools.doctor import gpu_checks as machine
+from megatron_cg.tools.doctor import ask, environment, gpu_checks, libraries, versions
 from megatron_cg.tools.doctor import module_places as modules
 from megatron_cg.tools.doctor import symbol_checks as symbols
 from megatron_cg.tools.doctor.finding import Finding, Level, NotReachedError, note
@@ -37,10 +34,10 @@ CHECKS: tuple[Check, ...] = (
     Check("te-parts", versions.te_parts, backends=_TE),
     Check("torch", symbols.torch_imports, stage=ask.TORCH),
     Check("cuda", versions.cuda, backends=_GPU),
-    Check("driver", machine.driver, backends=_GPU, stage=ask.DRIVER),
-    Check("gpus", machine.gpus, backends=_GPU),
-    Check("gpu-memory", machine.memory, decides=False, backends=_GPU),
-    Check("shared-memory", machine.shared_memory, decides=False, backends=_GPU),
+    Check("driver", gpu_checks.driver, backends=_GPU, stage=ask.DRIVER),
+    Check("gpus", gpu_checks.gpus, backends=_GPU),
+    Check("gpu-memory", gpu_checks.memory, decides=False, backends=_GPU),
+    Check("shared-memory", gpu_checks.shared_memory, decides=False, backends=_GPU),
     Check("te-import", symbols.te_imports, backends=_TE, stage=ask.TE),
     Check("libraries", libraries.libraries, decides=False, backends=_GPU),
     Check("megatron", modules.megatron_copies),
@@ -49,10 +46,11 @@ CHECKS: tuple[Check, ...] = (
     Check("symbols", symbols.relied_on, stage=ask.SYMBOLS),
     Check("flags", symbols.megatron_flags, stage=ask.FLAGS),
     Check("changes", symbols.changes, decides=False, stage=ask.CHANGES),
-    Check("gloo", machine.gloo, backends=(TAPE,)),
+    Check("gloo", gpu_checks.gloo, backends=(TAPE,)),
     Check("environment", environment.variables, backends=_GPU),
     Check("system", symbols.collected, decides=False, stage=ask.COLLECTED),
 )
+_ELSEWHERE = "what it depends on is reported on its own"
 
 
 def examine(system: System, checks: Sequence[Check] = CHECKS) -> list[Finding]:
@@ -60,16 +58,8 @@ def examine(system: System, checks: Sequence[Check] = CHECKS) -> list[Finding]:
     found: list[Finding] = []
     for check in checks:
         if system.backend in check.backends:
-            found += _look(check, system)
+            found += [replace(finding, check=check.name) for finding in _look(check, system)]
     return found
-
-
-def told(system: System, stage: str) -> Any:
-    """What the other process found at a stage; None where a check reports why there is nothing."""
-    try:
-        return system.ask(stage)
-    except (NotReachedError, ask.StageError):
-        return None
 
 
 def can_run(findings: Iterable[Finding]) -> bool:
@@ -80,37 +70,23 @@ def can_run(findings: Iterable[Finding]) -> bool:
 def _look(check: Check, system: System) -> list[Finding]:
     """The check's findings; if it raises, the exception becomes a finding after them."""
     found: list[Finding] = []
+    failed = Level.ERROR if check.decides else Level.WARNING
     try:
         found.extend(check.look(system))
     except NotReachedError as reason:
-        found.append(note(str(reason), "what it depends on is reported on its own"))
+        found.append(note(str(reason), _ELSEWHERE))
     except ask.StageError as failure:
-        found.append(_stage_failed(check, failure))
+        what = f"looking at {failure.stage} failed"
+        if failure.stage != check.stage:
+            found.append(note(f"not looked at: {what}", _ELSEWHERE))
+        else:
+            probe = "python -m megatron_cg.tools.doctor.probe /dev/stdout transformer_engine"
+            why = "a run would fail in the same place"
+            found.append(Finding(failed, f"{what}: {failure}", why, f"{probe} {failure.stage}"))
     except Exception as failure:
-        found.append(_failed(check, failure))
-    return [dataclasses.replace(finding, check=check.name) for finding in found]
-
-
-def _stage_failed(check: Check, failure: ask.StageError) -> Finding:
-    if failure.stage != check.stage:
-        return note(
-            f"not looked at: looking at {failure.stage} failed",
-            "what it depends on is reported on its own",
-        )
-    return Finding(
-        Level.ERROR if check.decides else Level.WARNING,
-        f"looking at {failure.stage} failed: {failure}",
-        "a run would fail in the same place",
-        f"python -m megatron_cg.tools.doctor.probe /dev/stdout transformer_engine {failure.stage}",
-    )
-
-
-def _failed(check: Check, failure: Exception) -> Finding:
-    return Finding(
-        Level.ERROR if check.decides else Level.WARNING,
-        f"this check itself failed: {type(failure).__name__}: {failure}",
-        "what it looks at is not known, so nothing says that the run can be"
-        if check.decides
-        else "what it looks at is not known",
-        "megatron-cg doctor --json, and report what it prints",
-    )
+        what = f"this check itself failed: {type(failure).__name__}: {failure}"
+        unknown = "what it looks at is not known"
+        why = f"{unknown}, so nothing says that the run can be" if check.decides else unknown
+        remedy = "megatron-cg doctor --json, and report what it prints"
+        found.append(Finding(failed, what, why, remedy))
+    return found

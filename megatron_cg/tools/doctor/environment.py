@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_cg.arguments.rules_environment import expandable_segments, max_connections
@@ -52,13 +52,12 @@ MEANINGS = {
 transformer-engine 2.20.2, megatron-core 0.19.2 (``megatron/training/determinism.py``), NCCL's and
 CUDA's own lists of variables."""
 
-_PREFIXES = {
+_FAMILIES = {
     "TORCH_NCCL_": "read by torch's process groups",
     "NVTE_": "read by Transformer Engine",
     "NCCL_": "read by NCCL",
 }
 _ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def variables(system: System) -> Iterator[Finding]:
@@ -70,68 +69,43 @@ def variables(system: System) -> Iterator[Finding]:
         for violation in rule(RunArguments(), GraphArguments(), environment):
             told.add(violation.found.partition("=")[0])
             yield of_violation(violation)
-    for name in sorted(env):
-        meaning = _meaning(name)
-        if meaning is None or name in told:
-            continue
-        judged = _JUDGES[name](name, env) if name in _JUDGES else None
-        yield judged or note(f"{name}={env[name]}", meaning)
+    for name in sorted(env.keys() - told):
+        meaning = MEANINGS.get(name) or _of_a_family(name)
+        if meaning is not None:
+            yield _mistake(name, env) or note(f"{name}={env[name]}", meaning)
     unset = sum(name not in env for name in MEANINGS)
     yield ok(f"{unset} of {len(MEANINGS)} variables that matter here are not set")
 
 
-def _meaning(name: str) -> str | None:
-    if name in MEANINGS:
-        return MEANINGS[name]
-    families = (text for prefix, text in _PREFIXES.items() if name.startswith(prefix))
-    text = next(families, None)
+def _of_a_family(name: str) -> str | None:
+    texts = (text for prefix, text in _FAMILIES.items() if name.startswith(prefix))
+    text = next(texts, None)
     return text and f"{text}; it was not set in the runs that verified this package"
 
 
-def _attention(name: str, env: Mapping[str, str]) -> Finding:
-    return warning(
-        f"{name}={env[name]}",
-        f"{MEANINGS[name]}; Megatron sets it from --attention-backend and ends the run when it "
-        "finds another value",
-        f"unset {' '.join(other for other in _ATTENTION if other in env)}",
-    )
-
-
-def _allocator(name: str, env: Mapping[str, str]) -> Finding | None:
-    if "cudaMallocAsync" not in env[name]:
-        return None
-    return warning(
-        f"{name}={env[name]}",
-        "graphs were never tried with CUDA's own allocator: their private pools, and what is "
-        "released after a failed capture, are torch's native allocator's",
-        f"unset {name}",
-    )
-
-
-def _blocking(name: str, env: Mapping[str, str]) -> Finding | None:
-    if env[name] in ("", "0"):
-        return None
-    return warning(
-        f"{name}={env[name]}",
-        f"{MEANINGS[name]}: no step time means anything, least of all what graphs gain",
-        f"unset {name}",
-    )
-
-
-def _home(name: str, env: Mapping[str, str]) -> Finding | None:
-    if env[name] and any(Path(env[name]).glob("**/libcudnn.so*")):
-        return None
-    return warning(
-        f"{name}={env[name]}, where there is no libcudnn.so",
-        f"{MEANINGS[name]}, so TE goes on to the next place without a word",
-        f"unset {name}",
-    )
-
-
-_JUDGES: Mapping[str, Callable[[str, Mapping[str, str]], Finding | None]] = {
-    **dict.fromkeys(_ATTENTION, _attention),
-    **dict.fromkeys(_ALLOCATOR, _allocator),
-    **dict.fromkeys(("CUDNN_HOME", "CUDNN_PATH"), _home),
-    "CUDA_LAUNCH_BLOCKING": _blocking,
-}
-"""A warning for a value that is probably not intended, or None."""
+def _mistake(name: str, env: Mapping[str, str]) -> Finding | None:
+    """A warning for a value that is probably not intended."""
+    value, unset = env[name], f"unset {name}"
+    where, meaning = f"{name}={value}", MEANINGS.get(name)
+    if name in _ATTENTION:
+        return warning(
+            where,
+            f"{meaning}; Megatron sets it from --attention-backend and ends the run when it finds "
+            "another value",
+            f"unset {' '.join(other for other in _ATTENTION if other in env)}",
+        )
+    if name.endswith("ALLOC_CONF") and "cudaMallocAsync" in value:
+        return warning(
+            where,
+            "graphs were never tried with CUDA's own allocator: their private pools, and what is "
+            "released after a failed capture, are torch's native allocator's",
+            unset,
+        )
+    is_place = name in ("CUDNN_HOME", "CUDNN_PATH")
+    if is_place and not (value and any(Path(value).glob("**/libcudnn.so*"))):
+        why = f"{meaning}, so TE goes on to the next place without a word"
+        return warning(f"{where}, where there is no libcudnn.so", why, unset)
+    if name == "CUDA_LAUNCH_BLOCKING" and value not in ("", "0"):
+        why = f"{meaning}: no step time means anything, least of all what graphs gain"
+        return warning(where, why, unset)
+    return None

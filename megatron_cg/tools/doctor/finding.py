@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -33,14 +33,8 @@ class Finding:
     """The name of the check, set when findings are collected."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, for JSON."""
-        return {
-            "check": self.check,
-            "level": self.level.value,
-            "found": self.found,
-            "why": self.why,
-            "remedy": self.remedy,
-        }
+        """All fields by name, for JSON, the check first."""
+        return {"check": self.check, **asdict(self)}
 
 
 class NotReachedError(Exception):

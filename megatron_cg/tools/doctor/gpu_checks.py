@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
@@ -15,7 +13,6 @@ from megatron_cg.tools.doctor.finding import Finding, error, note, ok, warning
 from megatron_cg.tools.doctor.system import System
 
 MIB = 2**20
-_QUERY = "uuid,driver_version,memory.total,memory.free"
 _LEAST_CAPABILITY = (8, 0)
 _VERIFIED_CAPABILITY = (9, 0)
 _FREE = 0.9
@@ -25,37 +22,26 @@ _SHARED_MEMORY = 2**30
 _NO_GPU = "megatron-cg align --backend tape  # needs no GPU"
 
 
-@dataclass(frozen=True)
-class _Row:
-    """nvidia-smi's row for one GPU; memory in MiB."""
-
-    uuid: str
-    driver: str
-    total: int
-    free: int
-
-
 def driver(system: System) -> Iterator[Finding]:
     """The driver exists, sees GPUs, and can run torch's CUDA."""
-    seen = system.ask(ask.DRIVER)
-    wanted = _torch_cuda(system)
+    seen, wanted = system.ask(ask.DRIVER), system.ask(ask.TORCH)["cuda"]
     if seen["error"] is not None:
         yield _no_driver(system, seen)
         return
-    rows, _ = _nvidia_smi(system)
-    number = f"driver {rows[0].driver}" if rows else "the driver"
-    found = f"{number} runs CUDA up to {seen['cuda']}"
+    number = f"driver {seen['rows'][0]['driver']}" if seen["rows"] else "the driver"
+    runs = f"{number} runs CUDA up to {seen['cuda']}"
+    found = f"{runs}, and torch is built for CUDA {wanted}"
     if wanted is None or seen["cuda"] is None or Version(seen["cuda"]) >= Version(wanted):
-        yield ok(found)
+        yield ok(runs)
     elif Version(seen["cuda"]).major < Version(wanted).major:
         yield error(
-            f"{found}, and torch is built for CUDA {wanted}",
+            found,
             "a driver runs no newer major version of CUDA than its own",
             "apt-get install nvidia-driver-580-server  # for CUDA 13.0; or another build of torch",
         )
     else:
         yield warning(
-            f"{found}, and torch is built for CUDA {wanted}",
+            found,
             "CUDA's minor-version compatibility covers it, but not kernels that are compiled while "
             "running (NVRTC, Triton) or features that came with the newer driver",
             "apt-get install --only-upgrade nvidia-driver-580-server",
@@ -76,28 +62,28 @@ def gpus(system: System) -> Iterator[Finding]:
 
 def memory(system: System) -> Iterator[Finding]:
     """Most of each GPU's memory is free before the run begins."""
-    visible = {gpu["uuid"] for gpu in system.ask(ask.DRIVER)["gpus"]}
+    seen = system.ask(ask.DRIVER)
+    visible = {gpu["uuid"] for gpu in seen["gpus"]}
     if not visible:
         return
-    rows, problem = _nvidia_smi(system)
-    mine = [row for row in rows if _hex(row.uuid) in visible]
+    mine = [row for row in seen["rows"] if _hex(row["uuid"]) in visible]
     if not mine:
         yield note(
-            f"free memory is not known: {problem or 'nvidia-smi lists other GPUs'}",
+            f"free memory is not known: {seen['no_rows'] or 'nvidia-smi lists other GPUs'}",
             "a container needs the driver's utilities for it",
             "docker run --gpus 'all,\"capabilities=compute,utility\"' ...",
         )
         return
-    taken = [row for row in mine if row.free < _FREE * row.total]
+    taken = [row for row in mine if row["free"] < _FREE * row["total"]]
     for row in taken:
         yield warning(
-            f"{row.total - row.free:,} of {row.total:,} MiB of {row.uuid} are taken",
+            f"{row['total'] - row['free']:,} of {row['total']:,} MiB of {row['uuid']} are taken",
             "capture needs the memory of its graphs on top of an eager run's",
             "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv",
         )
     if not taken:
-        least = min(row.free for row in mine)
-        yield ok(f"at least {least:,} of {mine[0].total:,} MiB are free on {len(mine)} GPUs")
+        least = min(row["free"] for row in mine)
+        yield ok(f"at least {least:,} of {mine[0]['total']:,} MiB are free on {len(mine)} GPUs")
 
 
 def shared_memory(system: System) -> Iterator[Finding]:
@@ -129,39 +115,24 @@ def gloo(system: System) -> Iterator[Finding]:
         )
 
 
-def _torch_cuda(system: System) -> str | None:
-    cuda: str | None = system.ask(ask.TORCH)["cuda"]
-    return cuda
-
-
 def _no_driver(system: System, seen: dict[str, Any]) -> Finding:
     hidden = system.variables.get("CUDA_VISIBLE_DEVICES")
     if seen["cuda"] is None:
-        return error(
-            f"no NVIDIA driver: {seen['error']}",
-            "graphs are captured on a GPU",
-            f"docker run --gpus all ...  # in a container; or {_NO_GPU}",
-        )
-    if hidden is not None:
-        return error(
-            f"no GPU is visible with CUDA_VISIBLE_DEVICES={hidden}: {seen['error']}",
-            "graphs are captured on a GPU",
-            f"unset CUDA_VISIBLE_DEVICES  # or {_NO_GPU}",
-        )
-    return error(
-        f"the driver cannot be used: {seen['error']}",
-        "graphs are captured on a GPU",
-        f"nvidia-smi; dmesg | grep -i nvrm  # say more; or {_NO_GPU}",
-    )
+        what, remedy = "no NVIDIA driver", "docker run --gpus all ...  # in a container;"
+    elif hidden is not None:
+        what = f"no GPU is visible with CUDA_VISIBLE_DEVICES={hidden}"
+        remedy = "unset CUDA_VISIBLE_DEVICES  #"
+    else:
+        what = "the driver cannot be used"
+        remedy = "nvidia-smi; dmesg | grep -i nvrm  # say more;"
+    why = "graphs are captured on a GPU"
+    return error(f"{what}: {seen['error']}", why, f"{remedy} or {_NO_GPU}")
 
 
 def _kind(what: str, capability: tuple[int, ...], architectures: list[str]) -> Finding:
     if capability < _LEAST_CAPABILITY:
-        return error(
-            what,
-            "models train in bfloat16, which GPUs before Ampere (8.0) do not compute",
-            _NO_GPU,
-        )
+        why = "models train in bfloat16, which GPUs before Ampere (8.0) do not compute"
+        return error(what, why, _NO_GPU)
     if architectures and not _has_kernels(capability, architectures):
         return error(
             f"{what}, and torch has kernels for {' '.join(architectures)}",
@@ -169,11 +140,8 @@ def _kind(what: str, capability: tuple[int, ...], architectures: list[str]) -> F
             "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu130",
         )
     if capability != _VERIFIED_CAPABILITY:
-        return note(
-            what,
-            "this package was verified on sm_90 (H200) only",
-            "megatron-cg align",
-        )
+        why = "this package was verified on sm_90 (H200) only"
+        return note(what, why, "megatron-cg align")
     return ok(what)
 
 
@@ -190,30 +158,6 @@ def _has_kernels(capability: tuple[int, ...], architectures: list[str]) -> bool:
         if kind == "sm" and theirs[0] == capability[0] and theirs <= capability:
             return True
     return False
-
-
-def _nvidia_smi(system: System) -> tuple[list[_Row], str]:
-    """The rows, and a reason if there are none."""
-    words = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            words,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=dict(system.variables),
-        )
-    except FileNotFoundError:
-        return [], "there is no nvidia-smi"
-    except (OSError, subprocess.SubprocessError) as failure:
-        return [], f"nvidia-smi failed: {failure}"
-    rows = []
-    for line in done.stdout.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and fields[2].isdigit() and fields[3].isdigit():
-            rows.append(_Row(fields[0], fields[1], int(fields[2]), int(fields[3])))
-    return rows, "" if rows else "nvidia-smi lists no memory"
 
 
 def _hex(uuid: str) -> str:

@@ -10,68 +10,35 @@ Note [Two copies of cuDNN]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from megatron_cg.tools.doctor import ask
-from megatron_cg.tools.doctor.finding import Finding, NotReachedError, ok, warning
-from megatron_cg.tools.doctor.system import System
+from megatron_cg.tools.doctor.finding import Finding, ok, warning
+from megatron_cg.tools.doctor.system import System, told
 
 NAMES = {"cudnn": "cuDNN", "nccl": "NCCL", "cublas": "cuBLAS"}
 _TE_PLACES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
-_SYSTEM_CUDA = Path("/usr/local/cuda")
 
 
 def libraries(system: System) -> Iterator[Finding]:
     """For each family of libraries: torch's loaded copies, and the other copies that TE loads."""
     by_torch = system.ask(ask.TORCH)["loaded"]
-    try:
-        in_the_end = system.ask(ask.TE)["loaded"]
-    except (NotReachedError, ask.StageError):
-        in_the_end = None
+    with_te = told(system, ask.TE)
     for family, name in NAMES.items():
         torchs = by_torch[family]
         if not torchs:
             continue
         yield from _not_torchs_own(system, family, torchs)
-        if in_the_end is not None:
-            foreign = _foreign(torchs, in_the_end[family])
-        else:
-            foreign = _foreign(torchs, _expected_of_te(system, family))
+        foreign = _foreign(torchs, with_te["loaded"][family]) if with_te else []
         for file in foreign:
             yield _second_copy(system, name, family, torchs, file)
         if not foreign:
-            yield ok(f"{name} {_described(torchs)}")
-
-
-def te_cudnn_by_variables(variables: Mapping[str, str]) -> Path | None:
-    """The cuDNN that TE finds through environment variables; None: it uses the loader.
-
-    As in transformer-engine 2.20.2: of all files below a place, the last one in sorted order.
-    """
-    places = [Path(variables[name]) for name in _TE_PLACES if name in variables]
-    for place in (*places, _SYSTEM_CUDA):
-        files = [p for p in place.glob("**/libcudnn.so*") if "stub" not in str(p)]
-        if files:
-            return max(files, key=lambda path: path.name)
-    return None
-
-
-def _expected_of_te(system: System, family: str) -> list[dict[str, Any]]:
-    """If TE cannot be inspected: the libraries that it would open, in its own order."""
-    if family != "cudnn" or not system.wants_te:
-        return []
-    named = te_cudnn_by_variables(system.variables)
-    if named is not None:
-        return [{"file": str(named), "version": None}]
-    try:
-        opened = system.ask(ask.LOADER)[family]
-    except (NotReachedError, ask.StageError):
-        return []
-    return [opened] if opened is not None else []
+            version = next((f["version"] for f in torchs if f["version"]), "of unknown version")
+            yield ok(f"{name} {version}, one copy, in {_folder(torchs[0])}")
 
 
 def _foreign(torchs: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,13 +58,12 @@ def _second_copy(
 ) -> Finding:
     own = next((t for t in torchs if t["version"]), torchs[0])
     mine, other = own["version"], file["version"] or _version_in_name(file["file"])
-    age = ""
-    if mine and other:
-        age = "older " if Version(other) < Version(mine) else ""
-        age = "newer " if Version(other) > Version(mine) else age
+    age = "a"
+    if mine and other and Version(other) != Version(mine):
+        age = "an older" if Version(other) < Version(mine) else "a newer"
     found = (
-        f"{'an' if age == 'older ' else 'a'} {age}{name} {other or 'of unknown version'} is loaded "
-        f"beside torch's {mine}: {file['file']} ({_origin(system, file['file'])})"
+        f"{age} {name} {other or 'of unknown version'} is loaded beside torch's {mine}: "
+        f"{file['file']} ({_origin(system, file['file'])})"
     )
     if family == "cudnn":
         return warning(
@@ -115,11 +81,8 @@ def _second_copy(
 
 def _not_torchs_own(system: System, family: str, torchs: list[dict[str, Any]]) -> Iterator[Finding]:
     """Torch's wheel contains a copy, but torch has loaded another."""
-    wheels = [
-        path
-        for path in (system.purelib / "nvidia").glob(f"*/lib/lib{family}.so*")
-        if path.is_file()
-    ]
+    found = (system.purelib / "nvidia").glob(f"*/lib/lib{family}.so*")
+    wheels = [path for path in found if path.is_file()]
     folders = {path.parent.resolve() for path in wheels}
     others = [file for file in torchs if folders and _folder(file) not in folders]
     if others:
@@ -144,11 +107,6 @@ def _origin(system: System, path: str) -> str:
         if entry and Path(entry).resolve() == folder:
             return "by LD_LIBRARY_PATH"
     return "the system's"
-
-
-def _described(files: list[dict[str, Any]]) -> str:
-    version = next((file["version"] for file in files if file["version"]), "of unknown version")
-    return f"{version}, one copy, in {_folder(files[0])}"
 
 
 def _folder(file: dict[str, Any]) -> Path:

@@ -39,7 +39,12 @@ def megatron_copies(system: System) -> Iterator[Finding]:
     first = cores[0]
     version = _version_in(first) or "of unknown version"
     yield ok(f"megatron.core {version} in {first}")
-    yield from _extra_copies(cores, version)
+    for other in cores[1:]:
+        yield warning(
+            f"a second megatron.core, {_version_in(other) or 'of unknown version'}, in {other}",
+            f"the first one is imported ({version}); the other may be the one you mean",
+            f"export PYTHONPATH={other}  # to use the second",
+        )
     installed = system.version("megatron-core")
     if installed is not None and Version(installed).base_version != version:
         yield warning(
@@ -111,15 +116,6 @@ def shadowing(system: System) -> Iterator[Finding]:
         yield ok("nothing stands before the modules that a run imports")
 
 
-def _extra_copies(cores: list[Path], version: str) -> Iterator[Finding]:
-    for other in cores[1:]:
-        yield warning(
-            f"a second megatron.core, {_version_in(other) or 'of unknown version'}, in {other}",
-            f"the first one is imported ({version}); the other may be the one you mean",
-            f"export PYTHONPATH={other}  # to use the second",
-        )
-
-
 def _compilers(system: System, folder: Path) -> Iterator[Finding]:
     path = system.variables.get("PATH", "")
     missing = [tool for tool in ("make", "g++") if shutil.which(tool, path=path) is None]
@@ -135,11 +131,7 @@ def _compilers(system: System, folder: Path) -> Iterator[Finding]:
 
 def _holders(system: System, part: str) -> list[Path]:
     """Folders with ``megatron/<part>``, in search order; ``megatron`` is a namespace package."""
-    found = []
-    for folder in system.folders:
-        if (folder / "megatron" / part / "__init__.py").is_file():
-            found.append(folder)
-    return found
+    return [f for f in system.folders if (f / "megatron" / part / "__init__.py").is_file()]
 
 
 def _version_in(folder: Path) -> str | None:

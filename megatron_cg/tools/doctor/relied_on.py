@@ -61,11 +61,33 @@ def look_up(backend: str, package: Path = _PACKAGE) -> list[dict[str, Any]]:
         try:
             symbols: tuple[Symbol, ...] = importlib.import_module(module).RELIES_ON
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            found.append(_entry(module, "megatron-cg", module, error=text))
-            continue
-        found += [_look_up(module, symbol) for symbol in symbols]
+            found.append(_row(module, "megatron-cg", module, error=_text(error)))
+        else:
+            found += [_row(module, s.distribution, s.path, **_looked_up(s)) for s in symbols]
     return found
+
+
+def _looked_up(symbol: Symbol) -> dict[str, Any]:
+    if symbol.distribution != "megatron-core" and installed_version(symbol.distribution) is None:
+        return {"skipped": True}
+    try:
+        unknown = symbol.unknown_body() if symbol.fingerprints else None
+        symbol.find()
+    except UpstreamChangedError as error:
+        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        return {"error": f"{error}{cause}"}
+    except Exception as error:
+        return {"error": _text(error)}
+    return {"unknown": unknown}
+
+
+def _row(module: str, package: str, symbol: str, **found: Any) -> dict[str, Any]:
+    place = {"module": module, "package": package, "symbol": symbol}
+    return {**place, "error": None, "skipped": False, "unknown": None, **found}
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def taken_over(backend: str, package: Path = _PACKAGE) -> list[dict[str, str]]:
@@ -95,37 +117,3 @@ def _used(backend: str, package: Path) -> list[str]:
     """The modules that a run with ``backend`` uses."""
     others = {TE: _TAPE_ONLY, NATIVE: (*_TAPE_ONLY, *_NOT_NATIVE)}.get(backend, _TE_ONLY)
     return [name for name in modules_that_rely(package) if not name.startswith(others)]
-
-
-def _look_up(module: str, symbol: Symbol) -> dict[str, Any]:
-    if symbol.distribution != "megatron-core" and installed_version(symbol.distribution) is None:
-        return _entry(module, symbol.distribution, symbol.path, skipped=True)
-    try:
-        unknown = symbol.unknown_body() if symbol.fingerprints else None
-        symbol.find()
-    except UpstreamChangedError as error:
-        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-        return _entry(module, symbol.distribution, symbol.path, error=f"{error}{cause}")
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        return _entry(module, symbol.distribution, symbol.path, error=text)
-    return _entry(module, symbol.distribution, symbol.path, unknown=unknown)
-
-
-def _entry(
-    module: str,
-    package: str,
-    symbol: str,
-    *,
-    error: str | None = None,
-    skipped: bool = False,
-    unknown: str | None = None,
-) -> dict[str, Any]:
-    return {
-        "module": module,
-        "package": package,
-        "symbol": symbol,
-        "error": error,
-        "skipped": skipped,
-        "unknown": unknown,
-    }

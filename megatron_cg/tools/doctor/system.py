@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.arguments.schema import TRANSFORMER_ENGINE
-from megatron_cg.tools.doctor.ask import Interpreter
+from megatron_cg.tools.doctor.ask import Interpreter, StageError
+from megatron_cg.tools.doctor.finding import NotReachedError
 from megatron_cg.upstream.symbols import installed_version
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -47,20 +48,29 @@ class System:
         return self.backend == TRANSFORMER_ENGINE
 
 
+def told(system: System, stage: str) -> Any:
+    """What the other process found at a stage; None where a check reports why there is nothing."""
+    try:
+        return system.ask(stage)
+    except (NotReachedError, StageError):
+        return None
+
+
 def this_system(backend: str) -> System:
     """The machine and environment of this process."""
     variables = dict(os.environ)
-    given = [Path.cwd(), *_paths(variables.get("PYTHONPATH", ""))]
+    paths = variables.get("PYTHONPATH", "").split(os.pathsep)
+    given = _unique([Path.cwd(), *map(Path, filter(None, paths))])
     others = [Path(entry) for entry in sys.path if entry]
     if site.ENABLE_USER_SITE:
         others.append(Path(site.getusersitepackages()))
-    ask = Interpreter(backend, variables, installed_version)
+    folders = _unique([*given, *others])
     return System(
-        ask=ask.ask,
+        ask=Interpreter(backend, variables, installed_version, folders).ask,
         backend=backend,
         variables=variables,
-        folders=_unique([*given, *others]),
-        given=_unique(given),
+        folders=folders,
+        given=given,
         purelib=Path(sysconfig.get_path("purelib")),
         requirements=own_requirements(_ROOT),
         python=platform.python_version(),
@@ -92,10 +102,6 @@ def _requirements_of(pyproject: Path) -> tuple[str, ...]:
         *project.get("dependencies", ()),
         *(line for name in ("fsdp", "te", "gpu") for line in extras.get(name, ())),
     )
-
-
-def _paths(text: str) -> list[Path]:
-    return [Path(part) for part in text.split(os.pathsep) if part]
 
 
 def _unique(paths: Sequence[Path]) -> tuple[Path, ...]:

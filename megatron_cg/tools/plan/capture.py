@@ -16,7 +16,7 @@ options that Megatron 0.19.2 passes (``_order``, ``_reuse_graph_input_output_buf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,150 +40,135 @@ TORCH_GEMM_WORKSPACE = 32 << 20
 capture stream allocates it, so in the pool, and torch keeps it."""
 
 
+_TERMS = (
+    "saved_activations",
+    "outputs",
+    "input_gradient",
+    "weight_gradients",
+    "forward_workspace",
+    "backward_workspace",
+)
+
+
 @dataclass
 class LayerCapture:
-    """One graph: bytes in the pool as the allocator counts them, and kernels."""
+    """One graph."""
 
-    saved_activations: int = 0
-    outputs: int = 0
-    forward_workspace: int = 0
-    """Peak memory of the forward pass, minus what remains after it."""
-    input_gradient: int = 0
-    weight_gradients: int = 0
-    backward_workspace: int = 0
-    """Peak memory of the backward pass, minus what existed before and the gradients it makes."""
-    forward_kernels: int = 0
-    backward_kernels: int = 0
-    output_shapes: list[tuple[list[int], str]] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TERMS, 0))
+    """Bytes in the pool as the allocator counts them.
+
+    ``forward_workspace`` is the peak of the forward pass without what remains after it, and
+    ``backward_workspace`` that of the backward pass without what existed before and the gradients
+    that it makes.
+    """
+    kernels: dict[str, int] = field(default_factory=dict)
+    """Kernels of an eager ``forward`` and ``backward`` pass."""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    """``shape`` and ``dtype`` of each output."""
     differentiable_outputs: int = 0
     weights: int = 0
     """Number of parameters for which the graph computes gradients."""
 
 
-@dataclass
-class Captured:
-    """All graphs of a model."""
-
-    layers: list[LayerCapture]
-    pool_peak: int
-    pool_reserved: int
-    output_gradients: int
-    """Bytes for the gradients of outputs, outside the pool."""
-    torch_gemms: int
-
-
-def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) -> Captured:
+def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) -> Capture:
     """Capture ``samples`` in TE's order. The modules' hooks are disabled meanwhile.
 
     ``model`` is in training mode and has raw parameters, all on the meta device.
     """
-    pool = Pool()
-    trace = Trace(pool)
-    trace.known(*model.parameters(), *model.buffers())
-    trace.known(*(tensor for sample in samples for _, tensor in sample.inputs()))
-    state = _Capture(samples, pool, trace)
+    capture = Capture(samples)
+    capture.trace.known(*model.parameters(), *model.buffers())
+    capture.trace.known(*(tensor for sample in samples for _, tensor in sample.inputs()))
     passes = schedule(
         len(samples), len(samples), options.get("_order"), options.get("_num_layers_per_chunk")
     )
+    layers = [sample.layer for sample in samples]
     with ExitStack() as stack, torch.device("meta"):
         # Validated once, when a layer creates it in warmup (such as jitter on a router's input).
         stack.callback(set_attribute(Distribution, "_validate_args", False))
-        stack.callback(_quiet(sample.layer for sample in samples))
-        stack.callback(shared_experts_resume(sample.layer for sample in samples))
+        stack.callback(_quiet(layers))
+        stack.callback(shared_experts_resume(layers))
         for step in passes:
-            if step.forward:
-                state.forward(step.sample)
-            else:
-                state.backward(step.sample)
-    return Captured(
-        state.layers,
-        pool.peak,
-        pool.reserved,
-        sum(round_up(size) for sizes in state.gradient_sets.values() for size in sizes),
-        trace.torch_gemms,
-    )
+            (capture.forward if step.forward else capture.backward)(step.sample)
+    return capture
 
 
-def _quiet(layers: Iterable[torch.nn.Module]) -> Any:
-    undo = ExitStack()
+def _quiet(layers: Sequence[torch.nn.Module]) -> Callable[[], None]:
+    """Take the hooks of the layers' modules and parameters off; returns the undo."""
+    snapshots: list[HookSnapshot | ParameterHookSnapshot] = []
     for layer in layers:
-        for module in layer.modules():
-            snapshot = HookSnapshot(module)
+        snapshots += [*map(HookSnapshot, layer.modules())]
+        snapshots.append(ParameterHookSnapshot(list(layer.parameters())))
+    with ExitStack() as undo:
+        for snapshot in snapshots:
             snapshot.clear()
             undo.callback(snapshot.restore)
-        parameters = ParameterHookSnapshot(list(layer.parameters()))
-        parameters.clear()
-        undo.callback(parameters.restore)
-    return undo.close
+        return undo.pop_all().close
 
 
-def _reads(sample: Sample, way: str) -> HostReads:
-    return HostReads(sample.layer, f"{way} of layer {sample.index}", "meta")
+class Capture:
+    """The graphs of a model, and the tensors that TE holds while it captures them."""
 
-
-class _Capture:
-    """The tensors that TE holds while it captures."""
-
-    def __init__(self, samples: Sequence[Sample], pool: Pool, trace: Trace) -> None:
-        self._samples, self._pool, self._trace = samples, pool, trace
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.pool = Pool()
+        self.trace = Trace(self.pool)
+        self.layers = [LayerCapture() for _ in samples]
+        self._samples = samples
         self._outputs: dict[int, tuple[Any, ...]] = {}
         self._last_input_gradient: torch.Tensor | None = None
-        self.layers = [LayerCapture() for _ in samples]
-        self.gradient_sets: dict[tuple[Any, ...], list[int]] = {}
+        self._gradient_sets: dict[tuple[Any, ...], int] = {}
+
+    @property
+    def output_gradients(self) -> int:
+        """Bytes for the gradients of outputs, outside the pool."""
+        return sum(self._gradient_sets.values())
 
     def forward(self, number: int) -> None:
+        """Capture the forward pass of a graph."""
         sample, layer = self._samples[number], self.layers[number]
-        before, kernels = self._pool.mark(), self._trace.launches
-        with tracing(self._trace, _reads(sample, "forward")):
+        before, kernels = self.pool.mark(), self.trace.launches
+        with tracing(self.trace, _reads(sample, "forward")):
             result = run_region(sample.layer, sample.args, sample.kwargs, as_captured=True)
         outputs = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         del result
-        held = self._pool.allocated - before
-        storages = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in outputs}
-        inside = {key: size for key, size in storages.items() if self._trace.took(key)}
-        layer.outputs = sum(round_up(size) for size in inside.values())
-        layer.saved_activations = held - layer.outputs
-        layer.forward_workspace = self._pool.recent_peak - self._pool.allocated
-        layer.forward_kernels = self._trace.launches - kernels
-        layer.output_shapes = [(list(t.shape), str(t.dtype)) for t in outputs]
+        size = self.trace.bytes_of(outputs)
+        layer.memory["saved_activations"] = self.pool.allocated - before - size
+        layer.memory["outputs"] = size
+        layer.memory["forward_workspace"] = self.pool.recent_peak - self.pool.allocated
+        layer.kernels["forward"] = self.trace.launches - kernels
+        layer.outputs = [{"shape": list(t.shape), "dtype": str(t.dtype)} for t in outputs]
         layer.differentiable_outputs = sum(t.requires_grad for t in outputs)
         self._outputs[number] = outputs
 
     def backward(self, number: int) -> None:
+        """Capture the backward pass of a graph."""
         sample, layer = self._samples[number], self.layers[number]
         outputs = [t for t in self._outputs.pop(number) if t.requires_grad]
         gradients = [torch.empty_like(t) for t in outputs]
-        key = tuple((t.shape, t.dtype) for t in gradients)
-        self.gradient_sets.setdefault(key, [t.untyped_storage().nbytes() for t in gradients])
+        alike = tuple((t.shape, t.dtype) for t in gradients)
+        sizes = (round_up(t.untyped_storage().nbytes()) for t in gradients)
+        self._gradient_sets.setdefault(alike, sum(sizes))
         parameters = [p for p in sample.layer.parameters() if p.requires_grad]
-        before, kernels = self._pool.mark(), self._trace.launches
+        before, kernels = self.pool.mark(), self.trace.launches
         # In the backward pass too, Megatron checks this flag to skip recomputation.
         cuda_graphs._set_capture_start()
         try:
-            with tracing(self._trace, _reads(sample, "backward")):
+            with tracing(self.trace, _reads(sample, "backward")):
                 torch.autograd.backward(outputs, gradients)
         finally:
             cuda_graphs._set_capture_end()
-        layer.backward_kernels = self._trace.launches - kernels
-        peak = self._pool.recent_peak
+        layer.kernels["backward"] = self.trace.launches - kernels
+        peak = self.pool.recent_peak
         made = [p.grad for p in parameters if p.grad is not None]
         layer.weights = len(made)
-        layer.weight_gradients = self._pooled(made)
-        input_gradient = sample.args[0].grad
-        layer.input_gradient = self._pooled([input_gradient])
-        layer.backward_workspace = max(
-            0, peak - before - layer.weight_gradients - layer.input_gradient
-        )
+        of_weights = self.trace.bytes_of(made)
         # Overwriting frees the previous one: TE frees it after the next layer's backward pass.
-        self._last_input_gradient = input_gradient
-        sample.args[0].grad = None
-        del outputs, gradients, made, input_gradient
-        for parameter in parameters:
-            parameter.grad = None
+        self._last_input_gradient = sample.args[0].grad
+        of_input = self.trace.bytes_of(t for t in [sample.args[0].grad] if t is not None)
+        layer.memory["input_gradient"], layer.memory["weight_gradients"] = of_input, of_weights
+        layer.memory["backward_workspace"] = max(0, peak - before - of_weights - of_input)
+        for tensor in (sample.args[0], *parameters):
+            tensor.grad = None
 
-    def _pooled(self, tensors: Sequence[torch.Tensor | None]) -> int:
-        """Bytes of the tensors' storages, each counted once."""
-        storages = {
-            id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors if t is not None
-        }
-        return sum(round_up(size) for key, size in storages.items() if self._trace.took(key))
+
+def _reads(sample: Sample, way: str) -> HostReads:
+    return HostReads(sample.layer, f"{way} of layer {sample.index}", "meta")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +62,8 @@ def read_run(target: str | None, extra: Sequence[str], world_size: int | None) -
     request = read_request(target, extra, scopes=scopes, nproc=world_size)
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        with simulated_gpus({**request.environment, "RANK": "0", "WORLD_SIZE": "1"}):
-            os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-            settings = read_settings(
-                request.words, request.nproc, request.environment, own_flags=request.own_flags
-            )
+        with simulated_gpus(request.environment):
+            settings = read_settings(replace(request, started_without=None))
     finally:
         torch.use_deterministic_algorithms(deterministic)
     wrong = settings.usage or settings.megatron

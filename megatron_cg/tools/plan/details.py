@@ -12,19 +12,15 @@ from torch import nn
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.errors import HostSyncError, MegatronCGError
-from megatron_cg.tools.plan.capture import (
-    TORCH_GEMM_WORKSPACE,
-    Captured,
-    LayerCapture,
-    simulate,
-)
+from megatron_cg.tools.plan.capture import TORCH_GEMM_WORKSPACE, Capture, LayerCapture, simulate
 from megatron_cg.tools.plan.experts import bits_note, experts_of
-from megatron_cg.tools.plan.fakes.te_modules import DotProductAttention
+from megatron_cg.tools.plan.fakes.attention import DotProductAttention
 from megatron_cg.tools.plan.fsdp_buffers import describe_buffers
 from megatron_cg.tools.plan.layers import describe_layers
 from megatron_cg.tools.plan.meta_model import built_model
-from megatron_cg.tools.plan.planned_samples import PlannedHelper, Sample, copied, masks_given
+from megatron_cg.tools.plan.planned_samples import PlannedHelper, Sample, read_in_place
 from megatron_cg.tools.plan.pool import round_up
+from megatron_cg.tools.plan.settings import Settings
 from megatron_cg.tools.plan.worth import Planned, measured_rows, worth
 
 _GRAPH_LAUNCHES = 2
@@ -33,25 +29,14 @@ _VOCABULARY = 131_072
 """Vocabulary size when only the tokenizer knows it; a plan does not open a tokenizer."""
 
 
-def details(settings: Any, notes: list[str]) -> dict[str, Any]:
+def details(settings: Settings, notes: list[str]) -> dict[str, Any]:
     """All details of the model in ``settings``; adds the limits of the plan to ``notes``."""
     args = settings.args
+    notes += _limits(settings)
     if settings.run.fp8 is not None:
-        notes.append(
-            f"--fp8-format {settings.run.fp8}: memory and kernels are counted as for bfloat16, "
-            "because Transformer Engine's quantized tensors have no fake yet."
-        )
         args.fp8, args.fp8_param_gather = None, False
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = _VOCABULARY
-        notes.append(
-            "the size of the vocabulary is the tokenizer's, which a plan does not open: counted as "
-            f"{_VOCABULARY:,}, unless --vocab-size says otherwise. No graph holds the embedding or "
-            "the output layer."
-        )
-    if settings.graph.cg_grouped_gemm == "torch":
-        notes.append(bits_note(args))
-    notes += eager_passes(args)
     DotProductAttention.deterministic = (
         os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     )
@@ -59,30 +44,41 @@ def details(settings: Any, notes: list[str]) -> dict[str, Any]:
     with experts_of(settings.graph), built_model(args) as (model, fsdp):
         helper = PlannedHelper(model, args, selection)
         decoder = helper.decoder_layers()
-        rows = describe_layers(settings.run, settings.graph.cg_layers, decoder)
         found: dict[str, Any] = {
             "model": _model(model, args, decoder),
-            "fsdp": describe_buffers(fsdp, _unit_names(fsdp, decoder)),
-            "layers": rows,
+            "fsdp": describe_buffers(fsdp, decoder),
+            "layers": describe_layers(settings.run, selection, decoder),
         }
-        undo = helper.prepared()
         try:
-            samples, options = helper.samples(masks=masks_given(args))
-            captured = simulate(samples, model, options)
+            with helper.prepared():
+                samples, options = helper.samples()
+                captured = simulate(samples, model, options)
         except HostSyncError:
             raise
         except MegatronCGError as error:
             notes.append(str(error))
             return found
-        finally:
-            undo()
         _add_graphs(found, samples, captured, args)
         found["worth"] = _worth(found, settings)
         return found
 
 
-def eager_passes(args: Any) -> Iterator[str]:
-    """What a run does eagerly beside the parts of decoder layers that are not captured."""
+def _limits(settings: Settings) -> Iterator[str]:
+    """What is counted in another way, and what a run does eagerly in every layer."""
+    args = settings.args
+    if settings.run.fp8 is not None:
+        yield (
+            f"--fp8-format {settings.run.fp8}: memory and kernels are counted as for bfloat16, "
+            "because Transformer Engine's quantized tensors have no fake yet."
+        )
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        yield (
+            "the size of the vocabulary is the tokenizer's, which a plan does not open: counted as "
+            f"{_VOCABULARY:,}, unless --vocab-size says otherwise. No graph holds the embedding or "
+            "the output layer."
+        )
+    if settings.graph.cg_grouped_gemm == "torch":
+        yield bits_note(args)
     if prediction_is_repeated(args):
         yield (
             "--mtp-use-repeated-layer: the prediction layer stays eager, because it runs "
@@ -99,9 +95,13 @@ def eager_passes(args: Any) -> Iterator[str]:
 
 def _model(model: nn.Module, args: Any, decoder: Sequence[nn.Module]) -> dict[str, Any]:
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    innermost = model
+    while isinstance(inner := getattr(innermost, "module", None), nn.Module):
+        innermost = inner
+    kind = "MoE" if args.num_experts else "dense"
     return {
-        "class": type(_innermost(model)).__name__,
-        "kind": _kind(args),
+        "class": type(innermost).__name__,
+        "kind": "hybrid" if args.hybrid_layer_pattern else kind,
         "work_per_layer": _work_per_layer(args, decoder),
         "layers": len(decoder),
         "parameters_on_rank_0": sum(p.numel() for p in model.parameters()),
@@ -115,26 +115,20 @@ def _model(model: nn.Module, args: Any, decoder: Sequence[nn.Module]) -> dict[st
     }
 
 
-def _kind(args: Any) -> str:
-    if args.hybrid_layer_pattern:
-        return "hybrid"
-    return "MoE" if args.num_experts else "dense"
-
-
 def _work_per_layer(args: Any, decoder: Sequence[nn.Module]) -> float:
     """The mean over layers of what Note [The nearest row] in worth.py compares."""
     tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
     used = 0.0
     for layer in decoder:
         for name, parameter in layer.named_parameters():
-            of_expert = ".experts." in f".{name}"
-            here = args.num_experts // args.expert_model_parallel_size if of_expert else 1
-            share = args.moe_router_topk / here if of_expert else 1.0
+            share = 1.0
+            if ".experts." in f".{name}":
+                share = args.moe_router_topk / (args.num_experts // args.expert_model_parallel_size)
             used += parameter.numel() * share
     return float(tokens * used / max(1, len(decoder)))
 
 
-def _worth(found: dict[str, Any], settings: Any) -> dict[str, Any]:
+def _worth(found: dict[str, Any], settings: Settings) -> dict[str, Any]:
     # Layers of multi-token prediction have none.
     scopes = [set(row["scopes"]) for row in found["layers"] if "scopes" in row]
     model, run = found["model"], settings.run
@@ -153,28 +147,11 @@ def _worth(found: dict[str, Any], settings: Any) -> dict[str, Any]:
     return worth(planned, measured_rows())
 
 
-def _innermost(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "module", None)
-    return model if not isinstance(inner, nn.Module) else _innermost(inner)
-
-
-def _unit_names(fsdp: Any, decoder: Sequence[nn.Module]) -> dict[int, str]:
-    """The layer name of each FSDP unit, found by the parameter group of one of its parameters."""
-    store = fsdp.param_and_grad_buffer
-    units = {id(p): group.fsdp_unit_id for group in store.parameter_groups for p in group.params}
-    names: dict[int, str] = {}
-    for index, layer in enumerate(decoder):
-        for parameter in layer.parameters():
-            unit = units.get(id(parameter))
-            if unit is not None:
-                names.setdefault(unit, f"layer {index}")
-    return names
-
-
 def _add_graphs(
-    found: dict[str, Any], samples: Sequence[Sample], captured: Captured, args: Any
+    found: dict[str, Any], samples: Sequence[Sample], captured: Capture, args: Any
 ) -> None:
-    has_copy = copied(samples, args.cuda_graph_warmup_steps)
+    """Add each layer's graph, and what all of them take and save."""
+    in_place = read_in_place(args.cuda_graph_warmup_steps)
     rows = {row["index"]: row for row in found["layers"]}
     counted: set[int] = set()
     totals = dict.fromkeys(("static_inputs", "saved_activations", "outputs"), 0)
@@ -186,28 +163,15 @@ def _add_graphs(
         row = rows.setdefault(
             sample.index, {"index": sample.index, "kind": "prediction", "captured": [], "eager": []}
         )
-        inputs = [_input(name, t, has_copy(name), counted) for name, t in sample.inputs()]
-        static = sum(entry["bytes_here"] for entry in inputs)
+        inputs = [_input(n, t, n not in in_place, counted) for n, t in sample.inputs()]
+        memory = {"static_inputs": sum(entry["bytes_here"] for entry in inputs), **layer.memory}
+        memory["held"] = sum(memory[term] for term in totals)
         kernels = _kernels(layer, inputs, fused=fused)
         row.update(
-            graphs=1,
-            static_inputs=inputs,
-            outputs=[{"shape": shape, "dtype": dtype} for shape, dtype in layer.output_shapes],
-            memory={
-                "static_inputs": static,
-                "saved_activations": layer.saved_activations,
-                "outputs": layer.outputs,
-                "input_gradient": layer.input_gradient,
-                "weight_gradients": layer.weight_gradients,
-                "forward_workspace": layer.forward_workspace,
-                "backward_workspace": layer.backward_workspace,
-                "held": static + layer.saved_activations + layer.outputs,
-            },
-            kernels=kernels,
+            graphs=1, static_inputs=inputs, outputs=layer.outputs, memory=memory, kernels=kernels
         )
-        totals["static_inputs"] += static
-        totals["saved_activations"] += layer.saved_activations
-        totals["outputs"] += layer.outputs
+        for term in totals:
+            totals[term] += memory[term]
         saved_kernels += kernels["saved_per_replay"] * microbatches
     found["layers"] = [rows[index] for index in sorted(rows)]
     found["graph_memory"] = _memory(totals, captured)
@@ -215,26 +179,26 @@ def _add_graphs(
     found["kernels"] = {"saved_per_step": saved_kernels}
 
 
-def _memory(totals: dict[str, int], captured: Captured) -> dict[str, int]:
+def _memory(totals: dict[str, int], captured: Capture) -> dict[str, int]:
     """The terms; their sum is ``total``."""
-    held = totals["saved_activations"] + totals["outputs"]
-    workspace = TORCH_GEMM_WORKSPACE if captured.torch_gemms else 0
+    pool = captured.pool
+    workspace = TORCH_GEMM_WORKSPACE if captured.trace.torch_gemms else 0
     terms = {
         **totals,
         "output_gradients": captured.output_gradients,
-        "gradients_and_workspace": captured.pool_peak - held,
+        "gradients_and_workspace": pool.peak - totals["saved_activations"] - totals["outputs"],
         "torch_gemm_workspace": workspace,
-        "fragmentation": captured.pool_reserved - captured.pool_peak,
+        "fragmentation": pool.reserved - pool.peak,
     }
     return {
         **terms,
         "total": sum(terms.values()),
-        "pool_peak": captured.pool_peak + workspace,
-        "pool_reserved": captured.pool_reserved + workspace,
+        "pool_peak": pool.peak + workspace,
+        "pool_reserved": pool.reserved + workspace,
     }
 
 
-def _input(name: str, tensor: torch.Tensor, has_copy: bool, counted: set[int]) -> dict[str, Any]:
+def _input(name: str, tensor: torch.Tensor, copied: bool, counted: set[int]) -> dict[str, Any]:
     """One static input; memory that layers share counts for the first of them only."""
     storage = tensor.untyped_storage()
     size = round_up(storage.nbytes())
@@ -245,8 +209,8 @@ def _input(name: str, tensor: torch.Tensor, has_copy: bool, counted: set[int]) -
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "bytes": size,
-        "copied": has_copy,
-        "bytes_here": size if has_copy and first else 0,
+        "copied": copied,
+        "bytes_here": size if copied and first else 0,
     }
 
 
@@ -259,14 +223,9 @@ def _kernels(
     buffers, makes the mask that it copies, and copies the weights' gradients (one by one,
     or ``fused``).
     """
-    copies = sum(bool(entry["copied"]) for entry in inputs)
+    copies = sum(entry["copied"] for entry in inputs)
     masks = sum(entry["name"] == "attention_mask" for entry in inputs)
     replay = _GRAPH_LAUNCHES + copies + masks + layer.differentiable_outputs
     replay += min(layer.weights, 1) if fused else layer.weights
-    eager = layer.forward_kernels + layer.backward_kernels
-    return {
-        "forward": layer.forward_kernels,
-        "backward": layer.backward_kernels,
-        "replay": replay,
-        "saved_per_replay": eager - replay,
-    }
+    saved = sum(layer.kernels.values()) - replay
+    return {**layer.kernels, "replay": replay, "saved_per_replay": saved}

@@ -8,7 +8,6 @@ on GPUs. Leaving the block undoes everything.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,21 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_cg.backends.host_reads import host_waits
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cpu.fakes import (
-    FACTORIES,
-    METHODS,
-    FakeEvent,
-    FakeStream,
-    redirected,
-    redirected_method,
-    replaced,
-)
+from megatron_cg.tools.cpu.fakes import cuda_leads_to, cuda_names, replaced
 
-_META = torch.device("meta")
 HOPPER = (9, 0)
 """The compute capability that Megatron's rules see: that of an H100 or H200."""
 
@@ -45,67 +33,26 @@ def simulated_gpus(environment: Mapping[str, str] | None = None) -> Iterator[Non
     """Redirect CUDA's names to the meta device, and answer queries about the GPU.
 
     Args:
-        environment: variables to set in the block. On exit all others are restored too, including
-            those that Megatron sets itself.
+        environment: variables of the run, to set in the block. On exit all others are restored
+            too, including those that Megatron sets itself.
     """
     saved = dict(os.environ)
-    with ExitStack() as stack:
-        stack.callback(_restore_environment, saved)
-        os.environ.update(environment or {})
-        for name, value in _cuda_names().items():
-            stack.enter_context(replaced(torch.cuda, name, value))
-        for name in FACTORIES:
-            stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), _device)))
-        for name in METHODS:
-            method = getattr(torch.Tensor, name)
-            wrapper = redirected_method if name == "to" else redirected
-            stack.enter_context(replaced(torch.Tensor, name, wrapper(method, _device)))
-        stack.enter_context(replaced(torch.Tensor, "cuda", lambda self, *_a, **_k: self.to(_META)))
-        stack.enter_context(replaced(torch.nn.Module, "cuda", lambda self, *_a, **_k: self))
-        yield
-
-
-def _restore_environment(saved: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(saved):
-        del os.environ[name]
-    os.environ.update(saved)
-
-
-def _cuda_names() -> dict[str, Any]:
-    stream = FakeStream()
     properties = SimpleNamespace(
         major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132, name="NVIDIA H200"
     )
-    return {
-        "Stream": FakeStream,
-        "Event": FakeEvent,
-        "stream": lambda _stream: nullcontext(),
-        "current_stream": lambda *_a, **_k: stream,
-        "default_stream": lambda *_a, **_k: stream,
-        "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),
-        "empty_cache": lambda: None,
-        "current_device": lambda: 0,
-        "set_device": lambda *_a: None,
-        "device_count": lambda: 1,
-        "is_current_stream_capturing": lambda: False,
-        "memory_allocated": lambda *_a: 0,
-        "max_memory_allocated": lambda *_a: 0,
-        "memory_reserved": lambda *_a: 0,
+    names = cuda_names() | {
         "get_device_properties": lambda *_a: properties,
         "get_device_capability": lambda *_a: HOPPER,
-        "manual_seed": torch.manual_seed,
-        "get_rng_state": lambda *_a, **_k: torch.get_rng_state(),
-        "set_rng_state": lambda *_a, **_k: None,
     }
-
-
-def _device(device: Any) -> Any:
-    """The meta device for any CUDA device (Megatron also passes its bare index)."""
-    if isinstance(device, bool) or device is None:
-        return device
-    if isinstance(device, int):
-        return _META
-    return _META if torch.device(device).type == "cuda" else device
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.update({**(environment or {}), "RANK": "0", "WORLD_SIZE": "1"})
+    try:
+        with cuda_leads_to(torch.device("meta"), names):
+            yield
+    finally:
+        for name in set(os.environ) - set(saved):
+            del os.environ[name]
+        os.environ.update(saved)
 
 
 @contextmanager
@@ -127,10 +74,8 @@ def process_groups(args: Any) -> Iterator[Any]:
             "fake", store=FakeStore(), rank=0, world_size=args.world_size
         )
         stack.callback(torch.distributed.destroy_process_group)
-        stack.enter_context(_meshes_on_meta())
         stack.enter_context(_of_rank_0(parallel_state))
         stack.callback(parallel_state.destroy_model_parallel)
-        order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
         try:
             parallel_state.initialize_model_parallel(
                 args.tensor_model_parallel_size,
@@ -141,7 +86,7 @@ def process_groups(args: Any) -> Iterator[Any]:
                 expert_model_parallel_size=args.expert_model_parallel_size,
                 num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
                 expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-                order=order,
+                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
                 create_gloo_process_groups=False,
             )
         except (AssertionError, RuntimeError) as error:
@@ -153,8 +98,14 @@ def process_groups(args: Any) -> Iterator[Any]:
             parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = group
         for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
             stack.callback(setattr, random, name, getattr(random, name))
-        random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
+        random.initialize_rng_tracker(force_reset=True)
+        # Nothing is drawn, so there are no states to draw from.
+        stack.enter_context(replaced(random.CudaRNGStatesTracker, "fork", _no_context))
         yield ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _no_context(*_args: Any, **_settings: Any) -> Any:
+    return nullcontext()
 
 
 def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
@@ -188,24 +139,5 @@ def _of_rank_0(parallel_state: Any) -> Iterator[None]:
     with (
         replaced(parallel_state, "generate_masked_orthogonal_rank_groups", groups),
         replaced(torch.distributed, "all_gather_object", all_gather_object),
-    ):
-        yield
-
-
-@contextmanager
-def _meshes_on_meta() -> Iterator[None]:
-    """Create every device mesh with device type ``meta``, whatever type the caller gives."""
-    original_init, original_from_group = DeviceMesh.__init__, DeviceMesh.from_group
-
-    @functools.wraps(original_init)
-    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original_init(self, "meta", *args, **kwargs)
-
-    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-        return original_from_group(group, "meta", *args, **kwargs)
-
-    with (
-        replaced(DeviceMesh, "__init__", init),
-        replaced(DeviceMesh, "from_group", staticmethod(from_group)),
     ):
         yield

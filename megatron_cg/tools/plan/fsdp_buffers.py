@@ -9,12 +9,19 @@ Relied on: megatron-core 0.19.2, ``megatron_fsdp.param_and_grad_buffer``, ``Para
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import nn
+
+_BUFFERS = {
+    "weights": "model_weight_buffer",
+    "main_weights": "main_weight_buffer",
+    "gradients": "main_grad_buffer",
+}
 
 
-def describe_buffers(fsdp: Any, unit_names: dict[int, str]) -> dict[str, Any]:
+def describe_buffers(fsdp: Any, decoder: Sequence[nn.Module]) -> dict[str, Any]:
     """Units with their buckets, and the totals by dtype, all in bytes on one rank.
 
     ``unsharded`` is a whole bucket with its padding; ``shards`` is this rank's share of it. All
@@ -22,37 +29,45 @@ def describe_buffers(fsdp: Any, unit_names: dict[int, str]) -> dict[str, Any]:
     other unit has its own ``persistent_buffers``.
     """
     store = fsdp.param_and_grad_buffer
+    names = _unit_names(store.parameter_groups, decoder)
+    pooled = getattr(store.weight_alloc, "fsdp_double_buffer_units", ())
     units: dict[Any, dict[str, Any]] = {}
     totals: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for group in store.parameter_groups:
-        unit = units.setdefault(
-            group.fsdp_unit_id,
-            {
-                "unit": group.fsdp_unit_id,
-                "name": unit_names.get(group.fsdp_unit_id, "outside of all units"),
-                "parameters": 0,
-                "elements": 0,
-                "double_buffered": _is_double_buffered(store, group),
-                "buckets": [],
-            },
-        )
+        number = group.fsdp_unit_id
+        empty: dict[str, Any] = {
+            "unit": number,
+            "name": names.get(number, "outside of all units"),
+            "parameters": 0,
+            "elements": 0,
+            "double_buffered": number in pooled,
+            "buckets": [],
+        }
+        unit = units.setdefault(number, empty)
         unit["parameters"] += len(group.params)
         unit["elements"] += sum(p.numel() for p in group.params)
-        unit["buckets"].append(_bucket(group))
-        for name, buffer in _buffers(group):
-            totals["shards"][f"{name} {_dtype(buffer.dtype)}"] += _bytes(
-                buffer.data_size, buffer.dtype
-            )
-    for name, allocator, attribute in (
-        ("weights", store.weight_alloc, "model_weight_buffer"),
-        ("gradients", store.main_grad_alloc, "main_grad_buffer"),
-    ):
-        _add_temporary(totals, name, allocator, store.parameter_groups, attribute)
+        unit["buckets"].append(bucket := _bucket(group))
+        for name in _BUFFERS:
+            if name in bucket:
+                totals["shards"][f"{name} {bucket[name]['dtype']}"] += bucket[name]["shard"]
+    for name, allocator in (("weights", store.weight_alloc), ("gradients", store.main_grad_alloc)):
+        _add_temporary(totals, name, allocator, store.parameter_groups)
     return {
         "strategy": store.ddp_config.data_parallel_sharding_strategy,
         "units": list(units.values()),
         "totals": {kind: dict(by_name) for kind, by_name in totals.items()},
     }
+
+
+def _unit_names(groups: Any, decoder: Sequence[nn.Module]) -> dict[int, str]:
+    """The layer name of each unit, found by the parameter group of one of its parameters."""
+    units = {id(p): group.fsdp_unit_id for group in groups for p in group.params}
+    names: dict[int, str] = {}
+    for index, layer in enumerate(decoder):
+        for parameter in layer.parameters():
+            if (unit := units.get(id(parameter))) is not None:
+                names.setdefault(unit, f"layer {index}")
+    return names
 
 
 def _bucket(group: Any) -> dict[str, Any]:
@@ -61,38 +76,23 @@ def _bucket(group: Any) -> dict[str, Any]:
         "dtype": _dtype(group.dtype),
         "parameters": len(group.params),
     }
-    for name, buffer in _buffers(group):
-        whole = _bytes(buffer.bucket_index.size, buffer.dtype)
-        entry[name] = {
-            "dtype": _dtype(buffer.dtype),
-            "unsharded": whole,
-            "shard": _bytes(buffer.data_size, buffer.dtype),
-        }
+    for name, attribute in _BUFFERS.items():
+        if (buffer := getattr(group, attribute)) is not None:
+            entry[name] = {
+                "dtype": _dtype(buffer.dtype),
+                "unsharded": _bytes(buffer.bucket_index.size, buffer.dtype),
+                "shard": _bytes(buffer.data_size, buffer.dtype),
+            }
     return entry
 
 
-def _buffers(group: Any) -> list[tuple[str, Any]]:
-    named = (
-        ("weights", group.model_weight_buffer),
-        ("main_weights", group.main_weight_buffer),
-        ("gradients", group.main_grad_buffer),
-    )
-    return [(name, buffer) for name, buffer in named if buffer is not None]
-
-
-def _is_double_buffered(store: Any, group: Any) -> bool:
-    return group.fsdp_unit_id in getattr(store.weight_alloc, "fsdp_double_buffer_units", ())
-
-
 def _add_temporary(
-    totals: dict[str, dict[str, int]], name: str, allocator: Any, groups: Any, attribute: str
+    totals: dict[str, dict[str, int]], name: str, allocator: Any, groups: Any
 ) -> None:
     """Buffers for whole buckets: two for all units that fit the pool, one for each other unit."""
-    pooled = getattr(allocator, "fsdp_double_buffer_units", None)
-    if pooled is None:
-        return
-    for group in groups:
-        buffer = getattr(group, attribute)
+    pooled: Any = getattr(allocator, "fsdp_double_buffer_units", None)
+    for group in groups if pooled is not None else ():
+        buffer = getattr(group, _BUFFERS[name])
         if buffer is None or not buffer.is_data_distributed:
             continue
         size = _bytes(buffer.bucket_index.size, buffer.dtype)
@@ -107,5 +107,5 @@ def _bytes(elements: int, dtype: Any) -> int:
     return int(elements) * (1 if isinstance(dtype, str) else dtype.itemsize)
 
 
-def _dtype(dtype: torch.dtype | str) -> str:
+def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

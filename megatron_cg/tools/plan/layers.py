@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.arguments import RunArguments
-from megatron_cg.arguments.layers import read_tokens
+from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.layout import available_scopes
 from megatron_cg.arguments.schema import WHOLE_LAYER
 
@@ -28,10 +28,9 @@ _FIXED = "--cg-grouped-gemm torch, or if each expert drops and pads to a capacit
 
 
 def describe_layers(
-    run: RunArguments, cg_layers: Sequence[str], layers: Sequence[nn.Module]
+    run: RunArguments, selection: LayerSelection, layers: Sequence[nn.Module]
 ) -> list[dict[str, Any]]:
     """The kind of each layer, its scopes, its captured parts, and its eager parts with reasons."""
-    selection, _ = read_tokens(cg_layers)
     available = available_scopes(run)
     count = len(layers)
     found = []

@@ -8,6 +8,7 @@ Relied on: megatron-core 0.19.2: ``gpt_config_from_args``, ``hybrid_config_from_
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,11 +43,12 @@ def built_model(args: Any) -> Iterator[tuple[nn.Module, Any]]:
         )
         try:
             # Megatron-FSDP refuses parameters without memory, but here none has any. It also sends
-            # RNG states from one rank to the others, which do not exist.
+            # RNG states from one rank to the others, which do not exist, and collects garbage.
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 torch.device("meta"),
                 replaced(FullyShardedDataParallel, "sync_rng_states_across_tp_group", _nothing),
+                replaced(gc, "collect", _nothing),
                 replaced(torch.Tensor, "is_meta", property(lambda _tensor: False)),
             ):
                 make = hybrid_config_from_args if is_hybrid_model(args) else gpt_config_from_args
@@ -64,5 +66,5 @@ def built_model(args: Any) -> Iterator[tuple[nn.Module, Any]]:
             microbatches.unset_num_microbatches_calculator()
 
 
-def _nothing(_self: Any) -> None:
-    """Replaces a method that would only affect other ranks."""
+def _nothing(*_args: Any) -> None:
+    """Replaces what has no effect on a plan."""

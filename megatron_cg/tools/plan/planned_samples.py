@@ -8,8 +8,8 @@ which the rules refuse, Megatron captures one microbatch and replays its graph f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class PlannedHelper(FsdpCudaGraphHelper):
     def __init__(self, model: nn.Module, args: Any, selection: LayerSelection) -> None:
         self._scopes: dict[nn.Module, list[Any]] = {}
         self.controller = None
+        self._args = args
         self.selection = selection
         config = model.config
         # Skips our own constructor, which creates a group of all ranks for votes.
@@ -64,12 +65,12 @@ class PlannedHelper(FsdpCudaGraphHelper):
         owner = get_attr_wrapped_model(self.model[0], "decoder", return_model_obj=True)
         return list(owner.decoder.layers)
 
-    def samples(self, *, masks: bool) -> tuple[list[Sample], dict[str, Any]]:
-        """The graphs to capture, and TE's options; ``masks``: whether layers get a mask."""
+    def samples(self) -> tuple[list[Sample], dict[str, Any]]:
+        """The graphs to capture, and TE's options."""
         if not self.flattened_callables:
             return [], {"_order": [1, -1], "_num_layers_per_chunk": [0]}
         with ExitStack() as stack:
-            if not masks:
+            if not masks_given(self._args):
                 unmasked = without_unused_masks(self.flattened_callables, _NeverGiven())
                 stack.callback(unmasked)
             stack.enter_context(torch.device("meta"))  # Megatron makes a mask without a device
@@ -77,21 +78,24 @@ class PlannedHelper(FsdpCudaGraphHelper):
         kwargs = options.pop("sample_kwargs", [{}] * len(args))
         layers = self.decoder_layers()
         places = {id(layer): index for index, layer in enumerate(layers)}
-        found = []
-        for number, layer in enumerate(self.flattened_callables):
-            # A prediction layer follows the decoder's layers.
-            index = places.get(id(layer), len(layers) + number)
-            found.append(Sample(index, layer, tuple(args[number]), dict(kwargs[number])))
+        # A prediction layer follows the decoder's layers.
+        found = [
+            Sample(
+                places.get(id(layer), len(layers) + number), layer, tuple(args[number]), dict(kw)
+            )
+            for number, (layer, kw) in enumerate(zip(self.flattened_callables, kwargs, strict=True))
+        ]
         return found, options
 
-    def prepared(self) -> Callable[[], None]:
-        """Change the layers as a capture does: their scopes, and recompute; returns the undo."""
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Change the layers in the block as a capture does: their scopes, and recompute."""
         with ExitStack() as undo:
             undo.callback(recompute_in_layers(self.model[0]))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():
                     undo.callback(give_scopes(layer, self._layer_scopes(layer)))
-            return undo.pop_all().close
+            yield
 
 
 class _NeverGiven:
@@ -106,7 +110,6 @@ def masks_given(args: Any) -> bool:
     return bool(args.create_attention_mask_in_dataloader or args.cuda_graph_warmup_steps < 1)
 
 
-def copied(samples: Sequence[Sample], warmup_steps: int) -> Callable[[str], bool]:
-    """Whether the graph has its own copy of an input of that name."""
-    in_place = IN_PLACE if warmup_steps >= STEPS_TO_SEE else frozenset()
-    return lambda name: name not in in_place
+def read_in_place(warmup_steps: int) -> frozenset[str]:
+    """The names of inputs of which graphs have no copy."""
+    return IN_PLACE if warmup_steps >= STEPS_TO_SEE else frozenset()

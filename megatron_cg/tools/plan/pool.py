@@ -102,26 +102,21 @@ class Pool:
         return left
 
     def _taken(self, size: int) -> Block | None:
+        """The smallest free block that is large enough, no longer among the free ones."""
         blocks = self._free[size <= _SMALL]
-        at = bisect.bisect_left(blocks, size, key=lambda entry: entry[0])
+        at = bisect.bisect_left(blocks, (size, 0))
         return blocks.pop(at)[2] if at < len(blocks) else None
 
     def _segment(self, size: int) -> Block:
-        if size <= _SMALL:
-            length = _SMALL_SEGMENT
-        elif size < _MIDDLE:
-            length = _MIDDLE_SEGMENT
-        else:
+        length = _SMALL_SEGMENT if size <= _SMALL else _MIDDLE_SEGMENT
+        if size >= _MIDDLE:
             length = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
-        # Segments never touch: a gap between them keeps their blocks ordered and separate.
         block = Block(self.reserved, length, size <= _SMALL)
         self.reserved += length
         return block
 
     def _offer(self, block: Block) -> None:
-        entry = (block.size, block.start, block)
-        bisect.insort(self._free[block.small], entry, key=lambda e: e[:2])
+        bisect.insort(self._free[block.small], (block.size, block.start, block))
 
     def _withdraw(self, block: Block) -> None:
-        blocks = self._free[block.small]
-        blocks.pop(bisect.bisect_left(blocks, (block.size, block.start), key=lambda e: e[:2]))
+        self._free[block.small].remove((block.size, block.start, block))

@@ -37,7 +37,7 @@ def make_plans(requests: Sequence[Request], *, timeout: float = 600.0) -> list[P
     """
     with tempfile.TemporaryDirectory(prefix="megatron-cg-plan-") as folder:
         asked, answered = Path(folder, "requests.json"), Path(folder, "plans.json")
-        asked.write_text(json.dumps([r.as_dict() for r in requests]), encoding="utf-8")
+        asked.write_text(json.dumps([vars(request) for request in requests]), encoding="utf-8")
         # An existing GPU must not be used: the plan is the same without it.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         root = str(Path(__file__).resolve().parents[3])

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.nearest import did_you_mean
@@ -47,10 +46,6 @@ class Request:
     """Whether the script may have its own flags, which Megatron's parser does not know."""
     started_without: str | None = None
     """The script of a command that starts it without this package's launcher, as written."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name, as JSON can hold them."""
-        return {**vars(self), "words": list(self.words)}
 
 
 def read_request(

@@ -9,25 +9,26 @@ broken rule. Ours are all found, and Megatron's is listed with them.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments, notices, violations
 from megatron_cg.arguments.megatron import add_arguments, read
-from megatron_cg.arguments.schema import BACKENDS, SCOPES
+from megatron_cg.arguments.schema import BACKENDS, SCOPES, VARIABLES
 from megatron_cg.errors import Violation
 from megatron_cg.integrations.megatron.patches import YAML_VIOLATION
 from megatron_cg.nearest import did_you_mean
+from megatron_cg.tools.cpu.fakes import replaced
 from megatron_cg.tools.plan.experts import experts_of
 from megatron_cg.tools.plan.fakes.packages import TE_VERSION
+from megatron_cg.tools.plan.request import Request
 
 _TE = "transformer-engine"
 WITHOUT_TE = (
@@ -55,40 +56,30 @@ class Settings:
     """Why the flags cannot be parsed at all; the other fields are then empty."""
 
 
-def read_settings(
-    words: Sequence[str],
-    gpus: int | None,
-    environment: Mapping[str, str],
-    *,
-    own_flags: bool,
-    started_without: str | None = None,
-) -> Settings:
-    """Parse the flags, check them by our rules and by Megatron's; mistakes raise nothing.
-
-    ``started_without`` is the script of a command that starts it without this package's launcher.
-    """
-    notes: list[str] = []
+def read_settings(request: Request) -> Settings:
+    """Parse the flags, check them by our rules and by Megatron's; mistakes raise nothing."""
     try:
-        args, unknown = _parsed(words)
-        if unknown and not own_flags:
+        args, unknown = _parsed(request.words)
+        if unknown and not request.own_flags:
             raise _UsageError(_unknown_text(unknown))
-        args.world_size = gpus or fewest_gpus(args)
+        args.world_size = request.nproc or fewest_gpus(args)
         if args.world_size > MOST_GPUS:
             text = f"{args.world_size:,} GPUs, and a plan is made for at most {MOST_GPUS:,}"
             raise _UsageError(text)
     except _UsageError as error:
         return Settings(None, RunArguments(), GraphArguments(), (), None, [], usage=str(error))
+    notes: list[str] = []
     if unknown:
         # High cutoff: many flags of a script may resemble one of Megatron's.
         own = " ".join(_with_hints(unknown, cutoff=0.9))
         notes.append(f"not Megatron's, so taken for the script's own: {own}")
     run, graph = read(args)
-    where, more = _environment_of_the_run(environment, BACKENDS[graph.cg_backend])
+    where, more = _environment_of_the_run(request.environment, BACKENDS[graph.cg_backend])
     broken = violations(run, graph, where)
     if not run.wants_graphs and not broken:
         broken = (_no_graphs(run),)
-    elif run.wants_graphs and started_without:
-        broken = (_no_launcher(started_without), *broken)
+    elif run.wants_graphs and request.started_without:
+        broken = (_no_launcher(request.started_without), *broken)
     notes += [*more, *notices(run, graph, where)]
     with experts_of(graph):
         megatron = _megatrons_opinion(args)
@@ -107,6 +98,7 @@ class _UsageError(Exception):
 
 
 def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
+    """Megatron's namespace, and the words that its parser does not know."""
     from megatron.training import arguments
 
     if any(word.partition("=")[0] == "--yaml-cfg" for word in words):
@@ -118,7 +110,8 @@ def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
         return add_arguments(parser)
 
     errors = io.StringIO()
-    with _argv(words), _quiet(), contextlib.redirect_stderr(errors):
+    argv = replaced(sys, "argv", ["megatron-cg plan", *words])
+    with argv, redirect_stdout(io.StringIO()), redirect_stderr(errors):
         try:
             args = arguments.parse_args(provider, ignore_unknown_args=True)
             return args, parsers[0].parse_known_args()[1]
@@ -144,9 +137,8 @@ def _with_hints(unknown: Sequence[str], *, cutoff: float) -> list[str]:
     """The words; each unknown flag gets the most similar flag of Megatron as a hint."""
     from megatron.training import arguments
 
-    with _quiet():
-        parser = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
-    known = [option for action in parser._actions for option in action.option_strings]
+    parser = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
+    known = [*parser._option_string_actions]
     return [
         word + (did_you_mean(word.split("=")[0], known, cutoff) if word.startswith("-") else "")
         for word in unknown
@@ -163,14 +155,8 @@ def _environment_of_the_run(
     if _TE not in versions:
         versions[_TE] = TE_VERSION
         notes.append(WITHOUT_TE)
-    wanted = {name: given[name] for name in given if name in _variables()}
-    return replace(here, versions=versions, variables={**here.variables, **wanted}), notes
-
-
-def _variables() -> tuple[str, ...]:
-    from megatron_cg.arguments.schema import VARIABLES
-
-    return VARIABLES
+    variables = {**here.variables, **{n: given[n] for n in VARIABLES if n in given}}
+    return replace(here, versions=versions, variables=variables), notes
 
 
 def _no_graphs(run: RunArguments) -> Violation:
@@ -199,16 +185,13 @@ def _megatrons_opinion(args: Any) -> str | None:
     from megatron.training.argument_utils import core_transformer_config_from_args
 
     os.environ["WORLD_SIZE"] = str(args.world_size)
-    checks: tuple[Callable[[Any], Any], ...] = (
-        arguments.validate_args,
-        core_transformer_config_from_args,
-    )
-    for check in checks:
-        with _quiet():
-            try:
-                check(args)
-            except (Exception, SystemExit) as error:
-                return error_text(error)
+    # Megatron prints every argument.
+    with redirect_stdout(io.StringIO()):
+        try:
+            arguments.validate_args(args)
+            core_transformer_config_from_args(args)
+        except (Exception, SystemExit) as error:
+            return error_text(error)
     return None
 
 
@@ -222,20 +205,3 @@ def error_text(error: BaseException) -> str:
         return name + text
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.line} ({type(error).__name__} in {last.name})"
-
-
-@contextmanager
-def _argv(words: Sequence[str]) -> Iterator[None]:
-    saved = sys.argv
-    sys.argv = ["megatron-cg plan", *words]
-    try:
-        yield
-    finally:
-        sys.argv = saved
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress output: Megatron prints every argument."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -21,6 +22,20 @@ _MEMORY = (
 )
 
 
+_OF_ONE_GRAPH = {
+    "inputs": "static_inputs",
+    "saved": "saved_activations",
+    "outputs": "outputs",
+    "held": "held",
+    "input grad": "input_gradient",
+    "weight grads": "weight_gradients",
+    "workspace fwd": "forward_workspace",
+    "bwd": "backward_workspace",
+}
+Layer = dict[str, Any]
+Rows = Iterable[Sequence[str]]
+
+
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
     """Print ``plan``; if rules are broken, print only them."""
     gpus = f" on {plan['gpus']} GPUs" if "gpus" in plan else ""
@@ -33,14 +48,11 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
         _line(console, f"Note: {note}")
     if "layers" not in plan:
         return
-    _print_model(console, plan["model"])
-    _print_layers(console, plan["layers"])
+    _line(console, _model(plan["model"]))
+    columns = ("layers", "kind", "captured", "stays eager, and why")
+    _table(console, "What is captured", columns, _captured(plan["layers"]))
     if "graph_memory" in plan:
-        _print_inputs(console, plan["layers"])
-        _print_layer_memory(console, plan["layers"])
-        _print_memory(console, plan["graph_memory"])
-        _print_kernels(console, plan)
-        _line(console, plan["worth"]["text"])
+        _print_graphs(console, plan)
     _print_fsdp(console, plan["fsdp"])
 
 
@@ -48,87 +60,49 @@ def _print_rules(console: Console, plan: dict[str, Any]) -> None:
     broken = plan["violations"]
     if not broken and plan["megatron"] is None:
         _line(console, "No rule is broken: graphs can run.")
-        return
     if broken:
         count = len(broken)
         _line(console, f"Graphs cannot run as configured, {count} reason{'s' * (count != 1)}:")
-        for number, item in enumerate(broken, 1):
-            _line(console, f"{number}. {item['found']}: {item['reason']}. [{item['rule']}]")
-            _line(console, f"   Instead: {item['remedy']}.")
+    for number, item in enumerate(broken, 1):
+        _line(console, f"{number}. {item['found']}: {item['reason']}. [{item['rule']}]")
+        _line(console, f"   Instead: {item['remedy']}.")
     if plan["megatron"] is not None:
         also = " too, at its first broken rule" if broken else ""
         _line(console, f"Megatron stops{also} with: {plan['megatron']}")
 
 
-def _print_model(console: Console, model: dict[str, Any]) -> None:
-    _line(
-        console,
+def _model(model: dict[str, Any]) -> str:
+    return (
         f"{model['class']} of {model['layers']} layers, {model['parameters_on_rank_0']:,} "
         f"parameters on rank 0; sequences of {model['sequence_length']}, micro batch "
         f"{model['micro_batch_size']}, microbatches a step: {model['microbatches']}; data parallel "
         f"{model['data_parallel']}, tensor {model['tensor_parallel']}, expert "
-        f"{model['expert_parallel']}, context {model['context_parallel']}.",
+        f"{model['expert_parallel']}, context {model['context_parallel']}."
     )
 
 
-def _print_layers(console: Console, layers: Sequence[dict[str, Any]]) -> None:
-    table = _table("What is captured", "layers", "kind", "captured", "stays eager, and why")
-    for numbers, layer in _runs(layers, ("kind", "captured", "eager")):
+def _captured(layers: Sequence[Layer]) -> Rows:
+    for numbers, layer in _runs(layers, lambda one: (one["kind"], one["captured"], one["eager"])):
         eager = "\n".join(f"{e['part']}: {e['reason']}" for e in layer["eager"])
-        table.add_row(numbers, layer["kind"], ", ".join(layer["captured"]) or "-", eager or "-")
-    console.print(table)
+        yield numbers, layer["kind"], ", ".join(layer["captured"]) or "-", eager or "-"
 
 
-def _print_inputs(console: Console, layers: Sequence[dict[str, Any]]) -> None:
-    graphed = [layer for layer in layers if "memory" in layer]
-    table = _table("Static inputs of a graph", "layers", "input", "shape", "dtype", "MiB", "how")
-    for numbers, layer in _runs(graphed, ("static_inputs",), _input_signature):
-        for entry in layer["static_inputs"]:
-            how = "copied in" if entry["copied"] else "read in place"
-            shape = "x".join(map(str, entry["shape"]))
-            table.add_row(numbers, entry["name"], shape, entry["dtype"], _mib(entry["bytes"]), how)
-    console.print(table)
-
-
-def _input_signature(layer: dict[str, Any]) -> Any:
-    return [(e["name"], e["shape"], e["dtype"], e["copied"]) for e in layer["static_inputs"]]
-
-
-def _print_layer_memory(console: Console, layers: Sequence[dict[str, Any]]) -> None:
-    graphed = [layer for layer in layers if "memory" in layer]
-    table = _table(
-        "Memory of one graph, MiB",
-        *("layers", "inputs", "saved", "outputs", "held", "input grad", "weight grads"),
-        *("workspace fwd", "bwd"),
-        right=True,
-    )
-    names = ("static_inputs", "saved_activations", "outputs", "held", "input_gradient")
-    more = ("weight_gradients", "forward_workspace", "backward_workspace")
-
-    def shown(layer: dict[str, Any]) -> list[str]:
-        return [_mib(layer["memory"][name]) for name in (*names, *more)]
-
-    for numbers, layer in _runs(graphed, ("memory",), shown):
-        table.add_row(numbers, *shown(layer))
-    console.print(table)
-
-
-def _print_memory(console: Console, memory: dict[str, int]) -> None:
-    table = _table("Estimated memory of all graphs", "term", "what it is", "MiB")
-    table.columns[-1].justify = "right"
-    for name, text in _MEMORY:
-        table.add_row(name, text, _mib(memory[name]))
-    table.add_section()
-    table.add_row("total", "held as long as the graphs live", _mib(memory["total"]))
-    console.print(table)
+def _print_graphs(console: Console, plan: dict[str, Any]) -> None:
+    graphed = [layer for layer in plan["layers"] if "memory" in layer]
+    inputs = ("layers", "input", "shape", "dtype", "MiB", "how")
+    _table(console, "Static inputs of a graph", inputs, _inputs(graphed))
+    rows = ((numbers, *_memory(layer)) for numbers, layer in _runs(graphed, _memory))
+    _table(console, "Memory of one graph, MiB", ("layers", *_OF_ONE_GRAPH), rows, right=True)
+    memory = plan["graph_memory"]
+    terms = [(name, text, _mib(memory[name])) for name, text in _MEMORY]
+    total = ("total", "held as long as the graphs live", _mib(memory["total"]))
+    columns = ("term", "what it is", "MiB")
+    _table(console, "Estimated memory of all graphs", columns, terms, last=total)
     _line(
         console,
         "An eager run has the saved activations, outputs and gradients of these parts too, but "
         "gives their memory back; the pool of the graphs keeps it.",
     )
-
-
-def _print_kernels(console: Console, plan: dict[str, Any]) -> None:
     graphs = plan["graphs"]
     _line(
         console,
@@ -137,40 +111,54 @@ def _print_kernels(console: Console, plan: dict[str, Any]) -> None:
         f"{plan['kernels']['saved_per_step']:,}, taking each operation that is no view for one, "
         "less what a replay launches.",
     )
+    _line(console, plan["worth"]["text"])
+
+
+def _inputs(graphed: Sequence[Layer]) -> Rows:
+    names = ("name", "shape", "dtype", "copied")
+
+    def alike(layer: Layer) -> Any:
+        return [[entry[name] for name in names] for entry in layer["static_inputs"]]
+
+    for numbers, layer in _runs(graphed, alike):
+        for entry in layer["static_inputs"]:
+            how = "copied in" if entry["copied"] else "read in place"
+            shape = "x".join(map(str, entry["shape"]))
+            yield numbers, entry["name"], shape, entry["dtype"], _mib(entry["bytes"]), how
+
+
+def _memory(layer: Layer) -> list[str]:
+    return [_mib(layer["memory"][name]) for name in _OF_ONE_GRAPH.values()]
 
 
 def _print_fsdp(console: Console, fsdp: dict[str, Any]) -> None:
-    table = _table(
-        f"Megatron-FSDP's units ({fsdp['strategy']}), MiB",
-        *("unit", "parameters", "elements", "buffers", "weights whole", "gradients whole"),
+    title = f"Megatron-FSDP's units ({fsdp['strategy']}), MiB"
+    columns = ("unit", "parameters", "elements", "buffers", "weights whole", "gradients whole")
+    _table(console, title, columns, _units(fsdp["units"]))
+    totals = (
+        (kind.replace("_", " "), name, _mib(size))
+        for kind, by_name in fsdp["totals"].items()
+        for name, size in by_name.items()
     )
-    for name, unit in _unit_runs(fsdp["units"]):
-        whole = [_whole(unit, kind) for kind in ("weights", "gradients")]
-        table.add_row(name, f"{unit['parameters']:,}", f"{unit['elements']:,}", _home(unit), *whole)
-    console.print(table)
-    totals = _table("Megatron-FSDP's memory on one rank", "what", "of what", "MiB")
-    for kind, by_name in fsdp["totals"].items():
-        for name, size in by_name.items():
-            totals.add_row(kind.replace("_", " "), name, _mib(size))
-    console.print(totals)
+    _table(console, "Megatron-FSDP's memory on one rank", ("what", "of what", "MiB"), totals)
 
 
-def _unit_runs(units: Sequence[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Groups of equal neighbouring units, with the names of the first and the last."""
+def _units(units: Sequence[dict[str, Any]]) -> Rows:
+    """A row for each group of equal neighbouring units, named by its first and its last."""
     numbered = [{**unit, "index": number} for number, unit in enumerate(units)]
     keys = ("parameters", "elements", "double_buffered", "buckets")
-    for numbers, unit in _runs(numbered, keys):
+    for numbers, unit in _runs(numbered, lambda one: [one[key] for key in keys]):
         _, dash, last = numbers.partition("-")
-        name = unit["name"]
-        if dash:
-            name = f"{name} to {units[int(last)]['name'].removeprefix('layer ')}"
-        yield name, unit
-
-
-def _home(unit: dict[str, Any]) -> str:
-    if unit["unit"] is None:
-        return "its own (no unit)"
-    return "the two shared" if unit["double_buffered"] else "its own"
+        to = f" to {units[int(last)]['name'].removeprefix('layer ')}" if dash else ""
+        home = "the two shared" if unit["double_buffered"] else "its own"
+        yield (
+            f"{unit['name']}{to}",
+            f"{unit['parameters']:,}",
+            f"{unit['elements']:,}",
+            "its own (no unit)" if unit["unit"] is None else home,
+            _whole(unit, "weights"),
+            _whole(unit, "gradients"),
+        )
 
 
 def _whole(unit: dict[str, Any], name: str) -> str:
@@ -182,29 +170,39 @@ def _whole(unit: dict[str, Any], name: str) -> str:
     return "\n".join(f"{_mib(size)} {dtype}" for dtype, size in by_dtype.items())
 
 
-def _runs(
-    layers: Sequence[dict[str, Any]], keys: Sequence[str], signature: Any = None
-) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Groups of equal neighbouring layers, as "0" or "1-7", and the first layer of each."""
-    alike = signature or (lambda layer: [layer[key] for key in keys])
-    group: list[dict[str, Any]] = []
-    for layer in [*layers, None]:
+def _runs(layers: Sequence[Layer], alike: Callable[[Layer], Any]) -> Iterator[tuple[str, Layer]]:
+    """Groups of neighbouring layers that are ``alike``, as "0" or "1-7", and their first layer."""
+
+    def key(place: tuple[int, Layer]) -> Any:
         # In a list of graphed layers only, one may be missing between two equal layers.
-        follows = group and layer is not None and layer["index"] == group[-1]["index"] + 1
-        if group and not (follows and alike(layer) == alike(group[0])):
-            first, last = group[0]["index"], group[-1]["index"]
-            yield (str(first) if first == last else f"{first}-{last}"), group[0]
-            group = []
-        if layer is not None:
-            group.append(layer)
+        return place[1]["index"] - place[0], alike(place[1])
+
+    for _, group in groupby(enumerate(layers), key):
+        found = [layer for _, layer in group]
+        first, last = found[0]["index"], found[-1]["index"]
+        yield (str(first) if first == last else f"{first}-{last}"), found[0]
 
 
-def _table(title: str, *columns: str, right: bool = False) -> Table:
+def _table(
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Rows,
+    *,
+    right: bool = False,
+    last: Sequence[str] = (),
+) -> None:
+    """Print a table; ``last`` is a row below a line."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         justify: Any = "right" if (right and number) or column == "MiB" else "left"
         table.add_column(column, justify=justify, overflow="fold")
-    return table
+    for row in rows:
+        table.add_row(*row)
+    if last:
+        table.add_section()
+        table.add_row(*last)
+    console.print(table)
 
 
 def _mib(size: int) -> str:

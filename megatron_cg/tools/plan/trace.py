@@ -12,16 +12,17 @@ Note [A storage's life]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_cg.backends.host_reads import HostReads
+from megatron_cg.tools.plan.pool import Block, Pool, round_up
 
 _FACTORIES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 """Operations that allocate memory but launch nothing."""
@@ -33,45 +34,28 @@ _FREE = frozenset({"detach", "lift_fresh", "alias", "_unsafe_view", "_reshape_al
 _GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 _WAITS = frozenset({"wait_tensor", "barrier"})
-
-
-def _launches(func: Any, name: str, on_device: bool) -> bool:
-    """Whether an operation launches a kernel; collectives do, whatever they return."""
-    if func.namespace in _COLLECTIVES:
-        return name not in _WAITS
-    quiet = func.is_view or name in _FACTORIES or name in _FREE
-    return bool(on_device and func.namespace == "aten" and not quiet)
-
-
-class Memory(Protocol):
-    """Allocates and frees bytes."""
-
-    def allocate(self, size: int) -> object:
-        """Allocate ``size`` bytes; returns the argument for :meth:`free`."""
-
-    def free(self, block: Any) -> None:
-        """Free a block."""
+_ByStorage = weakref.WeakKeyDictionary[torch.UntypedStorage, Block | None]
 
 
 class Trace(TorchDispatchMode):
     """Follows every tensor that is created on the meta device in its block.
 
     Args:
-        memory: allocates the bytes of each new storage.
+        pool: allocates the bytes of each new storage.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, pool: Pool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory: Memory = memory
+        self.pool = pool
         self.reads: HostReads | None = None
         self.launches = 0
         """Kernels that the operations so far would have launched."""
         self.torch_gemms = 0
         """Those of them that are torch's own matrix products, with torch's own workspace."""
-        self._alive: dict[int, weakref.ref[Any]] = {}
-        self._taken: set[int] = set()
+        self._blocks = _ByStorage()
         self._regions = 0
-        self._deferred: dict[int, weakref.ref[Any]] = {}
+        self._deferred = _ByStorage()
+        """Storages that were created in a region that is one kernel."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -87,11 +71,12 @@ class Trace(TorchDispatchMode):
                 self.launches += 1
                 return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
         result = func(*args, **kwargs)
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        on_device = [tensor for tensor in made if tensor.device.type == "meta"]
-        for tensor in on_device:
-            self._note(tensor)
-        self.launches += _launches(func, name, bool(on_device))
+        leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        made = [tensor for tensor in leaves if tensor.device.type == "meta"]
+        for storage in (tensor.untyped_storage() for tensor in made):
+            if storage not in self._blocks:
+                self._note(storage)
+        self.launches += _launches(func, name, bool(made))
         self.torch_gemms += func.namespace == "aten" and name in _GEMMS
         return result
 
@@ -106,49 +91,34 @@ class Trace(TorchDispatchMode):
             self._regions -= 1
             self.launches, self.torch_gemms = launches + 1, gemms
             if not self._regions:
-                left, self._deferred = self._deferred, {}
-                for reference in left.values():
-                    storage = reference()
-                    if storage is not None:
-                        self._take(storage)
-
-    def took(self, key: int) -> bool:
-        """Whether the storage with that ``id`` was created under this trace and still exists."""
-        return key in self._taken
+                left, self._deferred = self._deferred, _ByStorage()
+                for storage in left:
+                    self._note(storage)
 
     def known(self, *tensors: torch.Tensor) -> None:
         """Treat the storages of these tensors as memory that existed before."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._alive[id(storage)] = weakref.ref(storage, self._forget(id(storage)))
+            self._blocks[tensor.untyped_storage()] = None
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key in self._alive or key in self._deferred:
-            return
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """What the storages of ``tensors`` take in the pool, each counted once."""
+        storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
+        return sum(round_up(s.nbytes()) for s in storages.values() if self._blocks.get(s))
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
         if self._regions:
-            self._deferred[key] = weakref.ref(storage, lambda _gone: self._deferred.pop(key, None))
+            self._deferred[storage] = None
             return
-        self._take(storage)
+        block = self._blocks[storage] = self.pool.allocate(storage.nbytes())
+        weakref.finalize(storage, self.pool.free, block).atexit = False
 
-    def _take(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        block, memory = self.memory.allocate(storage.nbytes()), self.memory
 
-        def freed(_reference: Any) -> None:
-            del self._alive[key]
-            self._taken.discard(key)
-            memory.free(block)
-
-        self._alive[key] = weakref.ref(storage, freed)
-        self._taken.add(key)
-
-    def _forget(self, key: int) -> Callable[[Any], None]:
-        def forget(_reference: Any) -> None:
-            del self._alive[key]
-
-        return forget
+def _launches(func: Any, name: str, on_device: bool) -> bool:
+    """Whether an operation launches a kernel; collectives do, whatever they return."""
+    if func.namespace in _COLLECTIVES:
+        return name not in _WAITS
+    quiet = func.is_view or name in _FACTORIES or name in _FREE
+    return bool(on_device and func.namespace == "aten" and not quiet)
 
 
 _active: list[Trace] = []
@@ -194,6 +164,6 @@ def compiled(function: Any = None, **_settings: Any) -> Any:
 def scratch(*sizes: int) -> None:
     """Allocate and free these sizes at once, as an operation with workspaces does."""
     if _active:
-        memory = _active[-1].memory
-        for block in [memory.allocate(size) for size in sizes]:
-            memory.free(block)
+        pool = _active[-1].pool
+        for block in [pool.allocate(size) for size in sizes]:
+            pool.free(block)

@@ -5,11 +5,9 @@ It runs in its own process, where the fakes of TE are installed before Megatron 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import logging
-import os
 import sys
 import traceback
 import warnings
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.tools.plan.fakes.packages import install
+from megatron_cg.tools.plan.request import Request
 from megatron_cg.upstream.patch import put_over
 
 FORMAT = 1
@@ -35,19 +34,13 @@ def ready_to_plan() -> Iterator[None]:
     logging.disable(logging.WARNING)
     with ExitStack() as stack:
         stack.callback(install())
+        from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+
         importlib.import_module("megatron_cg.tools.plan.details")
-        stack.callback(full_recompute_allowed())
+        # As runs with this package may recompute whole layers.
+        stack.callback(allow_full_recompute())
         stack.callback(docstrings_read_once())
-        # Megatron-FSDP collects garbage for each model; imported objects are never garbage.
-        gc.freeze()
         yield
-
-
-def full_recompute_allowed() -> Callable[[], None]:
-    """Let planned models recompute whole layers, as runs with this package may."""
-    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-
-    return allow_full_recompute()
 
 
 def docstrings_read_once() -> Callable[[], None]:
@@ -77,31 +70,22 @@ def main(argv: Sequence[str]) -> int:
     """Read the requests, make the plans, write them; returns the exit code."""
     with ready_to_plan():
         requests = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-        plans = [make_plan(request) for request in requests]
+        plans = [make_plan(Request(**request)) for request in requests]
         Path(argv[1]).write_text(json.dumps(plans, indent=1), encoding="utf-8")
     return 0
 
 
-def make_plan(request: dict[str, Any]) -> dict[str, Any]:
+def make_plan(request: Request) -> dict[str, Any]:
     """Make one plan; errors in the flags are reported in it and not raised."""
     from megatron_cg.tools.plan.fake_machine import simulated_gpus
     from megatron_cg.tools.plan.settings import read_settings
 
-    given = request["environment"]
-    with simulated_gpus({**given, "RANK": "0", "WORLD_SIZE": "1"}):
-        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-        os.environ.update(given)
-        settings = read_settings(
-            request["words"],
-            request["nproc"],
-            given,
-            own_flags=request["own_flags"],
-            started_without=request["started_without"],
-        )
+    with simulated_gpus(request.environment):
+        settings = read_settings(request)
         plan: dict[str, Any] = {
             "format": FORMAT,
-            "title": request["title"],
-            "flags": request["words"],
+            "title": request.title,
+            "flags": list(request.words),
             "usage": settings.usage,
             "violations": [asdict(violation) for violation in settings.broken],
             "megatron": settings.megatron,
@@ -109,8 +93,8 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
         }
         if settings.usage is None:
             plan["gpus"] = settings.args.world_size
-        if settings.usage is None and not settings.broken and settings.megatron is None:
-            plan.update(_details(settings, plan["notes"], plan["violations"]))
+            if not settings.broken and settings.megatron is None:
+                plan.update(_details(settings, plan["notes"], plan["violations"]))
         return plan
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -11,12 +12,8 @@ from megatron_cg.arguments.schema import SCOPES, WHOLE_LAYER
 from megatron_cg.telemetry.coverage_lines import NO_SUCH_PART, NOT_SELECTED
 from megatron_cg.tools.report.story import Story
 
-GRAPHED, LEFT_OUT, EAGER, ABSENT = (
-    "in a graph",
-    "left out of the selection",
-    "eager",
-    "no such scope",
-)
+GRAPHED, LEFT_OUT = "in a graph", "left out of the selection"
+EAGER, ABSENT = "eager", "no such scope"
 
 
 @dataclass(frozen=True)
@@ -61,21 +58,17 @@ class Coverage:
             return layer.kind, layer.graphed, sorted(layer.eager.items())
 
         groups = [list(group) for _, group in groupby(self.layers, alike)]
-        return [(_span(group), group[0]) for group in groups]
+        return [(_span(group[0].name, group[-1].name), group[0]) for group in groups]
 
     @property
     def rows(self) -> list[list[str]]:
         """For each group its name, class, scopes in a graph, and the others with the reason."""
-        return [
-            [
-                name,
-                layer.kind,
-                ", ".join(layer.graphed) or "nothing",
-                "; ".join(f"{', '.join(scopes)}: {why}" for why, scopes in layer.reasons.items())
-                or "nothing",
-            ]
-            for name, layer in self.groups
-        ]
+        rows = []
+        for name, layer in self.groups:
+            eager = (f"{', '.join(scopes)}: {why}" for why, scopes in layer.reasons.items())
+            graphed = ", ".join(layer.graphed)
+            rows.append([name, layer.kind, graphed or "nothing", "; ".join(eager) or "nothing"])
+        return rows
 
     def stretches(self, scope: str, kind: str, longest: int) -> list[tuple[int, int]]:
         """(first layer, count) of neighbouring layers of that kind, at most ``longest`` in one."""
@@ -83,8 +76,8 @@ class Coverage:
         for index, layer in enumerate(self.layers):
             if layer.kind_of(scope) != kind:
                 continue
-            first, count = found[-1] if found else (0, 0)
-            if found and first + count == index and count < longest:
+            first, count = found[-1] if found else (index, 0)
+            if first + count == index and 0 < count < longest:
                 found[-1] = (first, count + 1)
             else:
                 found.append((index, 1))
@@ -93,36 +86,32 @@ class Coverage:
     @property
     def text(self) -> str:
         """A summary in one sentence."""
-        graphed = [layer for layer in self.layers if layer.graphed]
-        cells = [(layer, scope) for layer in self.layers for scope in self.scopes]
-        there = [pair for pair in cells if pair[0].kind_of(pair[1]) != ABSENT]
-        inside = [pair for pair in there if pair[0].kind_of(pair[1]) == GRAPHED]
+        graphed = sum(bool(layer.graphed) for layer in self.layers)
+        cells = Counter(layer.kind_of(scope) for layer in self.layers for scope in self.scopes)
         return (
-            f"{len(graphed)} of {len(self.layers)} layers have a graph; of their scopes that a "
-            f"graph can hold, {len(inside)} of {len(there)} are in one."
+            f"{graphed} of {len(self.layers)} layers have a graph; of their scopes that a graph "
+            f"can hold, {cells[GRAPHED]} of {cells.total() - cells[ABSENT]} are in one."
         )
 
 
 def read_coverage(story: Story) -> Coverage | None:
     """The coverage of the run's first rank, or None if none was recorded."""
-    captures = story.captures
-    rows: Sequence[Mapping[str, Any]] = captures[-1]["coverage"] if captures else ()
+    rows = story.captures[-1]["coverage"] if story.captures else ()
     layers = tuple(
         Layer(row["name"], row["kind"], tuple(row["graphed"]), row["eager"]) for row in rows
     )
-    known = [*SCOPES, WHOLE_LAYER]
-    known += [scope for layer in layers for scope in layer.graphed if scope not in known]
+    known = [*SCOPES, WHOLE_LAYER, *(scope for layer in layers for scope in layer.graphed)]
     scopes = tuple(
         scope
         for scope in dict.fromkeys(known)
         if any(layer.kind_of(scope) != ABSENT for layer in layers)
     )
-    return Coverage(scopes, layers) if layers and scopes else None
+    return Coverage(scopes, layers) if scopes else None
 
 
-def _span(layers: Sequence[Layer]) -> str:
-    first, last = layers[0].name, layers[-1].name
-    if len(layers) == 1:
+def _span(first: str, last: str) -> str:
+    """``layers 0 to 3`` of the first name and the last."""
+    if first == last:
         return first
     word, _, number = last.rpartition(" ")
-    return f"{first} to {number}" if word and first.startswith(word) else f"{first} to {last}"
+    return f"{first} to {number if word and first.startswith(word) else last}"

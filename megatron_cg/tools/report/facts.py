@@ -25,7 +25,7 @@ _MACHINE = {
 
 def facts(story: Story) -> list[list[str]]:
     """Rows of a name and its value in each run."""
-    columns = [_facts(run[min(run)]) for _, run in story.runs]
+    columns = [_facts(record) for _, record in story.records]
     names = dict.fromkeys(name for column in columns for name in column)
     return [[name, *(column.get(name, _NONE) for column in columns)] for name in names]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_cg.tools.report import words
 from megatron_cg.tools.report.coverage import read_coverage
 from megatron_cg.tools.report.facts import facts
 from megatron_cg.tools.report.series import (
+    MIB,
     Quantity,
     counted_steps,
     memory_over_steps,
@@ -40,7 +41,7 @@ def page(story: Story) -> str:
         "report/report.html",
         story=story,
         words=words,
-        plots=plots(story),
+        plots=plots(story, found),
         quantities=found,
         different=_different(story),
         numbers=_numbers(found),
@@ -51,7 +52,7 @@ def page(story: Story) -> str:
         memory_points=_memory_points(story),
         patches=_patches(story),
         facts=parted(facts(story)),
-        commands=own_words({name: run[min(run)].get("command") or () for name, run in story.runs}),
+        commands=own_words({name: record.get("command") or () for name, record in story.records}),
     )
 
 
@@ -59,17 +60,17 @@ def write_pngs(story: Story, directory: Path) -> list[Path]:
     """Write every plot of the page as ``<name>.png`` in ``directory``; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
-    for plot in plots(story).values():
+    for plot in plots(story, quantities(story)).values():
         written.append(directory / f"{plot.name}.png")
         write_png(plot.draw, written[-1])
     return written
 
 
-def plots(story: Story) -> dict[str, Plot]:
+def plots(story: Story, found: Sequence[Quantity]) -> dict[str, Plot]:
     """The plots for which there is something to draw, by name, in the order of the page."""
     drawn = {
         f"loss-{number}": draw.of_quantity(story, quantity)
-        for number, quantity in enumerate(quantities(story), 1)
+        for number, quantity in enumerate(found, 1)
     }
     if story.rank["steps"]:
         drawn["step-times"] = draw.of_step_times(story)
@@ -80,13 +81,13 @@ def plots(story: Story) -> dict[str, Plot]:
         drawn[name] = bars.side_by_side(seconds, "seconds", "%.2f s")
     if coverage := read_coverage(story):
         drawn["coverage"] = draw.of_coverage(coverage)
-    if any(memory_over_steps(run[min(run)], "allocated_bytes").x for _, run in story.runs):
+    if any(memory_over_steps(record, "allocated_bytes") for _, record in story.records):
         drawn["memory-steps"] = draw.of_memory_over_steps(story)
         if points := _memory_points(story):
             keys = {"allocated": "allocated_bytes", "reserved": "reserved_bytes"}
             mib = {
-                point: {name: found[key] / words.MIB for name, key in keys.items() if key in found}
-                for point, found in points.items()
+                point: {name: memory[key] / MIB for name, key in keys.items() if key in memory}
+                for point, memory in points.items()
             }
             drawn["memory-capture"] = bars.side_by_side(mib, "MiB")
     if words.counts(story.run) and story.rank.get("intervals"):
@@ -96,27 +97,22 @@ def plots(story: Story) -> dict[str, Plot]:
 
 def _different(story: Story) -> dict[str, Any]:
     """The first numbers and parameter shards that are not equal, and how many there are."""
-    comparison = story.comparison
-    values, shards = (comparison.values, comparison.different_shards) if comparison else ((), ())
-    # Where a run failed, it lacks every later number, and the verdict says so.
-    failed = comparison is not None and comparison.status == FAILED
-    unequal = [
-        value
-        for value in values
-        if not value.same and not (failed and None in (value.eager, value.graphed))
+    comparison, values = story.comparison, story.values
+    shards = comparison.different_shards if comparison else ()
+    unequal = [value for value in values if not value.same]
+    if comparison is not None and comparison.status == FAILED:
+        # Where a run failed, it lacks every later number, and the verdict says so.
+        unequal = [value for value in unequal if None not in (value.eager, value.graphed)]
+    rows = [
+        [
+            *(f"{value.step}", f"{value.rank}", value.name),
+            *(_exact(value.eager), _exact(value.graphed)),
+            f"{value.difference:.3e}",
+        ]
+        for value in unequal[:_SHOWN]
     ]
     return {
-        "numbers": [
-            [
-                f"{value.step}",
-                f"{value.rank}",
-                value.name,
-                _exact(value.eager),
-                _exact(value.graphed),
-                f"{value.difference:.3e}",
-            ]
-            for value in unequal[:_SHOWN]
-        ],
+        "numbers": rows,
         "numbers_note": _first(len(unequal), f"of {len(values)} numbers"),
         "shards": [[shard] for shard in shards[:_SHOWN]],
         "shards_note": _first(len(shards), "parameter shards at the end"),
@@ -133,36 +129,34 @@ def _first(count: int, what: str) -> str:
 
 def _numbers(found: list[Quantity]) -> tuple[list[str], list[list[str]], str]:
     """Head, rows and caption of the numbers of steps: all if they are few, else every n-th."""
-    steps = sorted({int(step) for quantity in found for step in quantity.run.x})
-    stride = -(-len(steps) // _ROWS) if steps else 1
+    steps = sorted({step for quantity in found for step in quantity.run})
+    stride = -(-len(steps) // _ROWS) or 1
     head, columns = ["step"], []
     for quantity in found:
-        for name, series in ((quantity.name, quantity.run), ("difference", quantity.difference)):
-            if series is not None:
+        for name, curve in ((quantity.name, quantity.run), ("difference", quantity.difference)):
+            if curve is not None:
                 head.append(name)
-                columns.append(dict(zip(series.x, series.y, strict=True)))
-    rows = [[str(step), *(_number(column.get(step)) for column in columns)] for step in steps]
-    return head, rows[::stride], f"Every {stride}th step." if stride > 1 else ""
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.9g}"
+                columns.append(curve)
+    rows = [
+        [str(step), *(f"{column[step]:.9g}" if step in column else "none" for column in columns)]
+        for step in steps[::stride]
+    ]
+    return head, rows, f"Every {stride}th step." if stride > 1 else ""
 
 
 def _long_steps(story: Story) -> list[str]:
     """The steps that are above the plot of step times."""
     top, found = draw.highest_shown(story), []
-    for name, run in story.runs:
-        times = step_times(run[min(run)])
-        pairs = zip(times.x, times.y, strict=True)
-        found += [f"step {s:.0f} of {name} took {t:.0f} ms" for s, t in pairs if t > top]
+    for name, record in story.records:
+        times = step_times(record).items()
+        found += [f"step {step} of {name} took {time:.0f} ms" for step, time in times if time > top]
     return found
 
 
 def _phases(story: Story) -> dict[str, dict[str, float]]:
     """Milliseconds of the median step by run and phase; only runs that recorded phases."""
     steps = counted_steps(story)
-    found = {name: phase_times(run[min(run)], steps) for name, run in story.runs}
+    found = {name: phase_times(record, steps) for name, record in story.records}
     return {name: times for name, times in found.items() if times}
 
 

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
-from megatron_cg.tools.report.story import Story
+from megatron_cg.tools.align.compare import Run, numbers_of
+from megatron_cg.tools.report.story import Story, first_rank
+
+MIB = 2**20
 
 LIMIT = 1000
 """Maximum number of points of a curve: more than it has pixels."""
 MEANS = 200
 """Maximum number of points of a curve of means."""
-NORM = "gradient norm"
 
 
-@dataclass(frozen=True)
-class Series:
-    """Points in the order of ``x``; ``y`` may contain NaN for a missing number."""
-
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-
-    @property
-    def finite(self) -> tuple[float, ...]:
-        """The numbers among ``y``."""
-        return tuple(value for value in self.y if math.isfinite(value))
+Curve = dict[int, float]
+"""A number at each step, from 1, in the order of steps; NaN where it is no number."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +30,10 @@ class Quantity:
     """One number per step, of one run or of two."""
 
     name: str
-    run: Series
-    reference: Series | None = None
-    difference: Series | None = None
-    """Run minus reference at each common step, on the rank where it is largest."""
+    run: Curve
+    reference: Curve | None = None
+    difference: Curve | None = None
+    """Run minus reference at each common step, on the rank where it is widest."""
     compared: int = 0
     """How many numbers both runs have, over all ranks."""
     unequal: tuple[tuple[int, int], ...] = ()
@@ -47,63 +42,47 @@ class Quantity:
 
 def quantities(story: Story) -> list[Quantity]:
     """Losses and the gradient norm, the first loss first."""
-    names = dict.fromkeys(name for _, name, _ in _numbers(story.rank))
-    return [_quantity(story, name) for name in names]
+    other = None if story.reference is None else _curves(story.reference)
+    found = []
+    for name, run in _curves(story.run).items():
+        reference = None if other is None else other.get(name, {})
+        compared: dict[str, Any] = _compared(story, name) if story.is_comparable else {}
+        found.append(Quantity(name, run, reference, **compared))
+    return found
 
 
-def _quantity(story: Story, name: str) -> Quantity:
-    run = _curve(story.rank, name)
-    other = story.reference_rank
-    if story.reference is None or other is None:
-        return Quantity(name, run)
-    if not story.is_comparable:
-        return Quantity(name, run, _curve(other, name))
-    widest: dict[int, float] = {}
-    unequal, compared = [], 0
-    for rank in sorted(set(story.run) & set(story.reference)):
-        ours, theirs = (_by_step(records[rank], name) for records in (story.run, story.reference))
-        for step in sorted(set(ours) & set(theirs)):
-            compared += 1
-            one, two = ours[step], theirs[step]
-            if one != two:
-                unequal.append((step, rank))
-            difference = float.fromhex(one) - float.fromhex(two) if one != two else 0.0
-            if not abs(difference) <= abs(widest.get(step, 0.0)):  # true for NaN too
-                widest[step] = difference
-            widest.setdefault(step, 0.0)
-    steps = tuple(sorted(widest))
-    return Quantity(
-        name,
-        run,
-        _curve(other, name),
-        Series(steps, tuple(widest[step] for step in steps)),
-        compared,
-        tuple(sorted(unequal)),
-    )
+def width(difference: float) -> float:
+    """How wide a difference is; none is wider than NaN."""
+    return math.inf if math.isnan(difference) else abs(difference)
 
 
-def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[int, str, str]]:
-    """(step from 1, name, the number as ``float.hex``) in the order they were trained."""
-    for index, step in enumerate(record["steps"], 1):
-        for name, value in step["losses"].items():
-            yield index, name, value["hex"]
-        if step["grad_norm"] is not None:
-            yield index, NORM, step["grad_norm"]["hex"]
+def _compared(story: Story, name: str) -> dict[str, Any]:
+    """The fields of a quantity that two runs have together."""
+    values = [v for v in story.values if v.name == name and None not in (v.eager, v.graphed)]
+    differences: dict[int, list[float]] = {}
+    for value in values:
+        run, reference = (float.fromhex(text or "") for text in (value.graphed, value.eager))
+        differences.setdefault(value.step, []).append(0.0 if value.same else run - reference)
+    return {
+        "difference": {step: max(found, key=width) for step, found in differences.items()},
+        "compared": len(values),
+        "unequal": tuple((value.step, value.rank) for value in values if not value.same),
+    }
 
 
-def _by_step(record: Mapping[str, Any], name: str) -> dict[int, str]:
-    return {step: text for step, found, text in _numbers(record) if found == name}
+def _curves(run: Run) -> dict[str, Curve]:
+    """The numbers of the first rank, by name, in the order in which they were trained."""
+    steps = first_rank(run)["steps"]
+    curves: dict[str, Curve] = {}
+    for index in range(len(steps)):
+        for name, text in numbers_of(steps, index).items():
+            curves.setdefault(name, {})[index + 1] = float.fromhex(text)
+    return curves
 
 
-def _curve(record: Mapping[str, Any], name: str) -> Series:
-    points = _by_step(record, name)
-    return Series(tuple(points), tuple(map(float.fromhex, points.values())))
-
-
-def step_times(record: Mapping[str, Any]) -> Series:
+def step_times(record: Mapping[str, Any]) -> Curve:
     """Milliseconds of each step."""
-    times = tuple(float(step["milliseconds"]) for step in record["steps"])
-    return Series(tuple(range(1, len(times) + 1)), times)
+    return {number: float(s["milliseconds"]) for number, s in enumerate(record["steps"], 1)}
 
 
 def counted_steps(story: Story) -> range:
@@ -111,17 +90,20 @@ def counted_steps(story: Story) -> range:
 
     Without graphs the second half, because the first half contains one-time work.
     """
-    steps, captured = len(story.rank["steps"]), story.captured_after
-    if story.reference_rank is not None:
-        steps = min(steps, len(story.reference_rank["steps"]))
+    steps = min(len(record["steps"]) for _, record in story.records)
+    captured = story.captured_after
     first = steps // 2 + 1 if captured is None else captured + (2 if steps - captured > 1 else 1)
     return range(first, steps + 1)
 
 
-def median_time(record: Mapping[str, Any], steps: range) -> float | None:
-    """Milliseconds, or None where no step is left."""
-    times = [s["milliseconds"] for n, s in enumerate(record["steps"], 1) if n in steps]
-    return statistics.median(times) if times else None
+def median_times(story: Story) -> dict[str, float]:
+    """Milliseconds of the median counted step, by run; without runs that have no such step."""
+    steps = counted_steps(story)
+    times = {
+        name: [time for number, time in step_times(record).items() if number in steps]
+        for name, record in story.records
+    }
+    return {name: statistics.median(found) for name, found in times.items() if found}
 
 
 def phase_times(record: Mapping[str, Any], steps: range) -> dict[str, float]:
@@ -138,48 +120,35 @@ def phase_times(record: Mapping[str, Any], steps: range) -> dict[str, float]:
     return found | {"rest": max(0.0, statistics.median(rest))}
 
 
-def rates(record: Mapping[str, Any], group: str, name: str, scale: float = 1.0) -> Series:
+def rates(record: Mapping[str, Any], group: str, name: str, scale: float = 1.0) -> Curve:
     """The growth of a count per step, times ``scale``: the mean since the previous point."""
     before, step = 0.0, 0
-    points = []
+    points: Curve = {}
     rows = list(record.get("intervals", ()))
     stride = -(-len(rows) // MEANS) or 1
     # Counted from the end, so that the last count is included.
-    for row in rows[(len(rows) - 1) % stride :: stride] if rows else ():
+    for row in rows[::-1][::stride][::-1]:
         now = float(row[group].get(name, 0))
         if row["step"] > step:
-            points.append((row["step"], (now - before) / (row["step"] - step) * scale))
+            points[row["step"]] = (now - before) / (row["step"] - step) * scale
         before, step = now, row["step"]
-    return Series(tuple(x for x, _ in points), tuple(y for _, y in points))
+    return points
 
 
-def memory_over_steps(record: Mapping[str, Any], name: str) -> Series:
+def memory_over_steps(record: Mapping[str, Any], name: str) -> Curve:
     """MiB after steps, of ``allocated_bytes`` or the like; empty without a GPU."""
     rows = [row for row in record.get("intervals", ()) if row["memory"] is not None]
-    return Series(
-        tuple(row["step"] for row in rows), tuple(row["memory"][name] / 2**20 for row in rows)
-    )
+    return {row["step"]: row["memory"][name] / MIB for row in rows}
 
 
-def thin(series: Series, limit: int = LIMIT) -> Series:
+def thin(curve: Curve, limit: int = LIMIT) -> Curve:
     """At most about ``limit`` points: the lowest and the highest of each interval, in order."""
-    count = len(series.x)
-    if count <= limit:
-        return series
-    kept: list[int] = []
-    stretches = max(1, limit // 2)
-    for number in range(stretches):
-        inside = range(number * count // stretches, (number + 1) * count // stretches)
-        comparable = [index for index in inside if not math.isnan(series.y[index])]
-        if comparable:
-            ends = (
-                min(comparable, key=series.y.__getitem__),
-                max(comparable, key=series.y.__getitem__),
-            )
-            kept += sorted(set(ends))
-    return Series(tuple(series.x[i] for i in kept), tuple(series.y[i] for i in kept))
-
-
-def median(values: Sequence[float]) -> float:
-    """The median; NaN of an empty sequence."""
-    return statistics.median(values) if values else math.nan
+    if len(curve) <= limit:
+        return curve
+    points, stretches = list(curve.items()), max(1, limit // 2)
+    kept: Curve = {}
+    for start, end in pairwise(n * len(points) // stretches for n in range(stretches + 1)):
+        inside = [point for point in points[start:end] if not math.isnan(point[1])]
+        if inside:
+            kept |= sorted({choose(inside, key=itemgetter(1)) for choose in (min, max)})
+    return kept

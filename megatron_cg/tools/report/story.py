@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.telemetry.record_schema import CAPTURED_AFTER, read_run, record_files
-from megatron_cg.tools.align.compare import NOT_COMPARABLE, Comparison, RecordError, Run, compare
+from megatron_cg.tools.align.compare import (
+    NOT_COMPARABLE,
+    Comparison,
+    RecordError,
+    Run,
+    Value,
+    compare,
+)
 
 EAGER, GRAPHS = "eager", "graphs"
 
@@ -25,20 +32,20 @@ class Story:
     reference_name: str = EAGER
 
     @property
-    def rank(self) -> Mapping[str, Any]:
-        """The record of the run's first rank; curves are drawn from it."""
-        return self.run[min(self.run)]
-
-    @property
-    def reference_rank(self) -> Mapping[str, Any] | None:
-        """The same for the reference run."""
-        return None if self.reference is None else self.reference[min(self.reference)]
-
-    @property
     def runs(self) -> tuple[tuple[str, Run], ...]:
         """The runs by name, the reference first."""
         first = () if self.reference is None else ((self.reference_name, self.reference),)
         return (*first, (self.name, self.run))
+
+    @property
+    def records(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """The record of each run's first rank, by name; curves are drawn from them."""
+        return tuple((name, first_rank(run)) for name, run in self.runs)
+
+    @property
+    def rank(self) -> Mapping[str, Any]:
+        """The record of the run's first rank."""
+        return first_rank(self.run)
 
     @cached_property
     def comparison(self) -> Comparison | None:
@@ -47,6 +54,11 @@ class Story:
             return None
         labels = f"the run {self.reference_name}", f"the run {self.name}"
         return compare(self.reference, self.run, labels)
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The numbers that were compared."""
+        return () if self.comparison is None else self.comparison.values
 
     @property
     def is_comparable(self) -> bool:
@@ -69,6 +81,11 @@ class Story:
     def on_gpu(self) -> bool:
         """Whether times and memory were measured on a GPU."""
         return bool(self.rank.get("device", "cpu") != "cpu")
+
+
+def first_rank(run: Run) -> Mapping[str, Any]:
+    """The record of the first rank."""
+    return run[min(run)]
 
 
 def read_story(directory: Path, against: Path | None = None) -> Story:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_cg.tools.align.compare import DIFFERENT, IDENTICAL, NOT_COMPARABLE, Run, missing_ranks
-from megatron_cg.tools.report.series import Quantity, counted_steps, median_time
+from megatron_cg.tools.report.series import MIB, Quantity, counted_steps, median_times, width
 from megatron_cg.tools.report.story import Story
 
-Kind = Literal["good", "bad", "note"]
-MIB = 2**20
 
-
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """``head`` is a short form, ``text`` the full one; ``kind`` decides how it is shown."""
 
-    kind: Kind
+    kind: Literal["good", "bad", "note"]
     head: str
     text: str
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """One number at the head of the page."""
 
     label: str
@@ -38,35 +32,30 @@ def verdict(story: Story) -> Verdict:
     comparison = story.comparison
     if comparison is None:
         return _outcome(story)
-    values, shards = comparison.values, comparison.shards
-    equal = sum(value.same for value in values)
+    values, why = comparison.values, _sentence(comparison.reason)
+    unequal = [value for value in values if not value.same]
     if comparison.status == IDENTICAL:
+        numbers = count(len(values), "loss or gradient norm", "losses and gradient norms")
         return Verdict(
             "good",
             "Identical, to the last bit",
-            f"{count(len(values), 'loss or gradient norm', 'losses and gradient norms')} and "
-            f"{count(shards, 'parameter shard')} of {story.name} have the same bits as those of "
-            f"{story.reference_name}.",
+            f"{numbers} and {count(comparison.shards, 'parameter shard')} of {story.name} have the "
+            f"same bits as those of {story.reference_name}.",
         )
     if comparison.status == DIFFERENT:
-        return Verdict("bad", "Different", _sentence(comparison.reason))
-    if values and equal == len(values) and _ended(story.run) and _ended(story.reference or {}):
-        return Verdict(
-            "note",
-            "Equal in every loss and gradient norm",
-            f"All {len(values)} numbers have the same bits. More is not shown: "
-            f"{_sentence(comparison.reason)}",
-        )
-    if equal < len(values):
-        first = next(value for value in values if not value.same)
+        return Verdict("bad", "Different", why)
+    if unequal:
+        first = unequal[0]
         return Verdict(
             "bad",
             "Different",
-            f"{len(values) - equal} of {len(values)} numbers differ, the first at step "
-            f"{first.step} on rank {first.rank} ({first.name}). {_sentence(comparison.reason)}",
+            f"{len(unequal)} of {len(values)} numbers differ, the first at step {first.step} on "
+            f"rank {first.rank} ({first.name}). {why}",
         )
-    kind: Kind = "note" if comparison.status == NOT_COMPARABLE else "bad"
-    return Verdict(kind, "Not comparable", _sentence(comparison.reason))
+    if values and all(_ended(run) for _, run in story.runs):
+        text = f"All {len(values)} numbers have the same bits. More is not shown: {why}"
+        return Verdict("note", "Equal in every loss and gradient norm", text)
+    return Verdict("note" if comparison.status == NOT_COMPARABLE else "bad", "Not comparable", why)
 
 
 def _outcome(story: Story) -> Verdict:
@@ -96,85 +85,79 @@ def difference(quantity: Quantity) -> str:
     if not quantity.compared:
         return "The runs have no step in common."
     if not quantity.unequal:
+        numbers = f"all {quantity.compared} numbers have"
+        if quantity.compared == 1:
+            numbers = "the one number has"
         return (
-            "The difference is exactly zero at every step: "
-            f"{_all_numbers(quantity.compared)} the same bits in both runs."
+            f"The difference is exactly zero at every step: {numbers} the same bits in both runs."
         )
     step, rank = quantity.unequal[0]
-    pairs = zip(quantity.difference.x, quantity.difference.y, strict=True)
-    at, widest = max(pairs, key=lambda pair: math.inf if math.isnan(pair[1]) else abs(pair[1]))
+    at, widest = max(quantity.difference.items(), key=lambda point: width(point[1]))
     return (
         f"{len(quantity.unequal)} of {quantity.compared} numbers differ, the first at step {step} "
-        f"on rank {rank}. The widest difference is {widest:.3e}, at step {at:.0f}."
+        f"on rank {rank}. The widest difference is {widest:.3e}, at step {at}."
     )
-
-
-def _all_numbers(number: int) -> str:
-    return "the one number has" if number == 1 else f"all {number} numbers have"
 
 
 def speed(story: Story) -> str:
     """The median step time of each run, and the steps that it covers."""
-    steps = counted_steps(story)
-    ours = median_time(story.rank, steps)
-    if ours is None:
+    times, steps = median_times(story), _steps(story)
+    if story.name not in times:
         return "No step is left to tell a time from."
+    ours, theirs = times[story.name], _reference(story, times)
     text = f"Median step: {story.name} {ours:.1f} ms"
-    other = story.reference_rank
-    theirs = median_time(other, steps) if other is not None else None
     if theirs is not None:
         text += f", {story.reference_name} {theirs:.1f} ms, a ratio of {ours / theirs:.3f}"
-    text += f" (steps {_range(steps)}, rank {min(story.run)})."
-    return text if story.on_gpu else f"{text} {no_gpu(story)}"
-
-
-def no_gpu(story: Story) -> str:
-    """What the times of a run without a GPU can tell."""
+    text += f" ({steps}, rank {min(story.run)})."
+    if story.on_gpu:
+        return text
     if story.captured_after is None:
-        return "No GPU was used, so times say nothing of speed on one."
+        return f"{text} No GPU was used, so times say nothing of speed on one."
     return (
-        "No GPU was used: recordings of operations replaced CUDA graphs, and times say nothing of "
-        "speed on a GPU."
+        f"{text} No GPU was used: recordings of operations replaced CUDA graphs, and times say "
+        "nothing of speed on a GPU."
     )
 
 
 def tiles(story: Story, found: list[Quantity]) -> list[Tile]:
     """The numbers at the head of the page."""
     made = [Tile("steps", f"{len(story.rank['steps']):,}", count(len(story.run), "rank"))]
-    compared = sum(quantity.compared for quantity in found)
-    if compared:
+    if compared := sum(quantity.compared for quantity in found):
         unequal = sum(len(quantity.unequal) for quantity in found)
-        value = "exactly 0" if not unequal else f"{unequal:,} differ"
+        value = f"{unequal:,} differ" if unequal else "exactly 0"
         made.append(Tile("loss and norm difference", value, f"of {count(compared, 'number')}"))
     made += _time_tiles(story)
-    total = counts(story.run)
-    if total:
-        graphs = f"{total.get('replayed', 0):,} replays, {total.get('eager', 0):,} eager instead"
-        made.append(Tile("graphs", f"{total.get('captured', 0):,}", f"{graphs}, all ranks"))
-        value = f"{total.get('mismatched', 0):,}"
-        note = "each is told of below" if total.get("mismatched") else "every guard held"
-        made.append(Tile("mismatches", value, f"{note}, all ranks"))
-    taken = graph_memory(story)
-    if taken is not None:
+    if total := counts(story.run):
+        captured, replayed, eager, mismatched = (
+            total.get(name, 0) for name in ("captured", "replayed", "eager", "mismatched")
+        )
+        graphs = f"{replayed:,} replays, {eager:,} eager instead, all ranks"
+        held = "each is told of below" if mismatched else "every guard held"
+        made.append(Tile("graphs", f"{captured:,}", graphs))
+        made.append(Tile("mismatches", f"{mismatched:,}", f"{held}, all ranks"))
+    if (taken := graph_memory(story)) is not None:
         made.append(Tile("memory of graphs", f"{taken / MIB:+.0f} MiB", "allocated, by capture"))
     return made
 
 
 def _time_tiles(story: Story) -> list[Tile]:
     """Empty for a run without a GPU: a number at the head of the page should mean something."""
-    steps = counted_steps(story)
-    ours = median_time(story.rank, steps)
-    other = story.reference_rank
-    theirs = median_time(other, steps) if other is not None else None
-    if ours is None or not story.on_gpu:
+    times = median_times(story)
+    if story.name not in times or not story.on_gpu:
         return []
+    ours, theirs = times[story.name], _reference(story, times)
     if theirs is None:
-        return [Tile("median step", f"{ours:.1f} ms", f"steps {_range(steps)}")]
+        return [Tile("median step", f"{ours:.1f} ms", _steps(story))]
     return [Tile("median step, ratio", f"{ours / theirs:.2f}", f"{ours:.1f} of {theirs:.1f} ms")]
 
 
-def _range(steps: range) -> str:
-    return f"{steps.start} to {steps.stop - 1}"
+def _reference(story: Story, times: Mapping[str, float]) -> float | None:
+    return None if story.reference is None else times.get(story.reference_name)
+
+
+def _steps(story: Story) -> str:
+    steps = counted_steps(story)
+    return f"steps {steps.start} to {steps.stop - 1}"
 
 
 def title(story: Story) -> str:
@@ -231,8 +214,10 @@ def counter_rows(total: Mapping[str, int]) -> list[list[str]]:
     units = {"bytes_copied": (MIB, "MiB"), "guard_ns": (1e6, "ms")}
     rows = []
     for name, value in total.items():
-        size, unit = units.get(name, (0, ""))
-        more = f" ({value / size:.1f} {unit})" if size else ""
+        more = ""
+        if name in units:
+            size, unit = units[name]
+            more = f" ({value / size:.1f} {unit})"
         rows.append([name.replace("_", " "), f"{value:,}{more}"])
     return rows
 
@@ -245,7 +230,7 @@ def faults(story: Story) -> list[str]:
             for text in _faults_of(run[rank]):
                 ranks.setdefault((name, text), []).append(rank)
     return [
-        f"{name}, {count(len(found), 'rank').split()[1]} {', '.join(map(str, found))}: {text}"
+        f"{name}, rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}: {text}"
         for (name, text), found in ranks.items()
     ]
 
@@ -271,19 +256,15 @@ def graph_memory(story: Story) -> int | None:
 
 
 def counts(run: Run) -> dict[str, int]:
-    """The run's counters, summed over all ranks; empty if it had no graphs."""
-    total: dict[str, int] = {}
+    """The run's counters, summed over all ranks; empty if it had no graphs.
+
+    They are those at the end or, if the run did not get there, the last written ones.
+    """
+    total: Counter[str] = Counter()
     for record in run.values():
-        for name, value in _last_counts(record).items():
-            total[name] = total.get(name, 0) + int(value)
-    return total if total.get("captured") else {}
-
-
-def _last_counts(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The counts at the end or, if the run did not get there, the last written ones."""
-    rows = record.get("intervals", ())
-    found: Mapping[str, Any] = record["graphs"] or (rows[-1]["counters"] if rows else {})
-    return found
+        rows = record.get("intervals", ())
+        total.update(record["graphs"] or (rows[-1]["counters"] if rows else {}))
+    return dict(total) if total["captured"] else {}
 
 
 def count(number: int, one: str, more: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Fakes of mamba-ssm's functions on the meta device; see ``functions.py``.
+"""Fakes of mamba-ssm's functions on the meta device, as those of Transformer Engine.
 
 The facts come from mamba-ssm 2.3.2, ``ops/triton/ssd_combined.py`` and ``layernorm_gated.py``.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_cg.tools.plan.fakes.functions import applied
+from megatron_cg.tools.plan.fakes.base import applied, like
 from megatron_cg.tools.plan.trace import launched
 
 
@@ -41,68 +41,17 @@ class _ChunkScan(torch.autograd.Function):
         dt_in = dt.new_empty(dt.shape)
         cumulated, steps, states, products = _chunk_tensors(x, b, ctx.chunk)
         states = torch.empty_like(states)
-        d_gate = None if gate is None else torch.empty_like(gate)
+        d_gate = like(gate)
         d_states = torch.empty_like(states)
-        passed, d_passed = (
-            torch.empty_like(states, dtype=x.dtype),
-            torch.empty_like(states, dtype=x.dtype),
-        )
+        passed = [torch.empty_like(states, dtype=x.dtype) for _ in range(2)]
         del states, d_states
         d_x, d_steps = x.new_empty(x.shape), torch.empty_like(steps)
-        heads_b = x.new_empty(b.shape, dtype=torch.float32)
-        heads_c = x.new_empty(c.shape, dtype=torch.float32)
-        d_products = torch.empty_like(products)
-        d_decays = torch.empty_like(steps)
+        by_head = [x.new_empty(one.shape, dtype=torch.float32) for one in (b, c)]
+        d_products, d_decays = torch.empty_like(products), torch.empty_like(steps)
         launched(20)
-        del dt_in, cumulated, steps, products, passed, d_passed, d_steps, heads_b, heads_c
-        del d_products, d_decays
-        parameters = [None if p is None else torch.empty_like(p) for p in (decay, skip, dt_bias)]
-        d_decay, d_skip, d_bias = parameters
+        del dt_in, cumulated, steps, products, passed, d_steps, by_head, d_products, d_decays
+        d_decay, d_skip, d_bias = like(decay), like(skip), like(dt_bias)
         return None, d_x, d_dt, d_decay, d_b, d_c, d_skip, d_gate, d_bias
-
-
-def _chunk_tensors(x: Tensor, b: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cumulative decays, steps, states and C*B of every chunk, all in float32."""
-    batch, length, heads, width = x.shape
-    groups, state = b.shape[2:]
-    chunks = -(-length // chunk)
-
-    def new(*shape: int) -> Tensor:
-        return x.new_empty(shape, dtype=torch.float32)
-
-    return (
-        new(batch, heads, chunks, chunk),
-        new(batch, heads, chunks, chunk),
-        new(batch, chunks, heads, width, state),
-        new(batch, chunks, groups, chunk, chunk),
-    )
-
-
-def mamba_chunk_scan_combined(  # noqa: PLR0917 - its own signature
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
-    state_dtype: torch.dtype | None = None,
-) -> Any:
-    """The function of that name; returns states only if requested."""
-    out = applied(_ChunkScan, chunk_size, x, dt, A, B, C, D, z, dt_bias)
-    if return_final_states:
-        batch, _, heads, width = x.shape
-        return out, x.new_empty((batch, heads, width, B.shape[-1]), dtype=torch.float32)
-    return out
 
 
 class _SplitConvScan(torch.autograd.Function):
@@ -113,15 +62,11 @@ class _SplitConvScan(torch.autograd.Function):
         ctx: Any, mixed: Tensor, chunk: int, shape: tuple[int, int, int, int], *parameters: Any
     ) -> Tensor:
         """``mixed`` [b, l, z + x + B + C + dt] gives [b, l, h * p]; shape is h, p, g, n."""
-        heads, width, groups, state = shape
-        batch, length = mixed.shape[:2]
-        conv = mixed.new_empty((batch, length, heads * width + 2 * groups * state))
-        x = conv[..., : heads * width].view(batch, length, heads, width)
-        b = conv[..., : groups * state].view(batch, length, groups, state)
+        conv, x, b = _convolved(mixed, shape)
         cumulated, steps, states, products = _chunk_tensors(x, b, chunk)
         passed = torch.empty_like(states, dtype=mixed.dtype)
         del states
-        out, kept = (mixed.new_empty((batch, length, heads * width)) for _ in range(2))
+        out, kept = (mixed.new_empty((*mixed.shape[:2], shape[0] * shape[1])) for _ in range(2))
         launched(7)
         del cumulated, steps, products, passed, conv
         ctx.save_for_backward(mixed, kept, *parameters)
@@ -132,47 +77,16 @@ class _SplitConvScan(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Gradients of the input and the parameters."""
         mixed, _kept, *parameters = ctx.saved_tensors
-        chunk, (heads, width, groups, state) = ctx.settings
-        batch, length = mixed.shape[:2]
-        conv = mixed.new_empty((batch, length, heads * width + 2 * groups * state))
+        chunk, shape = ctx.settings
+        conv, x, b = _convolved(mixed, shape)
         d_mixed, d_conv = torch.empty_like(mixed), torch.empty_like(conv)
-        x = conv[..., : heads * width].view(batch, length, heads, width)
-        b = conv[..., : groups * state].view(batch, length, groups, state)
         cumulated, steps, states, products = _chunk_tensors(x, b, chunk)
         d_states = torch.empty_like(states)
         passed = [torch.empty_like(states, dtype=mixed.dtype) for _ in range(2)]
         d_products = torch.empty_like(products)
         launched(24)
         del d_conv, cumulated, steps, products, states, d_states, passed, d_products
-        return (
-            d_mixed,
-            None,
-            None,
-            *(None if p is None else torch.empty_like(p) for p in parameters),
-        )
-
-
-def mamba_split_conv1d_scan_combined(  # noqa: PLR0917 - its own signature
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    state_dtype: torch.dtype | None = None,
-    **_settings: Any,
-) -> Tensor:
-    """The function of that name, without its own norm and projection."""
-    heads = A.shape[0]
-    width = headdim or D.shape[1]
-    state = (conv1d_weight.shape[0] - heads * width) // (2 * ngroups)
-    parameters = (conv1d_weight, conv1d_bias, dt_bias, A, D)
-    shape = (heads, width, ngroups, state)
-    out: Tensor = applied(_SplitConvScan, zxbcdt, chunk_size, shape, *parameters)
-    return out
+        return d_mixed, None, None, *map(like, parameters)
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -200,6 +114,46 @@ class _GatedNorm(torch.autograd.Function):
         return d_input, torch.empty_like(weight), d_gate, None
 
 
+def mamba_chunk_scan_combined(  # noqa: PLR0917 - its own signature
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_dtype: torch.dtype | None = None,
+    **_settings: Any,
+) -> Tensor:
+    """The function of that name, without final states, which only inference asks for."""
+    return applied(_ChunkScan, chunk_size, x, dt, A, B, C, D, z, dt_bias)
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    *,
+    D: Tensor,
+    chunk_size: int,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    state_dtype: torch.dtype | None = None,
+    **_settings: Any,
+) -> Tensor:
+    """The function of that name, without its own norm and projection."""
+    heads = A.shape[0]
+    width = headdim or D.shape[1]
+    state = (conv1d_weight.shape[0] - heads * width) // (2 * ngroups)
+    parameters = (conv1d_weight, conv1d_bias, dt_bias, A, D)
+    return applied(_SplitConvScan, zxbcdt, chunk_size, (heads, width, ngroups, state), *parameters)
+
+
 class RMSNorm(nn.Module):
     """The gated norm of ``layernorm_gated.py``."""
 
@@ -207,11 +161,10 @@ class RMSNorm(nn.Module):
         self,
         hidden_size: int,
         *,
-        eps: float = 1e-5,
         group_size: int | None = None,
-        norm_before_gate: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        **_settings: Any,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
@@ -219,5 +172,30 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """The input's shape."""
-        out: Tensor = applied(_GatedNorm, x, self.weight, z, self.groups)
-        return out
+        return applied(_GatedNorm, x, self.weight, z, self.groups)
+
+
+def _chunk_tensors(x: Tensor, b: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cumulative decays, steps, states and C*B of every chunk, all in float32."""
+    batch, length, heads, width = x.shape
+    groups, state = b.shape[2:]
+    chunks = -(-length // chunk)
+
+    def new(*shape: int) -> Tensor:
+        return x.new_empty(shape, dtype=torch.float32)
+
+    return (
+        new(batch, heads, chunks, chunk),
+        new(batch, heads, chunks, chunk),
+        new(batch, chunks, heads, width, state),
+        new(batch, chunks, groups, chunk, chunk),
+    )
+
+
+def _convolved(mixed: Tensor, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of the convolution, and x and B in it."""
+    heads, width, groups, state = shape
+    batch, length = mixed.shape[:2]
+    conv = mixed.new_empty((batch, length, heads * width + 2 * groups * state))
+    x = conv[..., : heads * width].view(batch, length, heads, width)
+    return conv, x, conv[..., : groups * state].view(batch, length, groups, state)

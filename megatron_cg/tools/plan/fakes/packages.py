@@ -11,34 +11,20 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.cpu.grouped_linear import _GroupedLinear
-from megatron_cg.tools.plan.fakes import functions, mamba
-from megatron_cg.tools.plan.fakes import te_modules as modules
+from megatron_cg.tools.plan.fakes import attention, base, experts, linear, mamba
 from megatron_cg.tools.plan.trace import compiled
 from megatron_cg.upstream.patch import set_attribute
 
 TE_VERSION = "2.20.2"
 MAMBA_VERSION = "2.3.2"
-_TE = "transformer_engine"
-_NAMES = (_TE, "mamba_ssm", "causal_conv1d")
-_GRAPH_FUNCTIONS = (
-    "make_graphed_callables",
-    "restore_fp8_tensors",
-    "save_fp8_tensors",
-    "set_capture_end",
-    "set_capture_start",
-)
-_FUSED_ROUTERS = (
-    "fused_topk_with_score_function",
-    "fused_compute_score_for_moe_aux_loss",
-    "fused_moe_aux_loss",
-)
 
 
 def install() -> Callable[[], None]:
@@ -51,15 +37,13 @@ def install() -> Callable[[], None]:
             "Megatron is imported already, so a plan cannot be made in this process; use "
             "megatron_cg.tools.plan.process, which starts another one."
         )
+    # An installed convolution would be used only in part; without it Megatron uses torch's.
+    fakes: dict[str, Any] = {name: _module(name, contents) for name, contents in FAKES.items()}
+    fakes["causal_conv1d"] = None
     with ExitStack() as undo:
-        taken = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours(name)}
+        taken = {name: sys.modules.pop(name) for name in list(sys.modules) if _root(name) in fakes}
         undo.callback(sys.modules.update, taken)
-        for name, contents in _contents().items():
-            module = types.ModuleType(name)
-            # Code that checks whether a package exists asks for its spec.
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-            module.__path__ = []
-            vars(module).update(contents)
+        for name, module in fakes.items():
             sys.modules[name] = module
             undo.callback(sys.modules.pop, name, None)
             parent, _, child = name.rpartition(".")
@@ -67,98 +51,30 @@ def install() -> Callable[[], None]:
                 setattr(sys.modules[parent], child, module)
         # Before the import of Megatron, which compiles its fused functions at import.
         undo.callback(set_attribute(torch, "compile", compiled))
-        # An installed package would be used only in part; without it Megatron uses torch's
-        # convolution.
-        sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
-        undo.callback(sys.modules.pop, "causal_conv1d", None)
         return undo.pop_all().close
 
 
-def _is_ours(name: str) -> bool:
-    return name.partition(".")[0] in _NAMES
+def _root(name: str) -> str:
+    return name.partition(".")[0]
 
 
-def _contents() -> dict[str, dict[str, Any]]:
-    """Every module by name, parents first, with the attributes that Megatron reads."""
-    return {
-        _TE: {"__version__": TE_VERSION},
-        **{f"{_TE}.{name}": attributes for name, attributes in _of_te().items()},
-        "mamba_ssm": {"__version__": MAMBA_VERSION},
-        "mamba_ssm.ops": {},
-        "mamba_ssm.ops.triton": {},
-        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": mamba.RMSNorm},
-        "mamba_ssm.ops.triton.ssd_combined": {
-            "mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined,
-            "mamba_split_conv1d_scan_combined": mamba.mamba_split_conv1d_scan_combined,
-        },
-    }
+def _module(name: str, contents: dict[str, Any]) -> types.ModuleType:
+    module = types.ModuleType(name)
+    # Code that checks whether a package exists asks for its spec.
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    vars(module).update(contents)
+    return module
 
 
-def _of_te() -> dict[str, dict[str, Any]]:
-    """The modules below Transformer Engine."""
-    return {
-        "common": {},
-        "common.recipe": {"DelayedScaling": _Recipe, "Format": _Recipe, "Recipe": _Recipe},
-        "pytorch": {
-            "Linear": modules.Linear,
-            "LayerNormLinear": modules.LayerNormLinear,
-            "GroupedLinear": modules.GroupedLinear,
-            "LayerNorm": modules.LayerNorm,
-            "RMSNorm": modules.RMSNorm,
-            "DotProductAttention": modules.DotProductAttention,
-            "fp8_model_init": _no_context,
-            "quantized_model_init": _no_context,
-            "autocast": _no_context,
-        },
-        "pytorch.fp8": {
-            "FP8GlobalStateManager": FP8GlobalStateManager,
-            "fp8_autocast": _no_context,
-            "fp8_model_init": _no_context,
-        },
-        "pytorch.tensor": {"QuantizedTensor": _QuantizedTensor},
-        "pytorch.ops": {"__getattr__": _absent_operation},
-        "pytorch.module": {},
-        "pytorch.module.base": {"TransformerEngineBaseModule": modules.TransformerEngineBaseModule},
-        "pytorch.module.grouped_linear": {"_GroupedLinear": _GroupedLinear},
-        "pytorch.distributed": {
-            "CudaRNGStatesTracker": modules.CudaRNGStatesTracker,
-            "activation_recompute_forward": _no_context,
-            "is_fp8_activation_recompute_enabled": lambda: False,
-            "checkpoint": _absent("activation checkpoints of TE"),
-            "get_all_rng_states": dict,
-        },
-        "pytorch.graph": {name: _absent(f"TE's {name}") for name in _GRAPH_FUNCTIONS},
-        "pytorch.utils": {"make_weak_ref": _absent("TE's make_weak_ref")},
-        "pytorch.attention": {"_SplitAlongDim": functions.Split},
-        "pytorch.attention.rope": {"apply_rotary_pos_emb": modules.apply_rotary_pos_emb},
-        "pytorch.cpp_extensions": {"general_gemm": modules.general_gemm},
-        "pytorch.router": {name: _absent(f"TE's {name}") for name in _FUSED_ROUTERS},
-    }
+def _absent(what: str) -> Any:
+    """A callable that also serves as a base class, and raises when called."""
 
+    class Absent:
+        def __init__(self, *_args: Any, **_settings: Any) -> None:
+            raise base.refused(what)
 
-class FP8GlobalStateManager:
-    """Quantization is off: a plan counts the memory of bfloat16."""
-
-    @classmethod
-    def is_fp8_enabled(cls) -> bool:
-        """Always False."""
-        return False
-
-
-class _QuantizedTensor:
-    """No tensor is an instance of this."""
-
-
-class _Recipe:
-    """A base for classes that derive from TE's; it cannot be instantiated."""
-
-    def __init__(self, *_args: Any, **_settings: Any) -> None:
-        raise modules.refused("FP8")
-
-
-@contextmanager
-def _no_context(*_args: Any, **_settings: Any) -> Any:
-    yield
+    return Absent
 
 
 def _absent_operation(name: str) -> Any:
@@ -167,11 +83,69 @@ def _absent_operation(name: str) -> Any:
     return _absent(f"TE's operation {name}")
 
 
-def _absent(what: str) -> Any:
-    """A callable that also serves as a base class, and raises when called."""
+def _all_absent(names: str) -> dict[str, Any]:
+    return {name: _absent(f"TE's {name}") for name in names.split()}
 
-    class Absent:
-        def __init__(self, *_args: Any, **_settings: Any) -> None:
-            raise modules.refused(what)
 
-    return Absent
+def _no_context(*_args: Any, **_settings: Any) -> Any:
+    return nullcontext()
+
+
+FAKES: dict[str, dict[str, Any]] = {
+    "transformer_engine": {"__version__": TE_VERSION},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": dict.fromkeys(
+        ("DelayedScaling", "Format", "Recipe"), _absent("FP8")
+    ),
+    "transformer_engine.pytorch": {
+        "Linear": linear.Linear,
+        "LayerNormLinear": linear.LayerNormLinear,
+        "GroupedLinear": experts.GroupedLinear,
+        "LayerNorm": linear.LayerNorm,
+        "RMSNorm": linear.RMSNorm,
+        "DotProductAttention": attention.DotProductAttention,
+        **dict.fromkeys(("fp8_model_init", "quantized_model_init", "autocast"), _no_context),
+    },
+    # Quantization is off: a plan counts the memory of bfloat16.
+    "transformer_engine.pytorch.fp8": {
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
+        "fp8_autocast": _no_context,
+        "fp8_model_init": _no_context,
+    },
+    "transformer_engine.pytorch.tensor": {"QuantizedTensor": type("QuantizedTensor", (), {})},
+    "transformer_engine.pytorch.ops": {"__getattr__": _absent_operation},
+    "transformer_engine.pytorch.module": {},
+    "transformer_engine.pytorch.module.base": {
+        "TransformerEngineBaseModule": base.TransformerEngineBaseModule
+    },
+    "transformer_engine.pytorch.module.grouped_linear": {"_GroupedLinear": _GroupedLinear},
+    "transformer_engine.pytorch.distributed": {
+        "CudaRNGStatesTracker": _absent("TE's states of random numbers"),
+        "activation_recompute_forward": _no_context,
+        "is_fp8_activation_recompute_enabled": lambda: False,
+        "checkpoint": _absent("activation checkpoints of TE"),
+        "get_all_rng_states": dict,
+    },
+    "transformer_engine.pytorch.graph": _all_absent(
+        "make_graphed_callables restore_fp8_tensors save_fp8_tensors set_capture_end "
+        "set_capture_start"
+    ),
+    "transformer_engine.pytorch.utils": _all_absent("make_weak_ref"),
+    "transformer_engine.pytorch.attention": {"_SplitAlongDim": attention.Split},
+    "transformer_engine.pytorch.attention.rope": {
+        "apply_rotary_pos_emb": attention.apply_rotary_pos_emb
+    },
+    "transformer_engine.pytorch.cpp_extensions": {"general_gemm": experts.general_gemm},
+    "transformer_engine.pytorch.router": _all_absent(
+        "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss fused_moe_aux_loss"
+    ),
+    "mamba_ssm": {"__version__": MAMBA_VERSION},
+    "mamba_ssm.ops": {},
+    "mamba_ssm.ops.triton": {},
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": mamba.RMSNorm},
+    "mamba_ssm.ops.triton.ssd_combined": {
+        "mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined,
+        "mamba_split_conv1d_scan_combined": mamba.mamba_split_conv1d_scan_combined,
+    },
+}
+"""Every module by name, parents first, with the attributes that Megatron reads."""

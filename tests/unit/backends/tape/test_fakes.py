@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.tools.cpu import fakes
-from megatron_cg.tools.cpu.fakes import cpu_fakes, replaced, to_cpu
+from megatron_cg.tools.cpu.fakes import converted, cpu_fakes, replaced
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ def test_a_replaced_attribute_that_was_inherited_is_inherited_again() -> None:
     ],
 )  # fmt: skip
 def test_devices(device: object, expected: object) -> None:
-    assert to_cpu(device) == expected
+    assert converted(device, CPU) == expected
 
 
 def test_cuda_leads_to_the_cpu_also_in_a_hook_that_autograd_calls() -> None:

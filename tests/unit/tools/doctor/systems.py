@@ -32,7 +32,13 @@ ANSWERS: dict[str, Any] = {
         "gloo": True,
         "loaded": {"cudnn": [], "nccl": [], "cublas": []},
     },
-    ask.DRIVER: {"error": None, "cuda": "13.0", "gpus": [H200]},
+    ask.DRIVER: {
+        "error": None,
+        "cuda": "13.0",
+        "gpus": [H200],
+        "rows": [],
+        "no_rows": "there is no nvidia-smi",
+    },
 }
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.doctor import ask, symbol_checks
-from megatron_cg.tools.doctor.checks import CHECKS, Check, can_run, examine, told
+from megatron_cg.tools.doctor.checks import CHECKS, Check, can_run, examine
 from megatron_cg.tools.doctor.finding import (
     Finding,
     Level,
@@ -27,7 +27,7 @@ from megatron_cg.tools.doctor.finding import (
     warning,
 )
 from megatron_cg.tools.doctor.findings_shown import as_json, print_report
-from megatron_cg.tools.doctor.system import System
+from megatron_cg.tools.doctor.system import System, told
 from tests.unit.tools.doctor.systems import ROOT, VERSIONS, of_level, only, system
 
 
@@ -153,7 +153,6 @@ def test_a_stage_that_was_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         return {stage: {"found": stage} for stage in stages}
 
     monkeypatch.setattr(ask, "run_probe", run_probe)
-    monkeypatch.setattr(ask.Interpreter, "_has_megatron", lambda _: False)
     nothing = ask.Interpreter(TRANSFORMER_ENGINE, {}, lambda _: None)
     with pytest.raises(NotReachedError, match="torch is not installed"):
         nothing.ask(ask.TORCH)
@@ -162,7 +161,7 @@ def test_a_stage_that_was_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(NotReachedError, match="no part in the backend tape"):
         everything.ask(ask.DRIVER)
     megatron = [ask.SYMBOLS, ask.FLAGS, ask.CHANGES]
-    assert asked == [[ask.LOADER], [ask.LOADER], [ask.TORCH, *megatron, ask.COLLECTED]]
+    assert asked == [[ask.TORCH, *megatron, ask.COLLECTED]]
 
 
 FINDINGS = [

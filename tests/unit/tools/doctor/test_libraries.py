@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,7 @@ import pytest
 
 from megatron_cg.tools.doctor import ask, libraries
 from megatron_cg.tools.doctor.finding import Finding, Level
-from megatron_cg.tools.doctor.libraries import te_cudnn_by_variables
-from tests.unit.tools.doctor.systems import of_level, only, system, torch_answer
+from tests.unit.tools.doctor.systems import ROOT, only, system, torch_answer
 
 OWN = "/venv/nvidia/cudnn/lib/libcudnn.so.9"
 PARTS: list[dict[str, Any]] = [
@@ -71,44 +73,28 @@ def test_a_torch_that_loads_another_copy_than_its_own_is_a_warning(tmp_path: Pat
     assert "by LD_PRELOAD" in only(found, Level.WARNING).found
 
 
-def test_without_te_the_loaders_choice_is_compared(tmp_path: Path) -> None:
-    there = {"file": "/usr/lib/libcudnn.so.9", "version": "9.1.0"}
-    found = look(None, answers={ask.LOADER: {"cudnn": there, "nccl": None, "cublas": None}})
-    assert "9.1.0" in only(found, Level.WARNING).found
-    nothing = look(None, answers={ask.LOADER: {"cudnn": None, "nccl": None, "cublas": None}})
-    assert not of_level(nothing, Level.WARNING)
+def test_without_te_only_torchs_own_are_looked_at() -> None:
+    assert [finding.level for finding in look(None)] == [Level.OK]
 
 
-def test_without_te_its_variables_are_followed_before_the_loader(tmp_path: Path) -> None:
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libcudnn.so.9.1.0").touch()
-    (tmp_path / "lib" / "libcudnn.so").symlink_to("libcudnn.so.9.1.0")
-    found = look(None, variables={"CUDNN_HOME": str(tmp_path)})
-    assert "an older cuDNN 9.1.0" in only(found, Level.WARNING).found
-
-
-def test_te_takes_the_name_that_sorts_last_and_no_stub(tmp_path: Path) -> None:
-    for name in ("libcudnn.so", "libcudnn.so.9", "stubs/libcudnn.so.99"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    chosen = te_cudnn_by_variables({"CUDNN_HOME": "/nowhere", "CUDA_HOME": str(tmp_path)})
-    assert chosen == tmp_path / "libcudnn.so.9"
-
-
-def test_the_real_loader_is_asked_in_another_process(tmp_path: Path) -> None:
-    site = Path(sysconfig.get_path("purelib"))
-    own = site / "nvidia" / "cudnn" / "lib"
-    for name in ("libcudnn.so", "libcudnn_graph.so.9"):
-        (tmp_path / name).symlink_to(own / name.replace("cudnn.so", "cudnn.so.9"))
-    found = ask.run_probe([ask.LOADER], "tape", {"LD_LIBRARY_PATH": str(tmp_path)})
-    cudnn = found[ask.LOADER]["found"]["cudnn"]
-    assert Path(cudnn["file"]).resolve() == (own / "libcudnn.so.9").resolve()
-    assert cudnn["version"].startswith("9.")
-
-
-def test_a_cudnn_without_its_parts_ends_no_process_but_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_cudnn_is_asked_for_its_version_in_a_process_that_it_may_end(
+    whole: bool, tmp_path: Path
+) -> None:
+    """Without its parts, which are in its folder, it ends the process that asks."""
     own = Path(sysconfig.get_path("purelib")) / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
-    (tmp_path / "libcudnn.so").write_bytes(own.read_bytes())
-    found = ask.run_probe([ask.LOADER], "tape", {"LD_LIBRARY_PATH": str(tmp_path)})
-    cudnn = found[ask.LOADER]["found"]["cudnn"]
-    assert cudnn == {"file": str(tmp_path / "libcudnn.so"), "version": None}
+    copy = tmp_path / "libcudnn.so"
+    copy.write_bytes(own.read_bytes())
+    code = (
+        "import ctypes, json, sys\n"
+        "from megatron_cg.tools.doctor.loaded import loaded\n"
+        "ctypes.CDLL(sys.argv[1])\n"
+        "print(json.dumps(loaded()['cudnn']))"
+    )
+    words = [sys.executable, "-c", code, str(own if whole else copy)]
+    done = subprocess.run(words, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    (found,) = json.loads(done.stdout)
+    if whole:
+        assert Path(found["file"]) == own.resolve() and found["version"].startswith("9.")
+    else:
+        assert found == {"file": str(copy), "version": None}

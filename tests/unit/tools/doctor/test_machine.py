@@ -11,6 +11,7 @@ import pytest
 from megatron_cg.tools.doctor import ask
 from megatron_cg.tools.doctor import gpu_checks as machine
 from megatron_cg.tools.doctor.finding import Finding, Level
+from megatron_cg.tools.doctor.probe import nvidia_smi
 from tests.unit.tools.doctor.systems import ANSWERS, H200, of_level, only, system, torch_answer
 
 UUID = "GPU-abababab-abab-abab-abab-abababababab"
@@ -20,16 +21,12 @@ def with_driver(**changes: Any) -> dict[str, Any]:
     return {ask.DRIVER: ANSWERS[ask.DRIVER] | changes}
 
 
-def nvidia_smi(folder: Path, text: str) -> dict[str, str]:
-    """An environment in which ``nvidia-smi`` prints ``text``."""
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\n")
-    program.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+def memory(**changes: Any) -> list[Finding]:
+    return list(machine.memory(system(with_driver(**changes))))
 
 
-def memory(tmp_path: Path, text: str) -> list[Finding]:
-    return list(machine.memory(system(variables=nvidia_smi(tmp_path, text))))
+def row(free: int, uuid: str = UUID) -> dict[str, Any]:
+    return {"uuid": uuid, "driver": "580.1", "total": 140000, "free": free}
 
 
 @pytest.mark.parametrize(
@@ -80,24 +77,46 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_an_error() -> None:
     assert not of_level(machine.gpus(system(answers)), Level.ERROR)
 
 
-def test_memory_that_others_have_taken_is_a_warning(tmp_path: Path) -> None:
-    found = only(memory(tmp_path, f"{UUID}, 580.1, 140000, 100000"), Level.WARNING)
+def test_the_driver_is_named_where_nvidia_smi_names_it() -> None:
+    (found,) = machine.driver(system(with_driver(rows=[row(1)])))
+    assert found.found.startswith("driver 580.1 runs CUDA up to 13.0")
+
+
+def test_memory_that_others_have_taken_is_a_warning() -> None:
+    found = only(memory(rows=[row(100000)]), Level.WARNING)
     assert "40,000 of 140,000 MiB" in found.found
-    free = only(memory(tmp_path, f"{UUID}, 580.1, 140000, 139000"), Level.OK)
+    free = only(memory(rows=[row(139000)]), Level.OK)
     assert "139,000 of 140,000" in free.found
 
 
-@pytest.mark.parametrize("text", ["GPU-other, 580.1, 140000, 100", "NVIDIA-SMI has failed", ""])
-def test_memory_that_cannot_be_known_is_a_note(tmp_path: Path, text: str) -> None:
-    assert "not known" in only(memory(tmp_path, text), Level.NOTE).found
+def test_memory_that_cannot_be_known_is_a_note() -> None:
+    assert "lists other GPUs" in only(memory(rows=[row(1, "x")], no_rows=""), Level.NOTE).found
+    assert "there is no nvidia-smi" in only(memory(), Level.NOTE).found
 
 
-def test_a_missing_or_failing_nvidia_smi_is_a_note(tmp_path: Path) -> None:
-    missing = only(machine.memory(system(variables={"PATH": str(tmp_path)})), Level.NOTE)
-    assert "there is no nvidia-smi" in missing.found
-    variables = nvidia_smi(tmp_path, "")
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert "exit status 9" in only(machine.memory(system(variables=variables)), Level.NOTE).found
+@pytest.mark.parametrize(
+    ("script", "rows", "why"),
+    [
+        (None, [], "there is no nvidia-smi"),
+        ("exit 9", [], "exit status 9"),
+        ("echo NVIDIA-SMI has failed", [], "lists no memory"),
+        ("", [], "lists no memory"),
+        (f"echo {UUID}, 580.1, 140000, 100000", [row(100000)], ""),
+    ],
+)
+def test_nvidia_smi_is_read_or_says_why_not(
+    script: str | None,
+    rows: list[dict[str, Any]],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found, said = nvidia_smi()
+    assert found == rows and why in said and bool(said) is not bool(rows)
 
 
 def test_little_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

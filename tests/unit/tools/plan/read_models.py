@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_cg.tools.plan.worker import ready_to_plan
@@ -25,8 +25,8 @@ def read(name: str) -> dict[str, Any]:
     from megatron_cg.tools.plan.request import read_request
     from megatron_cg.tools.plan.settings import read_settings
 
-    with simulated_gpus({"RANK": "0", "WORLD_SIZE": "1"}):
-        settings = read_settings(read_request(name, []).words, None, {}, own_flags=False)
+    with simulated_gpus():
+        settings = read_settings(replace(read_request(name, []), nproc=None))
         given: list[Any] = []
 
         def noted(run: Any, *_others: Any) -> list[Any]:

@@ -7,6 +7,7 @@ backward pass is its own choice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_cg.tools.plan.fake_machine import simulated_gpus
-from megatron_cg.tools.plan.fakes import te_modules as modules
-from megatron_cg.tools.plan.fakes.packages import TE_VERSION
+from megatron_cg.tools.plan.fakes import experts
+from megatron_cg.tools.plan.fakes.packages import FAKES, TE_VERSION
 
 LINEAR: dict[str, Any] = {"in_features": 32, "out_features": 64, "params_dtype": torch.bfloat16}
 NORM: dict[str, Any] = {"normalized_shape": 32, "params_dtype": torch.bfloat16}
+FAKED = SimpleNamespace(**FAKES["transformer_engine.pytorch"])
 RUN: list[tuple[str, dict[str, Any]]] = [
     ("Linear", {**LINEAR, "bias": False}),
     ("Linear", {**LINEAR, "bias": True, "parallel_mode": "column"}),
@@ -41,7 +43,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     package = pytest.importorskip("transformer_engine.pytorch", reason="TE is not installed")
     path = "transformer_engine.pytorch"
     for module in ("linear", "layernorm_linear"):
-        monkeypatch.setattr(f"{path}.module.{module}.general_gemm", modules.general_gemm)
+        monkeypatch.setattr(f"{path}.module.{module}.general_gemm", experts.general_gemm)
     monkeypatch.setattr(f"{path}.module.layernorm_linear.apply_normalization", normalized)
     monkeypatch.setattr(f"{path}.ops.basic.rmsnorm.rmsnorm_fwd", rms_normed)
     monkeypatch.setattr(f"{path}.ops.basic.layer_norm.layernorm_fwd", layer_normed)
@@ -78,7 +80,7 @@ def test_the_fakes_are_of_the_installed_release(te: Any) -> None:
 
 @pytest.mark.parametrize(("name", "settings"), BUILT)
 def test_parameters_are_those_of_the_original(te: Any, name: str, settings: dict[str, Any]) -> None:
-    original, fake = made(te, name, settings), made(modules, name, settings)
+    original, fake = made(te, name, settings), made(FAKED, name, settings)
     assert described(fake) == described(original)
 
 
@@ -90,7 +92,7 @@ def described(module: torch.nn.Module) -> list[tuple[str, torch.Size, torch.dtyp
 def test_backward_finds_what_the_original_keeps(
     te: Any, name: str, settings: dict[str, Any]
 ) -> None:
-    assert kept(made(modules, name, settings)) == kept(made(te, name, settings))
+    assert kept(made(FAKED, name, settings)) == kept(made(te, name, settings))
 
 
 def kept(module: torch.nn.Module) -> tuple[torch.Size, list[int]]:

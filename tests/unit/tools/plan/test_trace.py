@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_cg.tools.plan.fakes import functions
-from megatron_cg.tools.plan.fakes import te_modules as modules
+from megatron_cg.tools.plan.fakes.attention import DotProductAttention
+from megatron_cg.tools.plan.fakes.linear import Linear
 from megatron_cg.tools.plan.pool import Pool
 from megatron_cg.tools.plan.trace import Trace, compiled, launched, scratch, tracing
 
@@ -18,8 +18,7 @@ def meta(*shape: int, grad: bool = False) -> torch.Tensor:
 
 def test_memory_lives_as_long_as_what_holds_it() -> None:
     trace, x = Trace(Pool()), meta(16, 16)
-    pool = trace.memory
-    assert isinstance(pool, Pool)
+    pool = trace.pool
     trace.known(x)
     with tracing(trace):
         y = x + 1
@@ -32,8 +31,7 @@ def test_memory_lives_as_long_as_what_holds_it() -> None:
 
 def test_autograd_keeps_what_backward_needs_and_lets_it_go() -> None:
     trace, x, weight = Trace(Pool()), meta(16, 16, grad=True), meta(16, 16, grad=True)
-    pool = trace.memory
-    assert isinstance(pool, Pool)
+    pool = trace.pool
     trace.known(x, weight)
     with tracing(trace):
         out = (x @ weight).exp().sum()  # exp keeps its result
@@ -56,8 +54,7 @@ def test_views_and_empty_tensors_launch_nothing() -> None:
 
 def test_a_compiled_function_is_one_kernel_without_temporaries() -> None:
     trace, x = Trace(Pool()), meta(16, 16)
-    pool = trace.memory
-    assert isinstance(pool, Pool)
+    pool = trace.pool
     trace.known(x)
     function = compiled(lambda t: (t + 1) * 2 - 3)
     with tracing(trace):
@@ -69,8 +66,7 @@ def test_a_compiled_function_is_one_kernel_without_temporaries() -> None:
 
 def test_fakes_speak_for_their_kernels() -> None:
     trace = Trace(Pool())
-    pool = trace.memory
-    assert isinstance(pool, Pool)
+    pool = trace.pool
     launched(5)
     scratch(KIB)
     with tracing(trace):
@@ -85,10 +81,9 @@ def test_counts_copied_to_the_host_are_zeros() -> None:
 
 
 def test_a_linear_keeps_its_input_and_no_copy() -> None:
-    layer = modules.Linear(16, 32, bias=False, params_dtype=torch.float32)
+    layer = Linear(16, 32, bias=False, params_dtype=torch.float32)
     trace, x = Trace(Pool()), meta(16, 1, 16, grad=True)
-    pool = trace.memory
-    assert isinstance(pool, Pool)
+    pool = trace.pool
     trace.known(x, *layer.parameters())
     with tracing(trace):
         out = layer(x)
@@ -102,10 +97,9 @@ def test_a_linear_keeps_its_input_and_no_copy() -> None:
 def test_attention_keeps_what_cudnn_needs() -> None:
     q, k, v = meta(8, 2, 4, 16, grad=True), meta(8, 2, 2, 16), meta(8, 2, 2, 16)
     trace = Trace(Pool())
-    pool = trace.memory
-    assert isinstance(pool, Pool)
+    pool = trace.pool
     trace.known(q, k, v)
     with tracing(trace):
-        out = functions.applied(functions.FusedAttention, q, k, v, False)
+        out = DotProductAttention(4, 16)(q, k, v)
     statistics, random_state = 2 * 4 * 8 * 4, 512
     assert pool.allocated == out.untyped_storage().nbytes() + max(512, statistics) + random_state

@@ -11,7 +11,6 @@ import pytest
 from megatron_cg.telemetry.record import exact
 from megatron_cg.tools.align.compare import RecordError
 from megatron_cg.tools.report.series import (
-    Series,
     counted_steps,
     memory_over_steps,
     phase_times,
@@ -37,7 +36,7 @@ def test_equal_bits_are_no_difference_and_one_bit_is() -> None:
     first = quantities(pair(eager, graphs))[0]
     assert first.unequal == ((12, 0),)
     assert first.difference is not None
-    assert [x for x, y in zip(first.difference.x, first.difference.y, strict=True) if y] == [12]
+    assert [step for step, number in first.difference.items() if number] == [12]
 
 
 def test_a_difference_on_another_rank_is_seen_and_nan_is_the_widest() -> None:
@@ -46,22 +45,22 @@ def test_a_difference_on_another_rank_is_seen_and_nan_is_the_widest() -> None:
     graphs[1]["steps"][3]["grad_norm"] = exact(math.nan)
     found = quantities(Story("pair", graphs, reference=eager))[-1]
     assert found.unequal == ((4, 1),) and found.compared == 12
-    assert found.difference is not None and math.isnan(found.difference.y[3])
+    assert found.difference is not None and math.isnan(found.difference[4])
 
 
 def test_runs_of_different_length_are_compared_as_far_as_both_go() -> None:
     found = quantities(pair(make_record(graphs=False, steps=7), make_record(steps=9)))[0]
-    assert found.difference is not None and found.difference.x == tuple(range(1, 8))
-    assert found.run.x == tuple(range(1, 10))
+    assert found.difference is not None and list(found.difference) == list(range(1, 8))
+    assert list(found.run) == list(range(1, 10))
 
 
 def test_many_points_become_few_and_keep_their_extremes() -> None:
-    values = [math.sin(x / 100) for x in range(50_000)]
-    values[12_345], values[40_001], values[7] = 99.0, -99.0, math.nan
-    few = thin(Series(tuple(range(50_000)), tuple(values)), 200)
-    assert len(few.x) <= 200 and list(few.x) == sorted(few.x)
-    assert max(few.y) == 99 and min(few.y) == -99 and few.x[few.y.index(99.0)] == 12_345
-    short = Series((1, 2), (math.nan, 1))
+    curve = {step: math.sin(step / 100) for step in range(50_000)}
+    curve |= {12_345: 99.0, 40_001: -99.0, 7: math.nan}
+    few = thin(curve, 200)
+    assert len(few) <= 200 and list(few) == sorted(few)
+    assert max(few.values()) == few[12_345] == 99 and min(few.values()) == few[40_001] == -99
+    short = {1: math.nan, 2: 1.0}
     assert thin(short, 2) is short
 
 
@@ -92,23 +91,23 @@ def test_counters_are_told_by_step_also_where_rows_are_far_apart() -> None:
     record = make_record()
     record["intervals"] = [row for row in record["intervals"] if row["step"] % 10 == 0]
     found = rates(record, "counters", "replayed")
-    assert found.x == (10, 20, 30, 40)
-    assert found.y == (24 * 5 / 10, (24 * 10 - 1) / 10, 24.0, 24.0)
+    assert found == {10: 24 * 5 / 10, 20: (24 * 10 - 1) / 10, 30: 24.0, 40: 24.0}
 
 
 def test_of_many_rows_the_means_are_told_and_none_is_lost() -> None:
     rows = [{"step": n, "counters": {"replayed": 3 * n}, "memory": None} for n in range(1, 1004)]
     found = rates({"intervals": rows}, "counters", "replayed")
-    assert len(found.x) <= 200 and found.x[-1] == 1003
-    assert set(found.y) == {3.0}
+    assert len(found) <= 200 and list(found)[-1] == 1003
+    assert set(found.values()) == {3.0}
 
 
 def test_memory_is_in_mib_and_absent_without_a_gpu() -> None:
     record = make_record(steps=6)
-    assert memory_over_steps(record, "allocated_bytes").y == (20000.0,) * 5 + (20900.0,)
+    found = memory_over_steps(record, "allocated_bytes")
+    assert list(found.values()) == [20000.0] * 5 + [20900.0]
     for row in record["intervals"]:
         row["memory"] = None
-    assert memory_over_steps(record, "allocated_bytes").x == ()
+    assert memory_over_steps(record, "allocated_bytes") == {}
 
 
 def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path, tmp_path: Path) -> None:

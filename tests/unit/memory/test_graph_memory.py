@@ -9,12 +9,18 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.graph_memory import (
+    Allocator,
+    CheckError,
+    HeldByForward,
+    check,
+    measured_capture,
+    pool_reserved,
+)
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observers import PassEvents
 from megatron_cg.events import PassBegan, PassEnded, emit, subscribe
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
-from megatron_cg.tools.plan.check import CheckError, check
-from megatron_cg.tools.plan.measure import Allocator, HeldByForward, measured_capture, pool_bytes
 
 MIB = 2**20
 PLAN: dict[str, Any] = {
@@ -82,11 +88,11 @@ def test_what_cannot_be_compared_is_refused(
 
 def test_only_the_graphs_pool_is_counted() -> None:
     snapshot = [
-        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 90},
-        {"segment_pool_id": (0, 7), "total_size": 20, "allocated_size": 3},
-        {"segment_pool_id": (0, 7), "total_size": 40, "allocated_size": 0},
+        {"segment_pool_id": (0, 0), "total_size": 100},
+        {"segment_pool_id": (0, 7), "total_size": 20},
+        {"segment_pool_id": (0, 7), "total_size": 40},
     ]
-    assert pool_bytes(snapshot, (0, 7)) == {"reserved": 60, "allocated": 3}
+    assert pool_reserved(snapshot, (0, 7)) == 60
 
 
 def test_memory_is_read_right_before_and_after_a_forward_pass() -> None:
@@ -136,7 +142,7 @@ def test_a_measured_capture_is_the_capture_and_its_figures() -> None:
 
     layers = [nn.Identity(), nn.Identity()]
     args = [(torch.zeros(256),), (torch.zeros(256),)]
-    snapshot = [{"segment_pool_id": (0, 9), "total_size": MIB, "allocated_size": 8192}]
+    snapshot = [{"segment_pool_id": (0, 9), "total_size": MIB}]
     graphs, figures = measured_capture(
         capture,
         layers,
