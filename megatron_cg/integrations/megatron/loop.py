@@ -121,7 +121,7 @@ class GraphedLayers:
             CaptureError, AgreementError, ReplayMismatchError: as in a run of Megatron.
         """
         self._stepped()
-        if self._steps == self._warmup_steps and not self._helper.capture_finished():
+        if self._steps == self._warmup_steps and self._helper.controller.awaits_capture:
             self._helper.create_cudagraphs()
         routine = self._helper.steps
         routine.before_step(self._steps)
