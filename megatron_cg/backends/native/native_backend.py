@@ -7,7 +7,7 @@ the tape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, get_args
@@ -20,8 +20,8 @@ from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.native.cuda_recorder import CudaRecorder
 from megatron_cg.backends.native.native_refusals import refuse
-from megatron_cg.backends.rng_tracker import forks_checked, megatron_tracker, tracked_states_kept
-from megatron_cg.backends.te.te_if_loaded import fp8_recipe, rng_states, told_of_capture
+from megatron_cg.backends.rng_tracker import forks_checked, generators_of, tracked_states_kept
+from megatron_cg.backends.te.te_if_loaded import fp8_recipe, told_of_capture
 from megatron_cg.errors import ArgumentError, CaptureError, Violation
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import IdlePool, ScratchMemory
@@ -134,15 +134,3 @@ class NativeBackend:
             # Entered last and so left first: the others then exit on the original stream.
             stack.enter_context(stream_kept())
             yield
-
-
-def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torch.Generator]:
-    """The generators that captured code may draw from, besides the device's own.
-
-    Those of Megatron's and of TE's RNG trackers, and attributes of the modules.
-    """
-    tracker = megatron_tracker()
-    states = [*rng_states().values(), *(tracker.states_.values() if tracker is not None else ())]
-    states += [value for root in callables for m in root.modules() for value in vars(m).values()]
-    found = {id(value): value for value in states if isinstance(value, torch.Generator)}
-    return [generator for generator in found.values() if generator.device.type == device_type]

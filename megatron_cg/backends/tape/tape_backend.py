@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
+from megatron_cg.backends.cuda_cleanup import generators_kept
 from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
-from megatron_cg.backends.rng_tracker import tracked_states_kept
+from megatron_cg.backends.rng_tracker import generators_of, tracked_states_kept
 from megatron_cg.backends.tape.tape_recorder import TapeRecorder
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import ScratchMemory
@@ -79,10 +79,6 @@ class TapeBackend:
 
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
-        """Always restore the generator's state and the states of Megatron's RNG tracker."""
-        generator = torch.default_generator.get_state()
-        try:
-            with tracked_states_kept():
-                yield
-        finally:
-            torch.default_generator.set_state(generator)
+        """Always restore generators and the states of Megatron's RNG tracker."""
+        with tracked_states_kept(), generators_kept(generators_of(callables, "cpu")):
+            yield
