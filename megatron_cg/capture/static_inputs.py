@@ -82,14 +82,14 @@ class StaticInputs:
             if not isinstance(value, torch.Tensor) or value.requires_grad:
                 self._changed.add(key)
             elif key not in self._seen:
-                self._seen[key] = weakref.ref(value), _version(value)
+                self._seen[key] = weakref.ref(value), version_of(value)
             else:
                 reference, version = self._seen[key]
-                if reference() is not value or version != _version(value):
+                if reference() is not value or version != version_of(value):
                     self._changed.add(key)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often the values were written in place; torch does not count it in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 

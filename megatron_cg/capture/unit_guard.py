@@ -1,8 +1,8 @@
-"""What capture records about one unit, and the guards of its graphs that are built from it."""
+"""What capture records about one unit, and the guard of its graph that is built from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_cg.consensus.collectives import collectives_so_far
@@ -29,10 +29,10 @@ class UnitGuard:
         self._addresses = Addresses(())
         self._before = 0
         self.collectives = unit.collectives
-        """Whether the unit's graphs contain collectives; final once they are captured."""
+        """Whether the unit's graph contains collectives; final once it is captured."""
 
     def watch_memory(self, sharding: Sharding) -> None:
-        """Find the memory that the graphs will address directly; called before the first pass.
+        """Find the memory that the graph will address directly; called before the first pass.
 
         The modules must already hold their unsharded parameters: the sharded parameters that they
         hold between steps are in no graph.
@@ -49,18 +49,18 @@ class UnitGuard:
         """Record whether the pass issued collectives."""
         self.collectives = self.collectives or collectives_so_far() > self._before
 
-    def guards(
+    def guard(
         self,
-        inputs: Sequence[Inputs],
+        inputs: Inputs,
         device_type: str,
         read_numerics: Callable[[], Any],
         numerics: Any,
         more: Iterable[Entry] = (),
-    ) -> list[Guard]:
-        """A guard for each of the unit's graphs.
+    ) -> Guard:
+        """The guard of the unit's graph.
 
         Args:
-            inputs: the inputs of each graph.
+            inputs: the inputs of the graph.
             device_type: where the unit runs, for autocast.
             read_numerics: see :class:`Numerics`.
             numerics: the numerics state at capture.
@@ -78,18 +78,4 @@ class UnitGuard:
             Objects(table),
             self._hooks,
         )
-        return [Guard(own, self._addresses, unit) for own in inputs]
-
-
-class UnitGuards(tuple[UnitGuard, ...]):
-    """The guards of all units, in order, as one observer of capture."""
-
-    __slots__ = ()
-
-    def pass_begins(self, unit: int, *, forward: bool) -> None:
-        """See :class:`megatron_cg.capture.observers.PassObserver`."""
-        self[unit].pass_begins(forward=forward)
-
-    def pass_ended(self, unit: int, *, forward: bool) -> None:
-        """See :class:`megatron_cg.capture.observers.PassObserver`."""
-        self[unit].pass_ended()
+        return Guard(inputs, self._addresses, unit)
