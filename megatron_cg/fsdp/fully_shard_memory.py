@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from megatron_cg.errors import BufferInUseError
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import all_of, put_over
 from megatron_cg.upstream.symbols import Symbol, changed
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
@@ -162,11 +162,10 @@ def notice_unsharded(groups: Sequence[Any], notice: Callable[[Any], object]) -> 
                     notice(other)
         wait()
 
-    with ExitStack() as undo:
-        for group in groups:
-            seen = partial(gathered, group, group.wait_for_unshard)
-            undo.callback(put_over(group, "wait_for_unshard", seen))
-        return undo.pop_all().close
+    return all_of(
+        put_over(group, "wait_for_unshard", partial(gathered, group, group.wait_for_unshard))
+        for group in groups
+    )
 
 
 def _keep() -> None:

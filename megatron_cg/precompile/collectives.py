@@ -170,20 +170,11 @@ def _megatron(stack: ExitStack, done: dict[str, Callable[..., Any]]) -> None:
     for symbol, standin in standins:
         if symbol.unknown_body() is not None:
             continue  # Megatron's own is traced; graph_checks.py refuses what is not right then.
-        owner, name = _owner(symbol)
-        stack.callback(set_attribute(owner, name, standin))
+        stack.callback(set_attribute(*symbol.place(), standin))
     for symbol in _BOUND:
-        owner, name = _owner(symbol)
-        gathers = "gather" in name
+        gathers = "gather" in symbol.path
         standin = done["all_gather_into_tensor" if gathers else "reduce_scatter_tensor"]
-        stack.callback(set_attribute(owner, name, standin))
-
-
-def _owner(symbol: Symbol) -> tuple[Any, str]:
-    """The object that has the symbol, and the attribute."""
-    module, _, path = symbol.path.partition(":")
-    outer, _, name = path.rpartition(".")
-    return Symbol(symbol.distribution, f"{module}:{outer}", symbol.expected).find(), name
+        stack.callback(set_attribute(*symbol.place(), standin))
 
 
 def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
@@ -34,7 +33,7 @@ from megatron_cg.precompile.graph_checks import PREFIX
 from megatron_cg.precompile.output_code import Rank, loading_for
 from megatron_cg.precompile.region import Region
 from megatron_cg.precompile.sources import changed_sources
-from megatron_cg.upstream.patch import Undo, set_attribute
+from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -107,10 +106,9 @@ class Precompiled:
                     f"{short(differences(self._module, found))}. Leave this module out"
                 )
             _refuse_inner_hooks(self._name, module)
-        with ExitStack() as undo:
-            for module in modules:
-                undo.callback(set_attribute(module, "forward", self._forward_of(module)))
-            return undo.pop_all().close
+        return all_of(
+            set_attribute(module, "forward", self._forward_of(module)) for module in modules
+        )
 
     def _forward_of(self, module: torch.nn.Module) -> Callable[..., Any]:
         own = module.forward

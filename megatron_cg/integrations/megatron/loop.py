@@ -25,8 +25,8 @@ from megatron_cg.integrations.call_arguments import (
     several,
 )
 from megatron_cg.integrations.megatron.model_rules import check_model
+from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
 from megatron_cg.integrations.reminder import remind_of_steps
-from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
 
 

@@ -20,8 +20,7 @@ Note [A mask that comes later]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
 MASK = "attention_mask"
@@ -91,20 +90,19 @@ def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> C
         layers: the captured layers, in the order of the indices of ``inputs``.
         inputs: what the layers were called with in the steps before.
     """
-    with ExitStack() as undo:
-        for index, layer in enumerate(layers):
-            if isinstance(layer, TransformerLayer) and inputs.is_never_given(index, MASK):
-                undo.callback(_without_mask(layer))
-        return undo.pop_all().close
+    return all_of(
+        undo
+        for index, layer in enumerate(layers)
+        if isinstance(layer, TransformerLayer) and inputs.is_never_given(index, MASK)
+        for undo in _without_mask(layer)
+    )
 
 
-def _without_mask(layer: Any) -> Callable[[], None]:
-    with ExitStack() as undo:
-        samples = partial(_samples, layer, layer.get_layer_static_inputs)
-        undo.callback(put_over(layer, "get_layer_static_inputs", samples))
-        replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
-        undo.callback(put_over(layer, "_get_te_cuda_graph_replay_args", replay))
-        return undo.pop_all().close
+def _without_mask(layer: Any) -> Iterator[Undo]:
+    samples = partial(_samples, layer, layer.get_layer_static_inputs)
+    yield put_over(layer, "get_layer_static_inputs", samples)
+    replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
+    yield put_over(layer, "_get_te_cuda_graph_replay_args", replay)
 
 
 def _samples(layer: Any, make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Any:

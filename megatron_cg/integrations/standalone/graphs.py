@@ -25,9 +25,9 @@ from megatron_cg.integrations.call_arguments import (
     refuse,
     several,
 )
+from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
 from megatron_cg.integrations.reminder import remind_of_steps
 from megatron_cg.integrations.standalone.attachment import Attachment
-from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.replay.counters import Counters
