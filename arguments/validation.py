@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_cg.arguments import (
-    rules_backend,
     rules_environment,
     rules_experts,
     rules_fast_path,
@@ -30,7 +29,6 @@ RULES: tuple[Rule, ...] = (
     *rules_experts.RULES,
     *rules_recompute.RULES,
     *rules_numerics.RULES,
-    *rules_backend.RULES,
     *rules_precompile.RULES,
     *rules_environment.RULES,
 )
