@@ -25,7 +25,7 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
+from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
 from megatron_cg.replay.guard.addresses import is_quantized
 from megatron_cg.replay.unit import Unit
 
@@ -76,8 +76,8 @@ def _quiet_modules(
     snapshots = [HookSnapshot(module) for module in modules]
     captured = set(layers)
     for snapshot in snapshots:
-        of_sharding = any(made_by_sharding(record.fn) for record in snapshot.records)
-        if snapshot.module in captured or of_sharding:
+        hooks = module_hooks(snapshot.module)
+        if snapshot.module in captured or any(made_by_sharding(hook.fn) for hook in hooks):
             snapshot.clear()
 
     def restore() -> None:
