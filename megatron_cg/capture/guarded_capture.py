@@ -51,7 +51,7 @@ class GuardedCapture:
         units: the layers, in the order of their forward passes.
         backend: captures the graphs.
         mismatches: the mismatch policy of the graphs.
-        static_inputs: which inputs of the units never change; units in the same order.
+        static_inputs: which inputs of the units never change.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class GuardedCapture:
     def _borrow(self, kwargs: Kwargs) -> list[torch.Tensor]:
         """Replace samples that never change by the model's own tensors; returns these tensors."""
         borrowed: list[torch.Tensor] = []
-        for index, made_up in enumerate(kwargs):
-            kwargs[index] = own = self._static_inputs.replace_in(index, made_up)
+        for index, (unit, made_up) in enumerate(zip(self._units, kwargs, strict=True)):
+            kwargs[index] = own = self._static_inputs.replace_in(unit.layer, made_up)
             borrowed += [own[name] for name in own if own[name] is not made_up[name]]
         return borrowed
 

@@ -137,7 +137,7 @@ class GraphedUnits:
             self._controller = GraphController(
                 self._agreement,
                 self._capture,
-                self._observer.forget_static_inputs,
+                self._observer.static_inputs.forget,
                 goes_on=on_failure == "eager",
                 option="on_failure='eager'",
             )
@@ -208,7 +208,7 @@ class GraphedUnits:
             self._agreement,
             joins=self._on_failure == "eager",
             policy=self._policy,
-            static_inputs=self._observer.static_inputs(list(seen)),
+            static_inputs=self._observer.static_inputs,
             fast_path=self._fast_path,
             sharding=self._sharding,
         )
