@@ -125,10 +125,6 @@ class Finished:
         """Return at once."""
         return True
 
-    def is_completed(self) -> bool:
-        """Whether the collective is done: yes."""
-        return True
-
 
 def _done_at_once(collective: Callable[..., Any]) -> Callable[..., Any]:
     """``collective`` for tracing: ``async_op=True`` returns a handle that is done."""

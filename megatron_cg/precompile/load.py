@@ -150,8 +150,8 @@ def load(
         ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
         AgreementError: a rank is gone or does something else.
     """
-    loader = _Loader(Path(directory), name, (region, *(replace(region, module=m) for m in also)))
-    loader.manifest_sha256 = manifest_sha256
+    regions = (region, *(replace(region, module=module) for module in also))
+    loader = _Loader(Path(directory), name, regions, manifest_sha256)
     stages: tuple[tuple[_Stage, Callable[[], None]], ...] = (
         (_Stage.CHECKED, loader.check),
         (_Stage.DECODED, loader.decode),
@@ -172,10 +172,11 @@ def load(
 class _Loader:
     """What one rank does at each stage."""
 
-    def __init__(self, directory: Path, name: str, regions: Sequence[Region]) -> None:
-        self._directory, self._name = directory, name
+    def __init__(
+        self, directory: Path, name: str, regions: Sequence[Region], manifest_sha256: str | None
+    ) -> None:
+        self._directory, self._name, self._manifest_sha256 = directory, name, manifest_sha256
         self._region, self._regions = regions[0], regions
-        self.manifest_sha256: str | None = None
         self._stored: store.Stored | None = None
         self._compiled: Any = None
 
@@ -185,7 +186,7 @@ class _Loader:
         return "" if self._stored is None else self._stored.manifest_sha256
 
     def check(self) -> None:
-        stored = store.read(self._directory, self._name, self.manifest_sha256)
+        stored = store.read(self._directory, self._name, self._manifest_sha256)
         device = self._region.device()
         found = fingerprint(self._region, capability_of(device))
         different = differences(stored.manifest.fingerprint, found)

@@ -55,7 +55,7 @@ class MismatchPolicy:
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self.repeats = False
         """Whether all ranks repeat a step, so that every unit runs eagerly."""
-        self.numbers_hold: Callable[[], bool] = _yes
+        self.numbers_hold: Callable[[], bool] = lambda: True
         """Whether the numbers of graphs with collectives hold in this step so far. A call of all
         ranks; see ``integrations/megatron/repeat.py``."""
         self._policy = policy
@@ -129,7 +129,3 @@ class MismatchPolicy:
             self._reported.add((layer, mismatch.key))
             logger.warning("megatron_cg: no replay of %s Reported once.", text)
         return text
-
-
-def _yes() -> bool:
-    return True

@@ -93,10 +93,12 @@ class GraphedLayers:
         config: Any = model.config
         self._warmup_steps = int(config.cuda_graph_warmup_steps)
         self._steps = 0
+        from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
+
+        members = settings_of(given) | {"make_backend": staticmethod(lambda: captures)}
+        kind: Any = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
         with ExitStack() as undo:
-            self._helper = _make_helper(
-                (model, optimizer, seq_length, micro_batch_size), given, captures
-            )
+            self._helper = kind([model], config, seq_length, micro_batch_size, [optimizer])
             undo.callback(self._helper.undo.close)
             self._stepped = remind_of_steps(model, self._warmup_steps)
             undo.callback(self._stepped)
@@ -141,13 +143,3 @@ class GraphedLayers:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
-
-
-def _make_helper(subject: tuple[Any, ...], given: GraphArguments, backend: Backend) -> Any:
-    """Our version of Megatron's capture helper, for one model."""
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
-
-    members = settings_of(given) | {"make_backend": staticmethod(lambda: backend)}
-    model, optimizer, seq_length, micro_batch_size = subject
-    kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
-    return kind([model], model.config, seq_length, micro_batch_size, [optimizer])
