@@ -153,8 +153,9 @@ class GuardedCapture:
                     layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
                 )
             finally:
-                for in_place in self._in_place:
-                    in_place.restore()
+                in_place, self._in_place = self._in_place, ()  # They hold the samples.
+                for unit in in_place:
+                    unit.restore()
         if self._leaves is not None:
             for graph in graphs:
                 self._leaves.replays(self._backend.replay_function(graph))
@@ -242,7 +243,7 @@ class GuardedCapture:
         with ExitStack() as stack:
             stack.enter_context(self._sharding.states_kept(modules))
             stack.enter_context(buffers_kept(modules))
-            stack.enter_context(frozen_kept(modules))
+            stack.enter_context(frozen_kept(unit.graphed))
             stack.enter_context(metrics_kept())
             if self._leaves is not None:
                 stack.enter_context(self._leaves.held())

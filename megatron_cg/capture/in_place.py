@@ -64,7 +64,7 @@ class InPlace:
     def begun(self) -> None:
         """A forward pass begins."""
         self._versions = [version_of(tensor) for _, tensor in self._inputs]
-        self._undo.enter_context(frozen_kept(self._unit.layer.modules()))
+        self._undo.enter_context(frozen_kept(self._unit.graphed))
 
     def restore(self) -> None:
         """Restore frozen parameters. Safe to call twice, and without a pass."""

@@ -133,7 +133,10 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def frozen_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Restore frozen parameters on exit: the modules' own code may have changed them."""
+    """Restore frozen parameters on exit: the modules' own code may have changed them.
+
+    They must be unsharded.
+    """
     parameters = _unique(p for module in modules for p in module.parameters(recurse=False))
     return _values_kept([p for p in parameters if not p.requires_grad and not is_quantized(p)])
 

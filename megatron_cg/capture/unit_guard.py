@@ -11,7 +11,7 @@ from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Frozen, Numerics, Training
-from megatron_cg.replay.guard.objects import Entry, Hooks, Objects, entries
+from megatron_cg.replay.guard.objects import Entry, Hooks, Objects, entries, tensor_attributes
 from megatron_cg.replay.guard.routing import Routing
 from megatron_cg.replay.unit import Unit
 
@@ -26,6 +26,8 @@ class UnitGuard:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._hooks = Hooks(unit.layer, unit.graphed)
+        attributes = tensor_attributes(unit.layer, unit.graphed)
+        self._attributes = [(entry, entry[0][entry[1]]) for entry in attributes]
         self._addresses = Addresses(())
         self._before = 0
         self.collectives = unit.collectives
@@ -67,7 +69,8 @@ class UnitGuard:
             more: entries of the table of objects, in addition to those of the layer.
         """
         layer, graphed = self._unit.layer, self._unit.graphed
-        table = [*entries(layer, graphed), *more]
+        kept = [entry for entry, tensor in self._attributes if entry[0].get(entry[1]) is tensor]
+        table = [*entries(layer, graphed), *kept, *more]
         unit = (
             Autograd(),
             Autocast(device_type),

@@ -64,6 +64,20 @@ class Counting(nn.Module):
         return made
 
 
+class Masked(nn.Module):
+    """Reads a mask that others set on it, and keeps its last result for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH)
+        self.last = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(x) * self.mask
+        self.last = made.detach().sum()
+        return made
+
+
 class Network(nn.Module):
     def __init__(self, unit: nn.Module, *more: torch.Tensor) -> None:
         super().__init__()
@@ -135,3 +149,20 @@ def test_training_goes_on_without_such_a_graph_where_asked_for() -> None:
 def test_an_input_that_is_written_is_refused() -> None:
     with pytest.raises(CaptureError, match="writes into its argument state"):
         train(Counting(), torch.zeros(WIDTH), backend="tape", warmup_steps=WARMUP)
+
+
+def test_a_tensor_that_others_set_on_a_unit_is_used_at_once() -> None:
+    torch.manual_seed(0)
+    unit, x = Masked(), torch.ones(2, WIDTH)
+    with graph_units(nn.Sequential(unit), ["0"], warmup_steps=1, backend="tape") as graphs:
+        for _ in range(3):
+            with graphs.step():
+                unit(x).sum().backward()
+        expect(graphs.counters, replayed=2, mismatched=0)
+        old, unit.mask = unit.mask, torch.zeros(WIDTH)
+        with graphs.step():
+            assert not unit(x).any() and old.all()
+        unit.mask = old
+        with graphs.step():
+            unit(x).sum().backward()
+        expect(graphs.counters, replayed=3, mismatched=1, eager=1)
