@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.fully_shard_memory import StableMemory, group_of, notice_unsharded
+from megatron_cg.fsdp.fully_shard_memory import group_of, notice_unsharded, stable_memory
 from megatron_cg.fsdp.sharding import Sharding, without_fully_shard
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.unit import Unit
@@ -91,7 +91,7 @@ class FullyShard(Sharding):
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [One buffer for many units] in ``fully_shard_memory.py``."""
-        return StableMemory(map(group_of, layers), apart=self._at_once).close
+        return stable_memory(map(group_of, layers), apart=self._at_once)
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:

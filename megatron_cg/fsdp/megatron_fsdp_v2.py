@@ -27,7 +27,7 @@ from torch import nn
 
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
-from megatron_cg.fsdp.megatron_fsdp_v2_memory import StableMemory
+from megatron_cg.fsdp.megatron_fsdp_v2_memory import stable_memory
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.sharding import Sharding, without_fully_shard
 from megatron_cg.fsdp.transform import UnitHooks
@@ -112,7 +112,7 @@ class MegatronFsdpV2(Sharding):
         Raises ConfigurationError; see Note [The order of registration].
         """
         _require_order(layers)
-        return StableMemory(layers).close
+        return stable_memory(layers)
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
