@@ -26,7 +26,6 @@ from megatron_cg.backends.base import Backend
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
-from megatron_cg.replay.guard.addresses import is_quantized
 from megatron_cg.replay.unit import Unit
 
 
@@ -135,10 +134,11 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 def frozen_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Restore frozen parameters on exit: the modules' own code may have changed them.
 
-    They must be unsharded.
+    They must be unsharded. Quantized ones and other subclasses of tensors are skipped.
     """
     parameters = _unique(p for module in modules for p in module.parameters(recurse=False))
-    return _values_kept([p for p in parameters if not p.requires_grad and not is_quantized(p)])
+    plain = (p for p in parameters if type(p.data) is torch.Tensor)
+    return _values_kept([p for p in plain if not p.requires_grad])
 
 
 @contextmanager
