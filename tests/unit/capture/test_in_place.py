@@ -151,6 +151,21 @@ def test_an_input_that_is_written_is_refused() -> None:
         train(Counting(), torch.zeros(WIDTH), backend="tape", warmup_steps=WARMUP)
 
 
+def test_a_first_input_that_is_written_is_named() -> None:
+    class Scaled(nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows.mul_(2)
+
+    network = nn.Sequential(Scaled(), nn.Linear(WIDTH, 1))
+    with (
+        graph_units(network, ["0"], warmup_steps=1, backend="tape") as graphs,
+        pytest.raises(CaptureError, match="writes into its argument rows"),
+    ):
+        for _ in range(2):
+            with graphs.step():
+                network(torch.ones(2, WIDTH)).sum().backward()
+
+
 def test_a_tensor_that_others_set_on_a_unit_is_used_at_once() -> None:
     torch.manual_seed(0)
     unit, x = Masked(), torch.ones(2, WIDTH)
