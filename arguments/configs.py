@@ -9,63 +9,13 @@ model.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_cg.arguments.layout import decoder_symbols
 from megatron_cg.arguments.schema import RunArguments, dtype_name
 from megatron_cg.upstream.symbols import changed
-
-TRANSFORMER: Mapping[str, str] = {
-    "cuda_graph_impl": "cuda_graph_impl",
-    "cuda_graph_modules": "cuda_graph_modules",
-    "gradient_accumulation_fusion": "gradient_accumulation_fusion",
-    "num_layers": "num_layers",
-    "num_experts": "num_moe_experts",
-    "moe_grouped_gemm": "moe_grouped_gemm",
-    "moe_layer_freq": "moe_layer_freq",
-    "moe_expert_capacity_factor": "moe_expert_capacity_factor",
-    "moe_pad_expert_input_to_capacity": "moe_pad_expert_input_to_capacity",
-    "moe_token_dispatcher_type": "moe_token_dispatcher_type",
-    "moe_router_padding_for_fp8": "moe_router_padding_for_fp8",
-    "moe_router_padding_for_quantization": "moe_router_padding_for_quantization",
-    "moe_router_load_balancing_type": "moe_router_load_balancing_type",
-    "moe_flex_dispatcher_backend": "moe_flex_dispatcher_backend",
-    "moe_hybridep_pad_uneven_dispatch_inputs": "moe_hybridep_pad_uneven_dispatch_inputs",
-    "moe_ncclep_static_shape": "moe_ncclep_static_shape",
-    "expert_model_parallel_size": "expert_model_parallel_size",
-    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
-    "add_bias_linear": "add_bias_linear",
-    "use_transformer_engine_op_fuser": "use_transformer_engine_op_fuser",
-    "qk_clip": "qk_clip",
-    "log_max_attention_logit": "log_max_attention_logit",
-    "moe_shared_expert_overlap": "moe_shared_expert_overlap",
-    "moe_input_jitter_eps": "moe_input_jitter_eps",
-    "recompute_granularity": "recompute_granularity",
-    "recompute_modules": "recompute_modules",
-    "distribute_saved_activations": "distribute_saved_activations",
-    "attention_dropout": "attention_dropout",
-    "hidden_dropout": "hidden_dropout",
-    "cpu_offloading": "cpu_offloading",
-    "fine_grained_activation_offloading": "fine_grained_activation_offloading",
-    "transformer_impl": "transformer_impl",
-    "init_model_with_meta_device": "init_model_with_meta_device",
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "fp8": "fp8",
-    "fp4": "fp4",
-    "fp8_recipe": "fp8_recipe",
-    "fp8_param_gather": "fp8_param",
-    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
-    "overlap_moe_expert_parallel_comm": "overlap_moe_expert_parallel_comm",
-    "delay_wgrad_compute": "delay_wgrad_compute",
-    "overlap_dispatch_backward_with_experts_wgrad": "overlap_dispatch_backward_with_experts_wgrad",
-    "hybrid_context_parallel": "hybrid_context_parallel",
-    "mtp_num_layers": "mtp_num_layers",
-    "mtp_use_repeated_layer": "mtp_use_repeated_layer",
-    "te_rng_tracker": "use_te_rng_tracker",
-}
-"""Fields of :class:`RunArguments`, each with its field of ``TransformerConfig``."""
 
 DISTRIBUTED: Mapping[str, str] = {
     "data_parallel_sharding_strategy": "data_parallel_sharding_strategy",
@@ -77,7 +27,10 @@ DISTRIBUTED: Mapping[str, str] = {
     "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
     "delay_wgrad_compute": "delay_wgrad_compute",
 }
-"""The same for ``DistributedDataParallelConfig``; a switch in both configs is on if one is on."""
+"""Fields of :class:`RunArguments`, each with its field of ``DistributedDataParallelConfig``.
+
+A switch that ``TransformerConfig`` has too is on if one is on.
+"""
 
 OPTIMIZER = (
     "optimizer",
@@ -100,6 +53,19 @@ ELSEWHERE: Mapping[str, str] = {
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
 }
 """The other fields, with the reason why neither config has them."""
+
+TRANSFORMER: Mapping[str, str] = {
+    **{
+        field.name: field.name
+        for field in dataclasses.fields(RunArguments)
+        if field.name not in (*DISTRIBUTED, *ELSEWHERE)
+    },
+    "num_experts": "num_moe_experts",
+    "fp8_param_gather": "fp8_param",
+    "delay_wgrad_compute": "delay_wgrad_compute",
+    "te_rng_tracker": "use_te_rng_tracker",
+}
+"""Fields of :class:`RunArguments`, each with its field of ``TransformerConfig``."""
 
 
 def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None) -> RunArguments:

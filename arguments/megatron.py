@@ -30,25 +30,6 @@ from megatron_cg.upstream.symbols import changed
 logger = logging.getLogger(__name__)
 
 _GROUP = "megatron_cg"
-_DERIVED = {
-    "cuda_graph_impl",
-    "cuda_graph_modules",
-    "fsdp_double_buffer",
-    "num_layers",
-    "hybrid_layer_pattern",
-    "custom_layers",
-    "moe_layer_freq",
-    "moe_router_load_balancing_type",
-    "recompute_granularity",
-    "recompute_modules",
-    "cpu_offloading",
-    "expert_tensor_parallel_size",
-    "logs_passes",
-    "gradient_ranks",
-    "megatron_fsdp_main_grads_dtype",
-    "megatron_fsdp_grad_comm_dtype",
-    "fused_operations",
-}
 _FUSIONS = {
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
     "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
@@ -57,9 +38,6 @@ _FUSIONS = {
     "apply_rope_fusion": "--no-rope-fusion",
 }
 """Operations that a layer may run as one, each with the flag that turns this off."""
-_UNCHANGED = tuple(
-    field.name for field in dataclasses.fields(RunArguments) if field.name not in _DERIVED
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -131,34 +109,34 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
 
     Raises UpstreamChangedError when a required attribute of Megatron is missing.
     """
-    return RunArguments(
-        **{name: _get(namespace, name) for name in _UNCHANGED},
+    derived = {
         **_graph_settings(namespace),
         **_layer_settings(namespace),
         **_recompute_settings(namespace),
-        fsdp_double_buffer=_any(
+        "fsdp_double_buffer": _any(
             namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
         ),
-        gradient_ranks=_gradient_ranks(namespace),
-        megatron_fsdp_main_grads_dtype=dtype_name(
-            _get(namespace, "megatron_fsdp_main_grads_dtype")
-        ),
-        megatron_fsdp_grad_comm_dtype=dtype_name(_get(namespace, "megatron_fsdp_grad_comm_dtype")),
-        moe_router_load_balancing_type=tuple(
+        "gradient_ranks": _gradient_ranks(namespace),
+        "moe_router_load_balancing_type": tuple(
             _scope_names(_get(namespace, "moe_router_load_balancing_type"))
         ),
-        expert_tensor_parallel_size=_get(namespace, "expert_tensor_parallel_size")
+        "expert_tensor_parallel_size": _get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
-        logs_passes=_any(
+        "logs_passes": _any(
             namespace,
             "save_activations_interval",
             "save_tokens_per_expert_interval",
             "save_dgrads_interval",
             "moe_routing_trace_path",
         ),
-        cpu_offloading=_get(namespace, "cpu_offloading_num_layers") > 0,
-        fused_operations=_fused_operations(namespace),
-    )
+        "cpu_offloading": _get(namespace, "cpu_offloading_num_layers") > 0,
+        "fused_operations": _fused_operations(namespace),
+    }
+    for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
+        derived[name] = dtype_name(_get(namespace, name))
+    names = (field.name for field in dataclasses.fields(RunArguments))
+    unchanged = {name: _get(namespace, name) for name in names if name not in derived}
+    return RunArguments(**unchanged, **derived)
 
 
 def _gradient_ranks(namespace: argparse.Namespace) -> int | None:

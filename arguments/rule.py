@@ -14,17 +14,21 @@ Rule = Callable[[RunArguments, GraphArguments, Environment], Iterable[Violation]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A :data:`Rule` on one property of the run; ``{run.<field>}`` in ``found`` is formatted."""
+    """A :data:`Rule` on one property of the run; ``{run.<field>}`` in ``found`` is formatted.
+
+    ``where`` says which runs it is about.
+    """
 
     rule: str
     broken: Callable[[RunArguments], bool]
     found: str
     reason: str
     remedy: str
+    where: Callable[[RunArguments, GraphArguments], bool] = lambda _run, _graph: True
 
     def __call__(
         self, run: RunArguments, graph: GraphArguments, environment: Environment
     ) -> Iterator[Violation]:
         """The violation, if the run breaks this rule."""
-        if self.broken(run):
+        if self.where(run, graph) and self.broken(run):
             yield Violation(self.rule, self.found.format(run=run), self.reason, self.remedy)

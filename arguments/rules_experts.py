@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from megatron_cg.arguments.rule import Refusal, Rule
 from megatron_cg.arguments.rules_layers import captures_experts
@@ -15,30 +16,18 @@ _ROUTER = "type --cuda-graph-modules attn moe_router"
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
-class _WithGemm(Refusal):
-    """A rule of runs whose experts compute by torch's grouped GEMM."""
-
-    def __call__(
-        self, run: RunArguments, graph: GraphArguments, environment: Environment
-    ) -> Iterator[Violation]:
-        """The violation, if the run breaks this rule."""
-        if graph.cg_grouped_gemm == "torch":
-            yield from super().__call__(run, graph, environment)
-
-
-class _InGraph(_WithGemm):
-    """A rule of runs whose graphs hold dropless experts."""
-
-    def __call__(
-        self, run: RunArguments, graph: GraphArguments, environment: Environment
-    ) -> Iterator[Violation]:
-        """The violation, if the run breaks this rule."""
-        if _dropless_in_graph(run, graph):
-            yield from super().__call__(run, graph, environment)
-
-
 def _dropless_in_graph(run: RunArguments, graph: GraphArguments) -> bool:
     return run.wants_graphs and captures_experts(run, graph) and not drops_and_pads(run)
+
+
+_with_gemm = partial(Refusal, where=lambda _run, graph: graph.cg_grouped_gemm == "torch")
+"""A rule of runs whose experts compute by torch's grouped GEMM."""
+
+_in_graph = partial(
+    Refusal,
+    where=lambda run, graph: graph.cg_grouped_gemm == "torch" and _dropless_in_graph(run, graph),
+)
+"""A rule of those whose graphs hold dropless experts."""
 
 
 def _counts_vary(run: RunArguments) -> bool:
@@ -132,56 +121,56 @@ def row_bound(
 
 
 RULES: tuple[Rule, ...] = (
-    _WithGemm(
+    _with_gemm(
         "grouped-gemm-without-experts",
         lambda run: not (run.is_moe and run.moe_grouped_gemm),
         "--cg-grouped-gemm torch in a model without grouped experts",
         "it replaces the grouped GEMM of Megatron's grouped experts, and this model has none",
         f"add --moe-grouped-gemm in a MoE model, {_OR_TE}",
     ),
-    _WithGemm(
+    _with_gemm(
         "grouped-gemm-dtype",
         lambda run: not run.bf16,
         "--cg-grouped-gemm torch without --bf16",
         "torch's grouped GEMM runs on the GPU in bfloat16 alone",
         f"add --bf16, {_OR_TE}",
     ),
-    _WithGemm(
+    _with_gemm(
         "grouped-gemm-low-precision",
         lambda run: run.fp8 is not None or run.fp4 is not None,
         "--cg-grouped-gemm torch with FP8 or FP4",
         "torch's grouped GEMM computes the experts in bfloat16, so their numbers would differ",
         f"drop --fp8-format and --fp4-format, {_OR_TE}",
     ),
-    _WithGemm(
+    _with_gemm(
         "grouped-gemm-bias",
         lambda run: run.add_bias_linear,
         "--cg-grouped-gemm torch in a model whose linear layers have biases",
         "torch's grouped GEMM adds no bias",
         f"add --disable-bias-linear, {_OR_TE}",
     ),
-    _WithGemm(
+    _with_gemm(
         "grouped-gemm-op-fuser",
         lambda run: run.use_transformer_engine_op_fuser,
         "--cg-grouped-gemm torch with --use-transformer-engine-op-fuser",
         "Transformer Engine's fused experts do not call the grouped GEMM that is replaced",
         f"drop --use-transformer-engine-op-fuser, {_OR_TE}",
     ),
-    _InGraph(
+    _in_graph(
         "experts-dispatcher",
         lambda run: run.moe_token_dispatcher_type == "flex",
         "dropless experts in a graph with --moe-token-dispatcher-type flex",
         "only the dispatcher alltoall is known to keep each expert's number of tokens on the GPU",
         "type --moe-token-dispatcher-type alltoall",
     ),
-    _InGraph(
+    _in_graph(
         "experts-tensor-parallel",
         lambda run: run.expert_tensor_parallel_size > 1,
         "dropless experts in a graph that are split over several tensor-parallel ranks",
         "the ranks of an expert then exchange rows by numbers that Megatron reads on the CPU",
         f"add --expert-tensor-parallel-size 1, or {_ROUTER}",
     ),
-    _InGraph(
+    _in_graph(
         "experts-uneven",
         _counts_vary,
         "experts in a graph with a capacity factor without padding, or with router padding",
@@ -189,7 +178,7 @@ RULES: tuple[Rule, ...] = (
         "drop the option, or add --moe-expert-capacity-factor 1.0 "
         "--moe-pad-expert-input-to-capacity",
     ),
-    _WithGemm(
+    _with_gemm(
         "grouped-gemm-delayed-gradients",
         lambda run: run.delay_wgrad_compute,
         "--cg-grouped-gemm torch with --delay-wgrad-compute",

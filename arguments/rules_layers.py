@@ -47,20 +47,6 @@ def _captures_attention(run: RunArguments) -> bool:
     return run.is_whole_layer or "attn" in run.cuda_graph_modules
 
 
-def sinkhorn(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """Sinkhorn is the only router whose number of rounds depends on values on the GPU."""
-    if "sinkhorn" in run.moe_router_load_balancing_type and _captures_router(run, graph):
-        yield Violation(
-            "sinkhorn-router",
-            "--moe-router-load-balancing-type sinkhorn with a captured MoE router",
-            "its iteration ends when a value on the GPU is small enough, so the CPU waits for that "
-            "value in every round, which a capture does not allow",
-            f"type --moe-router-load-balancing-type aux_loss, {_WITHOUT_MOE}",
-        )
-
-
 def counts_read(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
@@ -83,31 +69,41 @@ def counts_read(
         )
 
 
-def uneven_inputs(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """HybridEP pads to a number of tokens that all ranks agree on; the host reads that number."""
-    pads = (
+def _pads_uneven_inputs(run: RunArguments) -> bool:
+    return (
         run.moe_token_dispatcher_type == "flex"
         and run.moe_flex_dispatcher_backend == "hybridep"
         and run.moe_hybridep_pad_uneven_dispatch_inputs
     )
+
+
+def _captures_dispatch(run: RunArguments, graph: GraphArguments) -> bool:
     preprocess = run.is_moe and "moe_preprocess" in run.cuda_graph_modules
-    if pads and (preprocess or captures_experts(run, graph)):
-        yield Violation(
-            "hybridep-uneven-inputs",
-            "--moe-hybridep-pad-uneven-dispatch-inputs in a captured dispatcher",
-            "the largest number of tokens of all ranks is then read on the CPU before each "
-            "dispatch, which a capture does not allow",
-            "drop --moe-hybridep-pad-uneven-dispatch-inputs, or type --cuda-graph-modules attn "
-            "moe_router",
-        )
+    return preprocess or captures_experts(run, graph)
 
 
 RULES: tuple[Rule, ...] = (
-    sinkhorn,
+    Refusal(
+        "sinkhorn-router",
+        lambda run: "sinkhorn" in run.moe_router_load_balancing_type,
+        "--moe-router-load-balancing-type sinkhorn with a captured MoE router",
+        "its iteration ends when a value on the GPU is small enough, so the CPU waits for that "
+        "value in every round, which a capture does not allow",
+        f"type --moe-router-load-balancing-type aux_loss, {_WITHOUT_MOE}",
+        where=_captures_router,
+    ),
     counts_read,
-    uneven_inputs,
+    # HybridEP pads to a number of tokens that all ranks agree on; the host reads that number.
+    Refusal(
+        "hybridep-uneven-inputs",
+        _pads_uneven_inputs,
+        "--moe-hybridep-pad-uneven-dispatch-inputs in a captured dispatcher",
+        "the largest number of tokens of all ranks is then read on the CPU before each dispatch, "
+        "which a capture does not allow",
+        "drop --moe-hybridep-pad-uneven-dispatch-inputs, or type --cuda-graph-modules attn "
+        "moe_router",
+        where=_captures_dispatch,
+    ),
     Refusal(
         "largest-attention-logits",
         lambda run: (run.qk_clip or run.log_max_attention_logit) and _captures_attention(run),

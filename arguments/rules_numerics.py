@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_cg.arguments.rule import Refusal, Rule
-from megatron_cg.arguments.schema import RunArguments
+from megatron_cg.arguments.schema import NATIVE, Environment, GraphArguments, RunArguments
+from megatron_cg.errors import Violation
 
 _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
 
@@ -11,6 +14,22 @@ _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
 def _sees_packs(run: RunArguments) -> bool:
     """Whether a graph holds what depends on a pack's boundaries: all but a dense MLP."""
     return run.is_whole_layer or set(run.cuda_graph_modules) != {"mlp"}
+
+
+def native_has_no_fp8(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """The native backend keeps no scales of FP8 or FP4."""
+    if environment.backend != NATIVE:
+        return
+    for name, value in (("fp8", run.fp8), ("fp4", run.fp4)):
+        if value is not None:
+            yield Violation(
+                "native-backend-fp8",
+                f"--{name}-format {value} with --cg-backend native",
+                "graphs of the native backend do not update the scales of quantized tensors",
+                f"drop --{name}-format, or type --cg-backend te",
+            )
 
 
 RULES: tuple[Rule, ...] = (
@@ -64,4 +83,5 @@ RULES: tuple[Rule, ...] = (
         "the shapes and groups it was captured with",
         "drop --hybrid-context-parallel",
     ),
+    native_has_no_fp8,
 )

@@ -96,29 +96,10 @@ def scope_selects_nothing(
             )
 
 
-def dropless_experts(
-    run: RunArguments, graph: GraphArguments, environment: Environment
-) -> Iterator[Violation]:
-    """A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU."""
-    if (
-        "moe" in run.cuda_graph_modules
-        and run.is_moe
-        and not drops_and_pads(run)
-        and graph.cg_grouped_gemm == "te"
-    ):
-        yield Violation(
-            "moe-without-drop-and-pad",
-            "--cuda-graph-modules moe without drop-and-pad experts",
-            "how many tokens each expert gets then differs from step to step, and Transformer "
-            "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
-            f"add {_GEMM}, or add {_DROP_AND_PAD}, or type {_ROUTER_INSTEAD}",
-        )
-
-
 def whole_moe_layer(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
-    """The same for layers that are captured whole."""
+    """A whole layer with experts needs fixed shapes too."""
     moe = whole_moe_layers(run, graph)
     if moe and not drops_and_pads(run) and graph.cg_grouped_gemm == "te":
         yield Violation(
@@ -161,7 +142,16 @@ RULES: tuple[Rule, ...] = (
         "type --cuda-graph-modules attn moe_router moe_preprocess",
     ),
     experts_missing,
-    dropless_experts,
+    # A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU.
+    Refusal(
+        "moe-without-drop-and-pad",
+        lambda run: "moe" in run.cuda_graph_modules and run.is_moe and not drops_and_pads(run),
+        "--cuda-graph-modules moe without drop-and-pad experts",
+        "how many tokens each expert gets then differs from step to step, and Transformer "
+        "Engine's grouped GEMM reads it on the CPU, which a capture does not allow",
+        f"add {_GEMM}, or add {_DROP_AND_PAD}, or type {_ROUTER_INSTEAD}",
+        where=lambda _run, graph: graph.cg_grouped_gemm == "te",
+    ),
     Refusal(
         "preprocess-synchronizes",
         _preprocess_synchronizes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_cg.arguments import (
-    rules_backend,
     rules_environment,
     rules_experts,
     rules_fast_path,
@@ -32,7 +31,6 @@ RULES: tuple[Rule, ...] = (
     *rules_recompute.RULES,
     *rules_numerics.RULES,
     *rules_optimizer.RULES,
-    *rules_backend.RULES,
     *rules_precompile.RULES,
     *rules_environment.RULES,
 )

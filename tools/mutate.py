@@ -71,7 +71,7 @@ NEAR: dict[str, str] = {
     "consensus/boundary.py": "consensus/test_boundary.py consensus/test_decision.py "
     "capture/test_session.py runs/test_one_rank_failures.py",
     "capture/transaction.py": "capture/test_session.py memory/test_capture_memory.py "
-    "capture/test_broken_captures.py "
+    "capture/test_broken_captures.py capture/test_in_place.py "
     "capture/test_token_counts.py runs/test_some_layers.py backends/tape/test_training.py",
     "memory/release.py": "memory/test_capture_memory.py capture/test_broken_captures.py",
     "upstream/copies.py": "upstream/test_copies.py integrations/standalone/test_copies.py",
@@ -111,6 +111,7 @@ NEAR: dict[str, str] = {
     "replay/guard/objects.py": "replay/guard",
     "capture/guarded_capture.py": "capture/test_session.py capture/test_broken_captures.py "
     "runs/test_one_rank_failures.py replay/guard",
+    "capture/in_place.py": "capture/test_in_place.py",
     "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
     "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",

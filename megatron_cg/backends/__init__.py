@@ -1,5 +1,5 @@
-"""Capture backends: CUDA graphs by Transformer Engine, or a tape on the CPU."""
+"""Capture backends: CUDA graphs by Transformer Engine or by torch, or a tape on the CPU."""
 
-from megatron_cg.backends.base import Backend, GraphedCallable
+from megatron_cg.backends.base import Backend
 
-__all__ = ["Backend", "GraphedCallable"]
+__all__ = ["Backend"]

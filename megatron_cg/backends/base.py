@@ -1,33 +1,26 @@
-"""The protocol of a capture backend."""
+"""What a capture backend does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.scratch import ScratchMemory
+from megatron_cg.memory.scratch import IdlePool, ScratchMemory
 from megatron_cg.replay.guard.objects import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
 
 
-class GraphedCallable(Protocol):
-    """One layer's graph: called with tensors, differentiable, and releasable."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay, instead of the layer's forward."""
-
-    def reset(self) -> None:
-        """Release the graph; a later call raises."""
-
-
-class Backend(Protocol):
-    """Captures layers into graphs."""
+class Backend:
+    """Captures layers into graphs. The members here are those of a backend without FP8."""
 
     name: str
+    _pool: tuple[int, int] | None = None
+    """The CUDA memory pool of the graphs, once they are captured."""
 
     def capture(
         self,
@@ -39,20 +32,26 @@ class Backend(Protocol):
     ) -> tuple[Callable[..., Any], ...]:
         """Warm the callables up and capture them, with the hooks outside of the graphs.
 
-        ``options`` are those of TE's ``make_graphed_callables``.
+        ``options`` are those of TE's ``make_graphed_callables``. A graph is called with tensors,
+        and its ``reset()`` releases it.
         """
+        raise NotImplementedError
 
     def replay_function(self, graph: Any) -> ReplayFunction:
         """How autograd sees the replays of one graph that :meth:`capture` returned.
 
         Raises UpstreamChangedError if the graph is not built as expected.
         """
+        found: ReplayFunction = graph.replay_function()
+        return found
 
     def synchronize(self) -> None:
         """Wait until no graph is replaying: a replaying graph must not be destroyed."""
+        torch.cuda.synchronize()
 
     def scratch(self) -> ScratchMemory | None:
         """Memory of the graphs that may be borrowed between two steps; None if there is none."""
+        return IdlePool(self._pool) if self._pool is not None else None
 
     def numerics(self) -> Any:
         """The current state of numerics, such as FP8, comparable with ``==``."""
@@ -64,10 +63,16 @@ class Backend(Protocol):
         """
 
     def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
-        """Objects in ``modules`` that have memory which the modules' graphs read or write."""
+        """Objects in ``modules`` with memory that the modules' graphs read or write.
+
+        Parameters and buffers are not among them.
+        """
+        return []
 
     def without_updates(self) -> AbstractContextManager[None]:
         """Skip updates for the whole model, such as FP8 scales, in passes inside the block."""
+        return nullcontext()
 
     def preserved(self, callables: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Restore everything that capture leaves changed, also after an exception."""
+        raise NotImplementedError

@@ -1,14 +1,19 @@
-"""Megatron's RNG tracker, as far as it is in use; nothing is imported for it."""
+"""Random generators of a model, and Megatron's RNG tracker as far as it is in use.
+
+Nothing is imported for the tracker.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from megatron_cg.backends.te.te_if_loaded import rng_states
 from megatron_cg.errors import CaptureError
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol
@@ -32,6 +37,18 @@ def megatron_tracker() -> Any:
     ``get_cuda_rng_tracker`` would make one, which a later seeding does not replace.
     """
     return _TRACKER.find() if _RANDOM in sys.modules else None
+
+
+def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torch.Generator]:
+    """The generators that captured code may draw from, besides the device's own.
+
+    Those of Megatron's and of TE's RNG trackers, and attributes of the modules.
+    """
+    tracker = megatron_tracker()
+    states = [*rng_states().values(), *(tracker.states_.values() if tracker is not None else ())]
+    states += [value for root in callables for m in root.modules() for value in vars(m).values()]
+    found = {id(value): value for value in states if isinstance(value, torch.Generator)}
+    return [generator for generator in found.values() if generator.device.type == device_type]
 
 
 @contextmanager

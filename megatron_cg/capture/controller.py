@@ -64,7 +64,7 @@ class GraphController:
         """The current graphs; None before capture and after deletion."""
         self.gave_up = False
         """Whether this model trains eagerly for the rest of the run."""
-        self._captured = False
+        self._captured = self._closed = False
 
     @property
     def counters(self) -> Counters:
@@ -77,8 +77,8 @@ class GraphController:
 
     @property
     def awaits_capture(self) -> bool:
-        """Whether the first capture has not happened yet."""
-        return not self._captured and not self.gave_up
+        """Whether the first capture is still to come."""
+        return not self._captured and not self.gave_up and not self._closed
 
     def capture(self) -> None:
         """Capture on all ranks. If capture fails and training continues, ``gave_up`` is True.
@@ -126,8 +126,9 @@ class GraphController:
     def close(self) -> None:
         """Stop voting and release the votes' process group; call it before other groups go.
 
-        Safe to run twice. The graphs stay.
+        Safe to run twice. The graphs stay, and no capture follows.
         """
+        self._closed = True
         self._boundary.close()
         self._agreement.close()
 

@@ -1,9 +1,13 @@
-"""Runs the backend's capture and records what a replay depends on: every graph gets a guard."""
+"""Runs the backend's capture and records what a replay depends on: every graph gets a guard.
+
+A unit has one graph, which replays in every microbatch: without pipeline parallelism, the backward
+pass of a microbatch comes before the forward pass of the next (megatron-core 0.19.2,
+``TECudaGraphHelper._get_cuda_graph_input_data``).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,15 +18,15 @@ import torch
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
-from megatron_cg.capture.marked_weights import MarkedWeights
-from megatron_cg.capture.observers import PassEvents
+from megatron_cg.capture.in_place import InPlace
+from megatron_cg.capture.marked_weights import refuse_marked_weights
 from megatron_cg.capture.other_parameters import other_parameters_refused
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.capture.transaction import buffers_kept, without_gradients
-from megatron_cg.capture.unit_guard import UnitGuard, UnitGuards
+from megatron_cg.capture.transaction import buffers_kept, frozen_kept, without_gradients
+from megatron_cg.capture.unit_guard import UnitGuard
 from megatron_cg.errors import CaptureError
-from megatron_cg.events import PassesBegin, PassesDone, emit
+from megatron_cg.events import PassBegan, PassEnded, PassesBegin, PassesDone, emit
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.eager_passes import EagerPasses
@@ -47,7 +51,7 @@ class GuardedCapture:
         units: the layers, in the order of their forward passes.
         backend: captures the graphs.
         mismatches: the mismatch policy of the graphs.
-        static_inputs: which inputs of the units never change; units in the same order.
+        static_inputs: which inputs of the units never change.
     """
 
     def __init__(
@@ -60,9 +64,8 @@ class GuardedCapture:
     ) -> None:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs
-        self._guards = UnitGuards(UnitGuard(unit) for unit in self._units)
-        self._in_flight: defaultdict[int, InFlight] = defaultdict(InFlight)
-        """By microbatch."""
+        self._guards = tuple(UnitGuard(unit) for unit in self._units)
+        self._in_place: tuple[InPlace, ...] = ()
         self._leaves: OtherLeaves | None = None
         self.eager_passes: tuple[EagerPasses, ...] = ()
         """One for each unit, once its graphs are captured."""
@@ -77,17 +80,18 @@ class GuardedCapture:
         begin: Callable[[], None],
         joins: bool,
     ) -> tuple[GuardedGraph, ...]:
-        """Capture; returns a guarded graph for each sample.
+        """Capture; returns a guarded graph for each unit.
 
         Args:
             hooks: the hooks of each unit.
-            args: positional static inputs of each graph.
-            kwargs: keyword static inputs of each graph.
+            args: positional static inputs of each unit.
+            kwargs: keyword static inputs of each unit.
             options: other arguments of TE's ``make_graphed_callables``.
             begin: called when all is ready and before the first hook runs; may raise.
             joins: whether to run the hooks that other ranks wait for after a failure.
 
         Raises:
+            CaptureError: samples, units and the order in ``options`` do not fit.
             OutOfStepError: capture failed in a way that leaves other ranks waiting.
         """
         order = HookOrder(
@@ -95,14 +99,18 @@ class GuardedCapture:
             len(args),
             [unit.capture_time for unit in hooks],
             options,
-            (
-                PassEvents([unit.name for unit in self._units]),
-                self._guards,
-                MarkedWeights(self._units),
-            ),
+            begun=self._pass_begun,
+            ended=self._pass_ended,
         )
-        numbers_of = [order.samples_of(index) for index in range(len(self._units))]
-        borrowed = self._borrow(numbers_of, kwargs)
+        if len(args) != len(self._units):
+            raise CaptureError(
+                f"{len(args)} sample_args for {len(self._units)} units: a unit has one graph"
+            )
+        borrowed = self._borrow(kwargs)
+        self._in_place = tuple(
+            InPlace(unit, own, named, borrowed)
+            for unit, own, named in zip(self._units, args, kwargs, strict=True)
+        )
         for guard in self._guards:
             guard.watch_memory(self._sharding)
         if self._sharding.renews_accumulators:
@@ -125,9 +133,7 @@ class GuardedCapture:
             EagerPasses(unit.name, self._mismatches, collectives=guard.collectives)
             for unit, guard in zip(self._units, self._guards, strict=True)
         )
-        return self._guarded_graphs(
-            graphs, numbers_of, args, kwargs, borrowed=borrowed, options=options
-        )
+        return self._guarded_graphs(graphs, args, kwargs, borrowed=borrowed, options=options)
 
     def _capture(
         self,
@@ -142,15 +148,35 @@ class GuardedCapture:
             self._leaves.held() if self._leaves is not None else nullcontext(),
             other_parameters_refused(self._sharding.wrapped, self._units, lambda: order.under_way),
         ):
-            graphs = self._backend.capture(
-                layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
-            )
+            try:
+                graphs = self._backend.capture(
+                    layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
+                )
+            finally:
+                in_place, self._in_place = self._in_place, ()  # They hold the samples.
+                for unit in in_place:
+                    unit.restore()
         if self._leaves is not None:
             for graph in graphs:
                 self._leaves.replays(self._backend.replay_function(graph))
         order.check_finished()
         emit(PassesDone())
         return graphs
+
+    def _pass_begun(self, index: int, forward: bool) -> None:
+        if forward:
+            self._in_place[index].begun()
+        emit(PassBegan(self._units[index].name, forward))
+        self._guards[index].pass_begins(forward=forward)
+
+    def _pass_ended(self, index: int, forward: bool) -> None:
+        if not forward:
+            refuse_marked_weights(self._units[index])
+        self._guards[index].pass_ended()
+        emit(PassEnded(self._units[index].name, forward))
+        if forward:
+            self._in_place[index].restore()
+            self._in_place[index].refuse()
 
     def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
         """What CUDA refused, by module and line; None for any other error.
@@ -168,51 +194,47 @@ class GuardedCapture:
             logger.exception("megatron_cg: the place of a failed capture could not be found")
             return None
 
-    def _borrow(self, numbers_of: Sequence[Sequence[int]], kwargs: Kwargs) -> list[torch.Tensor]:
+    def _borrow(self, kwargs: Kwargs) -> list[torch.Tensor]:
         """Replace samples that never change by the model's own tensors; returns these tensors."""
         borrowed: list[torch.Tensor] = []
-        for index, numbers in enumerate(numbers_of):
-            for number in numbers:
-                own = self._static_inputs.replace_in(index, kwargs[number])
-                borrowed += [own[name] for name in own if own[name] is not kwargs[number][name]]
-                kwargs[number] = own
+        for index, (unit, made_up) in enumerate(zip(self._units, kwargs, strict=True)):
+            kwargs[index] = own = self._static_inputs.replace_in(unit.layer, made_up)
+            borrowed += [own[name] for name in own if own[name] is not made_up[name]]
         return borrowed
 
     def _guarded_graphs(
         self,
         graphs: Sequence[Any],
-        numbers_of: Sequence[Sequence[int]],
         args: Args,
         kwargs: Kwargs,
         *,
         borrowed: Sequence[torch.Tensor],
         options: Mapping[str, Any],
     ) -> tuple[GuardedGraph, ...]:
-        made: list[GuardedGraph | None] = [None] * len(graphs)
-        for index, numbers in enumerate(numbers_of):
-            unit = self._units[index]
-            inputs = [Inputs(args[n], kwargs[n], borrowed, unit.inputs) for n in numbers]
-            guards = self._guards[index].guards(
-                inputs,
-                args[numbers[0]][0].device.type,
+        in_flight = InFlight()
+        made = []
+        for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
+            guard = self._guards[index].guard(
+                Inputs(args[index], kwargs[index], borrowed, unit.inputs),
+                args[index][0].device.type,
                 self._backend.numerics,
                 self._backend.captured_numerics(index, options),
                 [*metric_entries(), *self._backend.entries(unit.graphed)],
             )
-            for microbatch, (number, guard) in enumerate(zip(numbers, guards, strict=True)):
-                made[number] = GuardedGraph(
-                    graphs[number],
+            made.append(
+                GuardedGraph(
+                    graph,
                     guard,
                     unit,
-                    microbatch,
                     self._mismatches,
                     index=index,
-                    in_flight=self._in_flight[microbatch],
+                    in_flight=in_flight,
                     eager_passes=self.eager_passes[index],
-                    replay=self._backend.replay_function(graphs[number]),
+                    replay=self._backend.replay_function(graph),
                     kept=partial(self._kept, unit),
                 )
-        return tuple(graph for graph in made if graph is not None)
+            )
+        return tuple(made)
 
     @contextmanager
     def _kept(self, unit: Unit) -> Iterator[None]:
@@ -221,6 +243,7 @@ class GuardedCapture:
         with ExitStack() as stack:
             stack.enter_context(self._sharding.states_kept(modules))
             stack.enter_context(buffers_kept(modules))
+            stack.enter_context(frozen_kept(unit.graphed))
             stack.enter_context(metrics_kept())
             if self._leaves is not None:
                 stack.enter_context(self._leaves.held())

@@ -19,17 +19,21 @@ Note [A failed rank runs the rest]
 Note [A hook that raised]
     If a hook raised, it is unknown whether it issued its collectives. Running it again could issue
     them twice. So this rank is permanently out of step, and raises OutOfStepError.
+
+Note [Around a pass]
+    ``begun`` is called after the hooks that come before a pass, and ``ended`` before those that
+    follow it. So neither sees what hooks do. A failed rank that runs only the remaining hooks has
+    no passes, and calls neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from megatron_cg.capture.observers import PassObserver
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.hooks.capture_schedule import schedule
@@ -39,6 +43,9 @@ _AFTER_A_PASS = ("forward_hooks", "backward_hooks")
 _OF_FORWARD = CAPTURE_TIME_KEYS[:2]
 _WARMUP_ITERS = 3
 """TE 2.20.2's default of ``num_warmup_iters``."""
+
+AroundPass = Callable[[int, bool], None]
+"""Takes the index of the callable, and whether the pass is a forward one."""
 
 
 class OutOfStepError(CaptureError):
@@ -57,7 +64,8 @@ class HookOrder:
         hooks: the capture-time hooks, one entry per callable.
         options: ``make_graphed_callables``'s other arguments; ``num_warmup_iters``, ``_order`` and
             ``_num_layers_per_chunk`` are read.
-        observers: see Note [Around a pass] in ``observers.py``.
+        begun: called right before each pass; see Note [Around a pass].
+        ended: called right after it.
 
     Raises:
         CaptureError: callables, samples and order do not fit; see
@@ -70,9 +78,11 @@ class HookOrder:
         samples: int,
         hooks: Sequence[CaptureTimeHooks],
         options: Mapping[str, Any],
-        observers: Sequence[PassObserver] = (),
+        *,
+        begun: AroundPass = lambda _layer, _forward: None,
+        ended: AroundPass = lambda _layer, _forward: None,
     ) -> None:
-        self._steps = steps = schedule(
+        steps = schedule(
             len(callables), samples, options.get("_order"), options.get("_num_layers_per_chunk")
         )
         keys = {True: _OF_FORWARD, False: CAPTURE_TIME_KEYS[2:]}
@@ -84,16 +94,12 @@ class HookOrder:
         self._raised = ""
         self._callables = tuple(callables)
         self._hooks = tuple(hooks)
-        self._observers = tuple(observers)
+        self._begun, self._ended = begun, ended
         # One function per key, even without hooks, so that every call is checked.
         self.wrapped: list[CaptureTimeHooks] = [
             {key: {0: partial(self._called, layer, key)} for key in CAPTURE_TIME_KEYS}
             for layer in range(len(self._callables))
         ]
-
-    def samples_of(self, layer: int) -> list[int]:
-        """The samples of a callable, by microbatch."""
-        return [step.sample for step in self._steps if step.forward and step.layer == layer]
 
     @property
     def finished(self) -> bool:
@@ -130,14 +136,11 @@ class HookOrder:
     def _called(self, layer: int, key: str, module: nn.Module) -> None:
         if self.finished or self._entries[self._position] != (layer, key):
             raise self._other_order(f"{key} of callable {layer}")
-        forward = key in _OF_FORWARD
         if key in _AFTER_A_PASS:
-            for observer in reversed(self._observers):
-                observer.pass_ended(layer, forward=forward)
+            self._ended(layer, key in _OF_FORWARD)
         self._run(layer, key, module)
         if key not in _AFTER_A_PASS:
-            for observer in self._observers:
-                observer.pass_begins(layer, forward=forward)
+            self._begun(layer, key in _OF_FORWARD)
 
     def _run(self, layer: int, key: str, module: nn.Module) -> None:
         try:

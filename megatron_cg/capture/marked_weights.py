@@ -7,35 +7,22 @@ replay would not set it, and what its graph returns as the gradient is a placeho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.unit import Unit
 
 _MARK = "grad_added_to_main_grad"
 
 
-class MarkedWeights:
-    """An observer of capture; see :class:`megatron_cg.capture.observers.PassObserver`."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = tuple(units)
-
-    def pass_begins(self, unit: int, *, forward: bool) -> None:
-        """Nothing: a mark is set by a backward pass."""
-
-    def pass_ended(self, unit: int, *, forward: bool) -> None:
-        """Raise CaptureError, and remove the marks, if a backward pass has marked weights."""
-        if forward:
-            return
-        parameters = list(self._units[unit].layer.named_parameters())
-        marked = [(name, one) for name, one in parameters if getattr(one, _MARK, False)]
-        for _, weight in marked:
-            setattr(weight, _MARK, False)
-        if marked:
-            raise CaptureError(
-                f"{self._units[unit].name} writes the gradient of {marked[0][0]} into main_grad by "
-                f"itself (gradient-accumulation fusion; {len(marked)} such weights), so a replay "
-                "would hand over a placeholder instead. Add --no-gradient-accumulation-fusion, or "
-                "build the layer with fuse_wgrad_accumulation=False."
-            )
+def refuse_marked_weights(unit: Unit) -> None:
+    """Raise CaptureError, and remove the marks, if a backward pass has marked weights of a unit."""
+    parameters = list(unit.layer.named_parameters())
+    marked = [(name, one) for name, one in parameters if getattr(one, _MARK, False)]
+    for _, weight in marked:
+        setattr(weight, _MARK, False)
+    if marked:
+        raise CaptureError(
+            f"{unit.name} writes the gradient of {marked[0][0]} into main_grad by itself "
+            f"(gradient-accumulation fusion; {len(marked)} such weights), so a replay would hand "
+            "over a placeholder instead. Add --no-gradient-accumulation-fusion, or build the layer "
+            "with fuse_wgrad_accumulation=False."
+        )

@@ -81,7 +81,7 @@ class Session:
         joins: whether a capture that fails on this rank still runs the hooks that other ranks wait
             for; see ``hook_order.py``. For a caller that continues after a failure.
         policy: what to do when a graph must not be replayed.
-        static_inputs: which inputs of the units never change; units in the same order.
+        static_inputs: which inputs of the units never change.
         fast_path: whether Megatron-FSDP's bookkeeping is shortened while the graphs exist, or by
             which parts; see ``megatron_cg/fastpath``. It must be equal on all ranks.
         optimizers: the optimizers of the model's parameters, for the fast path.

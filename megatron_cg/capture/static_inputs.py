@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 
 from megatron_cg.upstream.backward_pass import in_backward_pass
 from megatron_cg.upstream.copies import look_before
+from megatron_cg.upstream.patch import all_of
 
 
 class StaticInputs:
@@ -33,25 +33,15 @@ class StaticInputs:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = tuple(layers)
-        self._seen: dict[tuple[int, str], tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._seen: dict[tuple[nn.Module, str], tuple[weakref.ref[torch.Tensor], int]] = {}
         """With the version of the values: a layer may write into an input, such as a state."""
-        self._changed: set[tuple[int, str]] = set()
+        self._changed: set[tuple[nn.Module, str]] = set()
         self._steps = 0
 
     def observe_step(self) -> Callable[[], None]:
         """Observe every call of the layers until the returned function is called."""
-        stack = ExitStack()
-        for index, layer in enumerate(self._layers):
-
-            def look(module: Any, args: Any, kwargs: Any, index: int = index) -> None:
-                if in_backward_pass():
-                    return  # recomputed, on inputs that were detached: other tensors each time
-                names = positional_names(module.forward, len(args), kwargs)
-                self._look(index, dict(zip(names, args, strict=True)) | kwargs)
-
-            stack.callback(look_before(layer, look))
         self._steps += 1
-        return stack.close
+        return all_of(look_before(layer, self._called) for layer in self._layers)
 
     def forget(self) -> None:
         """Forget which inputs seemed never to change, after one has changed."""
@@ -59,37 +49,43 @@ class StaticInputs:
         self._steps = 0
 
     def replace_in(
-        self, index: int, samples: Mapping[str, torch.Tensor]
+        self, layer: nn.Module, samples: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """``samples`` of layer ``index``, with unchanging inputs instead of synthetic ones.
+        """``samples`` of a layer, with unchanging inputs instead of synthetic ones.
 
         Nothing is replaced before two steps were observed: a mask may be one tensor for all
         microbatches of a step and another tensor in the next step.
         """
         found = dict(samples)
         for name, sample in samples.items():
-            reference = self._seen.get((index, name))
+            reference = self._seen.get((layer, name))
             tensor = reference[0]() if reference is not None else None
-            if self._steps < 2 or tensor is None or (index, name) in self._changed:
+            if self._steps < 2 or tensor is None or (layer, name) in self._changed:
                 continue
             if _alike(tensor, sample):
                 found[name] = tensor
         return found
 
-    def _look(self, index: int, kwargs: Mapping[str, Any]) -> None:
-        for name, value in kwargs.items():
-            key = (index, name)
+    def _called(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if in_backward_pass():
+            return  # recomputed, on inputs that were detached: other tensors each time
+        names = positional_names(layer.forward, len(args), kwargs)
+        self._look(layer, dict(zip(names, args, strict=True)) | dict(kwargs))
+
+    def _look(self, layer: nn.Module, inputs: Mapping[str, Any]) -> None:
+        for name, value in inputs.items():
+            key = (layer, name)
             if not isinstance(value, torch.Tensor) or value.requires_grad:
                 self._changed.add(key)
             elif key not in self._seen:
-                self._seen[key] = weakref.ref(value), _version(value)
+                self._seen[key] = weakref.ref(value), version_of(value)
             else:
                 reference, version = self._seen[key]
-                if reference() is not value or version != _version(value):
+                if reference() is not value or version != version_of(value):
                     self._changed.add(key)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often the values were written in place; torch does not count it in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 

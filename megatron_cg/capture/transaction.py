@@ -15,8 +15,8 @@ Note [Order of entering]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from megatron_cg.backends.base import Backend
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
+from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot, module_hooks
 from megatron_cg.replay.unit import Unit
 
 
@@ -75,8 +75,8 @@ def _quiet_modules(
     snapshots = [HookSnapshot(module) for module in modules]
     captured = set(layers)
     for snapshot in snapshots:
-        of_sharding = any(made_by_sharding(record.fn) for record in snapshot.records)
-        if snapshot.module in captured or of_sharding:
+        hooks = module_hooks(snapshot.module)
+        if snapshot.module in captured or any(made_by_sharding(hook.fn) for hook in hooks):
             snapshot.clear()
 
     def restore() -> None:
@@ -115,16 +115,42 @@ def gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore buffers on exit, since synthetic inputs change some (a router's token counts)."""
-    buffers = _unique(buffer for module in modules for buffer in module.buffers(recurse=False))
-    saved = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    held = [
+        (module._buffers, name, buffer)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    with _values_kept(_unique(buffer for _, _, buffer in held)):
+        try:
+            yield
+        finally:
+            for owner, name, buffer in held:
+                owner[name] = buffer
+
+
+def frozen_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Restore frozen parameters on exit: the modules' own code may have changed them.
+
+    They must be unsharded. Quantized ones and other subclasses of tensors are skipped.
+    """
+    parameters = _unique(p for module in modules for p in module.parameters(recurse=False))
+    plain = (p for p in parameters if type(p.data) is torch.Tensor)
+    return _values_kept([p for p in plain if not p.requires_grad])
+
+
+@contextmanager
+def _values_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, values in saved:
-                buffer.copy_(values)
+            for tensor, values in saved:
+                # By ``data``, which no backward pass that is to come takes for a change.
+                tensor.data.copy_(values)
 
 
 def _unique[T](items: Iterator[T]) -> list[T]:

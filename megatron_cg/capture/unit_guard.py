@@ -1,8 +1,8 @@
-"""What capture records about one unit, and the guards of its graphs that are built from it."""
+"""What capture records about one unit, and the guard of its graph that is built from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_cg.consensus.collectives import collectives_so_far
@@ -11,7 +11,7 @@ from megatron_cg.replay.guard import Guard
 from megatron_cg.replay.guard.addresses import Addresses
 from megatron_cg.replay.guard.inputs import Inputs
 from megatron_cg.replay.guard.modes import Autocast, Autograd, Frozen, Numerics, Training
-from megatron_cg.replay.guard.objects import Entry, Hooks, Objects, entries
+from megatron_cg.replay.guard.objects import Entry, Hooks, Objects, entries, tensor_attributes
 from megatron_cg.replay.guard.routing import Routing
 from megatron_cg.replay.unit import Unit
 
@@ -26,13 +26,15 @@ class UnitGuard:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._hooks = Hooks(unit.layer, unit.graphed)
+        attributes = tensor_attributes(unit.layer, unit.graphed)
+        self._attributes = [(entry, entry[0][entry[1]]) for entry in attributes]
         self._addresses = Addresses(())
         self._before = 0
         self.collectives = unit.collectives
-        """Whether the unit's graphs contain collectives; final once they are captured."""
+        """Whether the unit's graph contains collectives; final once it is captured."""
 
     def watch_memory(self, sharding: Sharding) -> None:
-        """Find the memory that the graphs will address directly; called before the first pass.
+        """Find the memory that the graph will address directly; called before the first pass.
 
         The modules must already hold their unsharded parameters: the sharded parameters that they
         hold between steps are in no graph.
@@ -49,25 +51,26 @@ class UnitGuard:
         """Record whether the pass issued collectives."""
         self.collectives = self.collectives or collectives_so_far() > self._before
 
-    def guards(
+    def guard(
         self,
-        inputs: Sequence[Inputs],
+        inputs: Inputs,
         device_type: str,
         read_numerics: Callable[[], Any],
         numerics: Any,
         more: Iterable[Entry] = (),
-    ) -> list[Guard]:
-        """A guard for each of the unit's graphs.
+    ) -> Guard:
+        """The guard of the unit's graph.
 
         Args:
-            inputs: the inputs of each graph.
+            inputs: the inputs of the graph.
             device_type: where the unit runs, for autocast.
             read_numerics: see :class:`Numerics`.
             numerics: the numerics state at capture.
             more: entries of the table of objects, in addition to those of the layer.
         """
         layer, graphed = self._unit.layer, self._unit.graphed
-        table = [*entries(layer, graphed), *more]
+        kept = [entry for entry, tensor in self._attributes if entry[0].get(entry[1]) is tensor]
+        table = [*entries(layer, graphed), *kept, *more]
         unit = (
             Autograd(),
             Autocast(device_type),
@@ -78,18 +81,4 @@ class UnitGuard:
             Objects(table),
             self._hooks,
         )
-        return [Guard(own, self._addresses, unit) for own in inputs]
-
-
-class UnitGuards(tuple[UnitGuard, ...]):
-    """The guards of all units, in order, as one observer of capture."""
-
-    __slots__ = ()
-
-    def pass_begins(self, unit: int, *, forward: bool) -> None:
-        """See :class:`megatron_cg.capture.observers.PassObserver`."""
-        self[unit].pass_begins(forward=forward)
-
-    def pass_ended(self, unit: int, *, forward: bool) -> None:
-        """See :class:`megatron_cg.capture.observers.PassObserver`."""
-        self[unit].pass_ended()
+        return Guard(inputs, self._addresses, unit)

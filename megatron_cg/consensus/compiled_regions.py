@@ -53,9 +53,9 @@ from megatron_cg.consensus.decision import (
     ranks_text,
 )
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement, under_capture
-from megatron_cg.errors import PhaseError, StaticShapeError, UpstreamChangedError
+from megatron_cg.errors import PhaseError, StaticShapeError
 from megatron_cg.upstream.patch import Undo, put_over
-from megatron_cg.upstream.symbols import Symbol, installed_version, lookup
+from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
@@ -282,9 +282,7 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
             "before"
         )
     _require_no_hook()
-    if (unknown := _EXCHANGE.unknown_body()) is not None:
-        version = installed_version("torch") or "not installed"
-        raise UpstreamChangedError("torch", version, _EXCHANGE.path, unknown)
+    _EXCHANGE.require_known_body()
     for symbol in RELIES_ON:
         symbol.find()
     _require_no_suppression()
@@ -293,8 +291,8 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
         undo.callback(agreement.close)
         together = CompiledRegions(agreement)
         undo.callback(_install(together.guards_checked))
-        undo.callback(_replace(_BEGIN, together.compilation_begins))
-        undo.callback(_replace(_EXCHANGE, together.sizes_met))
+        undo.callback(put_over(*_BEGIN.place(), together.compilation_begins))
+        undo.callback(put_over(*_EXCHANGE.place(), together.sizes_met))
         try:
             yield together
         except _WRAPPED.find() as error:
@@ -303,12 +301,6 @@ def compile_together(*, timeout: timedelta = TIMEOUT) -> Iterator[CompiledRegion
             raise together.wrapped from error
         if together.unraised is not None:
             raise together.unraised
-
-
-def _replace(symbol: Symbol, function: Callable[..., Any]) -> Undo:
-    module, _, path = symbol.path.partition(":")
-    owner, _, name = path.rpartition(".")
-    return put_over(lookup("torch", f"{module}:{owner}", symbol.expected), name, function)
 
 
 def _require_no_hook() -> None:

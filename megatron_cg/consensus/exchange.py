@@ -205,12 +205,11 @@ class Agreement:
         """Whether the vote on this capture's start is still to come."""
         return self._next is Kind.CAPTURE_START
 
-    def ready(self, vote: Vote | None = None, timeout: timedelta | None = None) -> None:
+    def ready(self, vote: Vote | None = None) -> None:
         """Vote that this rank can begin to capture; returns when all ranks can.
 
         Args:
             vote: the static size and the graphs that this rank is about to capture.
-            timeout: as in :meth:`agree`.
 
         Raises:
             CaptureError: a rank failed or would capture something else; raised on all ranks.
@@ -218,18 +217,18 @@ class Agreement:
             PhaseError: this vote of this capture is over; :meth:`begin_capture` opens another.
         """
         self._require_next(Kind.CAPTURE_START)
-        self._vote_on_capture(Kind.CAPTURE_START, vote or Vote(), timeout)
+        self._vote_on_capture(Kind.CAPTURE_START, vote or Vote())
 
-    def confirm(self, vote: Vote | None = None, timeout: timedelta | None = None) -> None:
+    def confirm(self, vote: Vote | None = None) -> None:
         """Vote that this rank's capture is complete; returns when all ranks' captures are.
 
         If :meth:`ready` was not called before, it runs here with the same vote. Arguments and
         exceptions are those of :meth:`ready`.
         """
         if self._next is Kind.CAPTURE_START:
-            self.ready(vote, timeout)
+            self.ready(vote)
         self._require_next(Kind.CAPTURE_END)
-        self._vote_on_capture(Kind.CAPTURE_END, vote or Vote(), timeout)
+        self._vote_on_capture(Kind.CAPTURE_END, vote or Vote())
 
     def report_failure(self) -> None:
         """Report in the capture's next vote that it failed on this rank, so that all give up.
@@ -246,7 +245,7 @@ class Agreement:
                 raise AgreementError(self._broken)
             if kind is not None:
                 with suppress(CaptureError):
-                    self._vote_on_capture(kind, Vote(Level.GIVE_UP), None)
+                    self._vote_on_capture(kind, Vote(Level.GIVE_UP))
         except AgreementError as error:
             raise CaptureError(
                 "this rank's capture failed, and the other ranks did not come to agree on it "
@@ -283,8 +282,8 @@ class Agreement:
             with suppress(ValueError):
                 dist.destroy_process_group(group)
 
-    def _vote_on_capture(self, kind: Kind, vote: Vote, timeout: timedelta | None) -> None:
-        decision = self.agree(kind, vote, serial=self._captures, timeout=timeout)
+    def _vote_on_capture(self, kind: Kind, vote: Vote) -> None:
+        decision = self.agree(kind, vote, serial=self._captures)
         self._next = None
         if decision.level is Level.GIVE_UP or not decision.sizes_agree:
             self.together()

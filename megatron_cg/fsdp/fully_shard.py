@@ -15,21 +15,16 @@ Note [Unsharded parameters for the whole capture]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.fully_shard_memory import StableMemory, group_of, notice_unsharded
+from megatron_cg.fsdp.fully_shard_memory import group_of, notice_unsharded, stable_memory
+from megatron_cg.fsdp.sharding import Sharding, without_fully_shard
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.fsdp.unsharded import (
-    hooks_without_sharding,
-    watched_tensors,
-    without_fully_shard,
-)
-from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import Symbol
 
@@ -37,13 +32,9 @@ _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 RELIES_ON = (
     Symbol("torch", f"{_PARAM}._setattr_on_modules", "what sets it", parameters=("param",)),
 )
-_MOVED = (
-    "The memory of a unit under fully_shard moved after capture. Keep its parameters in place, or "
-    "delete the graphs first and capture again."
-)
 
 
-class FullyShard:
+class FullyShard(Sharding):
     """See :class:`megatron_cg.fsdp.sharding.Sharding`.
 
     Args:
@@ -51,8 +42,10 @@ class FullyShard:
     """
 
     name = "FSDP2"
-    megatron_fsdp = None
-    renews_accumulators = True
+    moved = (
+        "The memory of a unit under fully_shard moved after capture. Keep its parameters in place, "
+        "or delete the graphs first and capture again."
+    )
 
     def __init__(self, root: nn.Module) -> None:
         self.wrapped = self.network = root
@@ -79,14 +72,13 @@ class FullyShard:
         return _is_sharded(module)
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:
-        """Before each forward pass, gather the unit's weights."""
-        hooks = hooks_without_sharding(unit, self.made)
+        """Before each forward pass, gather the unit's weights.
+
+        No hook of FSDP2 matters: capture removes all hooks of units, and no unit is in another.
+        """
+        hooks = super().unit_hooks(unit)
         hooks.capture_time["forward_pre_hooks"][0] = _fill
         return hooks
-
-    def made(self, hook: Callable[..., Any]) -> bool:
-        """No hook that matters: capture removes all hooks of units, and no unit is in another."""
-        return False
 
     def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Learn which units are unsharded at the same time; they get buffers of their own.
@@ -99,7 +91,7 @@ class FullyShard:
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [One buffer for many units] in ``fully_shard_memory.py``."""
-        return StableMemory(map(group_of, layers), apart=self._at_once).close
+        return stable_memory(map(group_of, layers), apart=self._at_once)
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
@@ -109,14 +101,6 @@ class FullyShard:
                 stack.callback(_hold_sharded, layer)
                 _hold_unsharded(layer)
             yield
-
-    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
-        """All parameters and buffers."""
-        return watched_tensors(layer, graphed, lambda _parameter: _MOVED)
-
-    def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Nothing to restore: only hooks change states."""
-        return nullcontext()
 
 
 def _fill(layer: Any) -> None:

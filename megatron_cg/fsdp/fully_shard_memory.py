@@ -24,8 +24,7 @@ Note [A buffer in use]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from megatron_cg.errors import BufferInUseError
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol, changed
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
@@ -67,54 +66,46 @@ class _Buffer:
 
     def __init__(self, group: Any) -> None:
         self.holder = group
-        self._storages = [
+        self.storages = [
             [torch.empty_like(output).untyped_storage() for output in outputs]
             for outputs in _outputs(group)
         ]
 
-    def give(self, group: Any) -> None:
-        """Make the parameters of ``group`` lie in this memory."""
-        for param, storages in zip(group.fsdp_params, self._storages, strict=True):
-            _point(param, storages)
 
-
-class StableMemory:
-    """Buffers for the unsharded parameters of some units, until :meth:`close`.
+def stable_memory(groups: Iterable[Any], apart: Container[Any] = ()) -> Undo:
+    """Give the unsharded parameters of some units buffers that stay.
 
     Every unit must have been gathered at least once.
 
     Args:
         groups: the ``FSDPParamGroup`` of each unit. They are resharded.
         apart: those among them that get a buffer of their own.
+
+    Returns:
+        What lets FSDP2 allocate and free again; to be called between two steps.
     """
+    buffers: dict[Any, _Buffer] = {}
 
-    def __init__(self, groups: Iterable[Any], apart: Container[Any] = ()) -> None:
-        self._apart = apart
-        self._buffers: dict[Any, _Buffer] = {}
-        with ExitStack() as undo:
-            for group in groups:
-                group._to_sharded()
-                undo.callback(self._hold(group))
-            self._undo = undo.pop_all()
+    def held() -> Iterator[Undo]:
+        for group in groups:
+            group._to_sharded()
+            layout = tuple(_layout(output) for outputs in _outputs(group) for output in outputs)
+            owner = (layout, id(group) if group in apart else None)
+            if owner not in buffers:
+                buffers[owner] = _Buffer(group)
+            yield from _in_buffer(group, buffers[owner])
 
-    def close(self) -> None:
-        """Let FSDP2 allocate and free again. Call it between two steps. Safe to call twice."""
-        self._undo.close()
+    return all_of(held())
 
-    def _hold(self, group: Any) -> Callable[[], None]:
-        layout = tuple(_layout(output) for outputs in _outputs(group) for output in outputs)
-        owner = (layout, id(group) if group in self._apart else None)
-        if owner not in self._buffers:
-            self._buffers[owner] = _Buffer(group)
-        buffer = self._buffers[owner]
-        buffer.give(group)
-        with ExitStack() as undo:
-            undo.callback(_release, group)
-            for param in group.fsdp_params:
-                undo.callback(put_over(param, "free_unsharded_param", _keep))
-            wait = group.wait_for_unshard
-            undo.callback(put_over(group, "wait_for_unshard", partial(_wait, group, buffer, wait)))
-            return undo.pop_all().close
+
+def _in_buffer(group: Any, buffer: _Buffer) -> Iterator[Undo]:
+    for param, storages in zip(group.fsdp_params, buffer.storages, strict=True):
+        _point(param, storages)
+    yield partial(_release, group)
+    for param in group.fsdp_params:
+        yield put_over(param, "free_unsharded_param", _keep)
+    wait = partial(_wait, group, buffer, group.wait_for_unshard)
+    yield put_over(group, "wait_for_unshard", wait)
 
 
 def _wait(group: Any, buffer: _Buffer, wait: Callable[[], None]) -> None:
@@ -162,11 +153,10 @@ def notice_unsharded(groups: Sequence[Any], notice: Callable[[Any], object]) -> 
                     notice(other)
         wait()
 
-    with ExitStack() as undo:
-        for group in groups:
-            seen = partial(gathered, group, group.wait_for_unshard)
-            undo.callback(put_over(group, "wait_for_unshard", seen))
-        return undo.pop_all().close
+    return all_of(
+        put_over(group, "wait_for_unshard", partial(gathered, group, group.wait_for_unshard))
+        for group in groups
+    )
 
 
 def _keep() -> None:

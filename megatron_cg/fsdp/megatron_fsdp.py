@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters, training_states
 from megatron_cg.fsdp.roles import fsdp_package_of
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks, transform
 from megatron_cg.fsdp.unsharded_buffers import watched_memory
 from megatron_cg.hooks import module_hooks
@@ -31,15 +32,12 @@ def unit_hooks(unit: Unit) -> UnitHooks:
 
     Raises HookError or UnknownFsdpHookError, naming the hook.
     """
-    inner = {
-        module: tuple(module_hooks(module))
-        for module in unit.layer.modules()
-        if module is not unit.layer
-    }
-    return transform(unit.layer, tuple(module_hooks(unit.layer)), inner, unit.graphed, unit.name)
+    own, *below = unit.layer.modules()
+    inner = {module: tuple(module_hooks(module)) for module in below}
+    return transform(own, tuple(module_hooks(own)), inner, unit.graphed, unit.name)
 
 
-class MegatronFsdp:
+class MegatronFsdp(Sharding):
     """See :class:`megatron_cg.fsdp.sharding.Sharding`.
 
     Args:
@@ -47,12 +45,10 @@ class MegatronFsdp:
     """
 
     name = "Megatron-FSDP"
-    renews_accumulators = True
 
     def __init__(self, fsdp: Any) -> None:
         self.megatron_fsdp = fsdp
-        self.wrapped: nn.Module = fsdp
-        self.network: nn.Module = fsdp.module
+        self.wrapped, self.network = fsdp, fsdp.module
 
     def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
         """Units that are no FSDP units, or that would move."""
@@ -85,14 +81,6 @@ class MegatronFsdp:
     def made(self, hook: Callable[..., Any]) -> bool:
         """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
-
-    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
-        """Nothing to learn."""
-        return lambda: None
-
-    def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
-        """Nothing to do: double buffers keep their addresses."""
-        return lambda: None
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:

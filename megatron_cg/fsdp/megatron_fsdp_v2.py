@@ -19,23 +19,18 @@ Note [The order of registration]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
-from megatron_cg.fsdp.megatron_fsdp_v2_memory import StableMemory
+from megatron_cg.fsdp.megatron_fsdp_v2_memory import stable_memory
 from megatron_cg.fsdp.roles import fsdp_package_of
+from megatron_cg.fsdp.sharding import Sharding, without_fully_shard
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.fsdp.unsharded import (
-    hooks_without_sharding,
-    watched_tensors,
-    without_fully_shard,
-)
-from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 
 _MODULE, _GROUP = "module:FsdpModule", "parameter_group:FsdpParameterGroup"
@@ -48,11 +43,6 @@ RELIES_ON = (
     *fsdp_v2(f"{_GROUP}.release_unsharded_storage", "releases them"),
     *fsdp_v2(f"{_GROUP}._switch_to_unsharded_parameters", "sets them on their modules"),
     *fsdp_v2(f"{_GROUP}._switch_to_sharded_parameters", "sets the sharded ones"),
-)
-_MOVED = (
-    "The memory of a unit under Megatron-FSDP v2 moved after capture. Either its parameters were "
-    "replaced, or it was gathered while another unit still had its buffer. Call units in the order "
-    "in which they ran at capture, which must be that of their registration."
 )
 
 
@@ -69,7 +59,7 @@ def _is_sharded(module: nn.Module) -> bool:
     )
 
 
-class MegatronFsdpV2:
+class MegatronFsdpV2(Sharding):
     """See :class:`megatron_cg.fsdp.sharding.Sharding`.
 
     Args:
@@ -77,8 +67,11 @@ class MegatronFsdpV2:
     """
 
     name = "Megatron-FSDP v2"
-    megatron_fsdp = None
-    renews_accumulators = True
+    moved = (
+        "The memory of a unit under Megatron-FSDP v2 moved after capture. Either its parameters "
+        "were replaced, or it was gathered while another unit still had its buffer. Call units in "
+        "the order in which they ran at capture, which must be that of their registration."
+    )
 
     def __init__(self, model: nn.Module) -> None:
         sharded = sharded_modules(model)
@@ -105,7 +98,7 @@ class MegatronFsdpV2:
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:
         """Before each forward pass of the capture, gather the unit's weights."""
-        hooks = hooks_without_sharding(unit, self.made)
+        hooks = super().unit_hooks(unit)
         hooks.capture_time["forward_pre_hooks"][0] = _fill
         return hooks
 
@@ -113,17 +106,13 @@ class MegatronFsdpV2:
         """Whether Megatron-FSDP made this hook."""
         return fsdp_package_of(hook) is not None
 
-    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
-        """Nothing to learn."""
-        return lambda: None
-
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [Two buffers for many units] in ``megatron_fsdp_v2_memory.py``.
 
         Raises ConfigurationError; see Note [The order of registration].
         """
         _require_order(layers)
-        return StableMemory(layers).close
+        return stable_memory(layers)
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
@@ -134,14 +123,6 @@ class MegatronFsdpV2:
                     stack.callback(group._switch_to_sharded_parameters)
                     group._switch_to_unsharded_parameters()
             yield
-
-    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
-        """All parameters and buffers."""
-        return watched_tensors(layer, graphed, lambda _parameter: _MOVED)
-
-    def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Nothing to restore: only hooks change states."""
-        return nullcontext()
 
 
 def _require_order(layers: Sequence[Any]) -> None:

@@ -23,8 +23,7 @@ Note [A buffer in use]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ import torch
 from megatron_cg.errors import BufferInUseError
 from megatron_cg.fsdp.fsdp_symbols import fsdp_v2
 from megatron_cg.upstream.backward_pass import in_backward_pass
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import Undo, all_of, put_over
 
 RELIES_ON = (
     *fsdp_v2("module:FsdpModule", "a sharded module", "_parameter_groups", "_context"),
@@ -65,33 +64,31 @@ class _Buffer:
         self.holder: Any = None
 
 
-class StableMemory:
-    """Buffers for the unsharded parameters of some units, until :meth:`close`.
+def stable_memory(layers: Iterable[Any]) -> Undo:
+    """Give the unsharded parameters of some units buffers that stay.
 
     Args:
         layers: modules that v2 shards, after at least one forward pass. They are resharded.
+
+    Returns:
+        What lets v2 grow and shrink its storages again; to be called between two steps.
     """
+    buffers: dict[Any, _Buffer] = {}
 
-    def __init__(self, layers: Iterable[Any]) -> None:
-        self._buffers: dict[Any, _Buffer] = {}
-        with ExitStack() as undo:
-            for layer in layers:
-                _reshard(layer)
-                undo.callback(_reshard, layer)
-                order = list(layer._context.forward_order)
-                place = order.index(layer) % 2
-                for number, group in enumerate(layer._parameter_groups):
-                    weights = group._unsharded_model_weight.local_buffer
-                    layout = (weights.numel(), weights.dtype, weights.device)
-                    owner = (id(layer._context), place, number, layout)
-                    if owner not in self._buffers:
-                        self._buffers[owner] = _Buffer(weights)
-                    undo.callback(_hold(group, self._buffers[owner]))
-            self._undo = undo.pop_all()
+    def held() -> Iterator[Undo]:
+        for layer in layers:
+            _reshard(layer)
+            yield partial(_reshard, layer)
+            place = list(layer._context.forward_order).index(layer) % 2
+            for number, group in enumerate(layer._parameter_groups):
+                weights = group._unsharded_model_weight.local_buffer
+                layout = (weights.numel(), weights.dtype, weights.device)
+                owner = (id(layer._context), place, number, layout)
+                if owner not in buffers:
+                    buffers[owner] = _Buffer(weights)
+                yield from _in_buffer(group, buffers[owner])
 
-    def close(self) -> None:
-        """Let v2 grow and shrink its storages again. Call it between two steps. Safe twice."""
-        self._undo.close()
+    return all_of(held())
 
 
 def _reshard(layer: Any) -> None:
@@ -105,18 +102,15 @@ def _reshard(layer: Any) -> None:
         context.current_stream().wait_stream(context.allgather_stream)
 
 
-def _hold(group: Any, buffer: _Buffer) -> Callable[[], None]:
+def _in_buffer(group: Any, buffer: _Buffer) -> Iterator[Undo]:
     weights = group._unsharded_model_weight
     own = weights.local_buffer.untyped_storage()
     _point(group, buffer.storage)
-    with ExitStack() as undo:
-        # Pointing at a storage that is too small makes it grow.
-        undo.callback(weights.release_storage)
-        undo.callback(_point, group, own)
-        undo.callback(put_over(weights, "release_storage", partial(_release, group, buffer)))
-        take = partial(_take, group, buffer)
-        undo.callback(put_over(weights, "reallocate_storage", take))
-        return undo.pop_all().close
+    # Pointing at a storage that is too small makes it grow.
+    yield weights.release_storage
+    yield partial(_point, group, own)
+    yield put_over(weights, "release_storage", partial(_release, group, buffer))
+    yield put_over(weights, "reallocate_storage", partial(_take, group, buffer))
 
 
 def _take(group: Any, buffer: _Buffer) -> None:

@@ -1,6 +1,6 @@
 """What a capture has to know about how a model is sharded.
 
-Each way of sharding is one class with the members of :class:`Sharding`: Megatron-FSDP
+Each way of sharding is a :class:`Sharding`: Megatron-FSDP
 (``megatron_fsdp.py``), its version 2 (``megatron_fsdp_v2.py``), torch's FSDP2
 (``fully_shard.py``), and models whose parameters stay where they are (``unsharded.py``).
 ``find_sharding.py`` finds the one of a model.
@@ -8,20 +8,31 @@ Each way of sharding is one class with the members of :class:`Sharding`: Megatro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.fsdp.transform import (
+    CAPTURE_TIME_KEYS,
+    UnitHooks,
+    check_hook_of_unit,
+    never_called,
+)
+from megatron_cg.hooks import HookRecord, module_hooks
 from megatron_cg.replay.guard.addresses import Watched
 from megatron_cg.replay.unit import Unit
 
+REPLACED = (
+    "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
+    "first and capture again."
+)
 
-class Sharding(Protocol):
-    """How one model is sharded."""
+
+class Sharding:
+    """How one model is sharded; its members here are those of a model that nothing shards."""
 
     name: str
     """What users call it, for messages."""
@@ -29,47 +40,106 @@ class Sharding(Protocol):
     """The module whose hooks shard the model; the model itself if there is none."""
     network: nn.Module
     """The module in which units are named."""
-    megatron_fsdp: Any
+    megatron_fsdp: Any = None
     """The ``MegatronFSDP``, whose bookkeeping the fast path shortens; None for anything else."""
-    renews_accumulators: bool
+    renews_accumulators = True
     """Whether parameters may get new gradient accumulators for a capture. Otherwise modules hold
     other leaves meanwhile; see ``capture/accumulators.py``."""
+    moved = REPLACED
+    """Why a parameter may have moved after capture, and what to do instead."""
 
-    def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
+    def refusals(self, units: Mapping[str, nn.Module]) -> Iterable[Violation]:
         """Every reason why one of these modules, by name, cannot be captured."""
+        return ()
 
     def is_unit(self, module: nn.Module) -> bool:
         """Whether the sharding gathers and frees the parameters of this module by themselves."""
+        return False
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:
         """The current hooks of a unit, for the backend. Changes nothing.
 
+        Here there are no capture-time hooks: all but those of :meth:`made` are the user's.
+
         Raises HookError if a user's hook would not run as intended.
         """
+        for record in self._of_user(unit.layer):
+            check_hook_of_unit(unit.layer, record, unit.name)
+        for module in unit.graphed:
+            if module is not unit.layer:
+                for record in self._of_user(module):
+                    raise never_called(unit.name, module, record)
+        return UnitHooks({key: {} for key in CAPTURE_TIME_KEYS})
 
     def made(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook on a module belongs to the sharding."""
+        return False
 
     def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
         """Learn from a step before capture, until the returned function is called."""
+        return lambda: None
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """Make unsharded parameters of ``layers`` keep their addresses; returns the undo.
 
         Called between two steps, on all ranks. Issues no collective.
         """
+        return lambda: None
 
     def capturing(self, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Inside the block, ``layers`` hold unsharded parameters, and hooks can be called alone.
 
         Issues no collective on entry.
         """
+        return nullcontext()
 
     def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
-        """Parameters and buffers of ``graphed`` whose addresses the layer's graphs hold.
+        """Parameters and buffers of ``graphed`` whose addresses the layer's graph holds.
 
-        Called inside of :meth:`capturing`.
+        Called inside of :meth:`capturing`. Here all of them.
         """
+        return watched_tensors(layer, graphed, lambda _parameter, name: (name, self.moved))
 
     def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Restore what a pass without hooks through ``modules`` changes in the sharding."""
+        return nullcontext()
+
+    def _of_user(self, module: nn.Module) -> Iterator[HookRecord]:
+        return (record for record in module_hooks(module) if not self.made(record.fn))
+
+
+def watched_tensors(
+    layer: nn.Module,
+    graphed: Sequence[nn.Module],
+    described: Callable[[nn.Parameter, str], tuple[str, str] | None],
+) -> list[Watched]:
+    """Parameters and buffers of ``graphed``.
+
+    ``described`` takes a parameter and its name, and returns a name for messages and why it might
+    move, or None for a parameter that need not be watched.
+    """
+    names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
+    found: list[Watched] = []
+    for module in graphed:
+        prefix = names[id(module)]
+        for name, parameter in module.named_parameters(recurse=False):
+            words = described(parameter, f"parameter {prefix}{name}")
+            if words is not None:
+                found.append(Watched(parameter, *words))
+        found += [
+            Watched(buffer, f"buffer {prefix}{name}", REPLACED)
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+    return found
+
+
+def without_fully_shard(name: str, module: nn.Module) -> Violation:
+    """The violation of a unit whose parameters are gathered with those of a module around it."""
+    return Violation(
+        "no-fsdp-unit",
+        f"unit {name} is a {type(module).__name__} without fully_shard of its own",
+        "its parameters are gathered and freed with those of a module around it, into memory that "
+        "moves",
+        "call fully_shard on it before the module around it, or name the module that fully_shard "
+        "was called on",
+    )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class
+from megatron_cg.fsdp.sharding import REPLACED, watched_tensors
 from megatron_cg.replay.guard.addresses import Watched
 
 RELIES_ON = (
@@ -16,42 +17,28 @@ RELIES_ON = (
     *fsdp_class("ParameterGroup", "fsdp_unit_id"),
 )
 
-_REPLACED = (
-    "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
-    "first and capture again."
-)
-
 
 def watched_memory(fsdp: Any, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
-    """Parameters and buffers of ``graphed`` whose addresses its graphs hold.
+    """Parameters and buffers of ``graphed`` whose addresses its graph holds.
 
     If FSDP points all parameters of a bucket at the bucket together, the first parameter stands for
     all of them; see Note [One address a bucket].
     """
     store = fsdp.param_and_grad_buffer
     together = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
-    names = {id(module): name for name, module in layer.named_modules()}
-    found: list[Watched] = []
     seen: set[int] = set()
-    for module in graphed:
-        prefix = f"{names[id(module)]}." if names[id(module)] else ""
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            group = store.param_to_param_group.get(parameter)
-            if group is None:
-                found.append(Watched(parameter, f"parameter {prefix}{name}", _REPLACED))
-            elif not together or group not in seen:
-                seen.add(group)
-                unit = store.parameter_groups[group].fsdp_unit_id
-                label = f"parameter {prefix}{name} (bucket {group} of FSDP unit {unit})"
-                found.append(Watched(parameter, label, _moved(store.ddp_config, group, unit)))
-        found += [
-            Watched(buffer, f"buffer {prefix}{name}", _REPLACED)
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-    return found
+
+    def described(parameter: nn.Parameter, name: str) -> tuple[str, str] | None:
+        group = store.param_to_param_group.get(parameter)
+        if group is None:
+            return name, REPLACED
+        if together and group in seen:
+            return None
+        seen.add(group)
+        unit = store.parameter_groups[group].fsdp_unit_id
+        return f"{name} (bucket {group} of FSDP unit {unit})", _moved(store.ddp_config, group, unit)
+
+    return watched_tensors(layer, graphed, described)
 
 
 def _moved(config: Any, bucket: int, unit: int | None) -> str:

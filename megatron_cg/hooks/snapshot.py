@@ -18,39 +18,50 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.hooks.hook_records import FLAG_REGISTRIES, HookKind, HookRecord, module_hooks
+from megatron_cg.hooks.hook_records import FLAG_REGISTRIES, HookKind
 
 _MODULE_REGISTRIES = (*(kind.value for kind in HookKind), *FLAG_REGISTRIES)
 _PARAMETER_REGISTRIES = ("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
-class HookSnapshot:
-    """All hooks of one module (not of its children), as they were when the snapshot was made."""
+class _Registries:
+    """Registries with their hooks, as they are when this is made."""
+
+    def __init__(self, registries: Iterable[dict[int, Any]]) -> None:
+        self._saved = [(registry, list(registry.items())) for registry in registries]
+
+    def clear(self) -> None:
+        """Remove all hooks; :meth:`restore` installs them again."""
+        for registry, _ in self._saved:
+            registry.clear()
+
+    def restore(self) -> None:
+        """Restore the same hooks in the same order, with their flags. Safe to run twice."""
+        for registry, items in self._saved:
+            registry.clear()
+            registry.update(items)
+
+
+class HookSnapshot(_Registries):
+    """All hooks of one module (not of its children)."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__(getattr(module, name) for name in _MODULE_REGISTRIES)
         self.module = module
-        self._saved: dict[str, list[tuple[int, Any]]] = {
-            name: list(getattr(module, name).items()) for name in _MODULE_REGISTRIES
-        }
         self._is_full_backward_hook = module._is_full_backward_hook
-        self.records: tuple[HookRecord, ...] = tuple(module_hooks(module))
 
     def clear(self) -> None:
         """Remove all hooks from the module; :meth:`restore` installs them again."""
-        for name in _MODULE_REGISTRIES:
-            getattr(self.module, name).clear()
+        super().clear()
         self.module._is_full_backward_hook = None
 
     def restore(self) -> None:
         """Restore the same hooks in the same order, with their flags. Safe to run twice."""
-        for name, items in self._saved.items():
-            registry = getattr(self.module, name)
-            registry.clear()
-            registry.update(items)
+        super().restore()
         self.module._is_full_backward_hook = self._is_full_backward_hook
 
 
-class ParameterHookSnapshot:
+class ParameterHookSnapshot(_Registries):
     """The hooks that autograd runs for given parameters: after accumulation, and on gradients.
 
     They must not run during warmup and capture. Otherwise gradients of synthetic inputs would be
@@ -58,20 +69,5 @@ class ParameterHookSnapshot:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._saved: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
-        for parameter in parameters:
-            for name in _PARAMETER_REGISTRIES:
-                registry = getattr(parameter, name, None)
-                if registry:
-                    self._saved.append((registry, list(registry.items())))
-
-    def clear(self) -> None:
-        """Remove the hooks."""
-        for registry, _ in self._saved:
-            registry.clear()
-
-    def restore(self) -> None:
-        """Restore the same hooks in the same order. Safe to run twice."""
-        for registry, items in self._saved:
-            registry.clear()
-            registry.update(items)
+        found = (getattr(p, name, None) for p in parameters for name in _PARAMETER_REGISTRIES)
+        super().__init__(registry for registry in found if registry)

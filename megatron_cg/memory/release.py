@@ -54,7 +54,7 @@ def let_gradients_go(fsdp: Any) -> Callable[[], None]:
     config = fsdp.param_and_grad_buffer.ddp_config
     if not hasattr(config, _KEEPS):
         logger.warning("this Megatron-FSDP has no %s: gradients are left to it", _KEEPS)
-        return _nothing
+        return lambda: None
     return set_attribute(config, _KEEPS, False)
 
 
@@ -114,7 +114,3 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def _nothing() -> None:
-    return None

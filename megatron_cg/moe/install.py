@@ -17,7 +17,7 @@ from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.patch import put_over, set_attribute
-from megatron_cg.upstream.symbols import Symbol, changed, installed_version
+from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _TE = "transformer_engine.pytorch.module.grouped_linear"
 _GEMM = Symbol(
@@ -35,9 +35,10 @@ _LAYER_OF_TE = Symbol(
     "what passes settings to the grouped GEMM",
     fingerprints=("2fdb193f2bdd91b2",),
 )
-_LAYER = "megatron.core.transformer.moe.moe_layer"
 _DISPATCHER = Symbol(
-    "megatron-core", f"{_LAYER}:MoEAlltoAllTokenDispatcher", "the dispatcher that a layer makes"
+    "megatron-core",
+    "megatron.core.transformer.moe.moe_layer:MoEAlltoAllTokenDispatcher",
+    "the dispatcher that a layer makes",
 )
 RELIES_ON = (_GEMM, _LAYER_OF_TE, _DISPATCHER)
 
@@ -62,9 +63,7 @@ def use_device_counts() -> Callable[[], None]:
     # On the CPU the stand-in for Transformer Engine has no settings to pass.
     of_te = (_LAYER_OF_TE,) if installed_version(_LAYER_OF_TE.distribution) else ()
     for symbol in (*of_te, *dispatcher.RELIES_ON):
-        unknown = symbol.unknown_body()
-        if unknown is not None:
-            raise changed(symbol.distribution, symbol.path, unknown)
+        symbol.require_known_body()
 
     def make_dispatcher(*args: Any, **named: Any) -> Any:
         kind = dispatcher.DeviceDispatcher if captures_experts(named["config"]) else theirs
@@ -72,7 +71,7 @@ def use_device_counts() -> Callable[[], None]:
 
     with ExitStack() as undo:
         undo.callback(set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
-        undo.callback(put_over(sys.modules[_LAYER], theirs.__name__, make_dispatcher))
+        undo.callback(put_over(*_DISPATCHER.place(), make_dispatcher))
         undo.callback(relax_rules(_check))
         return undo.pop_all().close
 
@@ -93,7 +92,7 @@ def bound_rows(bound: RowBound) -> Callable[[], None]:
             made.bound = bound
         return made
 
-    return put_over(sys.modules[_LAYER], _DISPATCHER.path.partition(":")[2], make_bounded)
+    return put_over(*_DISPATCHER.place(), make_bounded)
 
 
 def counts_on_device(model: nn.Module) -> bool:

@@ -21,8 +21,8 @@ Note [Streams of a capture]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 from megatron.core.transformer.enums import CudaGraphModule
 from torch import nn
 
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
 _MODULE = "megatron.core.transformer.moe.shared_experts"
@@ -77,16 +77,17 @@ def shared_experts_resume(layers: Iterable[Any]) -> Callable[[], None]:
     Raises:
         UpstreamChangedError: Megatron has no such states.
     """
-    with ExitStack() as undo:
-        for layer in layers:
-            shared = _overlapped(layer)
-            if shared is not None:
-                states = _STATES.find()
-                region = partial(_region, states, shared, layer._te_cuda_graph_capture)
-                undo.callback(put_over(layer, "_te_cuda_graph_capture", region))
-                stage = partial(_second_stage, states, shared, shared.linear_fc1_forward_and_act)
-                undo.callback(put_over(shared, "linear_fc1_forward_and_act", stage))
-        return undo.pop_all().close
+    return all_of(undo for layer in layers for undo in _resumes(layer))
+
+
+def _resumes(layer: Any) -> Iterator[Undo]:
+    shared = _overlapped(layer)
+    if shared is not None:
+        states = _STATES.find()
+        region = partial(_region, states, shared, layer._te_cuda_graph_capture)
+        yield put_over(layer, "_te_cuda_graph_capture", region)
+        stage = partial(_second_stage, states, shared, shared.linear_fc1_forward_and_act)
+        yield put_over(shared, "linear_fc1_forward_and_act", stage)
 
 
 def gate_in_region(layer: Any) -> list[nn.Module]:

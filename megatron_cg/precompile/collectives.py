@@ -125,10 +125,6 @@ class Finished:
         """Return at once."""
         return True
 
-    def is_completed(self) -> bool:
-        """Whether the collective is done: yes."""
-        return True
-
 
 def _done_at_once(collective: Callable[..., Any]) -> Callable[..., Any]:
     """``collective`` for tracing: ``async_op=True`` returns a handle that is done."""
@@ -170,20 +166,11 @@ def _megatron(stack: ExitStack, done: dict[str, Callable[..., Any]]) -> None:
     for symbol, standin in standins:
         if symbol.unknown_body() is not None:
             continue  # Megatron's own is traced; graph_checks.py refuses what is not right then.
-        owner, name = _owner(symbol)
-        stack.callback(set_attribute(owner, name, standin))
+        stack.callback(set_attribute(*symbol.place(), standin))
     for symbol in _BOUND:
-        owner, name = _owner(symbol)
-        gathers = "gather" in name
+        gathers = "gather" in symbol.path
         standin = done["all_gather_into_tensor" if gathers else "reduce_scatter_tensor"]
-        stack.callback(set_attribute(owner, name, standin))
-
-
-def _owner(symbol: Symbol) -> tuple[Any, str]:
-    """The object that has the symbol, and the attribute."""
-    module, _, path = symbol.path.partition(":")
-    outer, _, name = path.rpartition(".")
-    return Symbol(symbol.distribution, f"{module}:{outer}", symbol.expected).find(), name
+        stack.callback(set_attribute(*symbol.place(), standin))
 
 
 def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:

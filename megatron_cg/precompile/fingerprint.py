@@ -66,7 +66,7 @@ def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
     found |= {f"numerics.{name}": str(read()) for name, read in _NUMERICS.items()}
     found |= {f"group.{role}": str(group.size()) for role, group in region.groups.items()}
     found |= dict(_fields("config", region.config))
-    found |= {name: _tensor(value) for name, value in region.tensors()}
+    found |= {name: tensor_kind(value) for name, value in region.tensors()}
     found |= {
         name: _value(value)
         for name, value in region.arguments()
@@ -97,10 +97,6 @@ def capability_of(device: torch.device) -> Capability:
 
 def tensor_kind(tensor: torch.Tensor) -> str:
     """What must be equal of an argument in each call: shape, strides, dtype, autograd."""
-    return _tensor(tensor)
-
-
-def _tensor(tensor: torch.Tensor) -> str:
     grad = ", requires_grad" if tensor.requires_grad else ""
     return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}{grad}"
 

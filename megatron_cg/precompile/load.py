@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
@@ -34,7 +33,7 @@ from megatron_cg.precompile.graph_checks import PREFIX
 from megatron_cg.precompile.output_code import Rank, loading_for
 from megatron_cg.precompile.region import Region
 from megatron_cg.precompile.sources import changed_sources
-from megatron_cg.upstream.patch import Undo, set_attribute
+from megatron_cg.upstream.patch import Undo, all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -107,10 +106,9 @@ class Precompiled:
                     f"{short(differences(self._module, found))}. Leave this module out"
                 )
             _refuse_inner_hooks(self._name, module)
-        with ExitStack() as undo:
-            for module in modules:
-                undo.callback(set_attribute(module, "forward", self._forward_of(module)))
-            return undo.pop_all().close
+        return all_of(
+            set_attribute(module, "forward", self._forward_of(module)) for module in modules
+        )
 
     def _forward_of(self, module: torch.nn.Module) -> Callable[..., Any]:
         own = module.forward
@@ -152,8 +150,8 @@ def load(
         ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
         AgreementError: a rank is gone or does something else.
     """
-    loader = _Loader(Path(directory), name, (region, *(replace(region, module=m) for m in also)))
-    loader.manifest_sha256 = manifest_sha256
+    regions = (region, *(replace(region, module=module) for module in also))
+    loader = _Loader(Path(directory), name, regions, manifest_sha256)
     stages: tuple[tuple[_Stage, Callable[[], None]], ...] = (
         (_Stage.CHECKED, loader.check),
         (_Stage.DECODED, loader.decode),
@@ -174,10 +172,11 @@ def load(
 class _Loader:
     """What one rank does at each stage."""
 
-    def __init__(self, directory: Path, name: str, regions: Sequence[Region]) -> None:
-        self._directory, self._name = directory, name
+    def __init__(
+        self, directory: Path, name: str, regions: Sequence[Region], manifest_sha256: str | None
+    ) -> None:
+        self._directory, self._name, self._manifest_sha256 = directory, name, manifest_sha256
         self._region, self._regions = regions[0], regions
-        self.manifest_sha256: str | None = None
         self._stored: store.Stored | None = None
         self._compiled: Any = None
 
@@ -187,7 +186,7 @@ class _Loader:
         return "" if self._stored is None else self._stored.manifest_sha256
 
     def check(self) -> None:
-        stored = store.read(self._directory, self._name, self.manifest_sha256)
+        stored = store.read(self._directory, self._name, self._manifest_sha256)
         device = self._region.device()
         found = fingerprint(self._region, capability_of(device))
         different = differences(stored.manifest.fingerprint, found)

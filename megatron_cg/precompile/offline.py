@@ -21,8 +21,6 @@ from megatron_cg.precompile.fingerprint import Capability
 from megatron_cg.upstream.patch import set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
-META = torch.device("meta")
-
 _FAKE_STORE = Symbol(
     "torch",
     "torch.testing._internal.distributed.fake_pg:FakeStore",

@@ -103,14 +103,14 @@ def trace(region: Region, rank: int, capability: Capability) -> Trace:
         backend = _Checked(
             fw_compiler=made.compiler("forward"), bw_compiler=made.compiler("backward")
         )
-        compiled = torch.compile(
+        compiled: Any = torch.compile(
             region.module,
             fullgraph=True,
             dynamic=False,
             backend=backend,
             options={"guard_filter_fn": _GUARDS.find()},
         )
-        function = _forward(compiled).aot_compile((region.args, dict(region.kwargs)))
+        function = compiled.forward.aot_compile((region.args, dict(region.kwargs)))
     refuse_globals(function.fn.__code__)
     code = {part: graph_lines(graph) for part, graph in sorted(made.graphs.items())}
     code |= {"outputs": bytecode_lines(function.fn.__code__)}
@@ -149,11 +149,6 @@ class _Checked(AotAutograd):
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         refuse_zero_gradients(gm)
         return super().__call__(gm, example_inputs, **kwargs)
-
-
-def _forward(compiled: Any) -> Any:
-    """The method of a compiled module that can be compiled ahead of time."""
-    return compiled.forward
 
 
 @contextmanager

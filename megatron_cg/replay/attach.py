@@ -11,8 +11,7 @@ Note [The replay replaces forward]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.region import is_running_region
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
@@ -65,11 +64,12 @@ def attach_replay(
         mismatch = _no_tensor(args, kwargs) if unit.direct else _not_passed_on(kwargs)
         return mismatch or partial(target._te_cuda_graph_replay, *args, **kwargs)
 
-    with ExitStack() as undo:
-        undo.callback(replay_instead(target, prepare, mismatches))
-        undo.callback(put_over(target, "_should_call_te_cudagraph", _never))
-        undo.callback(set_attribute(target, "cuda_graph_manual_hooks", list(before_replay)))
-        return undo.pop_all().close
+    def changes() -> Iterator[Undo]:
+        yield replay_instead(target, prepare, mismatches)
+        yield put_over(target, "_should_call_te_cudagraph", _never)
+        yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
+
+    return all_of(changes())
 
 
 def replay_instead(

@@ -35,21 +35,18 @@ class EagerPasses:
         self._name, self._mismatches = name, mismatches
         self._replays = True
 
-    def for_mismatch(self, mismatch: Mismatch, microbatch: int = 0, *, fresh: bool = True) -> None:
+    def for_mismatch(self, mismatch: Mismatch, *, fresh: bool = True) -> None:
         """Prepare this pass to run eagerly because of ``mismatch``.
 
         Args:
             mismatch: what forbids the replay.
-            microbatch: the graph's number within the unit.
             fresh: whether another capture would not help.
 
         Raises:
             ReplayMismatchError: see :meth:`MismatchPolicy.mismatched`.
         """
         self._mismatches.issue_held()
-        self._mismatches.mismatched(
-            mismatch, self._name, microbatch, collectives=self.collectives, fresh=fresh
-        )
+        self._mismatches.mismatched(mismatch, self._name, collectives=self.collectives, fresh=fresh)
         self._mismatches.counters.eager += 1
 
     def for_no_replay(self, why: str) -> None:

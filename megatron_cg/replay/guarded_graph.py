@@ -25,10 +25,9 @@ class GuardedGraph:
         graph: a backend's graphed callable.
         guard: the conditions of a replay.
         unit: the layer.
-        microbatch: the number of this graph within the layer.
         mismatches: the mismatch policy.
         index: the unit's index in the order of forward passes.
-        in_flight: the replays of the microbatch that wait for their backward.
+        in_flight: the session's replays that wait for their backward.
         eager_passes: prepares eager passes of the unit.
         replay: the autograd function of the graph's replays.
         kept: see :func:`megatron_cg.replay.verify.verify`.
@@ -39,7 +38,6 @@ class GuardedGraph:
         graph: Any,
         guard: Guard,
         unit: Unit,
-        microbatch: int,
         mismatches: MismatchPolicy,
         *,
         index: int,
@@ -50,7 +48,7 @@ class GuardedGraph:
     ) -> None:
         self.eager_passes = eager_passes
         self.graph, self._guard = graph, guard
-        self._unit, self._index, self._microbatch = unit, index, microbatch
+        self._unit, self._index = unit, index
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
         self._replayed = False
@@ -74,7 +72,7 @@ class GuardedGraph:
             if self.eager_passes.collectives and not self._mismatches.numbers_hold():
                 mismatch = None
         if mismatch is not None:
-            self.eager_passes.for_mismatch(mismatch, self._microbatch, fresh=not self._replayed)
+            self.eager_passes.for_mismatch(mismatch, fresh=not self._replayed)
             return self._unit.run(self._unit.layer, args, kwargs)
         self._replayed = True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
@@ -133,5 +131,5 @@ class GuardedGraph:
         mismatch = self._guard.broken_in_backward()
         self._mismatches.counters.guard_ns += time.perf_counter_ns() - began
         if mismatch is not None:
-            self._mismatches.mismatched_in_backward(mismatch, self._unit.name, self._microbatch)
+            self._mismatches.mismatched_in_backward(mismatch, self._unit.name)
         self._mismatches.counters.count_backward(*copies(self._replay.incoming, gradients))

@@ -41,7 +41,7 @@ class _Replay:
 
 
 class InFlight:
-    """The forward replays of one session and one microbatch that wait for their backward."""
+    """The forward replays of one session that wait for their backward."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Replay] = {}

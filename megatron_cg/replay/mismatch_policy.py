@@ -55,7 +55,7 @@ class MismatchPolicy:
         """Issues the all-gathers deferred until a launch; must be called before eager passes."""
         self.repeats = False
         """Whether all ranks repeat a step, so that every unit runs eagerly."""
-        self.numbers_hold: Callable[[], bool] = _yes
+        self.numbers_hold: Callable[[], bool] = lambda: True
         """Whether the numbers of graphs with collectives hold in this step so far. A call of all
         ranks; see ``integrations/megatron/repeat.py``."""
         self._policy = policy
@@ -77,32 +77,29 @@ class MismatchPolicy:
         interval = self._policy.verify_interval
         return interval > 0 and self._step % interval == 0
 
-    def mismatched(
-        self, mismatch: Mismatch, layer: str, microbatch: int, *, collectives: bool, fresh: bool
-    ) -> None:
+    def mismatched(self, mismatch: Mismatch, layer: str, *, collectives: bool, fresh: bool) -> None:
         """Return if the region must run eagerly instead of the replay.
 
         Args:
             mismatch: what the guard found.
             layer: the unit's name.
-            microbatch: the graph's number within the unit.
             collectives: whether the graph contains collectives.
             fresh: whether the graph has never replayed.
 
         Raises:
             ReplayMismatchError: ``--cg-on-mismatch error``, or the ranks cannot fall back together.
         """
-        text = self._report(mismatch, layer, microbatch)
+        text = self._report(mismatch, layer)
         if self._policy.on_mismatch == "error":
             raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
         if collectives:
-            self.fall_back_together(f"{layer}/{microbatch}/{mismatch.key}", text)
+            self.fall_back_together(f"{layer}/{mismatch.key}", text)
         if self._policy.on_mismatch == "recapture" and not (fresh and self.captured_again):
             self.wants_recapture = True
 
-    def mismatched_in_backward(self, mismatch: Mismatch, layer: str, microbatch: int) -> None:
+    def mismatched_in_backward(self, mismatch: Mismatch, layer: str) -> None:
         """Raise ReplayMismatchError: the backward of a replay cannot run eagerly."""
-        text = self._report(mismatch, layer, microbatch)
+        text = self._report(mismatch, layer)
         raise ReplayMismatchError(
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )
@@ -125,14 +122,10 @@ class MismatchPolicy:
                 "(--cuda-graph-impl none; no graph_units)."
             ) from error
 
-    def _report(self, mismatch: Mismatch, layer: str, microbatch: int) -> str:
+    def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1
-        text = mismatch.text(layer, microbatch)
+        text = mismatch.text(layer)
         if (layer, mismatch.key) not in self._reported:
             self._reported.add((layer, mismatch.key))
             logger.warning("megatron_cg: no replay of %s Reported once.", text)
         return text
-
-
-def _yes() -> bool:
-    return True

@@ -46,7 +46,6 @@ from megatron_cg.version import __version__
 _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
 _PACKAGES = ("torch", "megatron-core", "megatron-fsdp", "transformer-engine")
-_LOOP = Symbol(_PACKAGE, _MODULE, "the module of Megatron's training loop")
 _TRAIN, _EVALUATE, _STEP = (
     Symbol(_PACKAGE, f"{_MODULE}:{name}", "a function of Megatron's loop", parameters=parameters)
     for name, parameters in (
@@ -55,7 +54,7 @@ _TRAIN, _EVALUATE, _STEP = (
         ("train_step", ("forward_step_func", "data_iterator", "model", "optimizer")),
     )
 )
-RELIES_ON = (_LOOP, _TRAIN, _EVALUATE, _STEP)
+RELIES_ON = (_TRAIN, _EVALUATE, _STEP)
 WRITE_SECONDS = 60.0
 """The least time between two writes for a report. A killed run leaves the last written file."""
 _active: list[Recorder] = []
@@ -116,12 +115,14 @@ def install_recorder(directory: str | Path, **options: Any) -> Callable[[], None
     ``train_step`` is not as relied on.
     """
     recorder = Recorder(Path(directory), **options)
-    module = _LOOP.find()
-    train, evaluate, step = _TRAIN.find(), _EVALUATE.find(), _STEP.find()
+    wraps_of = {
+        _STEP: recorder.wrap_step,
+        _TRAIN: recorder.wrap_train,
+        _EVALUATE: recorder.wrap_evaluate,
+    }
     with ExitStack() as stack:
-        stack.callback(put_over(module, "train_step", recorder.wrap_step(step)))
-        stack.callback(put_over(module, "train", recorder.wrap_train(train)))
-        stack.callback(put_over(module, "evaluate", recorder.wrap_evaluate(evaluate)))
+        for symbol, wrap in wraps_of.items():
+            stack.callback(put_over(*symbol.place(), wrap(symbol.find())))
         stack.enter_context(recording(recorder))
         return stack.pop_all().close
 

@@ -23,7 +23,6 @@ from megatron_cg.upstream.symbols import Symbol
 
 _TRAINING = "megatron.training.training"
 _VARIABLES = "megatron.training.global_vars"
-_LOOP = Symbol("megatron-core", _TRAINING, "Megatron's training loop")
 _LOG = Symbol(
     "megatron-core",
     f"{_TRAINING}:training_log",
@@ -34,7 +33,7 @@ _PRINT = Symbol("megatron-core", f"{_TRAINING}:print_rank_last", "what prints a 
 _ARGS = Symbol("megatron-core", f"{_VARIABLES}:get_args", "the run's arguments")
 _TENSORBOARD = Symbol("megatron-core", f"{_VARIABLES}:get_tensorboard_writer", "a writer or None")
 _WANDB = Symbol("megatron-core", f"{_VARIABLES}:get_wandb_writer", "a writer or None")
-RELIES_ON = (_LOOP, _LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
+RELIES_ON = (_LOG, _PRINT, _ARGS, _TENSORBOARD, _WANDB)
 
 _COUNTS = ("captured", "replayed", "eager", "mismatched", "recaptured", "verified")
 _REPEATED = "repeated"
@@ -56,7 +55,7 @@ def follow_log(helpers: Sequence[Counted]) -> Callable[[], None]:
     ``helpers`` is read again at each step. If it is empty, only the phases of steps are recorded.
     Raises UpstreamChangedError when a function of Megatron is not as relied on.
     """
-    old, module = _LOG.find(), _LOOP.find()
+    old = _LOG.find()
     signature = inspect.signature(old)
     log = _Log(helpers)
 
@@ -69,7 +68,7 @@ def follow_log(helpers: Sequence[Counted]) -> Callable[[], None]:
         log.after(int(given["iteration"]))
         return result
 
-    return put_over(module, "training_log", training_log)
+    return put_over(*_LOG.place(), training_log)
 
 
 class _Log:

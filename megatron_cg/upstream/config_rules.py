@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,8 @@ def relax_rules(check: Check) -> Callable[[], None]:
     Returns the undo. Raises UpstreamChangedError if Megatron has no such rules.
     """
     rules = _RULES.find()
-    module, _, path = _RULES.path.partition(":")
-    kind, _, name = path.partition(".")
 
     def __post_init__(self: Any) -> None:
         check(self, rules)
 
-    return put_over(getattr(sys.modules[module], kind), name, __post_init__)
+    return put_over(*_RULES.place(), __post_init__)

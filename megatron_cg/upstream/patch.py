@@ -22,7 +22,7 @@ import gc
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -254,6 +254,18 @@ def run_after(owner: Any, name: str, action: Callable[[], None]) -> Undo:
         return result
 
     return put_over(owner, name, after, label=described(action))
+
+
+def all_of(undos: Iterable[Undo]) -> Undo:
+    """One undo of several changes, in reverse order.
+
+    Args:
+        undos: makes the changes one by one. If making one raises, those before it are undone.
+    """
+    with ExitStack() as stack:
+        for undo in undos:
+            stack.callback(undo)
+        return stack.pop_all().close
 
 
 def described(value: Any) -> str:

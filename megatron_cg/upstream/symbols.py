@@ -86,6 +86,22 @@ class Symbol:
             f"this was written for (fingerprint {found or 'unknown, as its source is not there'})"
         )
 
+    def require_known_body(self) -> None:
+        """Raise UpstreamChangedError if our replacement may do something else than the function."""
+        unknown = self.unknown_body()
+        if unknown is not None:
+            raise changed(self.distribution, self.path, unknown)
+
+    def place(self) -> tuple[Any, str]:
+        """The module or class that has the object, and its name there, to put another there.
+
+        Raises UpstreamChangedError as :meth:`find`.
+        """
+        self.find()
+        module, _, path = self.path.partition(":")
+        outer, _, name = path.rpartition(".")
+        return lookup(self.distribution, f"{module}:{outer}", self.expected), name
+
     def find(self) -> Any:
         """The object; for a function defined inside another, its code.
 

@@ -7,32 +7,30 @@ the tape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from megatron_cg.backends.base import Backend
 from megatron_cg.backends.cuda_cleanup import device_generator, generators_kept, stream_kept
 from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.native.cuda_recorder import CudaRecorder
 from megatron_cg.backends.native.native_refusals import refuse
-from megatron_cg.backends.rng_tracker import forks_checked, megatron_tracker, tracked_states_kept
-from megatron_cg.backends.te.te_if_loaded import fp8_recipe, rng_states, told_of_capture
+from megatron_cg.backends.rng_tracker import forks_checked, generators_of, tracked_states_kept
+from megatron_cg.backends.te.te_if_loaded import fp8_recipe, told_of_capture
 from megatron_cg.errors import ArgumentError, CaptureError, Violation
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.scratch import IdlePool, ScratchMemory
-from megatron_cg.replay.guard.objects import Entry
-from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.patch import garbage_collection_kept
 
 ErrorMode = Literal["global", "thread_local", "relaxed"]
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """Captures modules into CUDA graphs.
 
     Args:
@@ -58,7 +56,6 @@ class NativeBackend:
                 'compare on the tape: megatron-cg align --backend tape, or backend="tape".'
             )
         self._error_mode = capture_error_mode
-        self._pool: tuple[int, int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -95,33 +92,9 @@ class NativeBackend:
         self._pool = pool
         return graphs
 
-    def replay_function(self, graph: Any) -> ReplayFunction:
-        """See :class:`megatron_cg.backends.base.Backend`."""
-        found: ReplayFunction = graph.replay_function()
-        return found
-
     def numerics(self) -> Any:
-        """None, or TE's recipe where somebody has turned FP8 on: then no graph may replay."""
+        """None, as at capture, or TE's recipe where FP8 is on: then no graph may replay."""
         return fp8_recipe()
-
-    def captured_numerics(self, index: int, options: Mapping[str, Any]) -> None:
-        """None: graphs are captured without FP8."""
-
-    def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
-        """None: without FP8 a graph uses only parameters and buffers."""
-        return []
-
-    def scratch(self) -> ScratchMemory | None:
-        """Scratch memory of the graphs' pool."""
-        return IdlePool(self._pool) if self._pool is not None else None
-
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        torch.cuda.synchronize()
-
-    def without_updates(self) -> AbstractContextManager[None]:
-        """Nothing to skip: there is no FP8."""
-        return nullcontext()
 
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
@@ -134,15 +107,3 @@ class NativeBackend:
             # Entered last and so left first: the others then exit on the original stream.
             stack.enter_context(stream_kept())
             yield
-
-
-def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torch.Generator]:
-    """The generators that captured code may draw from, besides the device's own.
-
-    Those of Megatron's and of TE's RNG trackers, and attributes of the modules.
-    """
-    tracker = megatron_tracker()
-    states = [*rng_states().values(), *(tracker.states_.values() if tracker is not None else ())]
-    states += [value for root in callables for m in root.modules() for value in vars(m).values()]
-    found = {id(value): value for value in states if isinstance(value, torch.Generator)}
-    return [generator for generator in found.values() if generator.device.type == device_type]

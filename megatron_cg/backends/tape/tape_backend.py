@@ -11,24 +11,22 @@ speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
+from megatron_cg.backends.base import Backend
+from megatron_cg.backends.cuda_cleanup import generators_kept
 from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
-from megatron_cg.backends.rng_tracker import tracked_states_kept
+from megatron_cg.backends.rng_tracker import generators_of, tracked_states_kept
 from megatron_cg.backends.tape.tape_recorder import TapeRecorder
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.scratch import ScratchMemory
-from megatron_cg.replay.guard.objects import Entry
-from megatron_cg.replay.replay_function import ReplayFunction
 
 
-class TapeBackend:
+class TapeBackend(Backend):
     """Records layers on tapes; the module's docstring says what they reproduce."""
 
     name = "tape"
@@ -51,38 +49,11 @@ class TapeBackend:
             **options,
         )
 
-    def replay_function(self, graph: Any) -> ReplayFunction:
-        """See :class:`megatron_cg.backends.base.Backend`."""
-        found: ReplayFunction = graph.replay_function()
-        return found
-
-    def numerics(self) -> None:
-        """Nothing: the tape has no FP8."""
-
-    def captured_numerics(self, index: int, options: Mapping[str, Any]) -> None:
-        """Nothing: the tape has no FP8."""
-
-    def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
-        """None: a tape uses only parameters and buffers."""
-        return []
-
-    def scratch(self) -> ScratchMemory | None:
-        """None: tapes use ordinary memory."""
-        return None
-
     def synchronize(self) -> None:
         """Nothing to wait for: a replay has finished when its call returns."""
 
-    def without_updates(self) -> AbstractContextManager[None]:
-        """Nothing to skip: the tape has no FP8."""
-        return nullcontext()
-
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
-        """Always restore the generator's state and the states of Megatron's RNG tracker."""
-        generator = torch.default_generator.get_state()
-        try:
-            with tracked_states_kept():
-                yield
-        finally:
-            torch.default_generator.set_state(generator)
+        """Always restore generators and the states of Megatron's RNG tracker."""
+        with tracked_states_kept(), generators_kept(generators_of(callables, "cpu")):
+            yield

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.backends.base import Backend
 from megatron_cg.backends.cuda_cleanup import (
     device_generator,
     generators_kept,
@@ -27,7 +28,6 @@ from megatron_cg.backends.te.te_if_loaded import (
 )
 from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.memory.scratch import IdlePool, ScratchMemory
 from megatron_cg.replay.guard.objects import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
@@ -53,14 +53,13 @@ _MODULE = Symbol(
 RELIES_ON = (_MAKE, _AUTOCAST, _SET_AUTOCAST, _FP8_STATE, _MODULE)
 
 
-class TransformerEngineBackend:
+class TransformerEngineBackend(Backend):
     """Captures through TE's ``make_graphed_callables`` and cleans up after its failures."""
 
     name = "transformer_engine"
 
     def __init__(self) -> None:
         """Raises UpstreamChangedError if this TE has no capture-time hooks."""
-        self._pool: tuple[int, int] | None = None
         self._make: Callable[..., Any] = _MAKE.find()
         self._is_capturing: Callable[[], bool] = IS_CAPTURING.find()
         self._end_capturing: Callable[[], None] = END_CAPTURING.find()
@@ -100,10 +99,6 @@ class TransformerEngineBackend:
         """See :class:`megatron_cg.backends.base.Backend`."""
         return replay_function(graph)
 
-    def scratch(self) -> ScratchMemory | None:
-        """Scratch memory of the graphs' pool."""
-        return IdlePool(self._pool) if self._pool is not None else None
-
     def numerics(self) -> Any:
         """TE's recipe if FP8 is on, else None."""
         return self._fp8_recipe() if self._fp8_enabled() else None
@@ -127,10 +122,6 @@ class TransformerEngineBackend:
                     for name in ("scale", "amax_history")
                 ]
         return found
-
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        torch.cuda.synchronize()
 
     @contextmanager
     def without_updates(self) -> Iterator[None]:

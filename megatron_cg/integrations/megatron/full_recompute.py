@@ -33,8 +33,8 @@ Note [Gathered as often]
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,8 +48,8 @@ from megatron_cg.arguments.schema import prediction_is_repeated, recomputes_laye
 from megatron_cg.replay.region import is_capturing, not_capturing
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.layer_config import LayerConfig
-from megatron_cg.upstream.patch import put_over, set_attribute
-from megatron_cg.upstream.symbols import Symbol, changed
+from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
+from megatron_cg.upstream.symbols import Symbol
 
 _CHECKPOINTS = Symbol(
     "megatron-core",
@@ -80,9 +80,7 @@ def allow_full_recompute() -> Callable[[], None]:
             than this was written for.
     """
     for symbol in RELIES_ON:
-        unknown = symbol.unknown_body()
-        if unknown is not None:
-            raise changed(symbol.distribution, symbol.path, unknown)
+        symbol.require_known_body()
     return relax_rules(_check)
 
 
@@ -117,14 +115,18 @@ def recompute_in_layers(model: nn.Module) -> Callable[[], None]:
     Does nothing to a model that does not recompute whole layers. Call it before a capture, between
     two steps, and undo it after the graphs are deleted.
     """
-    with ExitStack() as undo:
-        for caller in model.modules():
-            if isinstance(caller, _CALLERS) and _moves(caller):
-                for layer in _recomputed(caller):
-                    undo.callback(_recompute(layer))
-                plain = LayerConfig(caller.config, recompute_granularity=None)
-                undo.callback(set_attribute(caller, "config", plain))
-        return undo.pop_all().close
+    return all_of(
+        undo
+        for caller in model.modules()
+        if isinstance(caller, _CALLERS) and _moves(caller)
+        for undo in _moved(caller)
+    )
+
+
+def _moved(caller: Any) -> Iterator[Undo]:
+    yield from map(_recompute, _recomputed(caller))
+    plain = LayerConfig(caller.config, recompute_granularity=None)
+    yield set_attribute(caller, "config", plain)
 
 
 def _moves(caller: Any) -> bool:
@@ -161,7 +163,7 @@ def _recompute(layer: Any) -> Callable[[], None]:
 
         return forward
 
-    with ExitStack() as undo:
-        for name in ("forward", "_te_cuda_graph_capture"):
-            undo.callback(put_over(layer, name, recomputing(getattr(layer, name))))
-        return undo.pop_all().close
+    return all_of(
+        put_over(layer, name, recomputing(getattr(layer, name)))
+        for name in ("forward", "_te_cuda_graph_capture")
+    )

@@ -14,10 +14,9 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from megatron_cg.precompile.region import Region
 from megatron_cg.replay.region import is_capturing
 from megatron_cg.replay.verify import synthetic_gradient
 from megatron_cg.telemetry.record import note
-from megatron_cg.upstream.patch import Undo, put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 NAME = "layer"
@@ -42,7 +41,6 @@ RECORDED = "precompiled"
 """Where a run's record says what was loaded; see :class:`LayerCode`."""
 
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel"
-_WRAPPER = Symbol("megatron-core", _FSDP, "what wraps a model")
 _WRAP = Symbol(
     "megatron-core", f"{_FSDP}.__init__", "takes the model", parameters=("config", "module")
 )
@@ -59,7 +57,7 @@ _FORWARD = Symbol(
     "returns hidden states and context",
     fingerprints=("8f9ec0dac7627d44",),
 )
-RELIES_ON = (_WRAPPER, _WRAP, _CAPTURED, _FORWARD)
+RELIES_ON = (_WRAP, _CAPTURED, _FORWARD)
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +182,7 @@ class LayerCode:
 
     def before_wrapping(self) -> Undo:
         """Load for each model that Megatron-FSDP is about to wrap; returns the undo."""
-        wrapper, old = _WRAPPER.find(), _WRAP.find()
+        old = _WRAP.find()
         signature = inspect.signature(old)
 
         @wraps(old)
@@ -192,27 +190,22 @@ class LayerCode:
             self.load(signature.bind(*args, **kwargs).arguments["module"])
             old(*args, **kwargs)
 
-        return set_attribute(wrapper, "__init__", init)
+        return set_attribute(*_WRAP.place(), init)
 
     def captured_in(self, layers: Sequence[nn.Module]) -> Undo:
         """Let captures of these layers run the loaded code; returns the undo."""
-        with ExitStack() as undo:
-            for layer, compiled in self._of(layers):
-                own: Any = layer._te_cuda_graph_capture
-                run = partial(_run, layer, own, compiled)
-                undo.callback(put_over(layer, "_te_cuda_graph_capture", run))
-            return undo.pop_all().close
-
-    def _of(self, layers: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Precompiled]]:
-        captured = {id(layer) for layer in layers}
-        return ((layer, code) for layer, code in self._code if id(layer) in captured)
+        captured = set(layers)
+        return all_of(_in_captures(layer, code) for layer, code in self._code if layer in captured)
 
 
-def _run(
-    layer: nn.Module, own: Callable[..., Any], compiled: Precompiled, *args: Any, **kwargs: Any
-) -> Any:
+def _in_captures(layer: Any, compiled: Precompiled) -> Undo:
     """See Note [What runs the loaded code]."""
-    if not is_capturing():
-        return own(*args, **kwargs)
-    hidden, _context = compiled(layer, *args, **kwargs)
-    return (hidden,)
+    own = layer._te_cuda_graph_capture
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not is_capturing():
+            return own(*args, **kwargs)
+        hidden, _context = compiled(layer, *args, **kwargs)
+        return (hidden,)
+
+    return put_over(layer, "_te_cuda_graph_capture", run)

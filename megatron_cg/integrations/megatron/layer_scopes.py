@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.upstream.layer_config import LayerConfig
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import all_of, set_attribute
 
 
 def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Callable[[], None]:
     """Set ``modules`` as the scopes of ``layer`` and of its MoE layer, if any; returns the undo."""
-    with ExitStack() as undo:
-        for owner in (layer, getattr(layer, "mlp", None)):
-            config = getattr(owner, "config", None)
-            if owner is not None and config is not None:
-                undo.callback(
-                    set_attribute(
-                        owner, "config", LayerConfig(config, cuda_graph_modules=list(modules))
-                    )
-                )
-        return undo.pop_all().close
+    return all_of(
+        set_attribute(owner, "config", LayerConfig(config, cuda_graph_modules=list(modules)))
+        for owner in (layer, getattr(layer, "mlp", None))
+        if (config := getattr(owner, "config", None)) is not None
+    )
 
 
 def leave_out(layer: Any, module: nn.Module | None) -> str:

@@ -25,8 +25,8 @@ from megatron_cg.integrations.call_arguments import (
     several,
 )
 from megatron_cg.integrations.megatron.model_rules import check_model
+from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
 from megatron_cg.integrations.reminder import remind_of_steps
-from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.replay.counters import Counters
 
 
@@ -93,10 +93,12 @@ class GraphedLayers:
         config: Any = model.config
         self._warmup_steps = int(config.cuda_graph_warmup_steps)
         self._steps = 0
+        from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
+
+        members = settings_of(given) | {"make_backend": staticmethod(lambda: captures)}
+        kind: Any = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
         with ExitStack() as undo:
-            self._helper = _make_helper(
-                (model, optimizer, seq_length, micro_batch_size), given, captures
-            )
+            self._helper = kind([model], config, seq_length, micro_batch_size, [optimizer])
             undo.callback(self._helper.undo.close)
             self._stepped = remind_of_steps(model, self._warmup_steps)
             undo.callback(self._stepped)
@@ -121,7 +123,7 @@ class GraphedLayers:
             CaptureError, AgreementError, ReplayMismatchError: as in a run of Megatron.
         """
         self._stepped()
-        if self._steps == self._warmup_steps and not self._helper.capture_finished():
+        if self._steps == self._warmup_steps and self._helper.controller.awaits_capture:
             self._helper.create_cudagraphs()
         routine = self._helper.steps
         routine.before_step(self._steps)
@@ -141,13 +143,3 @@ class GraphedLayers:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
-
-
-def _make_helper(subject: tuple[Any, ...], given: GraphArguments, backend: Backend) -> Any:
-    """Our version of Megatron's capture helper, for one model."""
-    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
-
-    members = settings_of(given) | {"make_backend": staticmethod(lambda: backend)}
-    model, optimizer, seq_length, micro_batch_size = subject
-    kind = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), members)
-    return kind([model], model.config, seq_length, micro_batch_size, [optimizer])

@@ -20,8 +20,7 @@ Note [A mask that comes later]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
 MASK = "attention_mask"
@@ -57,28 +56,28 @@ class ObservedInputs(StaticInputs):
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__(layers)
-        self._none: set[tuple[int, str]] = set()
-        self._given: set[tuple[int, str]] = set()
+        self._none: set[tuple[nn.Module, str]] = set()
+        self._given: set[tuple[nn.Module, str]] = set()
 
     def forget(self) -> None:
         """Also forget which keywords were never given."""
         super().forget()
         self._none.clear()
 
-    def is_never_given(self, index: int, name: str) -> bool:
-        """Whether layer ``index`` was called with that keyword and its value was always None."""
-        return (index, name) in self._none - self._given
+    def is_never_given(self, layer: nn.Module, name: str) -> bool:
+        """Whether a layer was called with that keyword and its value was always None."""
+        return (layer, name) in self._none - self._given
 
-    def _look(self, index: int, kwargs: Mapping[str, Any]) -> None:
-        super()._look(index, kwargs)
-        for name, value in kwargs.items():
-            (self._none if value is None else self._given).add((index, name))
+    def _look(self, layer: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super()._look(layer, inputs)
+        for name, value in inputs.items():
+            (self._none if value is None else self._given).add((layer, name))
 
 
 class Observations(Protocol):
     """What was observed of the inputs of layers."""
 
-    def is_never_given(self, index: int, name: str) -> bool:
+    def is_never_given(self, layer: Any, name: str) -> bool:
         """See :meth:`ObservedInputs.is_never_given`."""
 
 
@@ -88,23 +87,22 @@ def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> C
     Call it before sample inputs are made, and undo it after the graphs are deleted.
 
     Args:
-        layers: the captured layers, in the order of the indices of ``inputs``.
+        layers: the captured layers.
         inputs: what the layers were called with in the steps before.
     """
-    with ExitStack() as undo:
-        for index, layer in enumerate(layers):
-            if isinstance(layer, TransformerLayer) and inputs.is_never_given(index, MASK):
-                undo.callback(_without_mask(layer))
-        return undo.pop_all().close
+    return all_of(
+        undo
+        for layer in layers
+        if isinstance(layer, TransformerLayer) and inputs.is_never_given(layer, MASK)
+        for undo in _without_mask(layer)
+    )
 
 
-def _without_mask(layer: Any) -> Callable[[], None]:
-    with ExitStack() as undo:
-        samples = partial(_samples, layer, layer.get_layer_static_inputs)
-        undo.callback(put_over(layer, "get_layer_static_inputs", samples))
-        replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
-        undo.callback(put_over(layer, "_get_te_cuda_graph_replay_args", replay))
-        return undo.pop_all().close
+def _without_mask(layer: Any) -> Iterator[Undo]:
+    samples = partial(_samples, layer, layer.get_layer_static_inputs)
+    yield put_over(layer, "get_layer_static_inputs", samples)
+    replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
+    yield put_over(layer, "_get_te_cuda_graph_replay_args", replay)
 
 
 def _samples(layer: Any, make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Any:

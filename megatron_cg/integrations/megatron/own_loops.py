@@ -28,7 +28,7 @@ from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 from megatron_cg.integrations.megatron.model_rules import check_model
-from megatron_cg.upstream.patch import run_after, set_attribute
+from megatron_cg.upstream.patch import all_of, run_after, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _HELPER = Symbol(
@@ -141,7 +141,4 @@ def help_own_loops() -> Callable[[], None]:
 
 def settings_for_own_loops(settings: Mapping[str, Any]) -> Callable[[], None]:
     """Apply the flags' settings to helpers created from now on; returns the undo."""
-    with ExitStack() as undo:
-        for name, value in settings.items():
-            undo.callback(set_attribute(LoopHelper, name, value))
-        return undo.pop_all().close
+    return all_of(set_attribute(LoopHelper, name, value) for name, value in settings.items())

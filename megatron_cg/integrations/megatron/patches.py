@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -18,12 +18,8 @@ from typing import Any, get_args
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.call_arguments import GroupedGemm, one_of, refuse
-from megatron_cg.integrations.megatron.teardown import (
-    close_at_exit,
-    close_before_process_groups,
-    close_for_the_end,
-)
-from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.integrations.megatron.teardown import close_for_the_end, graphs_close_in_time
+from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _PARSER = Symbol(
@@ -102,8 +98,7 @@ def enable(
         undo.callback(_refuse_yaml_with_graphs())
         undo.callback(_allow_prebuilt_dataset_helpers())
         undo.callback(_help_own_loops())
-        undo.callback(close_before_process_groups())
-        undo.callback(close_at_exit())
+        undo.callback(graphs_close_in_time())
         _active = undo.pop_all()
 
 
@@ -125,66 +120,51 @@ def disable() -> None:
             active.close()
 
 
-def _replace(symbol: Symbol, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace the module attribute that ``symbol`` names with ``make(old)``; returns the undo.
-
-    Raises UpstreamChangedError when the attribute is missing.
-    """
-    module_name, _, name = symbol.path.partition(":")
-    old = symbol.find()
-    new = make(old)
-    put_in = set_attribute if isinstance(new, type) else put_over
-    return put_in(sys.modules[module_name], name, new)
-
-
-def _extend_parser() -> Callable[[], None]:
+def _extend_parser() -> Undo:
     from megatron_cg.arguments.megatron import add_arguments
 
-    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(old)
-        def add_megatron_arguments(parser: Any) -> Any:
-            return add_arguments(old(parser))
+    old = _PARSER.find()
 
-        return add_megatron_arguments
+    @wraps(old)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return add_arguments(old(parser))
 
-    return _replace(_PARSER, extended)
+    return put_over(*_PARSER.place(), add_megatron_arguments)
 
 
-def _extend_validation() -> Callable[[], None]:
+def _extend_validation() -> Undo:
     from megatron_cg.arguments import megatron as flags
     from megatron_cg.arguments.schema import recomputes_layers
 
-    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(old)
-        def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-            flags.validate(args)
-            result = old(args, *rest, **kwargs)
-            wanted = flags.wants_graphs(args)
-            if wanted and recomputes_layers(args) and _active is not None:
-                _active.callback(_allow_full_recompute())
-            start(flags.read_graph(args), args, wants_graphs=wanted)
-            return result
+    old = _RULES.find()
 
-        return validate_args
+    @wraps(old)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        flags.validate(args)
+        result = old(args, *rest, **kwargs)
+        wanted = flags.wants_graphs(args)
+        if wanted and recomputes_layers(args) and _active is not None:
+            _active.callback(_allow_full_recompute())
+        start(flags.read_graph(args), args, wants_graphs=wanted)
+        return result
 
-    return _replace(_RULES, extended)
+    return put_over(*_RULES.place(), validate_args)
 
 
-def _refuse_yaml_with_graphs() -> Callable[[], None]:
+def _refuse_yaml_with_graphs() -> Undo:
     """Megatron does not validate ``--yaml-cfg`` with ``validate_args``, so our rules do not run."""
     from megatron_cg.arguments.megatron import wants_graphs
 
-    def extended(old: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(old)
-        def validate_yaml(*args: Any, **kwargs: Any) -> Any:
-            result = old(*args, **kwargs)
-            if wants_graphs(result):
-                raise ConfigurationError([YAML_VIOLATION])
-            return result
+    old = _YAML_RULES.find()
 
-        return validate_yaml
+    @wraps(old)
+    def validate_yaml(*args: Any, **kwargs: Any) -> Any:
+        result = old(*args, **kwargs)
+        if wants_graphs(result):
+            raise ConfigurationError([YAML_VIOLATION])
+        return result
 
-    return _replace(_YAML_RULES, extended)
+    return put_over(*_YAML_RULES.place(), validate_yaml)
 
 
 def _wrong_rows(rows: object, grouped_gemm: str) -> Iterator[Violation]:
@@ -202,7 +182,7 @@ def _wrong_rows(rows: object, grouped_gemm: str) -> Iterator[Violation]:
         )
 
 
-def _compute_experts_by_torch(rows: float | None) -> Callable[[], None]:
+def _compute_experts_by_torch(rows: float | None) -> Undo:
     """In models that are built from now on; ``rows`` is that of ``--cg-moe-rows``."""
     from megatron_cg.integrations.megatron.repeat import repeat_steps
     from megatron_cg.moe.install import bound_rows, use_device_counts
@@ -242,7 +222,7 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
         _active.callback(follow_log(()))
 
 
-def _replace_helper(settings: Any, args: Any) -> Callable[[], None]:
+def _replace_helper(settings: Any, args: Any) -> Undo:
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper, settings_of
     from megatron_cg.integrations.megatron.own_loops import settings_for_own_loops
     from megatron_cg.integrations.megatron.steps import follow_steps
@@ -261,40 +241,38 @@ def _replace_helper(settings: Any, args: Any) -> Callable[[], None]:
             undo.callback(code.before_wrapping())
         undo.callback(settings_for_own_loops(members))
         helper = type("FsdpCudaGraphHelper", (FsdpCudaGraphHelper,), {**members, "live": live})
-        undo.callback(_replace(_HELPER, lambda _old: helper))
+        undo.callback(set_attribute(*_HELPER.place(), helper))
         undo.callback(follow_steps(live))
         undo.callback(follow_log(live))
         return undo.pop_all().close
 
 
-def _allow_full_recompute() -> Callable[[], None]:
+def _allow_full_recompute() -> Undo:
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 
     return allow_full_recompute()
 
 
-def _help_own_loops() -> Callable[[], None]:
+def _help_own_loops() -> Undo:
     from megatron_cg.integrations.megatron.own_loops import help_own_loops
 
     return help_own_loops()
 
 
-def _allow_prebuilt_dataset_helpers() -> Callable[[], None]:
+def _allow_prebuilt_dataset_helpers() -> Undo:
     """Let megatron-core run from a wheel, which has compiled dataset helpers but no Makefile."""
+    old = _COMPILE.find()
 
-    def extended(old: Callable[[], None]) -> Callable[[], None]:
-        @wraps(old)
-        def compile_helpers() -> None:
-            folder = Path(old.__code__.co_filename).parent
-            built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
-            if (folder / "Makefile").exists() or built is None:
-                old()
-                return
-            print(
-                f"megatron_cg: {folder} has no Makefile, as in every wheel of megatron-core; the "
-                f"dataset helpers that came compiled with it are used ({built.origin})."
-            )
+    @wraps(old)
+    def compile_helpers() -> None:
+        folder = Path(old.__code__.co_filename).parent
+        built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+        if (folder / "Makefile").exists() or built is None:
+            old()
+            return
+        print(
+            f"megatron_cg: {folder} has no Makefile, as in every wheel of megatron-core; the "
+            f"dataset helpers that came compiled with it are used ({built.origin})."
+        )
 
-        return compile_helpers
-
-    return _replace(_COMPILE, extended)
+    return put_over(*_COMPILE.place(), compile_helpers)

@@ -28,10 +28,10 @@ Note [What a loop must do]
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -46,18 +46,18 @@ from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.patch import put_over, run_after, run_before
 from megatron_cg.upstream.symbols import Symbol
 
+if TYPE_CHECKING:  # It imports this module.
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+
 _FORWARD, _DATA, _MODEL = "forward_step_func", "data_iterator", "model"
 _MICROBATCHES, _EVALUATES = "num_microbatches", "forward_only"
-_SCHEDULES = Symbol(
-    "megatron-core", "megatron.core.pipeline_parallel.schedules", "Megatron's schedules"
-)
 _PASSES = Symbol(
     "megatron-core",
     "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
     "all passes of a step without pipeline parallelism",
     parameters=(_FORWARD, _DATA, _MODEL, _MICROBATCHES, _EVALUATES),
 )
-RELIES_ON = (_SCHEDULES, _PASSES)
+RELIES_ON = (_PASSES,)
 
 _OUTSIDE = Violation(
     "rows-outside-schedule",
@@ -85,26 +85,6 @@ _ELSEWHERE = Violation(
 )
 
 
-class Graphed(Protocol):
-    """A capture helper, as far as its steps are repeated."""
-
-    @property
-    def model(self) -> Sequence[Any]:
-        """The chunks of its model."""
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """What steps after the passes."""
-
-    @property
-    def session(self) -> Session | None:
-        """The current graphs; None if there are none."""
-
-    @property
-    def step_number(self) -> int | None:
-        """The number of the step that runs, from 1; None if unknown."""
-
-
 _steps: WeakKeyDictionary[nn.Module, _Steps] = WeakKeyDictionary()
 """By the ``MegatronFSDP`` of a model."""
 
@@ -114,7 +94,7 @@ def repeat_steps() -> Callable[[], None]:
 
     Raises UpstreamChangedError if the schedule is not as relied on.
     """
-    module, old = _SCHEDULES.find(), _PASSES.find()
+    old = _PASSES.find()
 
     @wraps(old)
     def forward_backward_no_pipelining(**options: Any) -> Any:
@@ -125,10 +105,10 @@ def repeat_steps() -> Callable[[], None]:
             return old(**options)
         return steps.run(old, options)
 
-    return put_over(module, old.__name__, forward_backward_no_pipelining)
+    return put_over(*_PASSES.place(), forward_backward_no_pipelining)
 
 
-def follow(helper: Graphed) -> Callable[[], None]:
+def follow(helper: FsdpCudaGraphHelper) -> Callable[[], None]:
     """Repeat steps of the helper's model if its layers have a bound of rows; returns the undo."""
     fsdp: Any = find_megatron_fsdp(helper.model[0])
     bound = bound_of(fsdp)
@@ -147,7 +127,7 @@ def follow(helper: Graphed) -> Callable[[], None]:
 class _Steps:
     """The steps of one model, each of which is repeated if it exceeds the bound."""
 
-    def __init__(self, helper: Graphed, bound: RowBound) -> None:
+    def __init__(self, helper: FsdpCudaGraphHelper, bound: RowBound) -> None:
         self._helper, self._bound = helper, bound
         self._states: WeakKeyDictionary[Session, StepState] = WeakKeyDictionary()
         self._seen: WeakKeyDictionary[Session, int] = WeakKeyDictionary()

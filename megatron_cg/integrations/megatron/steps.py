@@ -16,23 +16,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
-from typing import Any, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from megatron_cg.capture.controller import GraphController
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.upstream.patch import put_over, run_after
 from megatron_cg.upstream.symbols import Symbol
 
+if TYPE_CHECKING:  # It imports this module.
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+
 _OPTIMIZER, _ITERATION = "optimizer", "iteration"
-_LOOP = Symbol("megatron-core", "megatron.training.training", "Megatron's training loop")
 _STEP = Symbol(
     "megatron-core",
     "megatron.training.training:train_step",
     "one training step",
     parameters=(_OPTIMIZER, _ITERATION),
 )
-RELIES_ON = (_LOOP, _STEP)
+RELIES_ON = (_STEP,)
 
 
 class StepRoutine:
@@ -74,38 +76,17 @@ class StepRoutine:
         self._controller.close()
 
 
-class Followed(Protocol):
-    """A capture helper, as far as its steps are followed."""
-
-    @property
-    def steps(self) -> StepRoutine | None:
-        """What it does around each step; None for a model that is not under Megatron-FSDP."""
-
-    @property
-    def undo(self) -> ExitStack:
-        """Undoes what the helper changed for as long as the run lasts."""
-
-
-def _vote(routines: Sequence[StepRoutine], step: int | None) -> None:
-    for routine in routines:
-        routine.vote(step)
-
-
 class _Votes:
     """The vote of the current step: when the optimizer's step returns, or afterwards."""
 
     def __init__(self) -> None:
-        self._due: Callable[[], None] | None = None
+        self.due: Callable[[], None] | None = None
+        """Votes; None once this step has voted, and after a step that raised."""
         self._followed: list[Any] = []
         self.undo = ExitStack()
 
-    def is_due(self, vote: Callable[[], None]) -> Callable[[], None]:
-        """Begin a step that calls ``vote`` once; returns the function that ends the step."""
-        self._due = vote
-        return self.forget
-
     def follow(self, optimizer: Any) -> None:
-        """Vote whenever its steps return, from now on; call this once for each optimizer."""
+        """Vote whenever its steps return, from now on; once for each optimizer."""
         if not any(optimizer is known for known in self._followed):
             self._followed.append(optimizer)
             undo = run_after(optimizer, "step", self.vote)
@@ -114,23 +95,18 @@ class _Votes:
 
     def vote(self) -> None:
         """Vote, unless this step has voted already."""
-        due, self._due = self._due, None
+        due, self.due = self.due, None
         if due is not None:
             due()
 
-    def forget(self) -> None:
-        """The step ended, with or without an exception."""
-        self._due = None
 
-
-def follow_steps(helpers: Sequence[Followed]) -> Callable[[], None]:
+def follow_steps(helpers: Sequence[FsdpCudaGraphHelper]) -> Callable[[], None]:
     """Run the routines of ``helpers`` around each training step; returns the undo.
 
     ``helpers`` is read again at each step. Raises UpstreamChangedError if ``train_step`` is
     missing.
     """
-    old, module = _STEP.find(), _LOOP.find()
-
+    old = _STEP.find()
     place = list(inspect.signature(old).parameters).index(_OPTIMIZER)
     votes = _Votes()
 
@@ -139,21 +115,26 @@ def follow_steps(helpers: Sequence[Followed]) -> Callable[[], None]:
         routines = [helper.steps for helper in helpers if helper.steps is not None]
         optimizer = args[place] if len(args) > place else kwargs[_OPTIMIZER]
         votes.follow(optimizer)
+
+        def vote() -> None:
+            for routine in routines:
+                routine.vote(kwargs.get(_ITERATION))
+
         with ExitStack() as undo:
             for routine in routines:
                 undo.callback(routine.after_step)
             for routine in routines:
                 routine.before_step(kwargs.get(_ITERATION))
-            ended = votes.is_due(partial(_vote, routines, kwargs.get(_ITERATION)))
+            votes.due = vote
             try:
                 result = old(*args, **kwargs)
             except BaseException:
-                ended()
+                votes.due = None
                 raise
         votes.vote()
         return result
 
-    undo = put_over(module, "train_step", train_step)
+    undo = put_over(*_STEP.place(), train_step)
 
     def stop() -> None:
         undo()

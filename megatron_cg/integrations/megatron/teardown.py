@@ -32,21 +32,17 @@ from typing import Any
 import torch
 
 from megatron_cg.capture import session
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
-_NAME = "destroy_process_group"
-_PLACES = (
-    Symbol("torch", "torch.distributed", "the module of process groups"),
-    Symbol("torch", "torch.distributed.distributed_c10d", "where torch's own callers look"),
-)
-_DESTROY = Symbol(
-    "torch",
-    f"torch.distributed.distributed_c10d:{_NAME}",
-    "the end of process groups",
-    parameters=("group",),
+_DESTROY, _DESTROY_OF_TORCH = (
+    Symbol("torch", f"{module}:destroy_process_group", expected, parameters=("group",))
+    for module, expected in (
+        ("torch.distributed", "the end of process groups"),
+        ("torch.distributed.distributed_c10d", "the same, where torch's own callers look"),
+    )
 )
 _MEMBERS = Symbol(
     "torch",
@@ -54,11 +50,38 @@ _MEMBERS = Symbol(
     "what names the default group",
     attributes=("WORLD",),
 )
-RELIES_ON = (*_PLACES, _DESTROY, _MEMBERS)
+RELIES_ON = (_DESTROY, _DESTROY_OF_TORCH, _MEMBERS)
+
+_installed = ExitStack()
+_users = 0
 
 SECONDS = 60.0
 """How long the end of a run waits for the GPU to become idle."""
 _PAUSE = 0.01
+
+
+def graphs_close_in_time() -> Callable[[], None]:
+    """Close all graphs before process groups and the interpreter end; returns the undo.
+
+    All callers share one installation, and may undo it in any order: each would wait on its own.
+
+    Raises UpstreamChangedError when torch has no such functions.
+    """
+    global _users, _installed
+    if not _users:
+        with ExitStack() as undo:
+            undo.callback(close_before_process_groups())
+            undo.callback(close_at_exit())
+            _installed = undo.pop_all()
+    _users += 1
+
+    def leave() -> None:
+        global _users
+        _users -= 1
+        if not _users:
+            _installed.close()
+
+    return leave
 
 
 def close_before_process_groups() -> Callable[[], None]:
@@ -67,7 +90,7 @@ def close_before_process_groups() -> Callable[[], None]:
     A reference that a script imported earlier (``from torch.distributed import ...``) is not
     patched. Raises UpstreamChangedError when torch has no such function.
     """
-    old, members = _DESTROY.find(), _MEMBERS.find()
+    old, members = _DESTROY_OF_TORCH.find(), _MEMBERS.find()
 
     @wraps(old)
     def destroy_process_group(group: Any = None) -> None:
@@ -75,10 +98,8 @@ def close_before_process_groups() -> Callable[[], None]:
             close_for_the_end()
         old(group)
 
-    with ExitStack() as undo:
-        for place in _PLACES:
-            undo.callback(put_over(place.find(), _NAME, destroy_process_group))
-        return undo.pop_all().close
+    places = (_DESTROY, _DESTROY_OF_TORCH)
+    return all_of(put_over(*place.place(), destroy_process_group) for place in places)
 
 
 def close_at_exit() -> Callable[[], None]:

@@ -17,11 +17,10 @@ Note [The same bits]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 from torch import nn
 
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import all_of, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _OF_TE, _OF_MEGATRON = "fuse_wgrad_accumulation", "gradient_accumulation_fusion"
@@ -58,9 +57,9 @@ def weight_gradients_returned(model: nn.Module, layers: Sequence[nn.Module]) -> 
     Called between two steps. Returns the undo.
     """
     graphed = {module for layer in layers for module in layer.modules()}
-    with ExitStack() as undo:
-        for module in model.modules():
-            for name in (_OF_TE, _OF_MEGATRON):
-                if vars(module).get(name) and (name == _OF_TE or module in graphed):
-                    undo.callback(set_attribute(module, name, False))
-        return undo.pop_all().close
+    return all_of(
+        set_attribute(module, name, False)
+        for module in model.modules()
+        for name in (_OF_TE, _OF_MEGATRON)
+        if vars(module).get(name) and (name == _OF_TE or module in graphed)
+    )

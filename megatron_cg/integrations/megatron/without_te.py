@@ -7,25 +7,20 @@ buffers. Every backend of this package takes all of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
 _LAYER = "megatron.core.transformer.transformer_layer"
-_MODULES = tuple(
-    Symbol("megatron-core", path, "a module that asks for TE's release")
-    for path in (_GRAPHS, _LAYER)
-)
 _FLAG = Symbol("megatron-core", f"{_GRAPHS}:HAVE_TE_GRAPHS", "what the helper asserts")
 _RELEASE = tuple(
     Symbol("megatron-core", f"{path}:is_te_min_version", "what asks for TE's release")
     for path in (_GRAPHS, _LAYER)
 )
-RELIES_ON = (*_MODULES, _FLAG, *_RELEASE)
+RELIES_ON = (_FLAG, *_RELEASE)
 
 
 def capture_without_te() -> Callable[[], None]:
@@ -34,18 +29,15 @@ def capture_without_te() -> Callable[[], None]:
     Changes nothing where TE is installed.
     """
     if _FLAG.find():
-        return _nothing
-    with ExitStack() as undo:
-        graphs, layer = (module.find() for module in _MODULES)
-        undo.callback(set_attribute(graphs, "HAVE_TE_GRAPHS", True))
-        for module in (graphs, layer):
-            undo.callback(put_over(module, "is_te_min_version", _takes_all))
-        return undo.pop_all().close
+        return lambda: None
+    return all_of(_changes())
+
+
+def _changes() -> Iterator[Undo]:
+    yield set_attribute(*_FLAG.place(), True)
+    for asked in _RELEASE:
+        yield put_over(*asked.place(), _takes_all)
 
 
 def _takes_all(*_release: Any, **_options: Any) -> bool:
     return True
-
-
-def _nothing() -> None:
-    return None

@@ -25,9 +25,9 @@ from megatron_cg.integrations.call_arguments import (
     refuse,
     several,
 )
+from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
 from megatron_cg.integrations.reminder import remind_of_steps
 from megatron_cg.integrations.standalone.attachment import Attachment
-from megatron_cg.integrations.standalone.ending import graphs_close_in_time
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.replay.counters import Counters
@@ -137,7 +137,7 @@ class GraphedUnits:
             self._controller = GraphController(
                 self._agreement,
                 self._capture,
-                self._observer.forget_static_inputs,
+                self._observer.static_inputs.forget,
                 goes_on=on_failure == "eager",
                 option="on_failure='eager'",
             )
@@ -208,7 +208,7 @@ class GraphedUnits:
             self._agreement,
             joins=self._on_failure == "eager",
             policy=self._policy,
-            static_inputs=self._observer.static_inputs(list(seen)),
+            static_inputs=self._observer.static_inputs,
             fast_path=self._fast_path,
             sharding=self._sharding,
         )

@@ -5,7 +5,7 @@ Sample inputs are made from this, so users need not know the shapes of inner mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ class Observer:
         self._units, self._sharding = dict(units), sharding
         self._seen: dict[str, Seen] = {}
         self._now: dict[str, Seen] = {}
-        self._static: StaticInputs | None = None
+        self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
 
     @contextmanager
@@ -59,25 +59,15 @@ class Observer:
                     self._look(name, owner, args, kwargs)
 
                 stack.callback(look_before(module, look))
-            if self._static is not None:
-                stack.callback(self._static.observe_step())
+            if self.steps:
+                stack.callback(self.static_inputs.observe_step())
             yield
-        self._end_step()
+        self.steps += 1
+        self._seen = self._now
 
     def in_order(self) -> dict[str, Seen]:
         """The units that were called in the last whole step, in the order of their first calls."""
         return dict(self._seen)
-
-    def static_inputs(self, names: Sequence[str]) -> StaticInputs:
-        """What is known of inputs that never change; indices follow ``names``."""
-        if self._static is None or names != list(self._units):
-            return StaticInputs(self._units[name] for name in names)
-        return self._static
-
-    def forget_static_inputs(self) -> None:
-        """Treat no input as static any more, after one has changed."""
-        if self._static is not None:
-            self._static.forget()
 
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
@@ -94,15 +84,6 @@ class Observer:
             torch.get_autocast_dtype(device_type) if enabled else None,
             (before.recompute if before else None) or recompute_around(),
         )
-
-    def _end_step(self) -> None:
-        self.steps += 1
-        self._seen = self._now
-        if self._static is None and self._seen:
-            # StaticInputs knows units by index; from now on the index follows the order of calls.
-            rest = [name for name in self._units if name not in self._seen]
-            self._units = {name: self._units[name] for name in (*self._seen, *rest)}
-            self._static = StaticInputs(self._units.values())
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

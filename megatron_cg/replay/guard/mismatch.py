@@ -23,9 +23,9 @@ class Mismatch:
         """Mismatches with equal keys are reported only once."""
         return self.clause, self.subject
 
-    def text(self, layer: str, microbatch: int) -> str:
+    def text(self, layer: str) -> str:
         """The full description in one line, for the log or an error."""
         return (
-            f"{layer}, microbatch {microbatch}: {self.subject} was {self.expected} at capture and "
+            f"{layer}: {self.subject} was {self.expected} at capture and "
             f"is {self.actual} now ({self.clause}). {self.cause}"
         )

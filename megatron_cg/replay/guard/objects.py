@@ -4,9 +4,11 @@ A graph contains none of these, only their addresses and the operations that the
 module, parameter or hook is installed later, an eager pass uses it and a replay does not.
 
 Note [A table of what must be the same object]
-    Parameters, buffers, submodules and an overridden forward are entries of a module's own
-    dictionaries. So one table of (dictionary, key, object) detects their replacement, at about
-    40 ns per entry. Hooks are checked separately: no hook may have been added or removed.
+    Parameters, buffers, submodules, tensors that are plain attributes and an overridden forward are
+    entries of a module's own dictionaries. So one table of (dictionary, key, object) detects their
+    replacement, at about 40 ns per entry. A tensor that the passes of the capture have replaced is
+    a result of the module, such as its last loss, and not in the table. Hooks are checked
+    separately: no hook may have been added or removed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -63,6 +66,17 @@ def entries(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
         if owner is not layer:  # the replay replaces the layer's own forward
             found.append((vars(owner), "forward", "forward", f"forward of {prefix[:-1]}"))
     return found
+
+
+def tensor_attributes(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
+    """The tensors that ``graphed`` hold as plain attributes, neither parameters nor buffers."""
+    names = {id(module): _prefix(name) for name, module in layer.named_modules()}
+    return [
+        (vars(owner), name, "attribute", f"attribute {names[id(owner)]}{name}")
+        for owner in graphed
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 class Objects:

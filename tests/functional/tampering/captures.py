@@ -200,10 +200,10 @@ def hooks_without_phase_two() -> None:
 def hooks_with_a_wrapper_left_in() -> None:
     """Leave the wrapper around the post-backward handler on the unit."""
     from megatron_cg.fsdp import FsdpRole, classify
-    from megatron_cg.hooks import HookSnapshot
+    from megatron_cg.hooks import HookSnapshot, module_hooks
 
     def clear(self: HookSnapshot) -> None:
-        for record in self.records:
+        for record in tuple(module_hooks(self.module)):
             if classify(record) is not FsdpRole.WRAPS_POST_BACKWARD:
                 getattr(self.module, record.kind.value).pop(record.hook_id)
 

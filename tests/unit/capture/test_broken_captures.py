@@ -48,7 +48,7 @@ def without_phase_two(stack: ExitStack) -> None:
 
 def with_a_wrapper_left_in(stack: ExitStack) -> None:
     def clear(self: HookSnapshot) -> None:
-        for record in self.records:
+        for record in tuple(module_hooks(self.module)):
             if classify(record) is not FsdpRole.WRAPS_POST_BACKWARD:
                 getattr(self.module, record.kind.value).pop(record.hook_id)
 

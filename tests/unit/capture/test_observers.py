@@ -1,4 +1,4 @@
-"""Observers of capture see each pass once, in one order, and none of the hooks around it."""
+"""Observers of capture see each pass once, and none of the hooks around it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,23 @@ import pytest
 from torch import nn
 
 from megatron_cg.capture.hook_order import HookOrder
-from megatron_cg.capture.observers import PassEvents
 from megatron_cg.events import Event, PassBegan, PassEnded, PassesDone, emit, subscribe
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
 
 
-class Noting:
-    """An observer that notes what it sees."""
-
-    def __init__(self, name: str, seen: list[str]) -> None:
-        self._name, self._seen = name, seen
-
-    def pass_begins(self, unit: int, *, forward: bool) -> None:
-        self._seen.append(f"{self._name} begins {unit} {forward}")
-
-    def pass_ended(self, unit: int, *, forward: bool) -> None:
-        self._seen.append(f"{self._name} ended {unit} {forward}")
-
-
-def order_of(seen: list[str], *observers: Any) -> HookOrder:
+def order_of(seen: list[str]) -> HookOrder:
     def noting(key: str) -> Any:
         return lambda _module: seen.append(key)
 
     hooks: CaptureTimeHooks = {key: {0: noting(key)} for key in CAPTURE_TIME_KEYS}
-    return HookOrder([nn.Identity()], 1, [hooks], {"num_warmup_iters": 0}, observers)
+    return HookOrder(
+        [nn.Identity()],
+        1,
+        [hooks],
+        {"num_warmup_iters": 0},
+        begun=lambda unit, forward: seen.append(f"begun {unit} {forward}"),
+        ended=lambda unit, forward: seen.append(f"ended {unit} {forward}"),
+    )
 
 
 def call(order: HookOrder, key: str) -> None:
@@ -39,37 +32,34 @@ def call(order: HookOrder, key: str) -> None:
     run(nn.Identity())
 
 
-def test_the_last_observer_is_nearest_to_the_pass() -> None:
+def test_hooks_run_outside_of_what_is_observed() -> None:
     seen: list[str] = []
-    order = order_of(seen, Noting("a", seen), Noting("b", seen))
+    order = order_of(seen)
     for key in CAPTURE_TIME_KEYS:
         call(order, key)
     assert seen == [
-        *("forward_pre_hooks", "a begins 0 True", "b begins 0 True"),
-        *("b ended 0 True", "a ended 0 True", "forward_hooks"),
-        *("backward_pre_hooks", "a begins 0 False", "b begins 0 False"),
-        *("b ended 0 False", "a ended 0 False", "backward_hooks"),
+        *("forward_pre_hooks", "begun 0 True", "ended 0 True", "forward_hooks"),
+        *("backward_pre_hooks", "begun 0 False", "ended 0 False", "backward_hooks"),
     ]
 
 
 def test_hooks_that_a_failed_rank_runs_for_the_others_are_no_passes() -> None:
     seen: list[str] = []
-    order = order_of(seen, Noting("a", seen))
+    order = order_of(seen)
     call(order, "forward_pre_hooks")
     order.run_rest()
     rest = ["forward_hooks", "backward_pre_hooks", "backward_hooks"]
-    assert seen == ["forward_pre_hooks", "a begins 0 True", *rest]
+    assert seen == ["forward_pre_hooks", "begun 0 True", *rest]
 
 
 def test_subscribers_hear_every_event_in_order_until_they_are_undone() -> None:
     heard: list[tuple[str, Event]] = []
     undo_first = subscribe(lambda event: heard.append(("first", event)))
     undo_second = subscribe(lambda event: heard.append(("second", event)))
-    passes = PassEvents(["layer 7"])
-    passes.pass_begins(0, forward=True)
+    emit(PassBegan("layer 7", forward=True))
     undo_first()
     undo_first()
-    passes.pass_ended(0, forward=False)
+    emit(PassEnded("layer 7", forward=False))
     undo_second()
     emit(PassesDone())
     assert heard == [

@@ -25,43 +25,44 @@ def seen(steps: int, *tables: object) -> tuple[StaticInputs, Layer]:
     return inputs, layer
 
 
-def replaced(inputs: StaticInputs, sample: torch.Tensor) -> torch.Tensor:
-    return inputs.replace_in(0, {"table": sample})["table"]
+def replaced(found: tuple[StaticInputs, Layer], sample: torch.Tensor) -> torch.Tensor:
+    inputs, layer = found
+    return inputs.replace_in(layer, {"table": sample})["table"]
 
 
 def test_a_table_that_never_changes_takes_the_place_of_a_sample_after_two_steps() -> None:
     table, sample = torch.ones(3), torch.zeros(3)
-    assert replaced(seen(1, table)[0], sample) is sample
-    assert replaced(seen(2, table)[0], sample) is table
+    assert replaced(seen(1, table), sample) is sample
+    assert replaced(seen(2, table), sample) is table
 
 
 def test_what_changed_stays_a_sample() -> None:
     table, sample = torch.ones(3), torch.zeros(3)
     other, learned = torch.ones(3), torch.ones(3, requires_grad=True)
-    assert replaced(seen(3, table, other)[0], sample) is sample
-    assert replaced(seen(3, table, None, table)[0], sample) is sample
-    assert replaced(seen(2, learned)[0], sample) is sample
+    assert replaced(seen(3, table, other), sample) is sample
+    assert replaced(seen(3, table, None, table), sample) is sample
+    assert replaced(seen(2, learned), sample) is sample
 
 
 def test_what_is_forgotten_has_to_be_seen_twice_again() -> None:
     table, sample = torch.ones(3), torch.zeros(3)
     inputs, layer = seen(2, table)
     inputs.forget()
-    assert replaced(inputs, sample) is sample
+    assert replaced((inputs, layer), sample) is sample
     later = torch.ones(3)
     for expected in (sample, later):
         stop = inputs.observe_step()
         layer(torch.ones(1), table=later)
         stop()
-        assert replaced(inputs, sample) is expected
+        assert replaced((inputs, layer), sample) is expected
 
 
 def test_a_table_unlike_the_sample_is_not_read_in_place() -> None:
     table = torch.ones(3)
-    inputs, _layer = seen(2, table)
+    inputs, layer = seen(2, table)
     unlike = (torch.zeros(4), torch.zeros(3).half(), torch.zeros(6)[::2])
     for sample in (*unlike, torch.zeros(3, device="meta"), torch.zeros(3, requires_grad=True)):
-        assert replaced(inputs, sample) is sample
+        assert replaced((inputs, layer), sample) is sample
 
 
 def test_a_table_given_by_position_is_known_by_its_name() -> None:
@@ -80,7 +81,7 @@ def test_a_table_given_by_position_is_known_by_its_name() -> None:
             stop = inputs.observe_step()
             layer(torch.ones(1), table)
             stop()
-        assert inputs.replace_in(0, {name: sample})[name] is table
+        assert inputs.replace_in(layer, {name: sample})[name] is table
 
 
 def test_a_tensor_that_a_layer_writes_to_stays_a_sample() -> None:
@@ -95,7 +96,7 @@ def test_a_tensor_that_a_layer_writes_to_stays_a_sample() -> None:
         stop = inputs.observe_step()
         layer(torch.ones(1), state)
         stop()
-    assert inputs.replace_in(0, {"seen": sample})["seen"] is sample
+    assert inputs.replace_in(layer, {"seen": sample})["seen"] is sample
 
 
 def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
@@ -114,7 +115,7 @@ def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
         out.sum().backward()
         stop()
     assert [given is table for given in calls] == [True, False] * 2
-    assert replaced(inputs, sample) is table
+    assert replaced((inputs, layer), sample) is table
 
 
 def test_a_name_that_a_keyword_has_is_not_given_to_another_argument() -> None:

@@ -111,6 +111,32 @@ def test_a_loop_that_enters_no_step_is_told_once(
         calculator.unset_num_microbatches_calculator()
 
 
+def test_steps_after_closing_are_eager_though_nothing_was_captured(one_rank: None) -> None:
+    from megatron.core import num_microbatches_calculator as calculator
+
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    calculator.init_num_microbatches_calculator(0, None, 2, 2, 1)
+    trainer = Trainer(TrainingPlan(model=CpuModelConfig(layers=1)))
+    trainer.model.config.cuda_graph_warmup_steps = 1
+    sizes: dict[str, Any] = {"seq_length": 16, "micro_batch_size": 2}
+    try:
+        with (
+            megatron_cg.GraphedLayers(
+                trainer.model, trainer._optimizer, **sizes, backend="tape"
+            ) as graphs,
+            graphs.step(),
+        ):
+            trainer.step()
+        for _ in range(2):
+            with graphs.step():
+                trainer.step()
+        assert graphs.counters.captured == 0
+    finally:
+        calculator.unset_num_microbatches_calculator()
+
+
 def test_close_undoes_what_the_helper_changed_also_after_a_failed_start(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

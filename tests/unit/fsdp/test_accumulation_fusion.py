@@ -23,6 +23,7 @@ from megatron_cg.tools.cpu.launch import run_processes
 STEPS, CAPTURED = 3, 1
 SHARDED, UNSHARDED = ("optim_grads_params", "optim_grads"), ("optim", "no_shard")
 OURS = "megatron_cg.tools.cpu.train.weight_gradients_returned"
+REFUSED = "megatron_cg.capture.guarded_capture.refuse_marked_weights"
 FUSED_WEIGHTS = (
     "linear_qkv.weight",
     "linear_proj.weight",
@@ -45,7 +46,6 @@ def train(
     from megatron.core.tensor_parallel import layers as linear
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.capture.marked_weights import MarkedWeights
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.errors import CaptureError
     from megatron_cg.tools.cpu.train import Trainer
@@ -68,7 +68,7 @@ def train(
         if graphs in ("fused", "unmarked"):
             undo.enter_context(patch(OURS, lambda *_: lambda: None))
         if graphs == "unmarked":
-            undo.enter_context(patch.object(MarkedWeights, "pass_ended", lambda *_, **__: None))
+            undo.enter_context(patch(REFUSED, lambda _unit: None))
         plan = TrainingPlan(shape, graphs=bool(graphs), microbatches=microbatches)
         trainer = Trainer(plan)
         undo.callback(parallel_state.destroy_model_parallel)

@@ -18,7 +18,6 @@ from benchmarks.graph_memory import (
     pool_reserved,
 )
 from megatron_cg.capture.hook_order import HookOrder
-from megatron_cg.capture.observers import PassEvents
 from megatron_cg.events import PassBegan, PassEnded, emit, subscribe
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
 
@@ -110,7 +109,14 @@ def test_memory_is_read_right_before_and_after_a_forward_pass() -> None:
         "forward_hooks": {4: hook("reshard", -1000)},
     }
     module = nn.Identity()
-    passes = HookOrder([module], 1, [hooks], {"num_warmup_iters": 1}, [PassEvents(["layer 0"])])
+    passes = HookOrder(
+        [module],
+        1,
+        [hooks],
+        {"num_warmup_iters": 1},
+        begun=lambda _unit, forward: emit(PassBegan("layer 0", forward)),
+        ended=lambda _unit, forward: emit(PassEnded("layer 0", forward)),
+    )
     meter = HeldByForward(lambda: allocated[0])
     unsubscribe = subscribe(meter.hear)
     for held in (5, 64):  # warmup, then capture

@@ -242,7 +242,8 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
             trainer.before = getattr(bound, "before", trainer.before)
             undo.callback(subscribe(events.append))
             undo.callback(repeat_steps())
-            undo.callback(follow(Helper(trainer)))
+            helper: Any = Helper(trainer)
+            undo.callback(follow(helper))
         numbers, states = [], []
         policy = ReplayPolicy("error", case.verify_interval)
         for step in range(steps):

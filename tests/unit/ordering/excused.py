@@ -30,7 +30,7 @@ _OWN: Reasons = {
     "megatron_cg/backends/native/cuda_recorder.py": {
         ("torch.cuda.synchronize()",): "around the warmup of a capture; no step is under way"
     },
-    "megatron_cg/backends/native/native_backend.py": {
+    "megatron_cg/backends/base.py": {
         ("torch.cuda.synchronize()",): "graphs are not destroyed while they run; no step follows"
     },
     "megatron_cg/fsdp/megatron_fsdp_v2_memory.py": {
@@ -40,9 +40,6 @@ _OWN: Reasons = {
     },
     "megatron_cg/backends/tape/tape_recording.py": {
         ("value.wait()",): "of the tape; no GPU has it"
-    },
-    "megatron_cg/backends/te/te_backend.py": {
-        ("torch.cuda.synchronize()",): "graphs are not destroyed while they run; no step follows"
     },
     "megatron_cg/capture/session.py": {
         ("self._backend.synchronize()", "self._backend.synchronize"): (

@@ -97,13 +97,13 @@ STEPS: list[tuple[str, Callable[[Any], None] | None, list[str]]] = [
     (
         "structure",
         another_flag,
-        [f"layers.{n}/0/('structure', 'argument number 1')" for n in "012"],
+        [f"layers.{n}/('structure', 'argument number 1')" for n in "012"],
     ),
-    ("order", a_unit_twice, [f"{UNIT}/0/('order', 'the backward of earlier passes')"]),
+    ("order", a_unit_twice, [f"{UNIT}/('order', 'the backward of earlier passes')"]),
     ("evaluation", evaluation, [f"{UNIT}/eager"]),
     ("still evaluation", evaluation, []),
     ("training again", training_again, [f"{UNIT}/replayed"]),
-    ("verification", None, [f"{UNIT}/0/('verification', 'output 0')"]),
+    ("verification", None, [f"{UNIT}/('verification', 'output 0')"]),
     ("no graphs", graphs_taken_away, [f"{UNIT}/eager"]),
     ("deleted", graphs_deleted, ["layers.0/eager", "layers.2/eager"]),  # layer 1 is eager by then
     ("still deleted", None, []),
@@ -208,7 +208,7 @@ def alone(root: Path, change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (another_flag, "layers.0, microbatch 0: argument number 1 was False at capture"),
+        (another_flag, "layers.0: argument number 1 was False at capture"),
         (evaluation, f"{UNIT} turns to eager passes, since it is in evaluation mode"),
         (graphs_deleted, "layers.0 turns to eager passes, since its graphs were deleted"),
     ],

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -73,9 +73,8 @@ class Loop:
         chunk: Any = self.chunk
         chunk.zero_grad_buffer = lambda: self.events.append("zero")
         self.optimizer = Optimizer(self.events)
-        self.helper: Any = SimpleNamespace(
-            model=[chunk], optimizers=[self.optimizer], session=self.session, step_number=12
-        )
+        members = {"model": [chunk], "optimizers": [self.optimizer], "session": self.session}
+        self.helper: Any = cast(Any, SimpleNamespace(**members, step_number=12))
         self.forward: Callable[[Any], Any] = self.take
         found = {id(chunk): self.fsdp}
         monkeypatch.setattr(repeat, "find_megatron_fsdp", lambda model: found.get(id(model)))

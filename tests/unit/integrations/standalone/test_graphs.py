@@ -108,6 +108,14 @@ def test_closing_leaves_nothing_behind(one_rank: None) -> None:
     assert torch.distributed.destroy_process_group is destroy
 
 
+def test_steps_after_closing_are_eager_though_nothing_was_captured(runs: Any) -> None:
+    eager, graphed = runs({"warmup_steps": 2})
+    train_both(eager, graphed, 1)
+    graphed.graphs.close()
+    train_both(eager, graphed, 3)
+    expect(graphed.graphs.counters, captured=0, replayed=0)
+
+
 def test_models_are_closed_in_any_order(one_rank: None) -> None:
     destroy = torch.distributed.destroy_process_group
     first, second = Run().with_graphs(), Run().with_graphs()

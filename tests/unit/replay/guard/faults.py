@@ -98,6 +98,10 @@ def buffer_replaced(trainer: Any) -> None:
     attention.mark = torch.ones(2)
 
 
+def attribute_replaced(trainer: Any) -> None:
+    layer_of(trainer).self_attention.note = torch.ones(2)
+
+
 def forward_replaced(trainer: Any) -> None:
     mlp = layer_of(trainer).mlp
     old = mlp.forward
@@ -173,6 +177,7 @@ FAULTS: dict[str, Case] = {
     "module": Case(module_replaced),
     "parameter": Case(parameter_replaced),
     "buffer": Case(buffer_replaced),
+    "attribute": Case(attribute_replaced),
     "forward": Case(forward_replaced),
     "hooks": Case(hook_added),
     "metrics": Case(metrics_replaced, ("attn", "moe_router"), 4),

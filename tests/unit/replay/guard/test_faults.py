@@ -48,6 +48,7 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     session = None
     try:
         layer_of(trainer).self_attention.register_buffer("mark", torch.ones(2))
+        layer_of(trainer).self_attention.note = torch.ones(2)
         numbers = [trainer.step() for _ in range(case.warmup)]
         if graphs:
             session = trainer.capture(trainer.backend)

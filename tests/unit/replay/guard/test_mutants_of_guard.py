@@ -18,7 +18,7 @@ from megatron_cg.replay.unit import Unit
 
 def said(mismatch: Mismatch | None) -> str:
     assert mismatch is not None
-    return mismatch.text("layer 0", 0)
+    return mismatch.text("layer 0")
 
 
 @pytest.mark.parametrize(

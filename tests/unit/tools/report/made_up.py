@@ -14,7 +14,7 @@ from megatron_cg.telemetry.record_schema import FORMAT
 
 MIB = 2**20
 MISMATCH = (
-    "megatron_cg: no replay of layer 3, microbatch 0: argument <hidden> & co was (512, 2, 64) at "
+    "megatron_cg: no replay of layer 3: argument <hidden> & co was (512, 2, 64) at "
     "capture and is (256, 2, 64) now (shape). A batch of another size. Reported once."
 )
 
