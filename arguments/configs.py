@@ -37,6 +37,7 @@ OPTIMIZER = (
     "optimizer_cuda_graph",
     "optimizer_cpu_offload",
     "log_num_zeros_in_grad",
+    "loss_scale",
 )
 """Fields that ``OptimizerConfig`` has under the same name."""
 
@@ -44,6 +45,7 @@ ELSEWHERE: Mapping[str, str] = {
     "use_megatron_fsdp": "a model that is wrapped in MegatronFSDP uses it",
     **dict.fromkeys(OPTIMIZER, "a field of OptimizerConfig, read from the optimizer's config"),
     "weight_decay_incr_style": "of the scheduler, which megatron.training makes",
+    "timing_log_level": "of the timers, which megatron.training makes",
     "hybrid_layer_pattern": "an argument of HybridModel, read from the model",
     "gradient_ranks": "sizes of process groups; for a model those of this process",
     "custom_layers": "flags that name a layer spec; the layers are read from the model instead",

@@ -53,6 +53,20 @@ def _against_it(run: RunArguments) -> Iterator[tuple[str, str, str]]:
             "the step then reads the number of zeros on the host, which a capture cannot do",
             "drop --log-num-zeros-in-grad",
         )
+    if run.loss_scale:
+        yield (
+            f"--loss-scale {run.loss_scale:g}",
+            "the step then reads on the host whether a gradient is infinite, which a capture "
+            "cannot do",
+            "drop --loss-scale",
+        )
+    if run.timing_log_level > 0:
+        yield (
+            f"--timing-log-level {run.timing_log_level}",
+            "timers inside of the step then wait for the GPU, which a capture cannot do, and a "
+            "replay would not run them",
+            "type --timing-log-level 0",
+        )
 
 
 RULES: tuple[Rule, ...] = (optimizer_graph,)

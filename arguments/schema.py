@@ -172,6 +172,8 @@ class RunArguments:
     optimizer_cpu_offload: bool = _setting(False, "parts of the optimizer run on the CPU")
     log_num_zeros_in_grad: bool = _setting(False, "the optimizer's step counts zeros")
     weight_decay_incr_style: str = _setting("constant", "how weight decay changes over steps")
+    loss_scale: float | None = _setting(None, "a constant factor of the loss")
+    timing_log_level: int = _setting(0, "how many parts of a step are timed")
 
     fsdp_double_buffer: bool = _setting(False, "unsharded parameters live in two fixed buffers")
     fsdp_db_use_persist_buf_on_alloc_fail: bool = _setting(

@@ -106,6 +106,8 @@ class OptimizerGraph:
             for weight in group["params"]:
                 yield _place(weight)
                 yield _place(weight.grad)
+                # The gradients of the precision-aware optimizer.
+                yield _place(getattr(weight, "decoupled_grad", None))
         yield from map(_place, optimizer_tensors(self._optimizer))
 
 

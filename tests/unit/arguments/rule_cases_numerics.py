@@ -234,6 +234,18 @@ NUMERICS = (
                 "on the host",
                 "drop --log-num-zeros-in-grad",
             ),
+            (
+                {"loss_scale": 1024.0},
+                "--loss-scale 1024",
+                "on the host",
+                "drop --loss-scale",
+            ),
+            (
+                {"timing_log_level": 1},
+                "--timing-log-level 1",
+                "wait for the GPU",
+                "type --timing-log-level 0",
+            ),
         )
     ),
     *(

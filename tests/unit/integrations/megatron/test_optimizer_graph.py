@@ -124,6 +124,10 @@ def no_gradient(_optimizer: Any, weight: torch.nn.Parameter) -> None:
     weight.grad = None
 
 
+def new_decoupled_gradient(_optimizer: Any, weight: Any) -> None:
+    weight.decoupled_grad = torch.full((4,), 2.0)
+
+
 def new_weights(_optimizer: Any, weight: torch.nn.Parameter) -> None:
     weight.data = weight.data.clone()
 
@@ -141,7 +145,11 @@ def loaded_state(optimizer: Any, weight: torch.nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [new_gradient, no_gradient, new_weights, new_rate, another_decay, loaded_state]
+    "change",
+    [
+        *(new_gradient, no_gradient, new_decoupled_gradient),
+        *(new_weights, new_rate, another_decay, loaded_state),
+    ],
 )
 def test_a_step_that_reads_something_else_runs_eagerly(
     change: Callable[[Any, Any], None], made: Any, caplog: pytest.LogCaptureFixture
