@@ -25,6 +25,7 @@ DISTRIBUTED: Mapping[str, str] = {
     "fsdp_db_use_persist_buf_on_alloc_fail": "fsdp_db_use_persist_buf_on_alloc_fail",
     "fp8_param_gather": "fp8_param_gather",
     "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
+    "overlap_param_gather": "overlap_param_gather",
     "delay_wgrad_compute": "delay_wgrad_compute",
 }
 """Fields of :class:`RunArguments`, each with its field of ``DistributedDataParallelConfig``.

@@ -53,6 +53,21 @@ def _against_it(run: RunArguments) -> Iterator[tuple[str, str, str]]:
             "the step then reads the number of zeros on the host, which a capture cannot do",
             "drop --log-num-zeros-in-grad",
         )
+    if run.fp8_param_gather:
+        yield (
+            "--fp8-param-gather",
+            "the step then quantizes weights, and no run has shown that a replay finds their "
+            "scales where they were",
+            "drop --fp8-param-gather",
+        )
+    if not run.overlap_param_gather and run.data_parallel_sharding_strategy != "optim_grads_params":
+        yield (
+            f"--data-parallel-sharding-strategy {run.data_parallel_sharding_strategy} without "
+            "--overlap-param-gather",
+            "Megatron-FSDP then gathers all weights inside the optimizer's step, and notes in "
+            "Python that they are there, which a replay does not",
+            "add --overlap-param-gather",
+        )
     if run.loss_scale:
         yield (
             f"--loss-scale {run.loss_scale:g}",

@@ -182,6 +182,7 @@ class RunArguments:
     data_parallel_sharding_strategy: str = _setting(
         "optim_grads_params", "what ranks have a part of"
     )
+    overlap_param_gather: bool = _setting(False, "weights are gathered beside computation")
     gradient_ranks: int | None = _setting(
         None, "ranks over which gradients are sharded, the fewest of any weight; None if unknown"
     )

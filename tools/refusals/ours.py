@@ -60,8 +60,9 @@ SUPPORTED = (
         "(NVIDIA/Megatron-LM#4663). A step whose gradients, weights, moments or settings moved "
         "runs eagerly. FusedAdam then computes on the GPU, where its last bits differ, so the "
         "reference is eager training with `--cg-capturable-adam`. Refused: gradients in another "
-        "dtype, which move; optimizers other than Adam; a weight decay that changes; "
-        "`--log-num-zeros-in-grad`",
+        "dtype, which move; optimizers other than Adam; a weight decay that changes; what reads on "
+        "the host in the step (`--log-num-zeros-in-grad`, `--loss-scale`, `--timing-log-level`); "
+        "`--fp8-param-gather`; ZeRO-1 and ZeRO-2 without `--overlap-param-gather`",
         rules=("optimizer-graph",),
         tests=(
             "functional/test_optimizer_graph.py::test_losses_norms_and_shards_are_those_of_eager",

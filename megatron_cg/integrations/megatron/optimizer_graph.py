@@ -143,7 +143,12 @@ def follow_optimizer_graph(
             return megatrons_own(called, *args, **kwargs)
         return graph.step()
 
+    def capture_no_more() -> None:
+        """Megatron's wrapper stays, and would capture in the step of its number."""
+        kind.curr_iteration = wrapper.cuda_graph_warmup_steps + 1
+
     with ExitStack() as undo:
+        undo.callback(capture_no_more)
         undo.callback(put_over(kind, "__call__", call))
         undo.callback(set_attribute(ddp_config, _GATHER, False))
         return graph, undo.pop_all().close

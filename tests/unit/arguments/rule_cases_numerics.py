@@ -223,6 +223,18 @@ NUMERICS = (
                 "without --optimizer-cpu-offload",
             ),
             (
+                {"fp8": "hybrid", "fp8_param_gather": True, "keep_fp8_transpose_cache": True},
+                "--fp8-param-gather",
+                "quantizes weights",
+                "drop --fp8-param-gather",
+            ),
+            (
+                {"data_parallel_sharding_strategy": "optim_grads"},
+                "--data-parallel-sharding-strategy optim_grads without --overlap-param-gather",
+                "inside the optimizer's step",
+                "add --overlap-param-gather",
+            ),
+            (
                 {"weight_decay_incr_style": "linear"},
                 "--weight-decay-incr-style linear",
                 "a number on the host",

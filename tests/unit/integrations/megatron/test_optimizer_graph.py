@@ -19,6 +19,8 @@ from megatron_cg.integrations.megatron.optimizer_graph import (
 )
 
 WARMUP = 3
+Made = tuple[OptimizerGraph, Any, Callable[[], None]]
+"""The graph, the optimizer, and the undo."""
 
 
 class Optimizer(torch.optim.AdamW):
@@ -53,8 +55,8 @@ class Session:
 
 
 @pytest.fixture
-def made(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OptimizerGraph, Any]]:
-    """The followed graph of an optimizer of one weight, and the optimizer, as Megatron wraps it."""
+def made(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+    """An optimizer of one weight, as Megatron wraps it, and its graph, which is followed."""
     from megatron.core.optimizer import optimizer_cuda_graph as megatrons
 
     @contextmanager
@@ -76,7 +78,7 @@ def made(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Opti
     followed, undo = follow_optimizer_graph([optimizer], settings)
     assert followed is not None
     assert not settings.fsdp_all_gather_in_start_param_sync
-    yield followed, optimizer
+    yield followed, optimizer, undo
     undo()
     assert settings.fsdp_all_gather_in_start_param_sync
     followed.release()
@@ -87,7 +89,7 @@ def graph_of(optimizer: Any) -> Any:
 
 
 def test_the_step_is_captured_once_and_replayed_while_the_layers_have_graphs(made: Any) -> None:
-    followed, optimizer = made
+    followed, optimizer, _ = made
     for _ in range(WARMUP + 2):
         optimizer.step()
     assert (optimizer.steps, graph_of(optimizer)) == (WARMUP + 2, None)
@@ -108,7 +110,7 @@ def test_the_step_is_captured_once_and_replayed_while_the_layers_have_graphs(mad
 
 
 def test_the_first_step_is_never_captured(made: Any) -> None:
-    followed, optimizer = made
+    followed, optimizer, _ = made
     followed.follow(Session())
     optimizer.step()
     assert (optimizer.steps, graph_of(optimizer)) == (1, None)
@@ -154,7 +156,7 @@ def loaded_state(optimizer: Any, weight: torch.nn.Parameter) -> None:
 def test_a_step_that_reads_something_else_runs_eagerly(
     change: Callable[[Any, Any], None], made: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    followed, optimizer = made
+    followed, optimizer, _ = made
     (weight,) = optimizer.param_groups[0]["params"]
     optimizer.step()
     followed.follow(Session())
@@ -167,6 +169,17 @@ def test_a_step_that_reads_something_else_runs_eagerly(
     (message,) = caplog.messages
     assert "the optimizer's step runs eagerly" in message
     assert kept
+
+
+def test_steps_are_megatrons_own_and_eager_once_graphs_are_disabled(
+    made: Made,
+) -> None:
+    _, optimizer, undo = made
+    optimizer.step()
+    undo()
+    for _ in range(WARMUP + 2):
+        optimizer.step()
+    assert (optimizer.steps, graph_of(optimizer)) == (WARMUP + 3, None)
 
 
 def test_an_optimizer_without_a_graph_is_left_alone() -> None:
