@@ -30,7 +30,8 @@ class Optimizer(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
-        return super().step(closure)
+        super().step(closure)
+        return self.steps
 
 
 class Replayed:
@@ -95,8 +96,8 @@ def test_the_step_is_captured_once_and_replayed_while_the_layers_have_graphs(mad
     assert (optimizer.steps, graph_of(optimizer)) == (WARMUP + 2, None)
     session = Session()
     followed.follow(session)
-    for _ in range(3):
-        optimizer.step()
+    # A replay returns what the step returned when it was captured.
+    assert [optimizer.step() for _ in range(3)] == [WARMUP + 3] * 3
     captured = graph_of(optimizer)
     assert (optimizer.steps, captured.replays) == (WARMUP + 3, 3)
     session.close()
@@ -164,6 +165,7 @@ def test_a_step_that_reads_something_else_runs_eagerly(
     kept = [weight.grad, weight.data, *optimizer.state[weight].values()]  # so that none is reused
     change(optimizer, weight)
     optimizer.step()
+    assert len(caplog.messages) == 1
     optimizer.step()
     assert (optimizer.steps, graph_of(optimizer).replays, followed.eager_steps) == (4, 1, 2)
     (message,) = caplog.messages
@@ -180,6 +182,17 @@ def test_steps_are_megatrons_own_and_eager_once_graphs_are_disabled(
     for _ in range(WARMUP + 2):
         optimizer.step()
     assert (optimizer.steps, graph_of(optimizer)) == (WARMUP + 3, None)
+
+
+def test_other_calls_and_other_wrappers_are_left_to_megatron(made: Made) -> None:
+    _, optimizer, _ = made
+    for given in ({"closure": None}, {}):
+        with pytest.raises(AssertionError, match="does not accept"):
+            optimizer.step(*([] if given else [None]), **given)
+    assert not optimizer.steps
+    other = type(optimizer.step)(lambda: "its own step", cuda_graph_warmup_steps=9)
+    assert other() == "its own step"
+    assert not optimizer.steps
 
 
 def test_an_optimizer_without_a_graph_is_left_alone() -> None:
