@@ -78,12 +78,24 @@ def barrier_of_all() -> Iterator[None]:
 
 
 @contextmanager
+def connected(**how: Any) -> Iterator[Any]:
+    """``compile_together``, in which all ranks have connected to each other.
+
+    A rank that votes nothing leaves at once and closes its connections, maybe before others have
+    theirs.
+    """
+    with compile_together(**how) as together:
+        dist.barrier()
+        yield together
+
+
+@contextmanager
 def together_for_a_moment() -> Iterator[None]:
     """The block, whose votes wait for a short time; the ranks have a long one to connect."""
     connect = dist.new_group
     with (
         patch.object(dist, "new_group", lambda **how: connect(**how | {"timeout": LONG})),
-        compile_together(timeout=SHORT),
+        connected(timeout=SHORT),
     ):
         yield
 
@@ -264,7 +276,7 @@ def sizes_of_other_names(rank: int) -> Any:
 
 
 def without_dynamo(rank: int) -> Any:
-    with compile_together(timeout=LONG) as together:
+    with connected(timeout=LONG) as together:
         torch.ones(USUAL).sum()
         wrong = said(lambda: together.static_size(-1))
     return together.counters.as_dict(), wrong
@@ -279,8 +291,7 @@ def in_each_other(rank: int) -> Any:
             pass
 
     changes = len(applied())
-    # A rank that leaves a block at once closes its connections, maybe before others have them.
-    with compile_together(timeout=LONG), barrier_of_all():
+    with connected(timeout=LONG):
         second = said(enter)
     torch.compiler.set_enable_guard_collectives(True)
     over_torchs = said(enter)
@@ -289,7 +300,7 @@ def in_each_other(rank: int) -> Any:
     def hook(cache_hit: bool) -> bool:
         return cache_hit
 
-    with compile_together(timeout=LONG), barrier_of_all():
+    with connected(timeout=LONG):
         set_hook(hook)
     later = set_hook(None) is hook
     return second, over_torchs, kept, later, len(applied()) - changes
