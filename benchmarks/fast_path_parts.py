@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from megatron_cg.arguments.fast_path_parts import PARTS, mistakes, with_dependents
-from megatron_cg.fastpath import install
+from megatron_cg.fastpath import heuristics, install
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 from megatron_cg.tools.align.presets import load_preset
@@ -43,7 +43,7 @@ from megatron_cg.upstream.symbols import lookup
 
 VARIABLE = "MEGATRON_CG_FAST_PATH_PARTS"
 """The environment variable that holds the plan of a run, as JSON."""
-CACHE = {"CUBLASLT_HEURISTICS_CACHE_CAPACITY": str(1 << 18)}
+CACHE = {heuristics.VARIABLE: str(heuristics.ENTRIES)}
 ALL, PLAIN = "all parts", "graphs, but no part"
 EAGER, EAGER_FAST = "eager", "eager with all parts"
 BASELINES: dict[str, tuple[str, ...]] = {EAGER: (), EAGER_FAST: PARTS, PLAIN: ()}

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 import torch
 
 from megatron_cg.memory.usage import optimizer_tensors
-from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ def _place(tensor: Any) -> object:
 
 def follow_optimizer_graph(
     optimizers: Sequence[Any], ddp_config: Any
-) -> tuple[OptimizerGraph | None, Callable[[], None]]:
+) -> tuple[OptimizerGraph | None, Undo]:
     """Take over the decisions of ``--optimizer-cuda-graph``; the graph is None without that flag.
 
     Args:
@@ -147,14 +146,15 @@ def follow_optimizer_graph(
         """Megatron's wrapper stays, and would capture in the step of its number."""
         kind.curr_iteration = wrapper.cuda_graph_warmup_steps + 1
 
-    with ExitStack() as undo:
-        undo.callback(capture_no_more)
-        undo.callback(put_over(kind, "__call__", call))
-        undo.callback(set_attribute(ddp_config, _GATHER, False))
-        return graph, undo.pop_all().close
+    def changes() -> Iterator[Undo]:
+        yield capture_no_more
+        yield put_over(kind, "__call__", call)
+        yield set_attribute(ddp_config, _GATHER, False)
+
+    return graph, all_of(changes())
 
 
-def capturable_adam() -> Callable[[], None]:
+def capturable_adam() -> Undo:
     """Let Adam of optimizers that are made from now on compute as in a graph; returns the undo.
 
     Transformer Engine then computes the corrections of its moments on the GPU, where the last bits
@@ -166,6 +166,4 @@ def capturable_adam() -> Callable[[], None]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "capturable": True})
 
-    from megatron.core import optimizer
-
-    return set_attribute(optimizer, "Adam", CapturableAdam)
+    return set_attribute(*_ADAM.place(), CapturableAdam)
