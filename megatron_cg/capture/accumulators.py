@@ -10,6 +10,16 @@ Note [An old graph of autograd keeps its streams]
     had another dtype (``VariableHooks::set_data``: "resets gradient accumulator if metadata is out
     of date").
 
+Note [A captured graph of autograd keeps its stream]
+    Nodes of the capture must not outlive it either. Megatron's layers keep tensors of their last
+    forward pass (megatron-core 0.19.2: ``probs`` of the token dispatcher, the residual in
+    ``FineGrainedActivationOffloadingInterface``), and these keep the nodes of weights in front of
+    them. In a replay, such a weight's gradient is stored, and its hook runs, on the capture stream.
+    Whoever reduces gradients waits only for the stream of the last hook. With ZeRO-2 and an MoE
+    layer captured up to its router, that is the embedding's, on the normal stream: the bucket was
+    reduced while the gradients of the first layer were still being copied into it, and some were
+    NaN. So nodes are forgotten after a capture as well.
+
 Note [DDP finds parameters by their accumulators]
     DistributedDataParallel registers its hooks on the accumulators that parameters have when it is
     created (torch 2.11, ``reducer.cpp``), and keeps these accumulators. They belong to the stream
@@ -32,21 +42,23 @@ from torch import nn
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.replay_function import ReplayFunction
 
+_DATA: Any = torch.Tensor.data
+
 
 def forget_accumulators(modules: Iterable[nn.Module]) -> None:
-    """Make the next pass create new AccumulateGrad nodes; see the first note above.
+    """Make the next pass create new AccumulateGrad nodes; see the first two notes above.
 
-    Parameters keep their data, gradients and hooks. Quantized parameters are skipped.
+    Parameters keep their data, gradients and hooks.
 
     Args:
         modules: the modules with the parameters, which include those of submodules.
     """
     for parameter in {p: None for module in modules for p in module.parameters()}:
-        data = parameter.data
-        if type(data) is torch.Tensor:
-            other = torch.float64 if data.dtype == torch.float32 else torch.float32
-            parameter.data = torch.empty(0, dtype=other, device=data.device)
-            parameter.data = data
+        # torch's own property: Transformer Engine's quantized tensors have one of their own.
+        data = _DATA.__get__(parameter)
+        other = torch.float64 if data.dtype == torch.float32 else torch.float32
+        _DATA.__set__(parameter, torch.empty(0, dtype=other, device=data.device))
+        _DATA.__set__(parameter, data)
 
 
 class OtherLeaves:

@@ -114,7 +114,7 @@ class GuardedCapture:
         for guard in self._guards:
             guard.watch_memory(self._sharding)
         if self._sharding.renews_accumulators:
-            forget_accumulators(module for unit in self._units for module in unit.graphed)
+            self._forget_accumulators()
         else:
             self._leaves = OtherLeaves(unit.layer for unit in self._units)
         begin()
@@ -129,11 +129,17 @@ class GuardedCapture:
             if refused is None:
                 raise
             raise refused from error
+        finally:
+            if self._sharding.renews_accumulators:
+                self._forget_accumulators()
         self.eager_passes = tuple(
             EagerPasses(unit.name, self._mismatches, collectives=guard.collectives)
             for unit, guard in zip(self._units, self._guards, strict=True)
         )
         return self._guarded_graphs(graphs, args, kwargs, borrowed=borrowed, options=options)
+
+    def _forget_accumulators(self) -> None:
+        forget_accumulators(module for unit in self._units for module in unit.graphed)
 
     def _capture(
         self,

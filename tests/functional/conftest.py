@@ -22,6 +22,7 @@ from megatron_cg.tools.align.token_data import TokenStream, from_text, python_so
 from tests.functional.cases import Case
 
 TIMEOUT = 240.0
+"""Seconds of a run of two ranks; more ranks start side by side and are given more."""
 MEMORY_OF_A_TEST = 10 * 2**30
 """Bytes of each GPU: a process of the eager run and one of that with graphs, to 4.7 GiB each."""
 
@@ -87,13 +88,14 @@ def align(data: TokenStream, shared: Path, tmp_path: Path) -> Callable[..., Outc
         *,
         script: Path | None = None,
         mutation: str | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
     ) -> Outcome:
         skip_without(case.gpus)
         if case.needs and importlib.util.find_spec(case.needs) is None:
             pytest.skip(f"needs {case.needs}")
         plan = plan_of(case, tmp_path, script or example_script())
-        options = Options(runs_of(case, tmp_path), timeout, parallel=True, mutation=mutation)
+        limit = timeout or time_limit(case.gpus)
+        options = Options(runs_of(case, tmp_path), limit, parallel=True, mutation=mutation)
         with pytest.MonkeyPatch.context() as patch:
             for name, value in case.env:
                 patch.setenv(name, value)
@@ -103,6 +105,11 @@ def align(data: TokenStream, shared: Path, tmp_path: Path) -> Callable[..., Outc
             return align_on_gpus(plan, data, options)
 
     return run
+
+
+def time_limit(gpus: int) -> float:
+    """Seconds for a run of so many ranks."""
+    return TIMEOUT * max(1, gpus // 2)
 
 
 def baseline(
@@ -118,7 +125,7 @@ def baseline(
             attempt = directory / f"attempt{len(list(directory.glob('attempt*')))}"
             run = make_run(plan, data, attempt, "eager")
             try:
-                run.start(TIMEOUT)
+                run.start(time_limit(plan.nproc))
                 assert run.wait() == 0, f"the eager run failed:\n{run.text()[-3000:]}"
             finally:
                 run.stop()

@@ -18,7 +18,14 @@ from megatron_cg.errors import ConfigurationError
 from megatron_cg.tools.align.command import arguments
 from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.plan.worker import docstrings_read_once
-from tests.functional import cases, life_cases, test_failures, test_optimizer_graph, test_refusals
+from tests.functional import (
+    cases,
+    life_cases,
+    test_failures,
+    test_optimizer_graph,
+    test_refusals,
+    test_scale,
+)
 from tests.functional.cases import Case
 from tests.functional.conftest import plan_of, pytest_xdist_auto_num_workers
 from tests.functional.tampered import ACTIONS, VARIABLES
@@ -34,6 +41,7 @@ ALL = [
     *cases.COMPILED,
     *LIFE,
     *test_optimizer_graph.CASES,
+    *test_scale.CASES,
     test_failures.case("failing"),
     test_failures.moe_case("moe_case"),
 ]

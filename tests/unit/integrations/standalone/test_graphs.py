@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, ConfigurationError
+from megatron_cg.events import PassEnded, subscribe
 from tests.unit.counted import expect
 from tests.unit.integrations.standalone.networks import BATCH, WIDTH, Run, assert_equal
 
@@ -244,6 +246,30 @@ def test_a_failed_capture_goes_on_eagerly_where_asked_for(runs: Any) -> None:
     train_both(eager, graphed, 3)
     expect(graphed.graphs.counters, captured=0, replayed=0)
     assert graphed.graphs.session is None
+
+
+@pytest.mark.parametrize("backend", [TapeBackend, Broken])
+def test_accumulators_of_a_capture_do_not_outlive_it(one_rank: None, backend: Any) -> None:
+    """They belong to the capture stream, so a gradient might be reduced before it is there."""
+    run = Run()
+    held: list[tuple[torch.Tensor, Any]] = []
+
+    def hold(event: Any) -> None:
+        # As a module that keeps its last output, which keeps the nodes of the weights before it.
+        if isinstance(event, PassEnded) and event.forward:
+            weights = run.network.layers.parameters()
+            held.extend((weight, get_gradient_edge(weight).node) for weight in weights)
+
+    undo = subscribe(hold)
+    try:
+        with run.with_graphs(backend=backend(), on_failure="eager"):
+            run.step()
+            run.step()
+        assert held
+        with torch.enable_grad():
+            assert not any(get_gradient_edge(weight).node is node for weight, node in held)
+    finally:
+        undo()
 
 
 def test_a_failed_capture_ends_the_run_otherwise(runs: Any) -> None:

@@ -1,0 +1,81 @@
+"""Four and eight ranks: each way of splitting a model over them trains as eager, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_cg.tools.align.outcome import Outcome
+from tests.functional.cases import (
+    CAPACITY,
+    DENSE,
+    EXPERTS,
+    MOE,
+    PREPROCESS,
+    TENSOR_PARALLEL,
+    TORCH_GEMM,
+    Case,
+    batch,
+)
+from tests.functional.test_align import assert_identical
+from tests.functional.test_failures import STAGES, trained_alike
+
+SCRIPT = Path(__file__).with_name("tampered.py")
+EP = "--expert-model-parallel-size"
+ONE_EACH = ("--expert-tensor-parallel-size", "1")
+HYBRID = ("--num-distributed-optimizer-instances", "2")
+"""Weights are sharded over half of the ranks, and both halves hold them."""
+FULLY = (*HYBRID, "--outer-dp-sharding-strategy", "optim")
+"""And the optimizer's state is sharded over all ranks."""
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "ep4": (4, (*batch(16), EP, "4")),
+    "ep8": (8, (*batch(32), EP, "8")),
+    "tp2-ep4": (8, (*batch(16), *TENSOR_PARALLEL, EP, "4", *ONE_EACH)),
+    "tp2-fsdp4": (8, (*batch(16), *TENSOR_PARALLEL, *ONE_EACH)),
+    "cp2-fsdp4": (8, (*batch(16), "--context-parallel-size", "2")),
+    "hsdp": (8, (*batch(32), *HYBRID)),
+    "hfsdp": (8, (*batch(32), *FULLY)),
+}
+"""How many ranks, and Megatron's flags."""
+
+
+def _cases() -> list[Case]:
+    """Dense models where no expert is split, router scopes, and whole MoE layers."""
+    found = []
+    for name, (gpus, flags) in LAYOUTS.items():
+        if EP not in flags:
+            dense = flags if ONE_EACH[0] not in flags else flags[: -len(ONE_EACH)]
+            found.append(Case(f"{name}-dense", DENSE, ("attn", "mlp"), dense, gpus))
+        found.append(Case(f"{name}-router", MOE, PREPROCESS, flags, gpus))
+        found.append(Case(f"{name}-experts", MOE, EXPERTS, flags, gpus, graph_flags=TORCH_GEMM))
+    split = (*TENSOR_PARALLEL, EP, "2", "--expert-tensor-parallel-size", "2")
+    return [*found, Case("ep2-etp2-capacity", MOE, EXPERTS, (*batch(4), *split, *CAPACITY), 4)]
+
+
+CASES = _cases()
+EIGHT = replace(
+    next(case for case in CASES if case.name == "hsdp-dense"),
+    graph_flags=("--cg-on-failure", "eager"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_losses_norms_and_shards_are_bit_equal(case: Case, align: Callable[..., Outcome]) -> None:
+    assert_identical(case, align(case))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_capture_that_fails_on_one_rank_of_eight_leaves_all_eager(
+    stage: str, align: Callable[..., Outcome]
+) -> None:
+    case = replace(EIGHT, name=f"one-of-eight-{stage}")
+    outcome = align(case, script=SCRIPT, mutation=f"fail@{stage}@5")
+    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
+    assert trained_alike(outcome.comparison, steps=case.steps), outcome.comparison.reason
+    assert len(outcome.graphed) == case.gpus
+    for rank in outcome.graphed.values():
+        assert rank["after_failure"] == {"same": True}
+    assert outcome.comparison.graphs.get("replayed", 0) == 0
