@@ -24,6 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_cg.tools.cpu.grouped_linear import GroupedLinear
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
+_OUTER = "num_distributed_optimizer_instances"
+"""How many groups of ranks hold all shards each; Megatron's groups and its config must agree."""
+
 
 def transformer_config(model: CpuModelConfig) -> TransformerConfig:
     """Return Megatron's own configuration for ``model``."""
@@ -85,7 +88,7 @@ def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
 
 def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     """Build and shard the model; needs cpu_fakes and an initialised default process group."""
-    make_groups(model)
+    make_groups(model, **{_OUTER: model.fsdp_options.get(_OUTER, 1)})
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     torch.manual_seed(model.seed)
     made: Any = gpt_model(model)

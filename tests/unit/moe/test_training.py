@@ -30,6 +30,7 @@ class Model:
     experts: int = 4
     grouped: bool = True
     ways: tuple[str, ...] = ("fast",)
+    tensor_parallel: int = 1
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 32}
@@ -66,7 +67,8 @@ MODELS = {
 }
 CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]
 SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "layer": ()}
-SCOPES |= {"router": ROUTER, "alone": ALONE}
+SCOPES |= {"router": ROUTER, "alone": ALONE, "dense": ("attn", "mlp")}
+FAST = ("fast", "dense")
 
 
 def fit(model: Model, way: str) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
             experts=model.experts,
             grouped=model.grouped,
             expert_parallel=model.expert_parallel,
+            tensor_parallel=model.tensor_parallel,
             options=model.options,
             fsdp_options=model.fsdp,
             graph_modules=SCOPES.get(way, ("attn",)),
@@ -106,7 +109,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         steps, counters, parts = [], Counters(), []
         for step in range(STEPS):
             if graphs and step == WARMUP:
-                session = trainer.capture(TapeBackend(), Agreement(), fast_path=way == "fast")
+                session = trainer.capture(TapeBackend(), Agreement(), fast_path=way in FAST)
                 undo.callback(session.close)
                 counters = session.counters
                 parts = session.fast_path.parts if session.fast_path is not None else []

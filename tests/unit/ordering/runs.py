@@ -59,12 +59,6 @@ def traced(run: Run) -> Trace:
 
     with ExitStack() as stack:
         stack.callback(parallel_state.destroy_model_parallel)
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        begin = partial(
-            parallel_state.initialize_model_parallel,
-            num_distributed_optimizer_instances=run.fsdp.get(_INSTANCES, 1),
-        )
-        patch.setattr(parallel_state, "initialize_model_parallel", begin)
         notes = stack.enter_context(modelled_device())
         small = {"hidden_size": 16, "ffn_hidden_size": 16, "sequence_length": 4}
         modules = {} if run.graphs is None else {"graph_modules": run.graphs}

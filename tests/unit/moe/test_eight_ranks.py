@@ -1,0 +1,61 @@
+"""Eight ranks train bit for bit as eager, however the model is split over them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.moe.test_training import LAYERS, MICROBATCHES, STEPS, WARMUP, Model, fit
+
+RANKS = 8
+TWO_GROUPS = {"num_distributed_optimizer_instances": 2}
+"""Weights are sharded over four ranks, twice (HSDP)."""
+OUTER_SHARDS = {**TWO_GROUPS, "outer_dp_sharding_strategy": "optim"}
+"""And the optimizer's state is sharded over all eight (HFSDP)."""
+WHOLE_AND_PARTS = ("fast", "router")
+DENSE: dict[str, Any] = {"experts": 0, "grouped": False, "ways": ("dense",)}
+LAYOUTS = {
+    "EP 4": Model(4, experts=8, ways=WHOLE_AND_PARTS),
+    "EP 8": Model(8, experts=8, ways=WHOLE_AND_PARTS),
+    "TP 2 x FSDP 4": Model(tensor_parallel=2, **DENSE),
+    "HSDP 2 x 4": Model(fsdp=TWO_GROUPS, **DENSE),
+    "HSDP 2 x 4, experts": Model(fsdp=TWO_GROUPS, ways=WHOLE_AND_PARTS),
+    "HFSDP 2 x 4": Model(fsdp=OUTER_SHARDS, **DENSE),
+    "HFSDP 2 x 4, experts": Model(fsdp=OUTER_SHARDS, ways=WHOLE_AND_PARTS),
+}
+CASES = [(name, way) for name, model in LAYOUTS.items() for way in model.ways]
+
+
+def train_all(folder: Path) -> None:
+    torch.compiler.set_stance("force_eager")
+    found = {
+        name: {way: fit(model, way) for way in ("megatron", *model.ways)}
+        for name, model in LAYOUTS.items()
+    }
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("eight")
+    run_processes(partial(train_all, folder), RANKS)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize(("layout", "way"), CASES)
+def test_losses_and_norms_are_megatrons(
+    results: list[dict[str, Any]], layout: str, way: str
+) -> None:
+    for found in results:
+        one, eager = found[layout][way], found[layout]["megatron"]
+        assert one["steps"] == eager["steps"]
+        assert len(set(map(tuple, eager["steps"]))) == STEPS
+        assert one["captured"] == LAYERS and one["eager"] == 0
+        assert one["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP)
