@@ -1,0 +1,97 @@
+"""Host time of a step as a function of the number of ranks, by simulation on one CPU.
+
+    python -m benchmarks.ranks
+
+One process is rank 0 of a fake process group: collectives return at once, and everything else that
+Megatron-FSDP's Python does for a rank is done. The model is Megatron's, with Qwen3-MoE's number of
+layers and experts and tiny sizes, so nearly all CPU time is host work: modules, autograd, hooks and
+the sharding's bookkeeping. Prints the CPU time of a step, eager and with the fast path for FSDP's
+host work. Weights are not gathered, so losses mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stdout
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_cg.tools.cpu.fakes import cpu_fakes, replaced
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+LAYERS, EXPERTS = 8, 64
+LAYOUTS = ((2, 1), (8, 1), (64, 1), (1024, 1), (2, 2), (8, 8), (64, 8), (1024, 8), (64, 64))
+"""Ranks, and how many of them share the experts."""
+
+
+def measure(ranks: int, expert_parallel: int, steps: int) -> tuple[float, float]:
+    """Median CPU milliseconds of a step on rank 0, eager and with the fast path."""
+    from megatron.core import parallel_state
+
+    from megatron_cg import fastpath
+    from megatron_cg.tools.cpu.train import Trainer
+
+    shape = CpuModelConfig(
+        layers=LAYERS,
+        hidden_size=16,
+        ffn_hidden_size=16,
+        sequence_length=8,
+        experts=EXPERTS,
+        grouped=True,
+        expert_parallel=expert_parallel,
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    with ExitStack() as undo:
+        undo.callback(dist.destroy_process_group)
+        undo.enter_context(cpu_fakes())
+        begin = partial(parallel_state.initialize_model_parallel, create_gloo_process_groups=False)
+        undo.enter_context(replaced(parallel_state, "initialize_model_parallel", begin))
+        trainer = Trainer(TrainingPlan(shape, microbatches=2))
+        undo.callback(parallel_state.destroy_model_parallel)
+        step = trainer.step
+        eager = _median(step, steps)
+        undo.callback(fastpath.install(trainer.model.module).close)
+        return eager, _median(step, steps)
+
+
+def _median(step: Callable[[], Any], steps: int) -> float:
+    for _ in range(2):
+        step()
+    times = []
+    for _ in range(steps):
+        begun = time.process_time()
+        step()
+        times.append(time.process_time() - begun)
+    return statistics.median(times) * 1e3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each layout, and print the table."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
+    made.add_argument("--steps", type=int, default=10, help="of each way (default 10)")
+    args = made.parse_args(argv)
+    torch.set_num_threads(1)
+    table = Table(title="Host time of a step, ms of CPU time on rank 0")
+    for name in ("ranks", "EP", "experts a rank", "eager", "fast path"):
+        table.add_column(name, justify="right")
+    with redirect_stdout(sys.stderr):
+        for ranks, expert_parallel in LAYOUTS:
+            eager, fast = measure(ranks, expert_parallel, args.steps)
+            shown = (ranks, expert_parallel, EXPERTS // expert_parallel)
+            table.add_row(*map(str, shown), f"{eager:.0f}", f"{fast:.0f}")
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
