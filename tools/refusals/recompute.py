@@ -13,8 +13,7 @@ SUPPORTED = (
     Row(
         "`--recompute-granularity full` with whole layers in graphs",
         Status.SUPPORTED,
-        "each layer recomputes itself inside its graph ([memory](memory.md#full-recompute)); not "
-        "run on a GPU yet",
+        "each layer recomputes itself inside its graph ([memory](memory.md#full-recompute))",
         tests=(
             f"{_FULL}::test_graphs_train_bit_for_bit_as_eager",
             f"{_ALIGNED}[full-recompute…]",
