@@ -17,6 +17,7 @@ from megatron_cg.arguments.schema import (
     Environment,
     GraphArguments,
     RunArguments,
+    prediction_is_repeated,
     recomputes_layers,
 )
 from megatron_cg.errors import Violation
@@ -118,6 +119,16 @@ RULES: tuple[Rule, ...] = (
         "the checkpoint is moved into the layers of a TransformerBlock alone, and this model has a "
         "HybridStack",
         "type --recompute-granularity selective, or drop --recompute-granularity",
+    ),
+    Refusal(
+        "repeated-prediction-full-recompute",
+        lambda run: recomputes_layers(run) and prediction_is_repeated(run),
+        "--recompute-granularity full with --mtp-use-repeated-layer and --mtp-num-layers "
+        "{run.mtp_num_layers}",
+        "each use of a weight is then a backward pass of its own, in which Megatron-FSDP "
+        "overwrites the gradient of the use before it while that is being reduced (megatron-core "
+        "0.19.2), so gradients are lost and no two runs are alike, without graphs as well",
+        "type --recompute-granularity selective, or drop --mtp-use-repeated-layer",
     ),
     Refusal(
         "distributed-full-recompute",

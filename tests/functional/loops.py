@@ -113,7 +113,7 @@ GROUPS = {
         Group(
             "dropless-mtp-repeated",
             {
-                **{**GROUPED, **RECOMPUTE, "expert_model_parallel_size": 2},
+                **{**GROUPED, "expert_model_parallel_size": 2},
                 **{"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
             },
             scopes=(EXPERTS,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.refusals.row import CORE, Line, Row, Status
 
 _CONFIG = "megatron/core/transformer/transformer_config.py"
+_FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py"
 _ONE_CHANGE = "unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why"
 _ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
 _FULL = "unit/integrations/megatron/test_full_recompute.py"
@@ -47,6 +48,18 @@ NOT_YET = (
             f"{_ONE_CHANGE}[distributed-full-recompute…]",
             f"{_ONE_CHANGE}[hybrid-full-recompute…]",
         ),
+    ),
+    Row(
+        "`--recompute-granularity full` with `--mtp-use-repeated-layer`",
+        Status.UPSTREAM,
+        "each use of a weight overwrites the gradient of the one before it, while that is being "
+        "reduced: on an H200 two eager runs differ from the first gradient norm on",
+        rules=("repeated-prediction-full-recompute",),
+        tests=(
+            "unit/backends/tape/test_own_loop.py::"
+            "test_full_recompute_of_a_repeated_layer_loses_gradients_without_graphs",
+        ),
+        lines=(Line(CORE, _FSDP, "param.main_grad.copy_(to_local_if_dtensor(param.grad))"),),
     ),
     Row(
         "`--cg-precompile-dir` with Transformer Engine's layers or backend, scopes, experts, "

@@ -21,7 +21,7 @@ Note [Which layers]
 
     A layer of multi-token prediction is recomputed by ``uniform`` alone. Megatron also recomputes
     the projection before it, which no graph holds; here that keeps its activations. One that is
-    repeated has no graph, and Megatron's own checkpoint stays around it.
+    repeated is refused (``arguments/rules_recompute.py``).
 
 Note [Gathered as often]
     In an eager run with full recompute, Megatron-FSDP's hooks run around the first pass and again
@@ -44,7 +44,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cg.arguments.schema import prediction_is_repeated, recomputes_layers
+from megatron_cg.arguments.schema import recomputes_layers
 from megatron_cg.replay.region import is_capturing, not_capturing
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.layer_config import LayerConfig
@@ -118,7 +118,7 @@ def recompute_in_layers(model: nn.Module) -> Callable[[], None]:
     return all_of(
         undo
         for caller in model.modules()
-        if isinstance(caller, _CALLERS) and _moves(caller)
+        if isinstance(caller, _CALLERS) and recomputes_layers(caller.config)
         for undo in _moved(caller)
     )
 
@@ -127,12 +127,6 @@ def _moved(caller: Any) -> Iterator[Undo]:
     yield from map(_recompute, _recomputed(caller))
     plain = LayerConfig(caller.config, recompute_granularity=None)
     yield set_attribute(caller, "config", plain)
-
-
-def _moves(caller: Any) -> bool:
-    """Whether the checkpoints of ``caller`` move; see Note [Which layers]."""
-    eager = isinstance(caller, MultiTokenPredictionLayer) and prediction_is_repeated(caller.config)
-    return recomputes_layers(caller.config) and not eager
 
 
 def _recomputed(caller: Any) -> list[nn.Module]:

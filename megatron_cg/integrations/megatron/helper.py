@@ -32,7 +32,6 @@ from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.optimizer_graph import follow_optimizer_graph
-from megatron_cg.integrations.megatron.prediction import parts_for
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
@@ -241,7 +240,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             joins=self.on_failure == "eager",
             policy=type(self).policy,
             static_inputs=self._static_inputs,
-            fast_path=parts_for(self.config, self.fast_path),
+            fast_path=self.fast_path,
             optimizers=self.optimizers,
         )
         captured: list[int] = []

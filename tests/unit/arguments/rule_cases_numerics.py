@@ -109,6 +109,13 @@ RECOMPUTE = (
         "--recompute-granularity selective",
     ),
     Case(
+        "repeated-prediction-full-recompute",
+        {**_FULL, "mtp_use_repeated_layer": True, "mtp_num_layers": 2},
+        "--mtp-use-repeated-layer and --mtp-num-layers 2",
+        "gradients are lost",
+        "drop --mtp-use-repeated-layer",
+    ),
+    Case(
         "distributed-full-recompute",
         {**_FULL, "distribute_saved_activations": True},
         "--distribute-saved-activations",

@@ -7,6 +7,7 @@ cannot do.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.functional.loops import (
     EXPERTS,
     GROUPS,
     PREPROCESS,
+    RECOMPUTE,
     TYPES,
     Run,
 )
@@ -47,6 +49,8 @@ RUNS = {
     "qwen3-moe-tiny": (Run("bf16", PREPROCESS, API),),
     "deepseek-v3-tiny": (Run("bf16", PREPROCESS, API),),
 }
+RECOMPUTED = "mtp-repeated, recomputed"
+"""One eager step of the group with full recompute."""
 CASES = [(group, run) for group, runs in RUNS.items() for run in runs]
 
 
@@ -64,6 +68,10 @@ def train(directory: Path) -> None:
             folder = directory / name
             folder.mkdir(exist_ok=True)
             train_all(GROUPS[name], [*eager, *runs], STEPS, folder)
+        again = GROUPS["mtp-repeated"]
+        again = replace(again, config={**again.config, **RECOMPUTE})
+        (directory / RECOMPUTED).mkdir(exist_ok=True)
+        train_all(again, [Run("fp32")], 1, directory / RECOMPUTED)
 
 
 def without_channels(attention: Any) -> Any:
@@ -89,7 +97,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     run_processes(partial(train, root), RANKS)
     return {
         name: [json.loads((root / name / f"rank{r}.json").read_text()) for r in range(RANKS)]
-        for name in RUNS
+        for name in (*RUNS, RECOMPUTED)
     }
 
 
@@ -99,6 +107,16 @@ def test_losses_and_norms_are_equal_to_eager(
 ) -> None:
     for found in results[group]:
         check(GROUPS[group], found[Run(run.dtype).name], found[run.name], STEPS)
+
+
+def test_full_recompute_of_a_repeated_layer_loses_gradients_without_graphs(
+    results: dict[str, list[dict[str, Any]]],
+) -> None:
+    """The same step has the same loss and another gradient."""
+    name = Run("fp32").name
+    for whole, recomputed in zip(results["mtp-repeated"], results[RECOMPUTED], strict=True):
+        plain, again = whole[name], recomputed[name]
+        assert again["losses"] == plain["losses"][:1] and again["norms"] != plain["norms"][:1]
 
 
 def test_the_groups_are_those_of_the_pull_request_and_presets() -> None:
