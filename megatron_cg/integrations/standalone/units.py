@@ -141,6 +141,15 @@ def _unit_violations(
                 "in its buffer; a replay runs no Python",
                 "fuse_wgrad_accumulation=False",
             )
+        limited = isinstance(below, nn.Embedding | nn.EmbeddingBag) and below.max_norm is not None
+        if limited and below.weight.requires_grad:
+            yield Violation(
+                "unit-writes-parameter",
+                f"{within}{child} is an {type(below).__name__} with max_norm",
+                "its forward pass writes into its weight, so a capture's passes on made-up inputs "
+                "would change it",
+                "limit the norms after the optimizer's step, or take the unit out of units",
+            )
 
 
 def _overlapping(call: Seen) -> list[str]:

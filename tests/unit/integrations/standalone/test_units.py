@@ -57,6 +57,17 @@ def test_a_star_stands_for_one_part_of_a_name(one_rank: None) -> None:
         assert list(graphs._units) == ["layers.1", "layers.2"]
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_unit_that_writes_into_its_own_weight_is_refused(kind: Any) -> None:
+    """Megatron-FSDP is not needed: the module does it under any sharding."""
+    limited, free = kind(4, 2, max_norm=1.0), kind(4, 2)
+    model = nn.Sequential(nn.Sequential(limited), nn.Sequential(free))
+    with pytest.raises(ConfigurationError, match=rf"0\.0 is an {kind.__name__} with max_norm"):
+        find_units(Unsharded(model), ["*"], "tape")
+    limited.weight.requires_grad = False  # A capture restores a frozen one.
+    assert list(find_units(Unsharded(model), ["*"], "tape")) == ["0", "1"]
+
+
 def test_no_string_selects_the_model_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     assert list(find_units(Unsharded(model), ["*"], "tape")) == ["0", "1"]
