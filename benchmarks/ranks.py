@@ -37,6 +37,7 @@ LAYOUTS = ((2, 1), (8, 1), (64, 1), (1024, 1), (2, 2), (8, 8), (64, 8), (1024, 8
 def measure(ranks: int, expert_parallel: int, steps: int) -> tuple[float, float]:
     """Median CPU milliseconds of a step on rank 0, eager and with the fast path."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_cg import fastpath
     from megatron_cg.tools.cpu.train import Trainer
@@ -54,6 +55,9 @@ def measure(ranks: int, expert_parallel: int, steps: int) -> tuple[float, float]
     with ExitStack() as undo:
         undo.callback(dist.destroy_process_group)
         undo.enter_context(cpu_fakes())
+        # Megatron keeps it for the process, with a place for each layer of the model that made it.
+        destroy_moe_metrics_tracker()
+        undo.callback(destroy_moe_metrics_tracker)
         begin = partial(parallel_state.initialize_model_parallel, create_gloo_process_groups=False)
         undo.enter_context(replaced(parallel_state, "initialize_model_parallel", begin))
         trainer = Trainer(TrainingPlan(shape, microbatches=2))
