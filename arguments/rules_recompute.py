@@ -122,13 +122,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Refusal(
         "repeated-prediction-full-recompute",
-        lambda run: recomputes_layers(run) and prediction_is_repeated(run),
-        "--recompute-granularity full with --mtp-use-repeated-layer and --mtp-num-layers "
-        "{run.mtp_num_layers}",
+        lambda run: (
+            recomputes_layers(run)
+            and run.recompute_method == "uniform"
+            and prediction_is_repeated(run)
+        ),
+        "--recompute-granularity full --recompute-method uniform with --mtp-use-repeated-layer and "
+        "--mtp-num-layers {run.mtp_num_layers}",
         "each use of a weight is then a backward pass of its own, in which Megatron-FSDP "
-        "overwrites the gradient of the use before it while that is being reduced (megatron-core "
-        "0.19.2), so gradients are lost and no two runs are alike, without graphs as well",
-        "type --recompute-granularity selective, or drop --mtp-use-repeated-layer",
+        "overwrites the gradient of the use before it while that is being reduced, and reduces it "
+        "again (megatron-core 0.19.2), so gradients are lost or counted several times and no two "
+        "runs are alike, without graphs as well",
+        "type --recompute-method block, which leaves that layer out, or drop "
+        "--mtp-use-repeated-layer",
     ),
     Refusal(
         "distributed-full-recompute",

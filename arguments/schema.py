@@ -221,6 +221,7 @@ class RunArguments:
     log_max_attention_logit: bool = _setting(False, "the log has the largest logits")
 
     recompute_granularity: str | None = _setting(None, "None, selective or full")
+    recompute_method: str | None = _setting(None, "None, uniform or block; of full")
     recompute_modules: tuple[str, ...] = _setting(("core_attn",), "what selective recomputes")
     distribute_saved_activations: bool = _setting(
         False, "tensor-parallel ranks share what full recompute keeps"

@@ -50,10 +50,12 @@ NOT_YET = (
         ),
     ),
     Row(
-        "`--recompute-granularity full` with `--mtp-use-repeated-layer`",
+        "`--recompute-granularity full --recompute-method uniform` with `--mtp-use-repeated-layer`",
         Status.UPSTREAM,
         "each use of a weight overwrites the gradient of the one before it, while that is being "
-        "reduced: on an H200 two eager runs differ from the first gradient norm on",
+        "reduced, and it is reduced again: gradients are lost or counted several times, and on an "
+        "H200 two eager runs differ from the first gradient norm on. ZeRO-1 and no sharding, which "
+        "add, are refused with it",
         rules=("repeated-prediction-full-recompute",),
         tests=(
             "unit/backends/tape/test_own_loop.py::"

@@ -50,24 +50,36 @@ from megatron_cg.upstream.symbols import Symbol, changed
 if TYPE_CHECKING:  # It imports torch's compiler.
     from megatron_cg.integrations.megatron.layer_code import LayerCode
 
-RELIES_ON = tuple(
-    Symbol("megatron-core", f"megatron.core.{path}", expected)
-    for path, expected in (
-        ("transformer.cuda_graphs:TECudaGraphHelper._discover_layers", "which layers are captured"),
-        ("transformer.cuda_graphs:TECudaGraphHelper._get_sample_arguments", "static inputs"),
-        ("transformer.cuda_graphs:TECudaGraphHelper._reset_after_capture", "gradients cleared"),
-        ("transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"),
-        ("transformer.cuda_graphs:_set_capture_end", "the setter of the capturing flag"),
-        (
-            "transformer.module:GraphableMegatronModule._should_call_te_cudagraph",
-            "asked in __call__",
-        ),
-        ("transformer.module:GraphableMegatronModule._te_cuda_graph_replay", "the replay"),
-        (
-            "transformer.module:GraphableMegatronModule._get_submodules_under_cudagraphs",
-            "the scope",
-        ),
-    )
+_CONFIG = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.transformer_config:TransformerConfig",
+    "the model's config",
+    attributes=("mtp_num_layers", "mtp_use_repeated_layer"),
+)
+RELIES_ON = (
+    _CONFIG,
+    *(
+        Symbol("megatron-core", f"megatron.core.{path}", expected)
+        for path, expected in (
+            (
+                "transformer.cuda_graphs:TECudaGraphHelper._discover_layers",
+                "which layers are captured",
+            ),
+            ("transformer.cuda_graphs:TECudaGraphHelper._get_sample_arguments", "static inputs"),
+            ("transformer.cuda_graphs:TECudaGraphHelper._reset_after_capture", "gradients cleared"),
+            ("transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"),
+            ("transformer.cuda_graphs:_set_capture_end", "the setter of the capturing flag"),
+            (
+                "transformer.module:GraphableMegatronModule._should_call_te_cudagraph",
+                "asked in __call__",
+            ),
+            ("transformer.module:GraphableMegatronModule._te_cuda_graph_replay", "the replay"),
+            (
+                "transformer.module:GraphableMegatronModule._get_submodules_under_cudagraphs",
+                "the scope",
+            ),
+        )
+    ),
 )
 for _symbol in RELIES_ON:
     _symbol.find()

@@ -110,10 +110,13 @@ RECOMPUTE = (
     ),
     Case(
         "repeated-prediction-full-recompute",
-        {**_FULL, "mtp_use_repeated_layer": True, "mtp_num_layers": 2},
+        {
+            **{**_FULL, "recompute_method": "uniform"},
+            **{"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
+        },
         "--mtp-use-repeated-layer and --mtp-num-layers 2",
-        "gradients are lost",
-        "drop --mtp-use-repeated-layer",
+        "gradients are lost or counted several times",
+        "--recompute-method block",
     ),
     Case(
         "distributed-full-recompute",

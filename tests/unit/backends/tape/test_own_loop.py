@@ -7,6 +7,7 @@ cannot do.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,11 +113,17 @@ def test_losses_and_norms_are_equal_to_eager(
 def test_full_recompute_of_a_repeated_layer_loses_gradients_without_graphs(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """The same step has the same loss and another gradient."""
+    """The same step has the same loss and another gradient, and rounding changes it by far less."""
     name = Run("fp32").name
-    for whole, recomputed in zip(results["mtp-repeated"], results[RECOMPUTED], strict=True):
-        plain, again = whole[name], recomputed[name]
-        assert again["losses"] == plain["losses"][:1] and again["norms"] != plain["norms"][:1]
+    plain, again = (
+        [rank[name] for rank in results[group]] for group in ("mtp-repeated", RECOMPUTED)
+    )
+    assert [rank["losses"] for rank in again] == [rank["losses"][:1] for rank in plain]
+    # Each rank has the norm of its shards.
+    expected, found = (
+        math.hypot(*(float.fromhex(rank["norms"][0]) for rank in ranks)) for ranks in (plain, again)
+    )
+    assert abs(found - expected) > 1e-4 * expected
 
 
 def test_the_groups_are_those_of_the_pull_request_and_presets() -> None:
