@@ -48,7 +48,7 @@ _DATA: Any = torch.Tensor.data
 def forget_accumulators(modules: Iterable[nn.Module]) -> None:
     """Make the next pass create new AccumulateGrad nodes; see the first two notes above.
 
-    Parameters keep their data, gradients and hooks.
+    Parameters keep their data, gradients and hooks. Hooks on the nodes themselves are lost.
 
     Args:
         modules: the modules with the parameters, which include those of submodules.
@@ -62,7 +62,7 @@ def forget_accumulators(modules: Iterable[nn.Module]) -> None:
 
 
 class OtherLeaves:
-    """Other leaves for the trainable parameters of some modules; see the second note above.
+    """Other leaves for the trainable parameters of some modules; see the last note above.
 
     Args:
         modules: the modules with the parameters, which include those of submodules.

@@ -19,7 +19,8 @@ def find_sharding(model: nn.Module) -> Sharding:
     """The sharding of ``model``: of the model itself, or of a module in it.
 
     Raises:
-        HookError: the model is sharded in more than one way, or by torch's FSDP1.
+        HookError: the model is sharded in more than one way, by torch's FSDP1, or by Megatron's
+            DistributedDataParallel.
         UpstreamChangedError: the sharding lacks a member that we rely on.
     """
     fsdp = find_megatron_fsdp(model)
@@ -43,5 +44,12 @@ def find_sharding(model: nn.Module) -> Sharding:
             raise HookError(
                 f"{type(model).__name__} is wrapped by FullyShardedDataParallel (FSDP1), which "
                 "flattens parameters. Shard it with torch.distributed.fsdp.fully_shard instead."
+            )
+        if type(module).__name__ == "DistributedDataParallel" and module not in ddp:
+            raise HookError(
+                f"{type(model).__name__} is wrapped by DistributedDataParallel of "
+                f"{type(module).__module__}, whose hooks are on gradient accumulators. A capture "
+                "replaces these, and gradients would be lost. Wrap it by "
+                "torch.nn.parallel.DistributedDataParallel or by Megatron-FSDP."
             )
     return found[0] if found else Unsharded(model)

@@ -145,7 +145,7 @@ def _unit_violations(
         if limited and below.weight.requires_grad:
             yield Violation(
                 "unit-writes-parameter",
-                f"{within}{child} is an {type(below).__name__} with max_norm",
+                f"{within}{child} ({type(below).__name__}) has max_norm",
                 "its forward pass writes into its weight, so a capture's passes on made-up inputs "
                 "would change it",
                 "limit the norms after the optimizer's step, or take the unit out of units",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.moe.test_training import LAYERS, MICROBATCHES, STEPS, WARMUP, Model, fit
+from tests.unit.moe.test_training import FAST, LAYERS, MICROBATCHES, STEPS, WARMUP, Model, fit
 
 RANKS = 8
 TWO_GROUPS = {"num_distributed_optimizer_instances": 2}
@@ -59,3 +59,14 @@ def test_losses_and_norms_are_megatrons(
         assert len(set(map(tuple, eager["steps"]))) == STEPS
         assert one["captured"] == LAYERS and one["eager"] == 0
         assert one["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP)
+        assert one["device"] == (way == "fast")
+        assert ("gradients" in one["parts"]) == (way in FAST)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_are_split_as_said(results: list[dict[str, Any]], layout: str) -> None:
+    model = LAYOUTS[layout]
+    outer = model.fsdp.get("num_distributed_optimizer_instances", 1)
+    for found in results:
+        for one in found[layout].values():
+            assert one["sizes"] == [model.tensor_parallel, model.expert_parallel, outer]

@@ -115,9 +115,16 @@ def fit(model: Model, way: str) -> dict[str, Any]:
                 parts = session.fast_path.parts if session.fast_path is not None else []
             steps.append([number.hex() for number in trainer.step()])
         device = counts_on_device(trainer.model)
+        index: Any = trainer._fsdp.dist_index
+        sizes = [
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            index.get_outer_fsdp_group().size() if index.use_hybrid_fsdp else 1,
+        ]
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         copied = bool(stacked_weights._copied)
-        return {"copied": copied, "steps": steps, "device": device, "parts": list(parts), **shown}
+        made = {"device": device, "parts": list(parts), "sizes": sizes}
+        return {"copied": copied, "steps": steps, **made, **shown}
 
 
 def train_all(folder: Path) -> None:

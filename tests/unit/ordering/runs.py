@@ -19,7 +19,6 @@ from tests.unit.ordering.trace import Trace
 LAYERS = 3
 """More units than double buffers."""
 STEPS = 2
-_INSTANCES = "num_distributed_optimizer_instances"
 
 
 @dataclass(frozen=True)
