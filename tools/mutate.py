@@ -110,7 +110,8 @@ NEAR: dict[str, str] = {
     "replay/guard/modes.py": "replay/guard",
     "replay/guard/objects.py": "replay/guard",
     "capture/guarded_capture.py": "capture/test_session.py capture/test_broken_captures.py "
-    "runs/test_one_rank_failures.py replay/guard integrations/standalone/test_graphs.py",
+    "runs/test_one_rank_failures.py replay/guard integrations/standalone/test_graphs.py "
+    "fsdp/test_accumulation_fusion.py",
     "capture/in_place.py": "capture/test_in_place.py",
     "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,

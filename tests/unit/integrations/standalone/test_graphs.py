@@ -10,8 +10,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.session import open_sessions
-from megatron_cg.errors import CaptureError, ConfigurationError
+from megatron_cg.errors import CaptureError, ConfigurationError, UpstreamChangedError
 from megatron_cg.events import PassEnded, subscribe
 from tests.unit.counted import expect
 from tests.unit.integrations.standalone.networks import BATCH, WIDTH, Run, assert_equal
@@ -246,6 +247,34 @@ def test_a_failed_capture_goes_on_eagerly_where_asked_for(runs: Any) -> None:
     train_both(eager, graphed, 3)
     expect(graphed.graphs.counters, captured=0, replayed=0)
     assert graphed.graphs.session is None
+
+
+class Idle(TapeBackend):
+    """Returns without having run a pass."""
+
+    def capture(self, callables: Any, *args: Any, **kwargs: Any) -> Any:
+        return list(callables)
+
+
+def test_a_capture_that_ran_no_pass_ends_the_run(runs: Any) -> None:
+    _, graphed = runs({"backend": Idle()})
+    graphed.step()
+    with pytest.raises(UpstreamChangedError, match="callable 0, where nothing came"):
+        graphed.step()
+
+
+def test_several_samples_of_a_unit_are_refused(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = GuardedCapture.run
+
+    def twice(self: Any, hooks: Any, args: Any, kwargs: Any, options: Any, **named: Any) -> Any:
+        microbatches = {**options, "_order": [1, -1, 1, -1]}
+        return run(self, hooks, args * 2, kwargs * 2, microbatches, **named)
+
+    monkeypatch.setattr(GuardedCapture, "run", twice)
+    _, graphed = runs()
+    graphed.step()
+    with pytest.raises(CaptureError, match="6 sample_args for 3 units: a unit has one graph"):
+        graphed.step()
 
 
 @pytest.mark.parametrize("backend", [TapeBackend, Broken])
