@@ -113,8 +113,10 @@ GROUPS = {
         Group(
             "dropless-mtp-repeated",
             {
-                **{**GROUPED, "expert_model_parallel_size": 2},
-                **{"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+                **GROUPED,
+                "expert_model_parallel_size": 2,
+                "mtp_num_layers": 2,
+                "mtp_use_repeated_layer": True,
             },
             scopes=(EXPERTS,),
             dtypes=("bf16",),

@@ -49,6 +49,15 @@ def trained_alike(comparison: Comparison, steps: int) -> bool:
     return complete and all(v.same for v in values) and not comparison.different_shards
 
 
+def assert_left_eager(outcome: Outcome, steps: int) -> None:
+    """A capture failed: all ranks trained as eager, with hooks and flags of before it."""
+    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
+    for rank in outcome.graphed.values():
+        assert rank["after_failure"] == {"same": True}
+    assert outcome.comparison.graphs.get("replayed", 0) == 0
+    assert trained_alike(outcome.comparison, steps), outcome.comparison.reason
+
+
 @pytest.mark.parametrize(
     ("mutation", "status", "words"),
     [
@@ -78,11 +87,7 @@ def test_a_failed_capture_leaves_an_eager_run(
 ) -> None:
     going_on = make("fail", "--cg-on-failure", "eager")
     outcome = align(going_on, script=SCRIPT, mutation=f"fail@{stage}")
-    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
-    for rank in outcome.graphed.values():
-        assert rank["after_failure"] == {"same": True}
-    assert outcome.comparison.graphs.get("replayed", 0) == 0
-    assert trained_alike(outcome.comparison, steps=12), outcome.comparison.reason
+    assert_left_eager(outcome, steps=12)
 
 
 @pytest.mark.parametrize("stage", ["capture-forward", "memory"])

@@ -21,7 +21,7 @@ from tests.functional.cases import (
     batch,
 )
 from tests.functional.test_align import assert_identical
-from tests.functional.test_failures import STAGES, trained_alike
+from tests.functional.test_failures import STAGES, assert_left_eager
 
 SCRIPT = Path(__file__).with_name("tampered.py")
 EP = "--expert-model-parallel-size"
@@ -41,8 +41,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """How many ranks, and Megatron's flags."""
 SAME_GEMM = ("ep4", "ep8")
-"""Where experts have so many rows that Transformer Engine's GEMM sums weight gradients in another
-order than torch's, which both runs have there."""
+"""Where eager runs with Transformer Engine's grouped GEMM and with torch's differed, before any
+capture. Both runs have torch's there."""
 
 
 def _cases() -> list[Case]:
@@ -79,9 +79,5 @@ def test_a_capture_that_fails_on_one_rank_of_eight_leaves_all_eager(
 ) -> None:
     case = replace(EIGHT, name=f"one-of-eight-{stage}")
     outcome = align(case, script=SCRIPT, mutation=f"fail@{stage}@5")
-    assert outcome.graphed is not None, outcome.comparison.reason + outcome.log_tail
-    assert trained_alike(outcome.comparison, steps=case.steps), outcome.comparison.reason
-    assert len(outcome.graphed) == case.gpus
-    for rank in outcome.graphed.values():
-        assert rank["after_failure"] == {"same": True}
-    assert outcome.comparison.graphs.get("replayed", 0) == 0
+    assert_left_eager(outcome, case.steps)
+    assert outcome.graphed is not None and len(outcome.graphed) == case.gpus

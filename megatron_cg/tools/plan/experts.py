@@ -45,9 +45,8 @@ def bits_note(args: Any) -> str:
     if longest <= EQUAL_UP_TO:
         return (
             f"the experts' longest sum has {longest:,} terms. Up to {EQUAL_UP_TO:,}, torch's "
-            "grouped GEMM had the bits of Transformer Engine's default on H200s, but for weight "
-            "gradients of small experts (512 x 256) with 1,024 rows and more; and "
-            f"{always}."
+            "grouped GEMM had the bits of Transformer Engine's default on H200s, but for small "
+            f"experts (512 x 256) with 1,024 rows and more; and {always}."
         )
     return (
         f"the experts' longest sum has {longest:,} terms. Beyond {EQUAL_UP_TO:,}, cuBLAS may split "

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.moe.test_training import FAST, LAYERS, MICROBATCHES, STEPS, WARMUP, Model, fit
+from tests.unit.moe.test_training import FAST, LAYERS, MICROBATCHES, STEPS, WARMUP, Model, trained
 
 RANKS = 8
 TWO_GROUPS = {"num_distributed_optimizer_instances": 2}
@@ -33,20 +27,9 @@ LAYOUTS = {
 CASES = [(name, way) for name, model in LAYOUTS.items() for way in model.ways]
 
 
-def train_all(folder: Path) -> None:
-    torch.compiler.set_stance("force_eager")
-    found = {
-        name: {way: fit(model, way) for way in ("megatron", *model.ways)}
-        for name, model in LAYOUTS.items()
-    }
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("eight")
-    run_processes(partial(train_all, folder), RANKS)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return trained(LAYOUTS, tmp_path_factory.mktemp("eight"), RANKS)
 
 
 @pytest.mark.parametrize(("layout", "way"), CASES)
