@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib.util
 import os
@@ -55,6 +56,12 @@ def has_extension() -> bool:
     return importlib.util.find_spec("transformer_engine_torch") is not None or any(
         next(Path(place).rglob("transformer_engine_torch*"), None) for place in places
     )
+
+
+@pytest.fixture(autouse=True)
+def _own_time_limits() -> None:
+    """Leave the time limit to the runs: they stop their workers, and pytest's limit would not."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,7 @@ def assert_left_eager(outcome: Outcome, steps: int) -> None:
     assert trained_alike(outcome.comparison, steps), outcome.comparison.reason
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(
     ("mutation", "status", "words"),
     [
@@ -90,6 +91,7 @@ def test_a_failed_capture_leaves_an_eager_run(
     assert_left_eager(outcome, steps=12)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("stage", ["capture-forward", "memory"])
 def test_without_leave_to_go_on_the_run_ends_with_the_error(stage: str, align: Align) -> None:
     outcome = align(case("fail"), script=SCRIPT, mutation=f"fail@{stage}")
@@ -98,6 +100,7 @@ def test_without_leave_to_go_on_the_run_ends_with_the_error(stage: str, align: A
     assert "Forced" in outcome.comparison.reason or "OutOfMemory" in outcome.comparison.reason
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(
     ("place", "where", "statement"),
     [
@@ -119,6 +122,7 @@ def test_a_host_read_that_no_rule_knows_is_named_by_module_and_line(
     assert "Type --cuda-graph-" in reason
 
 
+@pytest.mark.kills
 def test_a_router_that_waits_for_the_host_is_refused_before_a_model_is_built(
     align: Align, log: Callable[..., str]
 ) -> None:
@@ -129,6 +133,7 @@ def test_a_router_that_waits_for_the_host_is_refused_before_a_model_is_built(
     assert "number of parameters on (tensor" not in log(SINKHORN)
 
 
+@pytest.mark.kills
 def test_the_host_read_that_ended_a_capture_is_logged_where_training_goes_on(
     align: Align, log: Callable[..., str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_buffers_that_move_on_one_rank_are_captured_again_by_all(align: Align) -
     assert counts[1]["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP - 2)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(
     ("fault", "flags", "words"),
     [
@@ -96,6 +97,7 @@ def test_what_cannot_go_on_ends_with_its_cause(
     assert words in outcome.comparison.reason
 
 
+@pytest.mark.kills
 def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(align: Align, log: Log) -> None:
     case = replace(
         faulty("collectives", "shape", "moe"),
@@ -109,6 +111,7 @@ def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(align: Align, lo
     assert OVERDUE not in log(case)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_a_backward_pass_after_another_replay_of_its_graph_is_an_error(
     name: str, align: Align, log: Log
@@ -159,15 +162,18 @@ def reason_of_an_end(align: Align, name: str, mutation: str) -> str:
     return outcome.comparison.reason
 
 
+@pytest.mark.kills
 def test_a_wrong_gradient_ends_the_run_where_that_was_asked_for(align: Align) -> None:
     reason = reason_of_an_end(align, "gradient", "wrong-gradient@weight@1")
     assert "the gradient of " in reason and "different in 1 of" in reason
 
 
+@pytest.mark.kills
 def test_a_wrong_bit_ends_the_run_where_that_was_asked_for(align: Align) -> None:
     assert "different in 1 of" in reason_of_an_end(align, "bit", "wrong-bit@1")
 
 
+@pytest.mark.kills
 def test_a_hook_that_raises_on_one_rank_ends_the_run(align: Align, log: Log) -> None:
     case = replace(LIFE["dense"], name="hook", graph_flags=("--cg-on-failure", "eager"))
     outcome = align(case, script=SCRIPT, mutation="fail@hook@1")

@@ -102,6 +102,7 @@ def test_an_average_of_the_weights_is_that_of_an_eager_run(align: Align) -> None
         assert record["average"] == outcome.eager[rank]["average"]
 
 
+@pytest.mark.kills
 def test_a_signal_ends_the_run_in_good_order(align: Align, log: Log, tmp_path: Path) -> None:
     case = LIFE["signal"]
     assert_identical(align(case, script=SCRIPT), 7)
@@ -112,6 +113,7 @@ def test_a_signal_ends_the_run_in_good_order(align: Align, log: Log, tmp_path: P
         assert saved.read_text().strip() == "7"
 
 
+@pytest.mark.kills
 def test_process_groups_are_destroyed_while_graphs_with_nccl_in_them_live(
     align: Align, log: Log
 ) -> None:
@@ -125,6 +127,7 @@ def test_process_groups_are_destroyed_while_graphs_with_nccl_in_them_live(
         assert f"rank {rank}: 0 sessions open after destroying the groups" in log(case)
 
 
+@pytest.mark.kills
 def test_a_script_that_leaves_training_takes_its_graphs_along(align: Align, log: Log) -> None:
     case = replace(LIFE["tensor-parallel"], name="exit")
     outcome = align(case, script=SCRIPT, mutation="exit@7")
@@ -135,6 +138,7 @@ def test_a_script_that_leaves_training_takes_its_graphs_along(align: Align, log:
         assert f"rank {rank}: 0 sessions open at exit" in log(case)
 
 
+@pytest.mark.kills
 def test_an_error_on_one_rank_ends_the_run_with_its_name(align: Align, log: Log) -> None:
     case = replace(LIFE["tensor-parallel"], name="raise")
     outcome = align(case, script=SCRIPT, mutation="raise@7")
@@ -145,6 +149,7 @@ def test_an_error_on_one_rank_ends_the_run_with_its_name(align: Align, log: Log)
     assert OVERDUE not in log(case)
 
 
+@pytest.mark.kills
 def test_a_killed_rank_ends_the_run_and_is_named(align: Align, log: Log) -> None:
     case = replace(LIFE["tensor-parallel"], name="kill")
     outcome = align(case, script=SCRIPT, mutation="kill@7")
@@ -166,6 +171,7 @@ def test_a_machine_that_is_not_at_rest_does_not_show(
     assert all(rank[counted] > 0 for rank in outcome.graphed.values())
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("on_failure", ["error", "eager"])
 def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(
     on_failure: str, align: Align, log: Log
@@ -178,6 +184,7 @@ def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(
     assert OVERDUE not in log(case)
 
 
+@pytest.mark.kills
 def test_expandable_segments_alone_are_refused_by_name(align: Align) -> None:
     outcome = align(EXPANDABLE_ALONE)
     assert outcome.comparison.status == "failed"
