@@ -13,7 +13,7 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.functional.tampering import captures, copies, environment, life, replay
+from tests.functional.tampering import captures, copies, environment, life, replay, routings
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 VARIABLES = ("MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO")
@@ -42,6 +42,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "busy": lambda _: environment.keep_another_stream_busy(),
     "fault": replay.fault,
     "average": lambda step: copies.average_from(int(step)),
+    "route": routings.route,
     "earlier-error": lambda _: environment.fail_earlier(),
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.tools.align.processes import OVERDUE
-from tests.functional.cases import MOE, PREPROCESS, Case, batch
+from tests.functional.cases import EP2, EXPERTS, MOE, PREPROCESS, TORCH_GEMM, Case, batch
 from tests.functional.life_cases import LIFE
 from tests.functional.test_failures import STAGES, assert_left_eager, trained_alike
 
@@ -66,6 +66,24 @@ def test_a_shape_that_one_rank_changes_in_an_moe_model(align: Align) -> None:
     assert counts[1]["mismatched"] == LAYERS * MICROBATCHES * (STEPS - STEP + 1)
 
 
+def test_a_shape_that_all_ranks_change_where_graphs_hold_dropless_experts(align: Align) -> None:
+    outcome = align(faulty("shape-experts", "shape@all", "experts", *TORCH_GEMM), script=SCRIPT)
+    assert_trained_alike(outcome)
+    assert outcome.graphed is not None
+    for rank in outcome.graphed.values():
+        assert rank["graphs"]["mismatched"] == LAYERS * MICROBATCHES * (STEPS - STEP + 1)
+
+
+@pytest.mark.parametrize("routing", ["one", "first", "crosswise"])
+def test_experts_and_ranks_without_tokens_or_with_all_of_them(routing: str, align: Align) -> None:
+    env = (("MEGATRON_CG_SCENARIO", f"route@{routing}"),)
+    outcome = align(replace(LIFE["experts"], name=f"route-{routing}", env=env), script=SCRIPT)
+    assert_trained_alike(outcome)
+    assert outcome.graphed is not None
+    for rank in outcome.graphed.values():
+        assert rank["graphs"]["replayed"] == LAYERS * MICROBATCHES * (STEPS - WARMUP)
+
+
 def test_buffers_that_move_on_one_rank_are_captured_again_by_all(align: Align) -> None:
     outcome = align(
         faulty("recapture", "address", "dense", "--cg-on-mismatch", "recapture"), script=SCRIPT
@@ -98,12 +116,17 @@ def test_what_cannot_go_on_ends_with_its_cause(
 
 
 @pytest.mark.kills
-def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(align: Align, log: Log) -> None:
+@pytest.mark.parametrize(
+    ("scopes", "flags"), [(PREPROCESS, ()), (EXPERTS, TORCH_GEMM)], ids=["preprocess", "experts"]
+)
+def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(
+    scopes: tuple[str, ...], flags: tuple[str, ...], align: Align, log: Log
+) -> None:
     case = replace(
-        faulty("collectives", "shape", "moe"),
-        scopes=PREPROCESS,
+        faulty(f"collectives-{scopes[-1]}", "shape", "moe", *flags),
+        scopes=scopes,
         preset=MOE,
-        flags=(*batch(8), "--expert-model-parallel-size", "2"),
+        flags=(*batch(8), *EP2),
     )
     outcome = align(case, script=SCRIPT)
     assert outcome.comparison.status == "failed"
