@@ -49,6 +49,25 @@ def test_graphs_share_a_pool_and_a_stream_and_are_captured_on_it(cuda: CudaDoubl
     assert streams[2:] == [DEFAULT] * 2 and cuda.stream == DEFAULT
 
 
+def test_garbage_is_collected_between_the_graphs_of_a_capture_and_not_in_one(
+    cuda: CudaDouble,
+) -> None:
+    inside, between = [], []
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if cuda.underway is not None:
+                inside.append(gc.isenabled())
+            return super().forward(x)
+
+    def hook(_module: nn.Module) -> None:
+        between.append(gc.isenabled())
+
+    keys = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    capture(Layer(4, 4), hooks=[{key: {0: hook} for key in keys}])
+    assert inside == [False] and between and all(between)
+
+
 def test_the_pool_is_held_until_the_last_graph_is_reset(cuda: CudaDouble) -> None:
     one, two = capture(nn.Linear(4, 4), nn.Linear(4, 4))
     output = one(torch.ones(2, 4))

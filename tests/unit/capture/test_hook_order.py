@@ -224,6 +224,27 @@ def test_another_order_names_te_and_both_calls() -> None:
         call(order, 0, "forward_hooks")
 
 
+def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it() -> None:
+    calls: list[Any] = []
+    hooks: CaptureTimeHooks = {
+        key: {0: lambda _module, key=key: calls.append(key)} for key in CAPTURE_TIME_KEYS
+    }
+    order = HookOrder(
+        linear(1, 1)[0],
+        1,
+        [hooks],
+        {"num_warmup_iters": 0},
+        begun=lambda layer, forward: calls.append(("begins", layer, forward)),
+        ended=lambda layer, forward: calls.append(("ended", layer, forward)),
+    )
+    for key in CAPTURE_TIME_KEYS:
+        call(order, 0, key)
+    before, after, before_backward, after_backward = CAPTURE_TIME_KEYS
+    forward = [before, ("begins", 0, True), ("ended", 0, True), after]
+    backward = [before_backward, ("begins", 0, False), ("ended", 0, False), after_backward]
+    assert calls == [*forward, *backward] and order.finished
+
+
 def test_samples_that_do_not_fit_are_refused_before_any_hook_runs() -> None:
     with pytest.raises(CaptureError, match="3 sample_args for 2 callables"):
         HookOrder(linear(2, 2)[0], 3, recording_hooks(2, []), {})

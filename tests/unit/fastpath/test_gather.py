@@ -257,6 +257,26 @@ def test_a_bucket_kept_past_a_reset_is_left_to_megatron() -> None:
     assert asked == [([0, 1], True)]
 
 
+@pytest.mark.parametrize("status", ["COMMUNICATING", "READY_TO_USE", "PRESERVED"])
+def test_a_bucket_that_is_not_empty_is_left_to_megatron(status: str) -> None:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as upstream
+
+    asked: list[Any] = []
+    pipeline: Any = object.__new__(upstream.AllGatherPipeline)
+    pipeline.buffer = SimpleNamespace(
+        parameter_groups=[SimpleNamespace(transpose_weight_buffer=None)],
+        param_to_param_group={},
+        ddp_config=SimpleNamespace(outer_dp_sharding_strategy="no_shard"),
+    )
+    pipeline.bucket_status = {(0, False): upstream.BucketStatus[status]}
+    pipeline.bucket_can_be_released = {(0, False): True}
+    pipeline.async_bucket_gather = lambda *bucket: asked.append(bucket)
+    Gathers(pipeline, DeferredPrefetch(), lambda: True).async_bucket_gather(0, False)
+    assert asked == [(0, False)]
+    assert pipeline.bucket_status == {(0, False): upstream.BucketStatus[status]}
+    assert pipeline.bucket_can_be_released == {(0, False): True}
+
+
 def test_no_call_is_made_twice_to_learn_the_same(dense_model: Any) -> None:
     pipeline = dense_model.module.all_gather_pipeline
     undo = install_gathers(dense_model.module, DeferredPrefetch())

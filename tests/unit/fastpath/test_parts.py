@@ -57,6 +57,31 @@ def test_closing_puts_back_all_that_was_replaced(fsdp: Any) -> None:
     assert state(fsdp) == before
 
 
+def test_gradients_wait_no_longer_than_the_backward_pass_of_their_unit(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next graph could overwrite them: Note [How long a gradient may wait]."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.cpu_model import transformer_layers
+    from megatron_cg.tools.cpu.train import Trainer
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+    done: list[nn.Module] = []
+    trainer: Any = Trainer(TrainingPlan(CpuModelConfig(layers=2), microbatches=2))
+    try:
+        with monkeypatch.context() as patch:
+            path = install(trainer.model.module)
+            assert path.bucketing is not None
+            patch.setattr(path.bucketing, "unit_is_done", done.append)
+            trainer.step()
+        path.close()
+        backward = [*reversed(transformer_layers(trainer.model))]
+        assert [unit for unit in done if unit in backward] == backward * 2
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
     fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch

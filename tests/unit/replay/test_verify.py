@@ -13,7 +13,8 @@ from torch import nn
 
 from megatron_cg.capture.transaction import without_gradients
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.replay.eager_passes import EagerPasses
+from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import _first_difference, verify
 from tests.unit.counted import expect
@@ -139,6 +140,31 @@ def test_one_wrong_bit_is_found_and_the_part_run_eagerly(
     numbers, counters, _ = run(policy, corrupt=corrupt, fast_path=fast_path)
     assert numbers == eager
     expect(counters, mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("collectives", "hold"), [(False, False), (True, True), (True, False), (False, True)]
+)
+def test_a_wrong_bit_counts_unless_the_step_will_be_repeated(
+    collectives: bool, hold: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers beyond a bound of rows are no mismatch. Only graphs that exchange rows have one."""
+    policy, passes = MismatchPolicy.__init__, EagerPasses.__init__
+
+    def with_numbers(self: MismatchPolicy, *args: Any, **kwargs: Any) -> None:
+        policy(self, *args, **kwargs)
+        self.numbers_hold = lambda: hold
+
+    def with_collectives(self: EagerPasses, *args: Any, **kwargs: Any) -> None:
+        passes(self, *args, **kwargs | {"collectives": collectives})
+
+    monkeypatch.setattr(MismatchPolicy, "__init__", with_numbers)
+    monkeypatch.setattr(EagerPasses, "__init__", with_collectives)
+    numbers, counters, _ = run(ReplayPolicy("eager", 1), corrupt=wrong_output)
+    counts = not collectives or hold
+    assert (numbers == eagerly()[0]) == counts
+    wrong, right = STEPS * counts, STEPS * (not counts)
+    expect(counters, mismatched=wrong, replayed=(LAYERS - 1) * STEPS + right, eager=wrong)
 
 
 @pytest.mark.parametrize(

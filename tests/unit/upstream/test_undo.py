@@ -22,6 +22,7 @@ from megatron_cg.upstream.closures import cells_of, put_over_cell, set_cell
 from megatron_cg.upstream.patch import (
     Applied,
     applied,
+    garbage_collection_kept,
     put_over,
     run_after,
     run_before,
@@ -254,6 +255,20 @@ def test_an_object_whose_undo_was_dropped_is_freed(number: int) -> None:
     del optimizer
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_on_or_off_as_before(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        for change in (gc.enable, gc.disable):
+            (gc.enable if enabled else gc.disable)()
+            with pytest.raises(KeyError), garbage_collection_kept():
+                change()
+                raise KeyError
+            assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_unit_whose_forward_somebody_wrapped_is_closed(
