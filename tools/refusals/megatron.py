@@ -13,6 +13,7 @@ _FSDP_BUFFERS = "megatron_fsdp/param_and_grad_buffer.py"
 _AGREES = "unit/arguments/test_megatron_agrees.py"
 _REFUSES = f"{_AGREES}::test_megatron_refuses_what_we_refuse_and_only_because_of_graphs"
 _SHOWN = "unit/arguments/test_refusals_reproduced.py"
+_ENDS = f"{_SHOWN}::test_megatron_ends_before_it_builds_a_model"
 
 
 def _config(text: str) -> Line:
@@ -50,6 +51,7 @@ ROWS = (
         "Megatron-FSDP asserts that neither double buffers nor layerwise graphs are used with the "
         "overlap, and delayed weight gradients need the overlap",
         rules=("expert-parallel-overlap", "delayed-weight-gradients"),
+        tests=(f"{_SHOWN}::test_overlap_with_expert_parallelism_takes_no_layerwise_graphs",),
         lines=(
             Line(
                 CORE, _ADAPTER, '"1F1B overlap with FSDP does not support per-layer CUDA graphs "'
@@ -62,6 +64,7 @@ ROWS = (
         Status.UPSTREAM,
         "Megatron asserts that it is not used with Megatron-FSDP",
         rules=("hybrid-context-parallel",),
+        tests=(f"{_ENDS}[hybrid context parallel]",),
         lines=(
             Line(
                 CORE,
@@ -160,6 +163,7 @@ ROWS = (
         Status.UPSTREAM,
         "Megatron-FSDP's gathers could not overlap, and Megatron refuses to start",
         rules=("max-connections",),
+        tests=(f"{_ENDS}[one connection]",),
         lines=(Line(CORE, _ARGUMENTS, "FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1"),),
     ),
     Row(
@@ -167,6 +171,7 @@ ROWS = (
         Status.UPSTREAM,
         "Megatron refuses it with graphs: NCCL registers buffers that may be unmapped later",
         rules=("expandable-segments",),
+        tests=(f"{_ENDS}[expandable segments]",),
         lines=(Line(CORE, _ARGUMENTS, '"Setting NCCL_GRAPH_REGISTER=0 to avoid illegal memory'),),
     ),
 )

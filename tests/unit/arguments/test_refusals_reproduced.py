@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,76 @@ def test_a_pipeline_stage_cannot_be_wrapped() -> None:
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"fsdp_double_buffer": True}, "does not support double buffer"),
+        ({"cuda_graph_impl": "transformer_engine"}, "does not support per-layer CUDA graphs"),
+    ],
+)
+def test_overlap_with_expert_parallelism_takes_no_layerwise_graphs(
+    change: dict[str, Any], error: str, one_rank: None
+) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    from megatron_cg.tools.cpu.cpu_model import ddp_config, transformer_config
+    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+
+    config, given = transformer_config(CpuModelConfig()), ddp_config(CpuModelConfig())
+    config.overlap_moe_expert_parallel_comm, config.cuda_graph_impl = True, "none"
+    given.fsdp_double_buffer = False
+    for name, value in change.items():
+        setattr(given if hasattr(given, name) else config, name, value)
+    parallel_state.initialize_model_parallel()
+    try:
+        with pytest.raises(AssertionError, match=error):
+            FullyShardedDataParallel(config, given, torch.nn.Linear(2, 2))
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+MODEL = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --train-iters 3 --lr 1e-3 --min-lr 0 --ckpt-format fsdp_dtensor"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "error"),
+    [
+        ((), {}, None),
+        (("--hybrid-context-parallel",), {}, "not supported with Megatron FSDP"),
+        ((), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "requires CUDA_DEVICE_MAX_CONNECTIONS > 1"),
+        ((), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "NCCL_GRAPH_REGISTER=0"),
+    ],
+    ids=["nothing wrong", "hybrid context parallel", "one connection", "expandable segments"],
+)
+def test_megatron_ends_before_it_builds_a_model(
+    words: tuple[str, ...],
+    environment: dict[str, str],
+    error: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.training import arguments
+
+    from megatron_cg.tools.cpu.fakes import cpu_fakes
+
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *GOOD_ARGV, *MODEL, *words])
+    hopper = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: hopper)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    args = arguments.parse_args()
+    args.enable_cuda_graph = False  # An older name, which that check still reads.
+    ends = nullcontext() if error is None else pytest.raises(AssertionError, match=error)
+    with cpu_fakes(), ends:
+        arguments.validate_args(args)
 
 
 BOTH = "account_for_embedding_in_pipeline_split"
