@@ -234,15 +234,16 @@ def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it(
         1,
         [hooks],
         {"num_warmup_iters": 0},
-        begun=lambda layer, forward: calls.append(("begins", layer, forward)),
+        begun=lambda layer, forward: calls.append(("begins", layer, forward, order.under_way)),
         ended=lambda layer, forward: calls.append(("ended", layer, forward)),
     )
     for key in CAPTURE_TIME_KEYS:
         call(order, 0, key)
     before, after, before_backward, after_backward = CAPTURE_TIME_KEYS
-    forward = [before, ("begins", 0, True), ("ended", 0, True), after]
-    backward = [before_backward, ("begins", 0, False), ("ended", 0, False), after_backward]
-    assert calls == [*forward, *backward] and order.finished
+    forward = [before, ("begins", 0, True, (0, False)), ("ended", 0, True), after]
+    begins = ("begins", 0, False, (0, True))
+    backward = [before_backward, begins, ("ended", 0, False), after_backward]
+    assert calls == [*forward, *backward] and order.finished and order.under_way is None
 
 
 def test_samples_that_do_not_fit_are_refused_before_any_hook_runs() -> None:

@@ -142,6 +142,21 @@ def test_one_wrong_bit_is_found_and_the_part_run_eagerly(
     expect(counters, mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
 
 
+def test_a_step_that_is_repeated_runs_every_region_eagerly(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = MismatchPolicy.__init__
+
+    def repeating(self: MismatchPolicy, *args: Any, **kwargs: Any) -> None:
+        policy(self, *args, **kwargs)
+        self.repeats = True
+
+    monkeypatch.setattr(MismatchPolicy, "__init__", repeating)
+    numbers, counters, _ = run(ReplayPolicy("eager", 1))
+    assert numbers == eagerly()[0]
+    expect(counters, eager=LAYERS * STEPS, replayed=0, mismatched=0, verified=0)
+
+
 @pytest.mark.parametrize(
     ("collectives", "hold"), [(False, False), (True, True), (True, False), (False, True)]
 )
@@ -164,6 +179,7 @@ def test_a_wrong_bit_counts_unless_the_step_will_be_repeated(
     counts = not collectives or hold
     assert (numbers == eagerly()[0]) == counts
     wrong, right = STEPS * counts, STEPS * (not counts)
+    assert counters.guard_ns > 0
     expect(counters, mismatched=wrong, replayed=(LAYERS - 1) * STEPS + right, eager=wrong)
 
 
