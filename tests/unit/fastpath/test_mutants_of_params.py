@@ -12,7 +12,7 @@ from torch import nn
 from megatron_cg.fastpath.params import unshard
 from megatron_cg.fastpath.params.cached_lists import CachedParameters, ParameterLists
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fsdp.fsdp_model import gather_alone
+from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters
 
 
 class Event:
@@ -166,3 +166,16 @@ def test_units_are_gathered_ahead_only_where_all_that_share_buffers_are_captured
     undo()
     fsdp.all_gather_pipeline.all_gather_params("c", prefetch=True)
     assert calls == [("a", True), ("b", False), ("c", True)]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_parameters_are_sharded_or_raw_after_a_capture_as_before(
+    dense_model: Any, sharded: bool
+) -> None:
+    fsdp = dense_model.module
+    fsdp._replace_param_with_distributed_if_needed()
+    if not sharded:
+        fsdp._replace_param_with_raw_if_needed()
+    with raw_parameters(fsdp):
+        assert not fsdp.is_param_fsdp_distributed
+    assert fsdp.is_param_fsdp_distributed == sharded

@@ -115,7 +115,7 @@ def test_verification_finds_nothing_and_changes_nothing(
     assert numbers == eager and metrics == eager_metrics
     assert bool(metrics) == bool(experts)
     all_of(counters, LAYERS * STEPS // 2)
-    expect(counters, replayed=LAYERS * STEPS)
+    expect(counters, replayed=LAYERS * STEPS, backwards=LAYERS * STEPS)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
