@@ -102,7 +102,7 @@ NEAR: dict[str, str] = {
     "fsdp/roles.py": _HOOKS,
     "fsdp/transform.py": _HOOKS,
     "replay/guarded_graph.py": f"{_REPLAY} upstream/test_copies.py "
-    "integrations/standalone/test_graphs.py",
+    "integrations/standalone/test_graphs.py runs/test_moved_buffers.py",
     "replay/in_flight.py": "replay/test_in_flight.py replay/test_order_of_passes.py",
     "replay/guard/addresses.py": "replay/guard runs/test_moved_buffers.py",
     "replay/guard/guard.py": "replay/guard",

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath.params import unshard
 from megatron_cg.fastpath.params.cached_lists import CachedParameters, ParameterLists
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
-from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters
+from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp, gather_alone, raw_parameters
 
 
 class Event:
@@ -179,3 +180,12 @@ def test_parameters_are_sharded_or_raw_after_a_capture_as_before(
     with raw_parameters(fsdp):
         assert not fsdp.is_param_fsdp_distributed
     assert fsdp.is_param_fsdp_distributed == sharded
+
+
+def test_a_member_of_megatron_fsdp_that_is_gone_is_named(
+    dense_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_megatron_fsdp(dense_model) is dense_model.module
+    monkeypatch.setattr("megatron_cg.fsdp.fsdp_model._NEEDED", ("gone",))
+    with pytest.raises(UpstreamChangedError, match=r"MegatronFSDP\.gone"):
+        find_megatron_fsdp(dense_model)
