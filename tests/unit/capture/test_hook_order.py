@@ -226,9 +226,11 @@ def test_another_order_names_te_and_both_calls() -> None:
 
 def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it() -> None:
     calls: list[Any] = []
-    hooks: CaptureTimeHooks = {
-        key: {0: lambda _module, key=key: calls.append(key)} for key in CAPTURE_TIME_KEYS
-    }
+
+    def noting(key: str) -> Callable[[nn.Module], None]:
+        return lambda _module: calls.append(key)
+
+    hooks: CaptureTimeHooks = {key: {0: noting(key)} for key in CAPTURE_TIME_KEYS}
     order = HookOrder(
         linear(1, 1)[0],
         1,

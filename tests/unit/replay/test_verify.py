@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 
 from megatron_cg.capture.transaction import without_gradients
 from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay import guarded_graph
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
@@ -107,15 +110,18 @@ def all_of(counters: Any, steps: int) -> None:
 @pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("fast_path", [True, False])
 def test_verification_finds_nothing_and_changes_nothing(
-    experts: int, fast_path: bool, one_rank: None
+    experts: int, fast_path: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager, eager_metrics = eagerly(experts)
     policy = ReplayPolicy("error", 2)
+    # Each look at the clock is one ns after the last, so a guard takes 1 ns.
+    monkeypatch.setattr(guarded_graph, "time", SimpleNamespace(perf_counter_ns=count().__next__))
     numbers, counters, metrics = run(policy, experts=experts, fast_path=fast_path)
     assert numbers == eager and metrics == eager_metrics
     assert bool(metrics) == bool(experts)
     all_of(counters, LAYERS * STEPS // 2)
-    expect(counters, replayed=LAYERS * STEPS, backwards=LAYERS * STEPS)
+    passes = LAYERS * STEPS
+    expect(counters, replayed=passes, backwards=passes, guard_ns=2 * passes)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -179,7 +185,6 @@ def test_a_wrong_bit_counts_unless_the_step_will_be_repeated(
     counts = not collectives or hold
     assert (numbers == eagerly()[0]) == counts
     wrong, right = STEPS * counts, STEPS * (not counts)
-    assert counters.guard_ns > 0
     expect(counters, mismatched=wrong, replayed=(LAYERS - 1) * STEPS + right, eager=wrong)
 
 
