@@ -148,16 +148,21 @@ def test_one_wrong_bit_is_found_and_the_part_run_eagerly(
     expect(counters, mismatched=STEPS, replayed=(LAYERS - 1) * STEPS, eager=STEPS)
 
 
+def made_with(patch: pytest.MonkeyPatch, owner: type[Any], **values: Any) -> None:
+    """Let objects of a class have these attributes from the start."""
+    make = owner.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        vars(self).update(values)
+
+    patch.setattr(owner, "__init__", made)
+
+
 def test_a_step_that_is_repeated_runs_every_region_eagerly(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = MismatchPolicy.__init__
-
-    def repeating(self: MismatchPolicy, *args: Any, **kwargs: Any) -> None:
-        policy(self, *args, **kwargs)
-        self.repeats = True
-
-    monkeypatch.setattr(MismatchPolicy, "__init__", repeating)
+    made_with(monkeypatch, MismatchPolicy, repeats=True)
     numbers, counters, _ = run(ReplayPolicy("eager", 1))
     assert numbers == eagerly()[0]
     expect(counters, eager=LAYERS * STEPS, replayed=0, mismatched=0, verified=0)
@@ -170,17 +175,8 @@ def test_a_wrong_bit_counts_unless_the_step_will_be_repeated(
     collectives: bool, hold: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers beyond a bound of rows are no mismatch. Only graphs that exchange rows have one."""
-    policy, passes = MismatchPolicy.__init__, EagerPasses.__init__
-
-    def with_numbers(self: MismatchPolicy, *args: Any, **kwargs: Any) -> None:
-        policy(self, *args, **kwargs)
-        self.numbers_hold = lambda: hold
-
-    def with_collectives(self: EagerPasses, *args: Any, **kwargs: Any) -> None:
-        passes(self, *args, **kwargs | {"collectives": collectives})
-
-    monkeypatch.setattr(MismatchPolicy, "__init__", with_numbers)
-    monkeypatch.setattr(EagerPasses, "__init__", with_collectives)
+    made_with(monkeypatch, MismatchPolicy, numbers_hold=lambda: hold)
+    made_with(monkeypatch, EagerPasses, collectives=collectives)
     numbers, counters, _ = run(ReplayPolicy("eager", 1), corrupt=wrong_output)
     counts = not collectives or hold
     assert (numbers == eagerly()[0]) == counts
