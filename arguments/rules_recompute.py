@@ -193,8 +193,8 @@ RULES: tuple[Rule, ...] = (
         "activation-offloading",
         lambda run: run.fine_grained_activation_offloading,
         "--fine-grained-activation-offloading",
-        "its copies on other streams are captured with the layer, and this has not been made to "
-        "work under Megatron-FSDP, whose parameters are gathered on streams outside of the graph",
+        "the backward graph of a layer reloads activations of the layer before it, so one layer "
+        "that runs eagerly beside replays would make gradients wrong, without an error",
         "drop --fine-grained-activation-offloading",
     ),
 )

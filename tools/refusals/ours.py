@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.refusals.row import CORE, TE, Line, Row, Status
+from tools.refusals.row import CORE, Line, Row, Status
 
 _CORE = "megatron/core/transformer"
 _FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
@@ -178,18 +178,6 @@ NOT_YET = (
                 "megatron/core/extensions/transformer_engine.py",
                 "self.current_max_attn_logits = batch_max_attention_logits",
             ),
-        ),
-    ),
-    Row(
-        "`--fine-grained-activation-offloading`",
-        Status.HERE,
-        "copies to the host are captured with the layer, and a replay returns before they end. "
-        "Nothing shows yet that Megatron-FSDP's streams wait for them. One run of 12 steps on an "
-        "H200, with the rule left out, had the eager bits, which may be luck",
-        rules=("activation-offloading",),
-        lines=(
-            Line(CORE, f"{_CORE}/module.py", "cudagraph_kwargs['cuda_graph_event'] ="),
-            Line(TE, "transformer_engine/pytorch/graph.py", "wait_event(ctx.cuda_graph_event)"),
         ),
     ),
     Row(

@@ -181,7 +181,7 @@ NUMERICS = (
         "activation-offloading",
         {"fine_grained_activation_offloading": True},
         "--fine-grained-activation-offloading",
-        "streams outside of the graph",
+        "would make gradients wrong",
         "drop --fine-grained-activation-offloading",
     ),
     Case(
