@@ -9,6 +9,7 @@ _CONFIG = "megatron/core/transformer/transformer_config.py"
 _META = "torch/_meta_registrations.py"
 _SWEEP = "unit/tools/plan/test_sweep.py::test_an_option_ends_as_the_table_says"
 _MOVED = "unit/runs/test_moved_buffers.py"
+_EXPERTS = "unit/arguments/test_experts_refusals_reproduced.py"
 _SHOWN = "unit/arguments/test_refusals_reproduced.py"
 
 ROWS = (
@@ -37,17 +38,11 @@ ROWS = (
         Status.GRAPH,
         "the host reads the largest number of tokens of all ranks before each dispatch",
         rules=("hybridep-uneven-inputs",),
+        tests=(f"{_EXPERTS}::test_hybridep_pads_to_a_number_that_the_host_reads",),
         lines=(
+            Line(CORE, _DISPATCHER, "max_num_tokens_across_ep = torch.tensor("),
             Line(CORE, _DISPATCHER, "padded_num_tokens = int(max_num_tokens_across_ep.item())"),
         ),
-    ),
-    Row(
-        "dropless experts in a graph, split over tensor-parallel ranks",
-        Status.GRAPH,
-        "the ranks of an expert exchange rows by numbers that Megatron reads on the host; with "
-        "`--expert-tensor-parallel-size 1` experts are captured",
-        rules=("experts-tensor-parallel",),
-        lines=(Line(CORE, _DISPATCHER, "output_split_sizes = self.output_splits_tp.tolist()"),),
     ),
     Row(
         "experts in a graph with a capacity factor without padding, or with router padding",

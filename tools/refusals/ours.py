@@ -7,6 +7,7 @@ from tools.refusals.row import CORE, Line, Row, Status
 _CORE = "megatron/core/transformer"
 _FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
 _SHOWN = "unit/arguments/test_refusals_reproduced.py"
+_EXPERTS = "unit/arguments/test_experts_refusals_reproduced.py"
 _FUSED = "unit/fsdp/test_accumulation_fusion.py"
 _SHARED = "unit/moe/test_shared_expert.py"
 _PACKED = "unit/runs/test_packed_sequences.py"
@@ -215,6 +216,24 @@ NOT_YET = (
                 CORE,
                 f"{_CORE}/transformer_config.py",
                 "elif self.moe_router_load_balancing_type not in [",
+            ),
+        ),
+    ),
+    Row(
+        "dropless experts in a graph, split over tensor-parallel ranks",
+        Status.HERE,
+        "the ranks of an expert exchange rows by numbers that Megatron reads on the host. This "
+        "package's dispatcher, which reads none, has no such exchange; with "
+        "`--expert-tensor-parallel-size 1` experts are captured",
+        rules=("experts-tensor-parallel",),
+        tests=(
+            f"{_EXPERTS}::test_several_ranks_of_an_expert_exchange_rows_by_numbers_on_the_host",
+        ),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/moe/token_dispatcher.py",
+                "output_split_sizes = self.output_splits_tp.tolist()",
             ),
         ),
     ),

@@ -1,0 +1,142 @@
+"""What Megatron's dispatchers read on the host, which keeps them out of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.backends.tape.tape_memory import Pool
+from megatron_cg.backends.tape.tape_recording import recording
+from megatron_cg.errors import HostSyncError
+from megatron_cg.tools.cpu.launch import run_processes
+
+TOKENS, HIDDEN, EXPERTS = 6, 4, 4
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """What the block runs is captured, as far as Megatron, this package and a tape know."""
+    from megatron.core.transformer import cuda_graphs
+
+    cuda_graphs._set_capture_start()
+    try:
+        with recording(Pool(), torch.nn.Identity(), "a MoE layer"):
+            yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+def hybrid_ep(**settings: Any) -> Any:
+    """Megatron's manager of HybridEP, whose package it looks for only to dispatch."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    config = SimpleNamespace(
+        moe_permute_fusion=False,
+        moe_expert_capacity_factor=None,
+        moe_pad_expert_input_to_capacity=False,
+        moe_expert_rank_capacity_factor=None,
+        moe_router_topk=1,
+        **settings,
+    )
+    return token_dispatcher._HybridEPManager(dist.group.WORLD, EXPERTS, EXPERTS, config)
+
+
+class MadeByKernel:
+    """torch, but ``torch.tensor`` runs a kernel, which a capture allows."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, data: list[int], **options: Any) -> torch.Tensor:
+        return torch.full((len(data),), *data, **options)
+
+
+@pytest.mark.parametrize(
+    ("pads", "given", "error"),
+    [
+        (False, torch, None),
+        (True, torch, "torch.tensor on a tensor of the host"),
+        (True, MadeByKernel(), "aten._local_scalar_dense"),
+    ],
+    ids=["even inputs", "uploads", "reads"],
+)
+def test_hybridep_pads_to_a_number_that_the_host_reads(
+    pads: bool, given: Any, error: str | None, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    monkeypatch.setattr(token_dispatcher, "hybrid_ep_dispatch", print)
+    monkeypatch.setattr(token_dispatcher, "torch", given)
+    manager = hybrid_ep(moe_hybridep_pad_uneven_dispatch_inputs=pads)
+    chosen = torch.eye(EXPERTS, dtype=torch.bool)
+    refused = nullcontext() if error is None else pytest.raises(HostSyncError, match=error)
+    with captured(), refused:
+        manager.setup_metadata(chosen, chosen.float())
+
+
+def dispatcher_of_one_expert(kind: Any) -> Any:
+    """Whose weights all ranks of the group of expert tensor parallelism share."""
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=1,
+        moe_router_pre_softmax=True,
+        moe_router_topk=1,
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+    )
+    return kind(1, [0], config, get_default_pg_collection())
+
+
+def rows_of_the_expert(kind: Any, within: AbstractContextManager[None]) -> int:
+    """How many rows the expert gets on this rank."""
+    dispatcher = dispatcher_of_one_expert(kind)
+    every = torch.ones(TOKENS, 1, dtype=torch.bool)
+    given = torch.ones(TOKENS, 1, HIDDEN), every, every.float()
+    with within:
+        sent = dispatcher.dispatch_preprocess(*given)
+        rows, _, _ = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+    return len(rows)
+
+
+def dispatch(ranks_of_an_expert: int) -> None:
+    """What both dispatchers do with an expert of that many ranks, in each of two processes."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from megatron_cg.moe.dispatcher import DeviceDispatcher
+
+    class Unread(DeviceDispatcher):
+        """Reads no counts before rows are exchanged; what follows is Megatron's."""
+
+        dispatch_postprocess = MoEAlltoAllTokenDispatcher.dispatch_postprocess
+
+    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=ranks_of_an_expert)
+    try:
+        whole = TOKENS * ranks_of_an_expert
+        assert rows_of_the_expert(MoEAlltoAllTokenDispatcher, nullcontext()) == whole
+        reads = ranks_of_an_expert > 1
+        with pytest.raises(HostSyncError, match="tolist") if reads else nullcontext():
+            assert rows_of_the_expert(Unread, captured()) == whole
+        assert rows_of_the_expert(DeviceDispatcher, captured()) == TOKENS
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("ranks_of_an_expert", [1, 2])
+def test_several_ranks_of_an_expert_exchange_rows_by_numbers_on_the_host(
+    ranks_of_an_expert: int,
+) -> None:
+    """Megatron reads how many; this package's dispatcher takes the rows of its own rank alone."""
+    run_processes(partial(dispatch, ranks_of_an_expert))
