@@ -27,7 +27,10 @@ ROWS = (
         Status.GRAPH,
         "the dispatcher copies the number of each expert's tokens to the host",
         rules=("dispatcher-reads-counts",),
-        tests=(f"{_SWEEP}[experts --moe-token-dispatcher-type allgather]",),
+        tests=(
+            f"{_SWEEP}[experts --moe-token-dispatcher-type allgather]",
+            f"{_EXPERTS}::test_nccl_ep_reads_the_number_of_rows_unless_shapes_are_static",
+        ),
         lines=(
             Line(CORE, _DISPATCHER, "tokens_per_expert = self.local_map.sum(dim=0).long().cpu()"),
             Line(CORE, _DISPATCHER, "num_valid = int(self.tokens_per_expert.sum().item())"),
@@ -49,11 +52,11 @@ ROWS = (
         Status.GRAPH,
         "how many rows a rank sends differs from step to step, and a graph's shapes do not",
         rules=("experts-uneven",),
-        tests=(
-            "unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why["
-            "experts-uneven…]",
+        tests=(f"{_EXPERTS}::test_with_a_capacity_the_number_of_rows_depends_on_the_routing",),
+        lines=(
+            Line(CORE, _CONFIG, "'moe cuda graph is only supported with drop-padding MoE.'"),
+            Line(CORE, _DISPATCHER, "self.num_out_tokens = num_local_tokens_per_expert.sum()"),
         ),
-        lines=(Line(CORE, _CONFIG, "'moe cuda graph is only supported with drop-padding MoE.'"),),
     ),
     Row(
         "whole MoE layers: `moe`, or no scope at all",

@@ -81,7 +81,49 @@ def test_hybridep_pads_to_a_number_that_the_host_reads(
         manager.setup_metadata(chosen, chosen.float())
 
 
-def dispatcher_of_one_expert(kind: Any) -> Any:
+@pytest.mark.parametrize("static", [True, False], ids=["static shapes", "other shapes"])
+def test_nccl_ep_reads_the_number_of_rows_unless_shapes_are_static(static: bool) -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    manager: Any = object.__new__(token_dispatcher._NCCLEPManager)
+    manager.static_shape, manager.dispatched_probs = static, torch.ones(TOKENS)
+    manager.tokens_per_expert = torch.ones(EXPERTS, dtype=torch.int64)
+    received = torch.ones(TOKENS, HIDDEN)
+    reads = pytest.raises(HostSyncError, match=r"aten\._local_scalar_dense")
+    with nullcontext() if static else reads, captured():
+        rows, _ = manager.get_permuted_hidden_states_by_experts(received)
+        assert len(rows) == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("factor", "rows"), [(None, [TOKENS, TOKENS]), (1.0, [TOKENS, TOKENS - 1])]
+)
+def test_with_a_capacity_the_number_of_rows_depends_on_the_routing(
+    factor: float | None, rows: list[int], one_rank: None
+) -> None:
+    """Router padding takes the same branch of Megatron's ``preprocess``."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from megatron_cg.moe.dispatcher import DeviceDispatcher
+
+    parallel_state.initialize_model_parallel()
+    reads = pytest.raises(HostSyncError, match=r"aten\._local_scalar_dense")
+    found = []
+    for kept in (TOKENS, TOKENS - 1):
+        chosen = (torch.arange(TOKENS) < kept)[:, None]
+        given = torch.ones(TOKENS, 1, HIDDEN), chosen, chosen.float()
+        megatrons, ours = (
+            dispatcher_of_one_expert(kind, moe_expert_capacity_factor=factor)
+            for kind in (MoEAlltoAllTokenDispatcher, DeviceDispatcher)
+        )
+        found.append(len(megatrons.dispatch_preprocess(*given)[0]))
+        with nullcontext() if factor is None else reads, captured():
+            ours.dispatch_preprocess(*given)
+    assert found == rows
+
+
+def dispatcher_of_one_expert(kind: Any, **options: Any) -> Any:
     """Whose weights all ranks of the group of expert tensor parallelism share."""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,6 +137,7 @@ def dispatcher_of_one_expert(kind: Any) -> Any:
         moe_router_topk=1,
         moe_token_dispatcher_type="alltoall",
         add_bias_linear=False,
+        **options,
     )
     return kind(1, [0], config, get_default_pg_collection())
 
