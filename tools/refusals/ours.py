@@ -244,9 +244,19 @@ NOT_YET = (
     Row(
         "dropless experts in a graph with the dispatcher `flex`",
         Status.HERE,
-        "its packages (DeepEP, HybridEP, NCCL EP) were not run here",
+        "DeepEP waits on the host for its counts, and so does HybridEP without a rank's capacity, "
+        "as Megatron's own comments say. NCCL EP with static shapes has no such wait. None of "
+        "these packages was run here",
         rules=("experts-dispatcher",),
         tests=(f"{_ONE_CHANGE}[experts-dispatcher…]",),
+        lines=(
+            Line(CORE, f"{_CORE}/moe/fused_a2a.py", "# so this is not compatible with CUDA graph"),
+            Line(
+                CORE,
+                f"{_CORE}/moe/token_dispatcher.py",
+                "# after permute op, None means no up-bound, will cause a CPU sync",
+            ),
+        ),
     ),
     Row(
         "`--cg-moe-rows` with passes outside of Megatron's schedule, with gradients that two of "
