@@ -8,13 +8,11 @@ _CONFIG = "megatron/core/transformer/transformer_config.py"
 _ARGUMENTS = "megatron/training/arguments.py"
 _ADAPTER = "megatron/core/distributed/fsdp/mcore_fsdp_adapter.py"
 _GRAPHS = "megatron/core/transformer/cuda_graphs.py"
-_OFFLOAD = "megatron/core/pipeline_parallel/fine_grained_activation_offload.py"
 _YAML = "megatron/training/yaml_arguments.py"
 _FSDP_BUFFERS = "megatron_fsdp/param_and_grad_buffer.py"
 _AGREES = "unit/arguments/test_megatron_agrees.py"
 _REFUSES = f"{_AGREES}::test_megatron_refuses_what_we_refuse_and_only_because_of_graphs"
 _SHOWN = "unit/arguments/test_refusals_reproduced.py"
-_OFFLOADED = "unit/arguments/test_offloading_reproduced.py"
 _ENDS = f"{_SHOWN}::test_megatron_ends_before_it_builds_a_model"
 
 
@@ -107,24 +105,6 @@ ROWS = (
         rules=("cpu-offloading",),
         tests=(_REFUSES,),
         lines=(_config('raise ValueError("CUDA graphs not supported with CPU offloading.")'),),
-    ),
-    Row(
-        "`--fine-grained-activation-offloading`",
-        Status.UPSTREAM,
-        "the backward graph of a layer reloads the activations of the layer before it, and host "
-        "buffers of graphs return to the pool that eager layers take theirs from. One layer that "
-        "runs eagerly beside replays makes gradients wrong, without an error. If all layers replay "
-        "in each step, the bits are those of eager (the CPU tape; 12 steps on an H200)",
-        rules=("activation-offloading",),
-        tests=(
-            f"{_OFFLOADED}::test_the_graph_of_a_layer_reloads_for_the_layer_before",
-            f"{_OFFLOADED}::test_an_eager_layer_takes_the_host_buffers_of_a_graph",
-            f"{_OFFLOADED}::test_with_all_layers_in_each_step_offloading_has_the_eager_bits",
-        ),
-        lines=(
-            Line(CORE, _OFFLOAD, "# Reload the next layer group"),
-            Line(CORE, _OFFLOAD, "self._cpu_tensor_pool.reset()"),
-        ),
     ),
     Row(
         "`--recompute-modules moe` with `moe_router`",

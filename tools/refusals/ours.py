@@ -8,6 +8,8 @@ _CORE = "megatron/core/transformer"
 _FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py"
 _SHOWN = "unit/arguments/test_refusals_reproduced.py"
 _EXPERTS = "unit/arguments/test_experts_refusals_reproduced.py"
+_OFFLOAD = "megatron/core/pipeline_parallel/fine_grained_activation_offload.py"
+_OFFLOADED = "unit/arguments/test_offloading_reproduced.py"
 _FUSED = "unit/fsdp/test_accumulation_fusion.py"
 _SHARED = "unit/moe/test_shared_expert.py"
 _PACKED = "unit/runs/test_packed_sequences.py"
@@ -179,6 +181,24 @@ NOT_YET = (
                 "megatron/core/extensions/transformer_engine.py",
                 "self.current_max_attn_logits = batch_max_attention_logits",
             ),
+        ),
+    ),
+    Row(
+        "`--fine-grained-activation-offloading`",
+        Status.HERE,
+        "the backward graph of a layer reloads the activations of the layer before it, and host "
+        "buffers of graphs return to the pool that eager layers take theirs from. One layer that "
+        "runs eagerly beside replays makes gradients wrong, without an error. If all layers replay "
+        "in each step, the bits are those of eager (the CPU tape; 12 steps on an H200)",
+        rules=("activation-offloading",),
+        tests=(
+            f"{_OFFLOADED}::test_the_graph_of_a_layer_reloads_for_the_layer_before",
+            f"{_OFFLOADED}::test_an_eager_layer_takes_the_host_buffers_of_a_graph",
+            f"{_OFFLOADED}::test_with_all_layers_in_each_step_offloading_has_the_eager_bits",
+        ),
+        lines=(
+            Line(CORE, _OFFLOAD, "# Reload the next layer group"),
+            Line(CORE, _OFFLOAD, "self._cpu_tensor_pool.reset()"),
         ),
     ),
     Row(
