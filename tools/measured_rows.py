@@ -2,7 +2,8 @@
 
 ``python -m tools.measured_rows`` writes ``megatron_cg/tools/plan/measured_rows.json``. For each
 shape and grouped GEMM it has the newest results in which Megatron-FSDP was run side by side eagerly
-and with graphs, with the same cuBLASLt cache on both sides if there are such results.
+and with graphs, with the same cuBLASLt cache on both sides if there are such results. With torch's
+grouped GEMM, graphs hold whole MoE layers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from megatron_cg.files import write_text
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.bench.results.metrics import Row, tables
 from megatron_cg.tools.bench.runs.bench_machine import described
-from megatron_cg.tools.bench.runs.configurations import EAGER, GRAPHS
+from megatron_cg.tools.bench.runs.configurations import (
+    EAGER,
+    EXPERTS,
+    GRAPHS,
+    KNOWN,
+    TORCH_EAGER,
+)
 from megatron_cg.tools.bench.runs.shapes import is_hybrid, is_moe
 from megatron_cg.tools.bench.runs.store import OK, Result, read
 from megatron_cg.tools.plan.process import make_plans
@@ -33,9 +40,10 @@ def rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*/bench.json")):
         for table in tables(read(path)):
             by_name = {row.name: row for row in table}
-            made = _row(path.parent.name, by_name)
-            if made is not None:
-                found.setdefault((made["shape"], made["grouped_gemm"]), []).append(made)
+            for sides in ((GRAPHS, EAGER), (EXPERTS, TORCH_EAGER)):
+                made = _row(path.parent.name, *map(by_name.get, sides))
+                if made is not None:
+                    found.setdefault((made["shape"], made["grouped_gemm"]), []).append(made)
     return [max(found[key], key=_order) for key in sorted(found)]
 
 
@@ -44,8 +52,7 @@ def _order(row: Mapping[str, Any]) -> tuple[bool, str, int]:
     return row["same_cache"], row["began"], int(number)
 
 
-def _row(results: str, by_name: Mapping[str, Row]) -> dict[str, Any] | None:
-    graphs, eager = by_name.get(GRAPHS), by_name.get(EAGER)
+def _row(results: str, graphs: Row | None, eager: Row | None) -> dict[str, Any] | None:
     ratio = graphs.step_ratio(eager) if graphs and eager else None
     if graphs is None or eager is None or ratio is None or not ratio.side_by_side:
         return None
@@ -53,7 +60,8 @@ def _row(results: str, by_name: Mapping[str, Row]) -> dict[str, Any] | None:
     key, preset = result["key"], load_preset(result["key"]["shape"])
     if key["dimension"] or any(r["status"] != OK for r in (result, eager.result)):
         return None
-    moe = is_moe(preset)
+    moe, ran = is_moe(preset), KNOWN[key["contender"]]
+    grouped_gemm = "torch" if ran.torch_gemm else key["grouped_gemm"]
     step = eager.metrics["step"]
     assert step is not None
     return {
@@ -62,11 +70,11 @@ def _row(results: str, by_name: Mapping[str, Row]) -> dict[str, Any] | None:
         "shape": key["shape"],
         "kind": "hybrid" if is_hybrid(preset) else "MoE" if moe else "dense",
         "dtype": "BF16",
-        "grouped_gemm": key["grouped_gemm"],
+        "grouped_gemm": grouped_gemm,
         "gpus": described(result["machine"] | {"driver": None}),
         "layers": key["layers"],
         "microbatches": key["microbatches"],
-        "scopes": result["settings"]["scopes"],
+        "scopes": list(ran.captured(result["settings"]["scopes"])),
         "eager_ms": round(step, 1),
         "ratio": round(ratio.median, 4),
         "least": round(ratio.least, 4),
@@ -74,7 +82,7 @@ def _row(results: str, by_name: Mapping[str, Row]) -> dict[str, Any] | None:
         "rounds": ratio.rounds,
         # Only the default grouped GEMM of experts uses the cache much.
         "same_cache": not moe
-        or key["grouped_gemm"] == "cutlass"
+        or grouped_gemm != "default"
         or _cache(result) == _cache(eager.result) != "",
     }
 
