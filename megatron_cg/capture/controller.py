@@ -112,8 +112,10 @@ class GraphController:
         if session is None:
             return
         self._earlier.add(session.counters)
-        emit(GraphsDeleted(session.counters, self.counters, self._agreement.time))
-        session.close()
+        try:
+            emit(GraphsDeleted(session.counters, self.counters, self._agreement.time))
+        finally:
+            session.close()
 
     def before_step(self) -> None:
         """Do what all ranks decided, if anything. Raises as :meth:`capture`, or AgreementError."""
