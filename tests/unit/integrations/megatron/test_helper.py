@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from torch.distributed import distributed_c10d
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.native import native_backend
-from megatron_cg.capture.session import close_all_sessions
+from megatron_cg.capture.session import close_all_sessions, open_sessions
 from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect
@@ -261,6 +262,38 @@ def test_training_goes_on_eagerly_where_that_was_asked_for(
     helper.create_cudagraphs()
     assert helper.capture_finished() and not helper.graphs_created()
     trainer.step()
+
+
+def test_no_graph_replays_if_what_follows_the_capture_fails(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.integrations.megatron import helper as module
+
+    monkeypatch.setattr(module, "log_report", broken)
+    helper = helper_for(trainer, on_failure="eager")
+    helper.create_cudagraphs()
+    assert helper.controller.gave_up and open_sessions() == 0
+    assert all("forward" not in vars(layer) for layer in layers_of(trainer))
+    trainer.step()
+
+
+@pytest.mark.parametrize("fails", ["let_gradients_go", "follow_optimizer_graph"])
+def test_a_helper_that_cannot_be_made_leaves_nothing_changed(
+    trainer: Any, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer import cuda_graphs, transformer_layer
+
+    from megatron_cg.integrations.megatron import helper as module
+    from megatron_cg.upstream.patch import applied
+
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", False)
+    monkeypatch.setattr(module, fails, broken)
+    groups = dict(distributed_c10d._world.pg_map)
+    before, asked = applied(), transformer_layer.is_te_min_version
+    with pytest.raises(torch.OutOfMemoryError):
+        helper_for(trainer)
+    assert not cuda_graphs.HAVE_TE_GRAPHS and transformer_layer.is_te_min_version is asked
+    assert applied() == before and distributed_c10d._world.pg_map == groups
 
 
 def test_a_gpu_that_failed_earlier_ends_the_run_also_where_going_on_was_asked_for(
