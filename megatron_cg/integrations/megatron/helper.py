@@ -116,19 +116,19 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                 undo.callback(capture_without_te())
             super().__init__(*args, **kwargs)
             if self._fsdp is not None:
-                self._follow_fsdp(undo)
+                self._follow(self._fsdp, undo)
             self.undo = undo.pop_all()
 
-    def _follow_fsdp(self, undo: ExitStack) -> None:
-        """Get ready to capture a model under Megatron-FSDP; ``undo`` takes the undo."""
+    def _follow(self, fsdp: Any, undo: ExitStack) -> None:
+        """Get ready to capture the model in this ``MegatronFSDP``; ``undo`` takes the undo."""
         follow_captures()
         # A collective call: all ranks create this helper.
         self._agreement = Agreement()
         undo.callback(self._agreement.close)
         self._static_inputs = ObservedInputs(self.flattened_callables)
-        undo.callback(let_gradients_go(self._fsdp))
+        undo.callback(let_gradients_go(fsdp))
         self._optimizer_graph, undo_follow = follow_optimizer_graph(
-            self.optimizers, self._fsdp.ddp_config
+            self.optimizers, fsdp.ddp_config
         )
         undo.callback(undo_follow)
         self.controller = GraphController(
