@@ -128,7 +128,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         self._static_inputs = ObservedInputs(self.flattened_callables)
         undo.callback(let_gradients_go(fsdp))
         self._optimizer_graph, undo_follow = follow_optimizer_graph(
-            self.optimizers, fsdp.ddp_config
+            self.optimizers, fsdp.ddp_config, self._agreement
         )
         undo.callback(undo_follow)
         self.controller = GraphController(
