@@ -19,7 +19,7 @@ from megatron_cg.consensus.boundary import Boundary
 from megatron_cg.consensus.decision import Decision, Level, Vote
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting
-from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
+from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError, PhaseError
 from megatron_cg.events import GraphsDeleted, emit
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard.inputs import STATIC_INPUT
@@ -84,9 +84,12 @@ class GraphController:
         """Capture on all ranks. If capture fails and training continues, ``gave_up`` is True.
 
         Raises:
+            PhaseError: there are graphs.
             CaptureError: capture failed, and training does not continue without graphs.
             MegatronCGError: the original error, if it is one of this package's.
         """
+        if self.session is not None:
+            raise PhaseError("graphs exist: call delete_cuda_graphs() before another capture")
         self._agreement.begin_capture()
         try:
             self.session = self._capture()

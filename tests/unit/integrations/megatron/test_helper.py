@@ -16,7 +16,7 @@ from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.native import native_backend
 from megatron_cg.capture.session import close_all_sessions, open_sessions
-from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
+from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError, UpstreamChangedError
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask, OneMaskOnCuda
@@ -178,6 +178,18 @@ def test_a_second_capture_after_deletion_replays_again(trainer: Any) -> None:
         trainer.step()
         expect(helper.session.counters, captured=3, replayed=3, eager=0)
         helper.delete_cuda_graphs()
+
+
+def test_graphs_are_deleted_before_they_are_captured_again(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    helper.create_cudagraphs()
+    session = helper.session
+    with pytest.raises(PhaseError, match=r"delete_cuda_graphs\(\)"):
+        helper.create_cudagraphs()
+    assert helper.session is session and open_sessions() == 1
+    trainer.step()
+    expect(session.counters, captured=3, replayed=3, eager=0)
+    helper.delete_cuda_graphs()
 
 
 def test_disable_deletes_graphs_that_nobody_holds(trainer: Any) -> None:
