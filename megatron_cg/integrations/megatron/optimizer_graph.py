@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -82,11 +82,8 @@ class OptimizerGraph:
         self._may_capture = False
         if self._kind.cuda_graph is not None and not self._others_may_replay:
             self._others_may_replay = True
-            self._votes.undo_together(self._nobody_replays)
+            self._votes.undo_together(partial(setattr, self, "_others_may_replay", False))
         self._kind.cuda_graph = self._kind.result = None
-
-    def _nobody_replays(self) -> None:
-        self._others_may_replay = False
 
     def step(self) -> Any:
         """Make a step; returns what Megatron's step returns.
