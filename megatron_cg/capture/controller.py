@@ -169,7 +169,8 @@ class GraphController:
     def _as_capture_error(self, error: Exception) -> MegatronCGError:
         if isinstance(error, MegatronCGError):
             return error
-        advice = f" To train without graphs: {self._option}." if self._option else ""
+        has_advice = self._option and not self._goes_on
+        advice = f" To train without graphs: {self._option}." if has_advice else ""
         return CaptureError(
             f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG "
             f"and FP8 state are as before.{advice}"

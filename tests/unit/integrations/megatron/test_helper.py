@@ -267,11 +267,14 @@ def test_a_failed_capture_is_an_error_that_says_what_to_type(
 
 
 def test_training_goes_on_eagerly_where_that_was_asked_for(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(OneMask, "capture", broken)
     helper = helper_for(trainer, on_failure="eager")
     helper.create_cudagraphs()
+    message = caplog.messages[-1]
+    assert "OutOfMemoryError: forced" in message
+    assert message.count("--cg-on-failure eager") == 1
     assert helper.capture_finished() and not helper.graphs_created()
     trainer.step()
 
