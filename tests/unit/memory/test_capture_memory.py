@@ -74,11 +74,12 @@ def test_an_fsdp_without_that_mode_is_left_alone(caplog: pytest.LogCaptureFixtur
     assert "gradients are left to it" in caplog.text
 
 
-def test_gradients_dropped_before_a_capture_are_counted_and_the_mode_stays(one_rank: None) -> None:
+def test_gradients_are_dropped_before_a_capture_and_the_mode_stays(one_rank: None) -> None:
     trainer = as_megatron_sets_it()
     trainer.step()
-    assert drop_gradients(trainer._fsdp) == cast_bytes(trainer)
-    assert copied(trainer) == 0 and drop_gradients(trainer._fsdp) == 0
+    assert copied(trainer) == cast_bytes(trainer)
+    drop_gradients(trainer._fsdp)
+    assert copied(trainer) == 0
     config = trainer._fsdp.param_and_grad_buffer.ddp_config
     assert config.megatron_fsdp_cuda_graph_mode is True
 
@@ -89,16 +90,8 @@ def test_a_gradient_taken_off_its_parameter_is_still_held_by_fsdp(one_rank: None
     for _, parameter in trainer._fsdp.param_and_grad_buffer.optimizer_named_parameters:
         parameter.grad = None
     assert copied(trainer) == cast_bytes(trainer)
-    assert drop_gradients(trainer._fsdp) == cast_bytes(trainer) and copied(trainer) == 0
-
-
-def test_gradients_that_fsdp_does_not_clear_are_not_counted(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = as_megatron_sets_it()
-    trainer.step()
-    monkeypatch.setattr(trainer._fsdp, "zero_grad_buffer", lambda: None)
-    assert drop_gradients(trainer._fsdp) == 0 and copied(trainer) == cast_bytes(trainer)
+    drop_gradients(trainer._fsdp)
+    assert copied(trainer) == 0
 
 
 def test_gradients_that_are_views_of_fsdps_buffer_are_no_copies(one_rank: None) -> None:
@@ -125,7 +118,7 @@ def trained(trainer: Any, before_capture: Callable[[Any], object]) -> tuple[Run,
 
 def let_go_and_drop(fsdp: Any) -> None:
     let_gradients_go(fsdp)
-    assert drop_gradients(fsdp) > 0
+    drop_gradients(fsdp)
 
 
 def test_training_with_graphs_is_the_same_to_the_last_bit(one_rank: None) -> None:
