@@ -19,7 +19,7 @@ from megatron_cg.consensus.boundary import Boundary
 from megatron_cg.consensus.decision import Decision, Level, Vote
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting
-from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError
+from megatron_cg.errors import CaptureError, EarlierWorkError, MegatronCGError, PhaseError
 from megatron_cg.events import GraphsDeleted, emit
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard.inputs import STATIC_INPUT
@@ -84,9 +84,12 @@ class GraphController:
         """Capture on all ranks. If capture fails and training continues, ``gave_up`` is True.
 
         Raises:
+            PhaseError: there are graphs.
             CaptureError: capture failed, and training does not continue without graphs.
             MegatronCGError: the original error, if it is one of this package's.
         """
+        if self.session is not None:
+            raise PhaseError("graphs exist: call delete_cuda_graphs() before another capture")
         self._agreement.begin_capture()
         try:
             self.session = self._capture()
@@ -112,8 +115,10 @@ class GraphController:
         if session is None:
             return
         self._earlier.add(session.counters)
-        emit(GraphsDeleted(session.counters, self.counters, self._agreement.time))
-        session.close()
+        try:
+            emit(GraphsDeleted(session.counters, self.counters, self._agreement.time))
+        finally:
+            session.close()
 
     def before_step(self) -> None:
         """Do what all ranks decided, if anything. Raises as :meth:`capture`, or AgreementError."""
@@ -164,7 +169,8 @@ class GraphController:
     def _as_capture_error(self, error: Exception) -> MegatronCGError:
         if isinstance(error, MegatronCGError):
             return error
-        advice = f" To train without graphs: {self._option}." if self._option else ""
+        has_advice = self._option and not self._goes_on
+        advice = f" To train without graphs: {self._option}." if has_advice else ""
         return CaptureError(
             f"capture failed with {type(error).__name__}: {error}. Model, hooks, gradients, RNG "
             f"and FP8 state are as before.{advice}"

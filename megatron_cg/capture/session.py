@@ -173,15 +173,19 @@ class Session:
             if self._agreement is not None:
                 self._agreement.confirm()
         except BaseException as error:
-            self._undo.close()
             self.phase = Phase.EAGER
-            emit(CaptureEnded(error=error))
-            self._share_failure(error, whole=whole)
+            with ExitStack() as ending:  # The vote comes last, whatever fails before it.
+                ending.callback(self._share_failure, error, whole=whole)
+                ending.callback(emit, CaptureEnded(error=error))
+                ending.callback(self._undo.close)
             raise
         _SESSIONS.append(self)
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
         self.phase = Phase.REPLAYING
-        emit(CaptureEnded(self.counters))
+        with ExitStack() as failed:
+            failed.callback(self.close)
+            emit(CaptureEnded(self.counters))
+            failed.pop_all()
 
     def capture(
         self,

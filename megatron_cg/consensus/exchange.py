@@ -63,9 +63,6 @@ class _Pending:
 class _OneRank:
     """Takes the group's place in a process without process groups."""
 
-    def size(self) -> int:
-        return 1
-
 
 class Agreement:
     """The votes of all ranks of the default process group. All ranks create it together.

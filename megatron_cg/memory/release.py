@@ -58,7 +58,7 @@ def let_gradients_go(fsdp: Any) -> Callable[[], None]:
     return set_attribute(config, _KEEPS, False)
 
 
-def drop_gradients(fsdp: Any) -> int:
+def drop_gradients(fsdp: Any) -> None:
     """Clear all gradients of the previous step, and free the optimizer's copies of them.
 
     Call it before a capture, on all ranks or on some: it issues no collective. See
@@ -66,17 +66,12 @@ def drop_gradients(fsdp: Any) -> int:
 
     Args:
         fsdp: the ``MegatronFSDP``.
-
-    Returns:
-        The size of the freed copies in bytes.
     """
-    before = _nbytes(gradient_copies(fsdp))
     undo = let_gradients_go(fsdp)
     try:
         fsdp.zero_grad_buffer()
     finally:
         undo()
-    return before - _nbytes(gradient_copies(fsdp))
 
 
 def gradient_copies(fsdp: Any) -> list[torch.Tensor]:
@@ -110,7 +105,3 @@ def _local(tensor: Any) -> torch.Tensor:
 def _key(tensor: torch.Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_cg.precompile.region import Region
-from megatron_cg.replay.verify import bytes_of, synthetic_gradient
+from megatron_cg.replay.verify import difference, synthetic_gradient
 
 _Named = list[tuple[str, torch.Tensor | None]]
 
@@ -34,14 +34,9 @@ def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None
     if [name for name, _value in eager] != [name for name, _value in found]:
         return f"{len(eager)} results in eager and {len(found)} in compiled code"
     for (name, one), (_, other) in zip(eager, found, strict=True):
-        if one is None or other is None:
-            if one is not other:
-                return f"{name} is {_kind(one)} in eager and {_kind(other)} in compiled code"
-        elif one.shape != other.shape or one.dtype != other.dtype:
-            return f"{name} is {_kind(one)} in eager and {_kind(other)} in compiled code"
-        elif not torch.equal(bytes_of(one), bytes_of(other)):
-            count = int((bytes_of(one) != bytes_of(other)).sum())
-            return f"{name} differs in {count} of {one.nbytes} bytes"
+        different = difference(one, other)
+        if different is not None:
+            return f"{name} is {different[0]} in eager and {different[1]} in compiled code"
     return None
 
 
@@ -75,7 +70,3 @@ def _detached(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
-
-
-def _kind(tensor: torch.Tensor | None) -> str:
-    return "None" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"

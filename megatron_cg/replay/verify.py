@@ -170,18 +170,22 @@ def _first_difference(
     if len(eager) != len(replayed):
         return _mismatch("the number of outputs", str(len(eager)), str(len(replayed)))
     for (name, one), (_, two) in zip(eager, replayed, strict=True):
-        if name in leave_out:
-            continue
-        if one is None or two is None:
-            if one is not two:
-                return _mismatch(name, _kind(one), _kind(two))
-        elif one.shape != two.shape or one.dtype != two.dtype:
-            return _mismatch(name, _kind(one), _kind(two))
-        elif not torch.equal(bytes_of(one), bytes_of(two)):
-            different = int((bytes_of(one) != bytes_of(two)).sum())
-            text = f"different in {different} of {one.nbytes} bytes"
-            return _mismatch(name, _kind(one), text)
+        found = difference(one, two) if name not in leave_out else None
+        if found is not None:
+            return _mismatch(name, *found)
     return None
+
+
+def difference(one: torch.Tensor | None, two: torch.Tensor | None) -> tuple[str, str] | None:
+    """What each of two results is, in words, if they are not equal bit for bit."""
+    if one is None or two is None:
+        return None if one is two else (_kind(one), _kind(two))
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return _kind(one), _kind(two)
+    if torch.equal(bytes_of(one), bytes_of(two)):
+        return None
+    count = int((bytes_of(one) != bytes_of(two)).sum())
+    return _kind(one), f"different in {count} of {one.nbytes} bytes"
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ class _Reduce:
                 state.pop(name, None)
             else:
                 state[name] = values[0]
-        for name in _HOOKS:
+        for name in (name for name in _HOOKS if name in state):  # A module may leave them out.
             kept = [(key, hook) for key, hook in state[name].items() if key not in self.hooks]
             state[name] = type(state[name])(kept)
         return (*reduced[:2], state, *reduced[3:])

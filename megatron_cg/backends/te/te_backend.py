@@ -16,6 +16,7 @@ from megatron_cg.backends.cuda_cleanup import (
     leave_pool,
     stream_kept,
 )
+from megatron_cg.backends.rng_tracker import generators_of, tracked_states_kept
 from megatron_cg.backends.te.te_if_loaded import (
     END_CAPTURING,
     FP8,
@@ -24,7 +25,6 @@ from megatron_cg.backends.te.te_if_loaded import (
     GRAPH,
     IS_CAPTURING,
     PACKAGE,
-    RNG_STATES,
 )
 from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
@@ -63,7 +63,6 @@ class TransformerEngineBackend(Backend):
         self._make: Callable[..., Any] = _MAKE.find()
         self._is_capturing: Callable[[], bool] = IS_CAPTURING.find()
         self._end_capturing: Callable[[], None] = END_CAPTURING.find()
-        self._rng_states: Callable[[], dict[str, Any]] = RNG_STATES.find()
         self._fp8_enabled: Callable[[], bool] = FP8_ENABLED.find()
         self._fp8_recipe: Callable[[], Any] = FP8_RECIPE.find()
         self._autocast_state: Callable[[], Any] = _AUTOCAST.find()
@@ -148,7 +147,9 @@ class TransformerEngineBackend(Backend):
         with ExitStack() as stack:
             stack.enter_context(garbage_collection_kept())
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
-            stack.enter_context(generators_kept(self._generators()))
+            stack.enter_context(tracked_states_kept())
+            generators = [*device_generator(), *generators_of(callables, "cuda")]
+            stack.enter_context(generators_kept(generators))
             stack.enter_context(_fp8_kept(callables))
             # This includes whether the next module is the first one, which updates FP8 scales.
             stack.callback(self._set_autocast_state, self._autocast_state())
@@ -157,12 +158,6 @@ class TransformerEngineBackend(Backend):
             # Entered last and so left first: the others then exit on the original stream.
             stack.enter_context(stream_kept())
             yield
-
-    def _generators(self) -> list[torch.Generator]:
-        """Those of the device and of TE's RNG tracker."""
-        states = self._rng_states().values()
-        tracked = [state for state in states if isinstance(state, torch.Generator)]
-        return [*device_generator(), *tracked]
 
 
 @contextmanager

@@ -109,35 +109,40 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         """Captures of a model under Megatron-FSDP."""
         self.undo = ExitStack()
         """Undoes the changes that last as long as the run."""
+        self.steps: StepRoutine | None = None
         (model, *_) = args[0] if args else kwargs["model"]
         with ExitStack() as undo:
             if find_megatron_fsdp(model) and self._captures_without_te():
                 undo.callback(capture_without_te())
             super().__init__(*args, **kwargs)
+            if self._fsdp is not None:
+                self._follow(self._fsdp, undo)
             self.undo = undo.pop_all()
-        self.steps: StepRoutine | None = None
-        if self._fsdp is not None:
-            follow_captures()
-            # A collective call: all ranks create this helper.
-            self._agreement = Agreement()
-            self._static_inputs = ObservedInputs(self.flattened_callables)
-            self.undo.callback(let_gradients_go(self._fsdp))
-            self._optimizer_graph, undo_follow = follow_optimizer_graph(
-                self.optimizers, self._fsdp.ddp_config
-            )
-            self.undo.callback(undo_follow)
-            self.controller = GraphController(
-                self._agreement,
-                self._capture_under_fsdp,
-                self._static_inputs.forget,
-                goes_on=self.on_failure == "eager",
-                option="--cg-on-failure eager",
-                clean_up=self._after_failure,
-            )
-            self.steps = StepRoutine(self.controller, self._static_inputs)
-            self.undo.callback(repeat.follow(self))
-            if self.live is not None:
-                self.live.append(self)
+
+    def _follow(self, fsdp: Any, undo: ExitStack) -> None:
+        """Get ready to capture the model in this ``MegatronFSDP``; ``undo`` takes the undo."""
+        follow_captures()
+        # A collective call: all ranks create this helper.
+        self._agreement = Agreement()
+        undo.callback(self._agreement.close)
+        self._static_inputs = ObservedInputs(self.flattened_callables)
+        undo.callback(let_gradients_go(fsdp))
+        self._optimizer_graph, undo_follow = follow_optimizer_graph(
+            self.optimizers, fsdp.ddp_config, self._agreement
+        )
+        undo.callback(undo_follow)
+        self.controller = GraphController(
+            self._agreement,
+            self._capture_under_fsdp,
+            self._static_inputs.forget,
+            goes_on=self.on_failure == "eager",
+            option="--cg-on-failure eager",
+            clean_up=self._after_failure,
+        )
+        self.steps = StepRoutine(self.controller, self._static_inputs)
+        undo.callback(repeat.follow(self))
+        if self.live is not None:
+            self.live.append(self)
 
     @classmethod
     def _captures_without_te(cls) -> bool:
@@ -289,7 +294,10 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             session.on_close(self._graphs_are_gone)
             if self._optimizer_graph is not None:
                 self._optimizer_graph.follow(session)
-        log_report(session, "after capture")
+        with ExitStack() as failed:
+            failed.callback(session.close)
+            log_report(session, "after capture")
+            failed.pop_all()
         return session
 
     def _graphs_are_gone(self) -> None:

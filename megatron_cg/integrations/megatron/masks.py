@@ -1,4 +1,4 @@
-"""Drops the attention mask from the graph of a layer that is never called with one.
+"""No attention mask for a layer that gets none, neither in its graph nor for a replay.
 
 ``TransformerLayer.get_layer_static_inputs`` makes a causal mask beside the hidden states, and
 ``GraphableMegatronModule.get_layer_static_inputs`` the hidden states alone. If the keyword is given
@@ -13,9 +13,12 @@ Note [A mask that nobody reads]
     nothing" and silently trains something else than the eager layer. A graph that is captured
     without the keyword computes what the eager layer computes for None.
 
-Note [A mask that comes later]
+Note [A wrong guess]
     If a mask is passed later, the guard sees an input that the graph does not have and runs that
-    pass eagerly, with the mask. So a wrong guess costs time but never changes a result.
+    pass eagerly, with the mask. If a graph has a mask and the layer is called with None, as after a
+    capture without steps before it, Megatron's zeros are not made for an attention that may read
+    them. The guard then misses an input, and that pass runs eagerly, with None. So a wrong guess
+    costs time but never changes a result.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -46,7 +51,15 @@ _REPLAY_ARGS = Symbol(
     f"{_LAYER}._get_te_cuda_graph_replay_args",
     "where Megatron makes attention masks for replays",
 )
-RELIES_ON = (_SAMPLES, _REPLAY_ARGS)
+_ATTENTION = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.attention:Attention",
+    "an attention that is called with masks",
+    attributes=("core_attention", "attn_mask_type"),
+)
+_OF_TE = "megatron.core.extensions.transformer_engine"
+"""The module of Megatron's class around Transformer Engine's attention."""
+RELIES_ON = (_SAMPLES, _REPLAY_ARGS, _ATTENTION)
 for _symbol in RELIES_ON:
     _symbol.find()
 
@@ -82,27 +95,40 @@ class Observations(Protocol):
 
 
 def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> Callable[[], None]:
-    """Capture and replay layers without a mask that they never received; returns the undo.
+    """Capture layers without a mask that they never received, and replay with no made-up one.
 
     Call it before sample inputs are made, and undo it after the graphs are deleted.
 
     Args:
         layers: the captured layers.
         inputs: what the layers were called with in the steps before.
+
+    Returns:
+        The undo.
     """
     return all_of(
         undo
         for layer in layers
-        if isinstance(layer, TransformerLayer) and inputs.is_never_given(layer, MASK)
-        for undo in _without_mask(layer)
+        if isinstance(layer, TransformerLayer)
+        for undo in _changes(layer, never_given=inputs.is_never_given(layer, MASK))
     )
 
 
-def _without_mask(layer: Any) -> Iterator[Undo]:
-    samples = partial(_samples, layer, layer.get_layer_static_inputs)
-    yield put_over(layer, "get_layer_static_inputs", samples)
-    replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
-    yield put_over(layer, "_get_te_cuda_graph_replay_args", replay)
+def _changes(layer: Any, *, never_given: bool) -> Iterator[Undo]:
+    if never_given:
+        samples = partial(_samples, layer, layer.get_layer_static_inputs)
+        yield put_over(layer, "get_layer_static_inputs", samples)
+    if never_given or _may_read(layer.self_attention):
+        replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
+        yield put_over(layer, "_get_te_cuda_graph_replay_args", replay)
+
+
+def _may_read(attention: Any) -> bool:
+    """Whether it may read a mask; Transformer Engine's does not where it is causal."""
+    if not isinstance(attention, Attention):
+        return False
+    causal = attention.attn_mask_type in (AttnMaskType.causal, AttnMaskType.no_mask)
+    return not (causal and type(attention.core_attention).__module__ == _OF_TE)
 
 
 def _samples(layer: Any, make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Any:

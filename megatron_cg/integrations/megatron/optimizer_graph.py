@@ -10,23 +10,27 @@ Note [No gather in the optimizer's step]
 Note [What the step reads]
     A replay reads gradients, weights, moments and learning rates where they were at capture, and
     numbers such as the weight decay as they were then. They are compared before each replay. After
-    a difference the step runs eagerly, with the same kernels. A rank may do that alone: its
-    collectives are the same, in the same order.
+    a difference the step runs eagerly, with the same kernels.
 
 Note [As long as the layers' graphs]
     The graph contains a collective, that of the gradient norm. It is released with the layers'
-    graphs, before the process groups, and captured with them again.
+    graphs, before the process groups, and captured with them again. No rank may run the collective
+    eagerly while others replay it (``consensus/collectives.py``). So before a step runs eagerly,
+    ranks vote: after a difference in each step, and after a release until all ranks have agreed on
+    what follows (Note [Undone by all ranks together] in ``consensus/exchange.py``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import MegatronCGError, ReplayMismatchError
 from megatron_cg.memory.usage import optimizer_tensors
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -52,10 +56,15 @@ class OptimizerGraph:
         wrapper: Megatron's, as ``optimizer.step``.
         optimizer: the optimizer whose step it is.
         capture: calls the wrapper as Megatron wrote it.
+        votes: those of all ranks.
     """
 
-    def __init__(self, wrapper: Any, optimizer: Any, capture: Callable[[], Any]) -> None:
+    def __init__(
+        self, wrapper: Any, optimizer: Any, capture: Callable[[], Any], votes: Agreement
+    ) -> None:
         self._wrapper, self._optimizer, self._capture = wrapper, optimizer, capture
+        self._votes = votes
+        self._others_may_replay = False
         self._kind = type(wrapper)
         self._has_stepped = False
         self._may_capture = False
@@ -71,10 +80,18 @@ class OptimizerGraph:
     def release(self) -> None:
         """Release the graph, while the GPU is idle; steps then run eagerly."""
         self._may_capture = False
+        if self._kind.cuda_graph is not None and not self._others_may_replay:
+            self._others_may_replay = True
+            self._votes.undo_together(partial(setattr, self, "_others_may_replay", False))
         self._kind.cuda_graph = self._kind.result = None
 
     def step(self) -> Any:
-        """Make a step; returns what Megatron's step returns."""
+        """Make a step; returns what Megatron's step returns.
+
+        Raises ReplayMismatchError if this rank alone cannot replay it.
+        """
+        if self._others_may_replay:
+            self._leave("its graph was deleted")
         # The first step makes the moments. In a graph it would make them again in each replay.
         if not self._may_capture or not self._has_stepped:
             self._has_stepped = True
@@ -94,7 +111,19 @@ class OptimizerGraph:
                 "moment or a setting of the optimizer is not as it was when the step was captured."
             )
         self.eager_steps += 1
+        self._leave("it would read something else than at capture")
         return self._wrapper.optimizer_step_func()
+
+    def _leave(self, why: str) -> None:
+        """Return if all ranks run this step eagerly; see Note [As long as the layers' graphs]."""
+        try:
+            self._votes.fall_back_together(f"the optimizer's step: {why}")
+        except MegatronCGError as error:
+            raise ReplayMismatchError(
+                f"this rank cannot replay the optimizer's step, since {why}. Its graph holds a "
+                "collective, which no rank may run eagerly while others replay it, and not all "
+                f"ranks found the same ({error}). Leave out --optimizer-cuda-graph."
+            ) from error
 
     def _facts(self) -> Iterator[object]:
         """See Note [What the step reads]."""
@@ -117,13 +146,14 @@ def _place(tensor: Any) -> object:
 
 
 def follow_optimizer_graph(
-    optimizers: Sequence[Any], ddp_config: Any
+    optimizers: Sequence[Any], ddp_config: Any, votes: Agreement
 ) -> tuple[OptimizerGraph | None, Undo]:
     """Take over the decisions of ``--optimizer-cuda-graph``; the graph is None without that flag.
 
     Args:
         optimizers: Megatron's, of a model under Megatron-FSDP; its loop gives the flag to one.
         ddp_config: the ``DistributedDataParallelConfig`` of that model.
+        votes: those of all ranks.
 
     Returns:
         The graph, and the undo. Raises UpstreamChangedError if a symbol is missing.
@@ -134,7 +164,7 @@ def follow_optimizer_graph(
         return None, lambda: None
     (optimizer,) = with_graph
     wrapper, megatrons_own = optimizer.step, kind.__call__
-    graph = OptimizerGraph(wrapper, optimizer, lambda: megatrons_own(wrapper))
+    graph = OptimizerGraph(wrapper, optimizer, lambda: megatrons_own(wrapper), votes)
 
     @wraps(megatrons_own)
     def call(called: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,9 +62,12 @@ class LoopHelper(FsdpCudaGraphHelper):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._steps_done = 0
-        for optimizer in self.optimizers[-1:]:
-            self.undo.callback(run_after(optimizer, "step", self.step_done))
-        self.steps.before_step(self._steps_done)
+        with ExitStack() as failed:
+            failed.callback(self.undo.close)
+            for optimizer in self.optimizers[-1:]:
+                self.undo.callback(run_after(optimizer, "step", self.step_done))
+            self.steps.before_step(self._steps_done)
+            failed.pop_all()
 
     def create_cudagraphs(self) -> None:
         """Capture as Megatron does, between two steps; then begin the next step."""

@@ -61,7 +61,7 @@ class Attachment:
     def _attach(
         self, unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy
     ) -> Callable[[], None]:
-        """See ``attach`` of :class:`megatron_cg.capture.transaction.Unit`."""
+        """See ``attach`` of :class:`megatron_cg.replay.unit.Unit`."""
         target: Any = unit.layer
 
         def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:

@@ -129,6 +129,20 @@ def test_what_a_failed_capture_leaves_is_put_back(monkeypatch: pytest.MonkeyPatc
     assert gc.isenabled() and not vars(graph)["capturing"]
 
 
+def test_megatrons_own_tracker_holds_its_states_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import random
+
+    fake_te(monkeypatch, new_capture)
+    backend = transformer_engine.TransformerEngineBackend()
+    before = torch.get_rng_state()
+    tracker = types.SimpleNamespace(states_={"drawn from": before})
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
+    with pytest.raises(RuntimeError, match="in capture"), backend.preserved([]):
+        tracker.states_["drawn from"] = before + 1  # as a fork leaves it
+        raise RuntimeError("in capture")
+    assert tracker.states_["drawn from"] is before
+
+
 class DelayedScaling(nn.Module):
     """TE's interface for the state of delayed scaling."""
 

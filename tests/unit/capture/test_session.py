@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 
 from megatron_cg.backends.driver.graphed import GraphResetError
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.capture.session import Phase, Session
+from megatron_cg.capture.controller import GraphController
+from megatron_cg.capture.session import Phase, Session, open_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
+from megatron_cg.events import CaptureEnded, Event, GraphsDeleted, subscribe
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -253,6 +256,61 @@ def test_a_failure_after_the_graphs_is_told_also_if_no_other_rank_answers(
 
 def forced(*_args: object) -> None:
     raise Forced
+
+
+def test_a_failure_to_undo_is_told_too_and_the_session_can_try_again(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    votes = Alone()
+    told: list[bool] = []
+    monkeypatch.setattr(votes, "report_failure", lambda: told.append(True))
+
+    def attach_and_fail(session: Session) -> None:
+        session._undo.callback(forced)
+        raise CaptureError("the fast path failed")
+
+    monkeypatch.setattr(Session, "_install_fast_path", attach_and_fail)
+    session = Session(trainer.model, [], TapeBackend(), votes, joins=True)
+    with pytest.raises(Forced), session.capturing():
+        pass
+    assert session.phase is Phase.EAGER and told == [True]
+    votes.close()
+
+
+@contextmanager
+def ears_that_fail(kind: type[Event]) -> Iterator[None]:
+    """A subscriber raises, as a print does whose reader is gone."""
+
+    def hear(event: Event) -> None:
+        if isinstance(event, kind):
+            raise BrokenPipeError
+
+    stop = subscribe(hear)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def test_graphs_are_released_if_their_report_fails(trainer: Any) -> None:
+    before = state(trainer)
+    with ears_that_fail(CaptureEnded), pytest.raises(BrokenPipeError):
+        trainer.capture(TapeBackend())
+    assert open_sessions() == 0
+    assert_same(before, state(trainer))
+
+
+def test_graphs_are_deleted_if_the_report_on_them_fails(trainer: Any) -> None:
+    before = state(trainer)
+    session = trainer.capture(TapeBackend())
+    votes = Agreement()
+    controller = GraphController(votes, lambda: session, lambda: None)
+    controller.capture()
+    with ears_that_fail(GraphsDeleted), pytest.raises(BrokenPipeError):
+        controller.delete()
+    assert session.phase is Phase.CLOSED and open_sessions() == 0
+    assert_same(before, state(trainer))
+    controller.close()
 
 
 class HalfMade(TapeBackend):

@@ -24,6 +24,8 @@ from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.one_mask import OneMask
 
 LAYERS, WARMUPS, LENGTH, BATCH = 2, 2, 16, 2
+AFTER = 4
+"""Steps after a capture."""
 HANGS_AFTER = 900.0
 """Seconds after which a process that waits for another is ended, with where it waits."""
 
@@ -236,6 +238,45 @@ def test_a_capture_after_all_these_failures_replays(results: list[list[dict[str,
         assert rank[0]["after"] == rank[0]["eager"]
         assert rank[-1]["after"] == rank[-1]["eager"]
         assert (rank[-1]["graphs"]["captured"], rank[-1]["graphs"]["replayed"]) == (LAYERS, LAYERS)
+
+
+def fail_after_the_last_vote(root: Path) -> None:
+    """Rank 1 fails when all ranks have agreed on their graphs."""
+    from megatron.core import parallel_state
+
+    from megatron_cg.capture.session import open_sessions
+    from megatron_cg.integrations.megatron import helper as module
+
+    eager_trainer = new_trainer()
+    eager = [step(eager_trainer) for _ in range(1 + AFTER)]
+    parallel_state.destroy_model_parallel()
+    trainer = new_trainer()
+    numbers = [step(trainer)]
+    with megatron_with_tapes(), ExitStack() as stack, no_hang():
+        helper = new_helper(trainer)
+        if dist.get_rank() == 1:
+            stack.enter_context(failing(module, "log_report", 1, RuntimeError("forced")))
+        helper.create_cudagraphs()
+        sessions = [open_sessions()]
+        for done in range(AFTER):
+            helper.steps.before_step(done)
+            numbers.append(step(trainer))
+            helper.steps.vote(done + 1)
+            sessions.append(open_sessions())
+        replayed = helper.controller.counters.replayed
+        helper.steps.close()
+        helper.undo.close()
+    parallel_state.destroy_model_parallel()
+    found = {"same": numbers == eager, "sessions": sessions, "replayed": replayed}
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def test_a_failure_after_the_last_vote_leaves_no_rank_with_graphs(tmp_path: Path) -> None:
+    run_processes(partial(fail_after_the_last_vote, tmp_path))
+    first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    # The step's vote tells the others, one step later.
+    assert first == {"same": True, "sessions": [1, 1, 1, 0, 0], "replayed": 2 * LAYERS}
+    assert second == {"same": True, "sessions": [0] * (1 + AFTER), "replayed": 0}
 
 
 def capture_with_broken_unshard(root: Path, first: str | None) -> None:

@@ -71,6 +71,22 @@ def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
     assert vars(WAYS[way](module)).keys() == own.keys()
 
 
+class OwnState(Inner):
+    """Leaves its hooks out of its state, so that it can be pickled with lambdas on it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if not key.endswith("_hooks")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_may_have_a_state_without_hooks(way: str) -> None:
+    module = OwnState()
+    expected = vars(WAYS[way](module)).keys()
+    undo = set_attribute(module, "forward", never)
+    assert vars(WAYS[way](module)).keys() == expected
+    undo()
+
+
 def test_a_hook_that_was_taken_off_leaves_nothing_on_its_module() -> None:
     module = Inner()
     own = dict(vars(module))

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from torch.distributed import distributed_c10d
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.backends.native import native_backend
-from megatron_cg.capture.session import close_all_sessions
-from megatron_cg.errors import CaptureError, EarlierWorkError, UpstreamChangedError
+from megatron_cg.capture.session import close_all_sessions, open_sessions
+from megatron_cg.errors import CaptureError, EarlierWorkError, PhaseError, UpstreamChangedError
 from tests.unit.backends.cuda_double import cuda_double
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask, OneMaskOnCuda
@@ -179,6 +180,18 @@ def test_a_second_capture_after_deletion_replays_again(trainer: Any) -> None:
         helper.delete_cuda_graphs()
 
 
+def test_graphs_are_deleted_before_they_are_captured_again(trainer: Any) -> None:
+    helper = helper_for(trainer)
+    helper.create_cudagraphs()
+    session = helper.session
+    with pytest.raises(PhaseError, match=r"delete_cuda_graphs\(\)"):
+        helper.create_cudagraphs()
+    assert helper.session is session and open_sessions() == 1
+    trainer.step()
+    expect(session.counters, captured=3, replayed=3, eager=0)
+    helper.delete_cuda_graphs()
+
+
 def test_disable_deletes_graphs_that_nobody_holds(trainer: Any) -> None:
     import megatron_cg
 
@@ -254,13 +267,48 @@ def test_a_failed_capture_is_an_error_that_says_what_to_type(
 
 
 def test_training_goes_on_eagerly_where_that_was_asked_for(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(OneMask, "capture", broken)
     helper = helper_for(trainer, on_failure="eager")
     helper.create_cudagraphs()
+    message = caplog.messages[-1]
+    assert "OutOfMemoryError: forced" in message
+    assert message.count("--cg-on-failure eager") == 1
     assert helper.capture_finished() and not helper.graphs_created()
     trainer.step()
+
+
+def test_no_graph_replays_if_what_follows_the_capture_fails(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.integrations.megatron import helper as module
+
+    monkeypatch.setattr(module, "log_report", broken)
+    helper = helper_for(trainer, on_failure="eager")
+    helper.create_cudagraphs()
+    assert helper.controller.gave_up and open_sessions() == 0
+    assert all("forward" not in vars(layer) for layer in layers_of(trainer))
+    trainer.step()
+
+
+@pytest.mark.parametrize("fails", ["let_gradients_go", "follow_optimizer_graph"])
+def test_a_helper_that_cannot_be_made_leaves_nothing_changed(
+    trainer: Any, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer import cuda_graphs, transformer_layer
+
+    from megatron_cg.integrations.megatron import helper as module
+    from megatron_cg.upstream.patch import applied
+
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", False)
+    monkeypatch.setattr(module, fails, broken)
+    groups = dict(distributed_c10d._world.pg_map)
+    before, asked = applied(), transformer_layer.is_te_min_version
+    with pytest.raises(torch.OutOfMemoryError):
+        helper_for(trainer)
+    assert not cuda_graphs.HAVE_TE_GRAPHS and transformer_layer.is_te_min_version is asked
+    assert applied() == before and distributed_c10d._world.pg_map == groups
 
 
 def test_a_gpu_that_failed_earlier_ends_the_run_also_where_going_on_was_asked_for(

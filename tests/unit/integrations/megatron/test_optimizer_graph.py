@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_cg.arguments import Environment, GraphArguments, RunArguments
 from megatron_cg.arguments.validation import violations
+from megatron_cg.consensus import exchange
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.integrations.megatron.optimizer_graph import (
     OptimizerGraph,
     capturable_adam,
     follow_optimizer_graph,
 )
+from megatron_cg.tools.cpu.launch import run_processes
 
 WARMUP = 3
 Made = tuple[OptimizerGraph, Any, Callable[[], None]]
@@ -55,8 +64,8 @@ class Session:
             undo()
 
 
-@pytest.fixture
-def made(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+@contextmanager
+def followed_optimizer(votes: Agreement) -> Iterator[Made]:
     """An optimizer of one weight, as Megatron wraps it, and its graph, which is followed."""
     from megatron.core.optimizer import optimizer_cuda_graph as megatrons
 
@@ -64,25 +73,39 @@ def made(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     def graph(*_args: Any, **_kwargs: Any) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name in ("get_graph_pool", "get_shared_capture_stream"):
-        monkeypatch.setattr(megatrons, name, lambda *_: None)
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer: Any = Optimizer([{"params": [weight], "lr": torch.tensor(1e-3)}])
-    weight.grad = torch.ones(4)
-    kind = megatrons.OptimizerCudaGraphWrapper
-    monkeypatch.setattr(kind, "curr_iteration", 0)
-    optimizer.step = kind(optimizer.step, cuda_graph_warmup_steps=WARMUP)
-    settings = SimpleNamespace(fsdp_all_gather_in_start_param_sync=True)
-    followed, undo = follow_optimizer_graph([optimizer], settings)
-    assert followed is not None
-    assert not settings.fsdp_all_gather_in_start_param_sync
-    yield followed, optimizer, undo
-    undo()
-    assert settings.fsdp_all_gather_in_start_param_sync
-    followed.release()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", Replayed)
+        patch.setattr(torch.cuda, "graph", graph)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        for name in ("get_graph_pool", "get_shared_capture_stream"):
+            patch.setattr(megatrons, name, lambda *_: None)
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer: Any = Optimizer([{"params": [weight], "lr": torch.tensor(1e-3)}])
+        weight.grad = torch.ones(4)
+        kind = megatrons.OptimizerCudaGraphWrapper
+        patch.setattr(kind, "curr_iteration", 0)
+        optimizer.step = kind(optimizer.step, cuda_graph_warmup_steps=WARMUP)
+        settings = SimpleNamespace(fsdp_all_gather_in_start_param_sync=True)
+        followed, undo = follow_optimizer_graph([optimizer], settings, votes)
+        assert followed is not None
+        assert not settings.fsdp_all_gather_in_start_param_sync
+        yield followed, optimizer, undo
+        undo()
+        assert settings.fsdp_all_gather_in_start_param_sync
+        followed.release()
+
+
+@pytest.fixture
+def votes(one_rank: None) -> Iterator[Agreement]:
+    made = Agreement()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def made(votes: Agreement) -> Iterator[Made]:
+    with followed_optimizer(votes) as found:
+        yield found
 
 
 def graph_of(optimizer: Any) -> Any:
@@ -173,6 +196,76 @@ def test_a_step_that_reads_something_else_runs_eagerly(
     assert kept
 
 
+def steps_of(optimizer: Any, number: int) -> list[str]:
+    """What each step came to."""
+    found = []
+    for _ in range(number):
+        try:
+            optimizer.step()
+            found.append("went on")
+        except ReplayMismatchError as error:
+            found.append(str(error))
+    return found
+
+
+def leave_together(root: Path) -> None:
+    """Both ranks have another weight decay than at capture, and then no graph."""
+    rank, votes = dist.get_rank(), Agreement()
+    with followed_optimizer(votes) as (followed, optimizer, _):
+        session = captured(followed, optimizer)
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        found = steps_of(optimizer, 2)
+        session.close()
+        found += steps_of(optimizer, 1)
+        votes.together()  # as after the decision of all ranks
+        found += steps_of(optimizer, 1 + rank)
+    (root / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    votes.close()
+
+
+def leave_alone(root: Path, why: str) -> None:
+    """Rank 1 has another weight decay than at capture, or no graph."""
+    rank, votes = dist.get_rank(), Agreement()
+    exchange.FALLING_BACK = timedelta(seconds=1)
+    with followed_optimizer(votes) as (followed, optimizer, _):
+        session = captured(followed, optimizer)
+        if rank == 1 and why == "decay":
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        elif rank == 1:
+            session.close()
+        found = steps_of(optimizer, 1)
+    (root / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    votes.close()
+
+
+def captured(followed: OptimizerGraph, optimizer: Any) -> Session:
+    optimizer.step()
+    session = Session()
+    followed.follow(session)
+    optimizer.step()
+    return session
+
+
+def results(root: Path) -> list[list[str]]:
+    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_ranks_leave_the_graph_of_the_step_together(tmp_path: Path) -> None:
+    run_processes(partial(leave_together, tmp_path))
+    assert results(tmp_path) == [["went on"] * 4, ["went on"] * 5]
+
+
+@pytest.mark.parametrize("why", ["decay", "deleted"])
+def test_a_rank_that_would_leave_the_graph_of_the_step_alone_ends(why: str, tmp_path: Path) -> None:
+    run_processes(partial(leave_alone, tmp_path, why))
+    first, (error,) = results(tmp_path)
+    assert first == ["went on"]
+    assert "cannot replay the optimizer's step" in error
+    assert "Leave out --optimizer-cuda-graph" in error
+
+
 def test_steps_are_megatrons_own_and_eager_once_graphs_are_disabled(
     made: Made,
 ) -> None:
@@ -198,7 +291,7 @@ def test_other_calls_and_other_wrappers_are_left_to_megatron(made: Made) -> None
 def test_an_optimizer_without_a_graph_is_left_alone() -> None:
     optimizer = Optimizer([torch.nn.Parameter(torch.ones(1))])
     settings = SimpleNamespace(fsdp_all_gather_in_start_param_sync=True)
-    followed, undo = follow_optimizer_graph([optimizer], settings)
+    followed, undo = follow_optimizer_graph([optimizer], settings, Agreement())
     undo()
     assert followed is None and settings.fsdp_all_gather_in_start_param_sync
 

@@ -18,6 +18,7 @@ import megatron_cg
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.upstream.patch import applied
 from tests.unit.counted import expect
 from tests.unit.one_mask import OneMask
 
@@ -94,6 +95,21 @@ def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> Non
     with pytest.raises(ConfigurationError, match="gradient accumulation fusion"):
         helper_for(trainer)
     assert trainer._optimizer.step == step
+
+
+def test_a_helper_that_cannot_follow_steps_leaves_nothing_changed(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_cg.integrations.megatron import own_loops
+
+    def broken(*_args: Any) -> Any:
+        raise LookupError
+
+    before = applied()
+    with monkeypatch.context() as patch, pytest.raises(LookupError):
+        patch.setattr(own_loops, "run_after", broken)
+        helper_for(trainer)
+    assert applied() == before
 
 
 def test_disable_leaves_nothing_on_the_optimizer_or_the_class(trainer: Any) -> None:
