@@ -35,6 +35,9 @@ NEWEST_STAMP := $(NEWEST)/.installed-$(WANTED)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 DEMO_NEEDS := $(STAMP) $(if $(HAS_GPU),$(STAMP)-gpu)
 
+# The processes of a test run share what the first of them compiles, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo check test lint types unit newest docs wheel clean
 
 demo: $(DEMO_NEEDS)

@@ -6,6 +6,7 @@ cannot do.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from dataclasses import replace
@@ -69,6 +70,8 @@ def train(directory: Path) -> None:
             folder = directory / name
             folder.mkdir(exist_ok=True)
             train_all(GROUPS[name], [*eager, *runs], STEPS, folder)
+            # The models never go, and each run's end collects garbage.
+            gc.freeze()
         again = GROUPS["mtp-repeated"]
         again = replace(again, config={**again.config, **RECOMPUTE})
         (directory / RECOMPUTED).mkdir(exist_ok=True)
