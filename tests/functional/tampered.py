@@ -13,7 +13,7 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.functional.tampering import captures, copies, environment, life, replay, routings
+from tests.functional.tampering import captures, copies, environment, life, packs, replay, routings
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 VARIABLES = ("MEGATRON_CG_MUTATE", "MEGATRON_CG_SCENARIO")
@@ -43,6 +43,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "fault": replay.fault,
     "average": lambda step: copies.average_from(int(step)),
     "route": routings.route,
+    "pack": lambda _: packs.pack(),
     "earlier-error": lambda _: environment.fail_earlier(),
 }
 

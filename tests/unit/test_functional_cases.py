@@ -23,6 +23,7 @@ from tests.functional import (
     life_cases,
     test_failures,
     test_optimizer_graph,
+    test_packed,
     test_refusals,
     test_scale,
 )
@@ -41,6 +42,7 @@ ALL = [
     *cases.COMPILED,
     *LIFE,
     *test_optimizer_graph.CASES,
+    test_packed.PACKED,
     *test_scale.CASES,
     test_failures.case("failing"),
     test_failures.moe_case("moe_case"),

@@ -53,7 +53,10 @@ SUPPORTED = (
         Status.SUPPORTED,
         "attention runs eagerly, on any lengths; tokens of a pack are as many in each step; "
         + _NOT_ON_GPUS,
-        tests=(f"{_PACKED}::test_the_mlp_replays",),
+        tests=(
+            f"{_PACKED}::test_the_mlp_replays",
+            "functional/test_packed.py::test_losses_norms_and_shards_are_those_of_eager",
+        ),
     ),
     Row(
         "`--optimizer-cuda-graph`",
@@ -268,7 +271,11 @@ NOT_YET = (
         "as Megatron's own comments say. NCCL EP with static shapes has no such wait. None of "
         "these packages was run here",
         rules=("experts-dispatcher",),
-        tests=(f"{_ONE_CHANGE}[experts-dispatcher…]",),
+        tests=(
+            f"{_EXPERTS}::test_deepeps_rows_are_as_many_as_the_routing_says",
+            f"{_EXPERTS}::test_hybridep_pads_to_a_number_that_the_host_reads",
+            f"{_EXPERTS}::test_nccl_ep_reads_the_number_of_rows_unless_shapes_are_static",
+        ),
         lines=(
             Line(CORE, f"{_CORE}/moe/fused_a2a.py", "# so this is not compatible with CUDA graph"),
             Line(

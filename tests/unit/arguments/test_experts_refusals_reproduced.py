@@ -81,6 +81,20 @@ def test_hybridep_pads_to_a_number_that_the_host_reads(
         manager.setup_metadata(chosen, chosen.float())
 
 
+def test_deepeps_rows_are_as_many_as_the_routing_says() -> None:
+    """Without permute fusion: Megatron selects what was received by a mask, and waits for it."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    manager: Any = object.__new__(token_dispatcher._DeepepManager)
+    manager.num_local_experts = EXPERTS
+    chosen = torch.zeros(TOKENS, 1, dtype=torch.int64)
+    chosen[1:] = -1
+    given = chosen, torch.ones(TOKENS, 1)
+    assert manager._indices_to_multihot(*given)[0].sum() == 1
+    with captured(), pytest.raises(HostSyncError, match=r"aten\.index\.Tensor"):
+        manager._indices_to_multihot(*given)
+
+
 @pytest.mark.parametrize("static", [True, False], ids=["static shapes", "other shapes"])
 def test_nccl_ep_reads_the_number_of_rows_unless_shapes_are_static(static: bool) -> None:
     from megatron.core.transformer.moe import token_dispatcher
