@@ -94,6 +94,10 @@ class GuardedGraph:
         """What waits for its backward and forbids a replay now, or None."""
         return self._in_flight.broken(self._index)
 
+    def is_replay(self, node: Any) -> bool:
+        """Whether a node of autograd is a replay of the session that waits for its backward."""
+        return self._in_flight.has(node)
+
     def reset(self) -> None:
         """Release the graph."""
         self.graph.reset()
