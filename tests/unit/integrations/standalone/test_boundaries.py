@@ -102,3 +102,8 @@ WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_parameter_in_front_of_a_unit_accumulates_its_gradients(way: str) -> None:
     assert_equal(WAYS[way])
+
+
+def test_an_output_that_needs_no_gradient_needs_none_in_a_replay() -> None:
+    needed = assert_equal(WAYS["itself"], recurrent=True)
+    assert not needed.any()
