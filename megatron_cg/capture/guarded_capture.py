@@ -21,6 +21,7 @@ from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.in_place import InPlace
 from megatron_cg.capture.marked_weights import refuse_marked_weights
 from megatron_cg.capture.other_parameters import other_parameters_refused
+from megatron_cg.capture.recomputed_draws import RecomputedDraws
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import buffers_kept, frozen_kept, without_gradients
@@ -67,6 +68,7 @@ class GuardedCapture:
         self._guards = tuple(UnitGuard(unit) for unit in self._units)
         self._in_place: tuple[InPlace, ...] = ()
         self._leaves: OtherLeaves | None = None
+        self._draws = RecomputedDraws(self._units, "cpu")
         self.eager_passes: tuple[EagerPasses, ...] = ()
         """One for each unit, once its graphs are captured."""
 
@@ -111,6 +113,7 @@ class GuardedCapture:
             InPlace(unit, own, named, borrowed)
             for unit, own, named in zip(self._units, args, kwargs, strict=True)
         )
+        self._draws = RecomputedDraws(self._units, args[0][0].device.type)
         for guard in self._guards:
             guard.watch_memory(self._sharding)
         if self._sharding.renews_accumulators:
@@ -152,6 +155,7 @@ class GuardedCapture:
         emit(PassesBegin(order.warmup_passes, order.passes))
         with (
             self._leaves.held() if self._leaves is not None else nullcontext(),
+            self._draws.watched(),
             other_parameters_refused(self._sharding.wrapped, self._units, lambda: order.under_way),
         ):
             try:
@@ -172,12 +176,15 @@ class GuardedCapture:
     def _pass_begun(self, index: int, forward: bool) -> None:
         if forward:
             self._in_place[index].begun()
+        else:
+            self._draws.begun(index)
         emit(PassBegan(self._units[index].name, forward))
         self._guards[index].pass_begins(forward=forward)
 
     def _pass_ended(self, index: int, forward: bool) -> None:
         if not forward:
             refuse_marked_weights(self._units[index])
+            self._draws.ended(index)
         self._guards[index].pass_ended()
         emit(PassEnded(self._units[index].name, forward))
         if forward:

@@ -139,7 +139,7 @@ class CompiledRegions:
         """Whether the hook's last vote failed, and no compilation has begun since."""
         self._sizes: dict[str, int] = {}
         self.unraised: BaseException | None = None
-        """What went wrong at the last vote on guards, until it is raised."""
+        """What went wrong at a vote on guards, until it is raised."""
         self.wrapped: BaseException | None = None
         """What :meth:`sizes_met` raised last, which Dynamo puts into an exception of its own."""
         self.counters = CompileCounters()
@@ -188,7 +188,8 @@ class CompiledRegions:
         self._voted = False
         if under_capture():
             return passed
-        self.unraised = None
+        if self.unraised is not None:
+            return False  # Ranks no longer do the same, so another vote would say nothing.
         try:
             all_passed = self._vote_on_guards(passed)
         except BaseException as error:

@@ -62,6 +62,7 @@ def fingerprint(region: Region, capability: Capability) -> dict[str, str]:
         "module": _named(type(region.module)),
         "module.training": str(region.module.training),
     }
+    found |= {"numerics.autocast": autocast_of("cpu" if capability is None else "cuda")}
     found |= {f"version.{name}": installed_version(name) or "none" for name in PACKAGES}
     found |= {f"numerics.{name}": str(read()) for name, read in _NUMERICS.items()}
     found |= {f"group.{role}": str(group.size()) for role, group in region.groups.items()}
@@ -93,6 +94,12 @@ def short(lines: Sequence[str], limit: int = 5) -> str:
 def capability_of(device: torch.device) -> Capability:
     """The compute capability of a CUDA device; None for another device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def autocast_of(device_type: str) -> str:
+    """The autocast of a kind of device, which is part of what is traced."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return str(torch.get_autocast_dtype(device_type)) if enabled else "off"
 
 
 def tensor_kind(tensor: torch.Tensor) -> str:

@@ -23,6 +23,7 @@ from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMism
 from megatron_cg.hooks.hook_records import describe, module_hooks
 from megatron_cg.precompile import one_step, store
 from megatron_cg.precompile.fingerprint import (
+    autocast_of,
     capability_of,
     differences,
     fingerprint,
@@ -71,12 +72,16 @@ class Precompiled:
         self._training = region.module.training
         self._arguments = _kinds(region)
         self._module = _module_kinds(region.module)
+        self._device_type = region.device().type
+        self._autocast = autocast_of(self._device_type)
+        named = region.module.named_parameters()
+        self._frozen = tuple(name for name, one in named if not one.requires_grad)
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward pass; its outputs have the compiled backward pass.
 
-        Raises ReplayMismatchError if an argument is not as it was traced: code without guards
-        would compute something wrong.
+        Raises ReplayMismatchError if an argument, autocast or a frozen parameter is not as it was
+        traced: code without guards would compute something wrong.
         """
         found = _kinds(Region(module, args, kwargs))
         if found != self._arguments:
@@ -85,6 +90,18 @@ class Precompiled:
                 f"{short(differences(self._arguments, found))}. Call it with these shapes, or save "
                 "an artifact for them"
             )
+        autocast = autocast_of(self._device_type)
+        if autocast != self._autocast:
+            raise ReplayMismatchError(
+                f"{self._name} was compiled with autocast {self._autocast} and is called with "
+                f"{autocast}. Save an artifact under the autocast of the run"
+            )
+        for name in self._frozen:
+            if module.get_parameter(name).requires_grad:
+                raise ReplayMismatchError(
+                    f"{name} needed no gradient when {self._name} was compiled, so that code gives "
+                    "it none. Save an artifact with it trainable, or undo attach"
+                )
         return self._function(module, *args, **kwargs)
 
     def attach(self, modules: Iterable[torch.nn.Module]) -> Undo:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard, Mismatch
@@ -52,6 +53,8 @@ class GuardedGraph:
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
         self._replayed = False
+        self._constant = tuple(n for n, memory in enumerate(replay.incoming) if memory is None)
+        """Which outputs need no gradient."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, or run the region eagerly.
@@ -78,7 +81,7 @@ class GuardedGraph:
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
         outputs = self.graph(*args, **kwargs)
         self._guard_backward(outputs)
-        return outputs
+        return self._as_captured(outputs) if self._constant else outputs
 
     def __getattr__(self, name: str) -> Any:
         # For backward_dw: Megatron checks with hasattr whether the backend's callable has it.
@@ -94,9 +97,25 @@ class GuardedGraph:
         """What waits for its backward and forbids a replay now, or None."""
         return self._in_flight.broken(self._index)
 
+    def is_replay(self, node: Any) -> bool:
+        """Whether a node of autograd is a replay of the session that waits for its backward."""
+        return self._in_flight.has(node)
+
     def reset(self) -> None:
         """Release the graph."""
         self.graph.reset()
+
+    def _as_captured(self, outputs: Any) -> Any:
+        """``outputs`` that needed no gradient at capture need none.
+
+        Autograd gives one to every floating-point output of a replay. A unit's state that its own
+        code has detached would then tie a pass to the one before.
+        """
+        flat, spec = tree_flatten(outputs)
+        for number in self._constant:
+            if isinstance(flat[number], torch.Tensor):
+                flat[number] = flat[number].detach()
+        return tree_unflatten(flat, spec)
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""

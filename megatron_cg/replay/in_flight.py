@@ -62,6 +62,10 @@ class InFlight:
                 )
         return None
 
+    def has(self, node: Any) -> bool:
+        """Whether a node of autograd is a replay that waits for its backward."""
+        return any(replay.node() is node for replay in self._waiting.values())
+
     def begin(self, index: int, unit: Unit, outputs: Any, before_backward: BeforeBackward) -> None:
         """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
 

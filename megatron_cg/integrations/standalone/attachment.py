@@ -12,6 +12,7 @@ from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.integrations.standalone.recompute import not_recomputed
 from megatron_cg.replay.attach import ManualHook, Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.replay.own_gradients import own_gradient
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over
 
@@ -71,7 +72,9 @@ class Attachment:
             def replay() -> Any:
                 for hook, arguments in before_replay:
                     hook(*arguments)
-                return graph(*inputs, **by_name)
+                args = [own_gradient(value, graph.is_replay) for value in inputs]
+                named = {n: own_gradient(v, graph.is_replay) for n, v in by_name.items()}
+                return graph(*args, **named)
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay
 

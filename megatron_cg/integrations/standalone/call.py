@@ -10,8 +10,9 @@ given by position, as torchtitan gives ``freqs_cis``, can be read in place like 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ class _Tensor:
 _TENSOR = _Tensor()
 
 
+class _Absent:
+    """A keyword that is not given and whose default is unknown."""
+
+    def __repr__(self) -> str:
+        return "not given"
+
+
+_ABSENT = _Absent()
+
+
 @dataclass(frozen=True)
 class CallForm:
     """The form of one unit's calls.
@@ -42,6 +53,8 @@ class CallForm:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     tensors: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a keyword that is left out stands for."""
 
     @classmethod
     def of(
@@ -49,10 +62,12 @@ class CallForm:
     ) -> CallForm:
         """The form of ``forward(*args, **kwargs)``."""
         names = positional_names(forward, len(args), kwargs)
+        parameters = inspect.signature(forward).parameters.values()
         return cls(
             tuple(_marked(value) for value in args),
             {name: _marked(value) for name, value in kwargs.items()},
             tuple(n for n, v in zip(names, args, strict=True) if isinstance(v, torch.Tensor)),
+            {one.name: one.default for one in parameters if one.default is not one.empty},
         )
 
     @property
@@ -77,7 +92,8 @@ class CallForm:
             return (), {}, found
         names = [*self.kwargs, *(name for name in kwargs if name not in self.kwargs)]
         entries = [(f"number {n}", old, args[n]) for n, old in enumerate(self.args)]
-        entries += [(name, self.kwargs.get(name), kwargs.get(name)) for name in names]
+        left_out = {name: self.defaults.get(name, _ABSENT) for name in names}
+        entries += [(n, self.kwargs.get(n, left_out[n]), kwargs.get(n, left_out[n])) for n in names]
         for name, expected, actual in entries:
             if not _same(expected, actual):
                 return (), {}, _mismatch(name, expected, actual)

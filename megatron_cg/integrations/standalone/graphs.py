@@ -233,8 +233,11 @@ class GraphedUnits:
 
 
 def _autocast(seen: list[Seen]) -> Any:
-    """The autocast of the units, without its cache: a graph must not keep cached casts."""
-    dtype = seen[0].autocast if seen else None
-    if dtype is None:
+    """The autocast of the units, without its cache: a graph must not keep cached casts.
+
+    It is off where theirs was, also if a whole step runs under one.
+    """
+    if not seen:
         return nullcontext()
-    return torch.autocast(seen[0].args[0].device.type, dtype=dtype, cache_enabled=False)
+    dtype, device_type = seen[0].autocast, seen[0].args[0].device.type
+    return torch.autocast(device_type, dtype, enabled=dtype is not None, cache_enabled=False)

@@ -264,3 +264,29 @@ def test_other_shapes_and_missing_keywords_are_refused(backend: Backend) -> None
         graph(torch.ones(4, 8))
     with pytest.raises(TypeError, match=r"shapes \[\(4, 8\), \(4, 8\)\]"):
         graph(torch.ones(5, 8), mask=MASK)
+
+
+class PassesOn(nn.Module):
+    """Also returns two of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(
+        self, x: torch.Tensor, one: torch.Tensor, two: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.linear(x) + one * 2 + two, one, two
+
+
+def test_arguments_that_were_returned_may_come_back_in_another_order(backend: Backend) -> None:
+    module = PassesOn()
+    samples = [(torch.ones(2, 4, requires_grad=True), torch.ones(2, 4), torch.zeros(2, 4))]
+    (graph,) = backend.capture((module,), samples, capture_time_hooks=[{}])
+    x, one, two = torch.ones(2, 4, requires_grad=True), torch.full((2, 4), 3.0), torch.ones(2, 4)
+    given, other = one.clone(), two.clone()
+    for _ in range(3):
+        replayed, given, other = graph(x, given, other)
+        expected, one, two = module(x, one, two)
+        assert torch.equal(replayed, expected)
+        one, two, given, other = two, one, other, given

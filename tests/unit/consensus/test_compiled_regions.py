@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_cg import compile_together
 from megatron_cg.consensus import compiled_regions
 from megatron_cg.consensus.compiled_regions import CompiledRegions
-from megatron_cg.consensus.decision import Decision, Level
+from megatron_cg.consensus.decision import AgreementError, Decision, Level
 from megatron_cg.errors import PhaseError, UpstreamChangedError
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream.symbols import Symbol
@@ -247,3 +247,24 @@ def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> No
         regions.compilation_begins()
     assert votes.posted == 1
     assert regions.guards_checked(True) and votes.posted == 2
+
+
+def test_an_error_that_no_compilation_raised_outlives_the_next_call() -> None:
+    """Dynamo may not compile, so the end of the block has to raise it."""
+
+    class FailsOnce:
+        posted = 0
+
+        def post(self, *_vote: Any, serial: int) -> None:
+            self.posted = serial
+            if serial == 1:
+                raise AgreementError("another rank is at another vote")
+
+        def collect(self) -> Decision:
+            return Decision()
+
+    votes: Any = FailsOnce()
+    regions = CompiledRegions(votes)
+    assert not regions.guards_checked(True)
+    assert not regions.guards_checked(True) and votes.posted == 1
+    assert isinstance(regions.unraised, AgreementError)

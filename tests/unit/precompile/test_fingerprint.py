@@ -155,3 +155,12 @@ def test_edited_source_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ]
     finally:
         del sys.modules["traced_by_test"]
+
+
+def test_autocast_of_the_device_is_part_of_it() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, on_gpus = fingerprint(region(), None), fingerprint(region(), (9, 0))
+    assert differences(fingerprint(region(), None), under) == [
+        "numerics.autocast was off and is torch.bfloat16"
+    ]
+    assert not differences(fingerprint(region(), (9, 0)), on_gpus)

@@ -164,6 +164,11 @@ def hooked(compiled: Precompiled, region: Region) -> None:
         handle.remove()
 
 
+def under_autocast(compiled: Precompiled, region: Region) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled(region.module, *region.args)
+
+
 def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
     """Calls for which the code was not compiled; no collective is entered."""
     region = REGIONS["columns"](device="cpu", seed=5)
@@ -177,6 +182,7 @@ def wrong_calls(folder: Path, votes: Agreement) -> dict[str, Any]:
         "dtype": lambda: compiled(region.module, given.double()),
         "autograd": lambda: compiled(region.module, given.detach()),
         "keyword": lambda: compiled(region.module, given, mask=None),
+        "autocast": lambda: under_autocast(compiled, region),
         "module": lambda: compiled.attach([region.module, other]),
         "hook": lambda: hooked(compiled, region),
     }
@@ -353,6 +359,7 @@ def test_what_a_rank_finds_at_a_later_check_is_a_refusal_of_all(
         ("dtype", "is torch.float64 (8, 2, 32)"),
         ("autograd", "strides (64, 32, 1), requires_grad and is"),
         ("keyword", "argument.mask was absent and is None"),
+        ("autocast", "was compiled with autocast off and is called with torch.bfloat16"),
         ("module", "parameter.bias was absent and is torch.float32 (4,)"),
         ("hook", "linear has the hook tests.unit.precompile.test_loaded.hooked.<locals>.<lambda>"),
     ],

@@ -80,6 +80,20 @@ def test_a_keyword_of_none_may_be_left_out() -> None:
     assert CallForm.of(forward, (X,), {}).split((X,), {"mask": None})[2] is None
 
 
+def test_a_keyword_that_is_left_out_is_its_default_and_not_none() -> None:
+    def variadic(x: Any, **named: Any) -> None:
+        pass
+
+    given_none = CallForm.of(forward, (X,), {"scale": None})
+    mismatch = given_none.split((X,), {})[2]
+    assert mismatch is not None and mismatch.subject == "argument scale"
+    left_out = CallForm.of(forward, (X,), {})
+    assert left_out.split((X,), {"scale": None})[2] is not None
+    assert left_out.split((X,), {"scale": 1})[2] is None
+    unknown = CallForm.of(variadic, (X,), {}).split((X,), {"scale": None})[2]
+    assert unknown is not None and unknown.expected == "not given"
+
+
 def test_what_no_graph_can_take_is_named() -> None:
     assert form().problems() == []
     problems = CallForm.of(forward, ([X],), {"y": Y, "scale": object}).problems()

@@ -209,6 +209,13 @@ def test_graphs_compute_under_the_autocast_that_was_seen(runs: Any) -> None:
     expect(graphed.graphs.counters, replayed=3 * 2, mismatched=0)
 
 
+def test_units_without_autocast_inside_a_step_with_one_are_captured_without(runs: Any) -> None:
+    eager, graphed = runs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        train_both(eager, graphed, 3)
+    expect(graphed.graphs.counters, captured=3, replayed=3 * 2, mismatched=0)
+
+
 def test_replays_are_verified_when_asked_for(runs: Any) -> None:
     eager, graphed = runs({"verify_interval": 2})
     train_both(eager, graphed, 3)

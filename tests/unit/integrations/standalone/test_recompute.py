@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg import GraphedUnits, graph_units
-from megatron_cg.errors import ConfigurationError
+from megatron_cg.errors import CaptureError, ConfigurationError
 from megatron_cg.integrations.standalone import attachment
 from tests.unit.counted import expect
 
@@ -144,3 +144,24 @@ def test_a_checkpoint_inside_a_unit_is_captured() -> None:
                 run.step(number)
         expect(graphs.counters, replayed=2 * (STEPS - CAPTURED), eager=0)
     assert equal(eager, graphed)
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_a_checkpoint_inside_a_unit_that_draws_is_refused(how: str) -> None:
+    run = Run()
+    for layer in run.network.layers:
+        linear: Any = layer.get_submodule("0")
+        inner = linear.forward
+
+        def dropped(x: torch.Tensor, inner: Any = inner) -> torch.Tensor:
+            return nn.functional.dropout(inner(x), 0.5)
+
+        linear.forward = lambda x, dropped=dropped: CHECKPOINTS[how](dropped, x)
+    with run.with_graphs():
+        for number in range(CAPTURED):
+            run.step(number)
+        state = torch.get_rng_state()
+        with pytest.raises(CaptureError, match=r"layers\.1 recomputes .* draws random numbers"):
+            run.step(CAPTURED)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert not hasattr(torch.set_rng_state, "__wrapped__")
