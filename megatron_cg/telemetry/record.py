@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import math
 import os
 import sys
@@ -42,6 +43,8 @@ from megatron_cg.telemetry.warnings_heard import listening
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
@@ -161,7 +164,7 @@ class Recorder:
         self._pause, self._next_write = write_seconds, time.monotonic() + (write_seconds or 0.0)
         self._counters: list[Counters] = []
         self._votes: list[AgreementTime] = []
-        self._written = False
+        self._written = self._told = False
         self.data: dict[str, Any] = {
             "format": FORMAT,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -309,11 +312,22 @@ class Recorder:
         self.write()
 
     def write(self) -> None:
-        """Write ``rank<N>.json``; a reader never sees a partial file."""
+        """Write ``rank<N>.json``; a reader never sees a partial file.
+
+        A full disk is logged once and ends no run: other ranks would wait for this one forever,
+        and the checkpoint after training would be lost.
+        """
         rank = int(os.environ.get("RANK", "0"))
         text = json.dumps({"rank": rank, **self.data}, indent=1)
-        write_text(self.directory / f"rank{rank}.json", text)
         self._written = True
+        try:
+            write_text(self.directory / f"rank{rank}.json", text)
+        except OSError as error:
+            if not self._told:
+                # Before the warning, which becomes an event of this record.
+                self._told = True
+                reason = f"{error.filename} cannot be written: {error.strerror}"
+                logger.warning("megatron_cg: %s. Training goes on; later writes try again.", reason)
 
 
 def exact(value: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 import megatron_cg
 from megatron_cg.telemetry.memory_lines import memory
-from megatron_cg.telemetry.record import Recorder, install_recorder, note_step, recording
+from megatron_cg.telemetry.record import Recorder, install_recorder, note, note_step, recording
 
 
 @pytest.fixture
@@ -99,6 +100,33 @@ def test_a_run_is_not_written_in_its_course_unless_asked_for(training: Any, tmp_
         None, [torch.nn.Linear(2, 2)], lambda _number: assert_empty(tmp_path)
     )  # fmt: skip
     undo()
+
+
+def test_a_record_that_cannot_be_written_ends_no_run_and_is_told_once(
+    training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    undo = install_recorder(no_folder, write_seconds=0.0)
+    training.train(None, [torch.nn.Linear(2, 2)], lambda _number: None)
+    note("graphs", {})
+    undo()
+    (told,) = caplog.messages
+    assert f"{no_folder} cannot be written" in told and "Training goes on" in told
+
+
+def test_a_record_that_cannot_be_written_hides_no_error_of_the_run(
+    training: Any, tmp_path: Path
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    undo = install_recorder(no_folder)
+    with pytest.raises(ZeroDivisionError):
+        training.train(None, [torch.nn.Linear(2, 2)], lambda number: 1 // number)
+    with pytest.raises(SystemExit) as ended:
+        training.train(None, [torch.nn.Linear(2, 2)], sys.exit)
+    undo()
+    assert ended.value.code == 0
 
 
 def assert_empty(directory: Path) -> None:
