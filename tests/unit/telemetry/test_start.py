@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import megatron_cg
+from megatron_cg.telemetry import record
 from megatron_cg.telemetry.memory_lines import memory
 from megatron_cg.telemetry.record import Recorder, install_recorder, note, note_step, recording
 
@@ -127,6 +128,47 @@ def test_a_record_that_cannot_be_written_hides_no_error_of_the_run(
         training.train(None, [torch.nn.Linear(2, 2)], sys.exit)
     undo()
     assert ended.value.code == 0
+
+
+def test_ranks_write_at_the_same_steps_and_a_warning_writes_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = Moments()
+    monkeypatch.setattr(record, "time", now)
+    monkeypatch.setattr(record, "write_text", now.write)
+    ranks = []
+    for name, seconds in (("fast", 0.01), ("slow", 0.9)):
+        now.seconds[Path(name)] = seconds
+        ranks.append(Recorder(Path(name), write_seconds=60.0))
+        now.wall += 37
+    for _step in range(100):
+        now.wall += 7
+        for recorder in ranks:
+            recorder.add_step({}, None, False, 0.0)
+            recorder.add_event("warning", "no replay")
+    fast, slow = now.written[Path("fast")], now.written[Path("slow")]
+    assert len(fast) == 12 and set(slow) < set(fast)
+    # A hundredth of the time: not more often than every 90 s.
+    assert 4 <= len(slow) <= 700 / 90
+
+
+class Moments:
+    """The wall clock, and what writing into a folder takes."""
+
+    def __init__(self) -> None:
+        self.wall, self.spent = 1e9, 0.0
+        self.seconds: dict[Path, float] = {}
+        self.written: dict[Path, list[float]] = {}
+
+    def time(self) -> float:
+        return self.wall
+
+    def perf_counter(self) -> float:
+        return self.spent
+
+    def write(self, path: Path, _text: str) -> None:
+        self.spent += self.seconds[path.parent]
+        self.written.setdefault(path.parent, []).append(self.wall)
 
 
 def assert_empty(directory: Path) -> None:
