@@ -89,7 +89,9 @@ def read(path: Path) -> list[Result]:
     """The results in a file. Raises BenchError if it is not one of ours or of a later version."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise BenchError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         data = {}
