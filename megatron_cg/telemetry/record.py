@@ -329,8 +329,9 @@ class Recorder:
         and the checkpoint after training would be lost.
         """
         rank = int(os.environ.get("RANK", "0"))
-        # Without indent, which is ten times as slow.
-        text = json.dumps({"rank": rank, **self.data})
+        # Without indent, which is ten times as slow. A path may have bytes that are no UTF-8.
+        text = json.dumps({"rank": rank, **self.data}, ensure_ascii=False)
+        text = text.encode("utf-8", "replace").decode()
         try:
             write_text(self.directory / f"rank{rank}.json", text)
         except OSError as error:

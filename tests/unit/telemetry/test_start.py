@@ -17,6 +17,7 @@ import megatron_cg
 from megatron_cg.telemetry import record
 from megatron_cg.telemetry.memory_lines import memory
 from megatron_cg.telemetry.record import Recorder, install_recorder, note, note_step, recording
+from megatron_cg.telemetry.record_schema import read_run
 
 
 @pytest.fixture
@@ -169,6 +170,18 @@ class Moments:
     def write(self, path: Path, _text: str) -> None:
         self.spent += self.seconds[path.parent]
         self.written.setdefault(path.parent, []).append(self.wall)
+
+
+def test_a_path_that_is_no_utf_8_leaves_a_record_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("NCCL_TOPO_FILE", "caf\udce9 \U0001f600")
+    monkeypatch.setattr(sys, "argv", ["/data/caf\udce9/train.py"])
+    Recorder(tmp_path).write()
+    found = read_run(tmp_path)[0]
+    assert found["command"] == ["/data/caf?/train.py"]
+    assert found["environment"]["NCCL_TOPO_FILE"] == "caf? \U0001f600"
 
 
 def assert_empty(directory: Path) -> None:
