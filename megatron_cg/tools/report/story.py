@@ -98,10 +98,10 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
 
     Raises RecordError if there is no record, or if two runs are compared with a third.
     """
-    made = [name for name in (EAGER, GRAPHS) if _records(directory / name)]
-    if len(made) == 1 and not _records(directory):
-        directory /= made[0]
-    pair = len(made) == 2
+    inside = [name for name in (EAGER, GRAPHS) if _records(directory / name)]
+    if len(inside) == 1 and not _records(directory):
+        directory /= inside[0]
+    pair = len(inside) == 2
     if pair and against is not None:
         raise RecordError(
             f"{directory} holds two runs already: leave --against out, or name one of them, such "
