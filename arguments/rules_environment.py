@@ -117,7 +117,7 @@ def unseen_versions(environment: Environment) -> Iterator[str]:
         if version is None:
             continue
         release = _release(version)
-        if release is not None and release[: len(seen)] == seen:
+        if release is not None and release[: len(seen)] == seen and not Version(version).pre:
             continue
         measured = ".".join(map(str, seen))
         taped = release is not None and release[:2] in _SEEN_ON_TAPE.get(name, ())

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cg import compile_together
+from megatron_cg.tools.cli.numbers import positive
 from megatron_cg.tools.cpu.launch import run_processes
 
 
@@ -80,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled_regions", description=__doc__
     )
-    made.add_argument("--calls", type=int, default=500, help="of each way (default 500)")
-    made.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="default 2 4")
+    made.add_argument("--calls", type=positive, default=500, help="of each way (default 500)")
+    made.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], help="default 2 4")
     args = made.parse_args(argv)
+    if args.calls < 2:
+        made.error("argument --calls: a decile is of 2 calls or more")
     found: dict[int, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="megatron-cg-regions-") as folder:
         for ranks in args.ranks:

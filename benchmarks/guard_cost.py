@@ -24,6 +24,7 @@ from rich.table import Table
 from megatron_cg.replay.counters import counts_text
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.tools.bench import BenchError
+from megatron_cg.tools.cli.numbers import positive
 from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 5
@@ -115,7 +116,7 @@ def _measure_all(path: Path, calls: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both models in a process of their own, and print the table."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.guard_cost", description=__doc__)
-    made.add_argument("--calls", type=int, default=1000, help="of each clause (default 1000)")
+    made.add_argument("--calls", type=positive, default=1000, help="of each clause (default 1000)")
     args = made.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="megatron-cg-guard-") as folder:
         path = Path(folder) / "costs.json"

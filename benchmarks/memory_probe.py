@@ -40,6 +40,7 @@ from benchmarks.graph_memory import KEY as GRAPH_MEMORY
 from benchmarks.graph_memory import check, measured_capture
 from megatron_cg.backends.te.te_backend import TransformerEngineBackend
 from megatron_cg.capture.session import Session
+from megatron_cg.errors import MegatronCGError
 from megatron_cg.memory.usage import report
 from megatron_cg.telemetry.record import Recorder, note
 from megatron_cg.telemetry.record_schema import read_run
@@ -246,20 +247,30 @@ def _mib(peak: tuple[int, int] | None) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the example under the probe, or show what alignments found; see the module."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if _read(words):
+            return
+    except (MegatronCGError, OSError, ValueError) as error:
+        sys.exit(f"memory_probe: {error}")
+    with probing():
+        runpy.run_path(str(example_script()), run_name="__main__")
+
+
+def _read(words: Sequence[str]) -> bool:
+    """Print what was asked for of earlier runs; False if ``words`` are those of a run."""
     if words[:1] == ["compare"] and len(words) == 2:
         eager, graphed = (
             read_run(Path(words[1]) / name / "record") for name in ("eager", "graphs")
         )
         for rank in sorted(graphed):
             print(f"rank {rank}\n{comparison(eager[rank], graphed[rank])}")
-        return
+        return True
     if words[:1] == ["plan"] and len(words) == 3:
         plan = json.loads(Path(words[1]).read_text(encoding="utf-8"))
         for rank, record in sorted(read_run(Path(words[2]) / "graphs" / "record").items()):
             print(f"rank {rank}\n{check(plan, record)}")
-        return
-    with probing():
-        runpy.run_path(str(example_script()), run_name="__main__")
+        return True
+    return False
 
 
 if __name__ == "__main__":

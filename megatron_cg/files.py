@@ -46,3 +46,12 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` in UTF-8 to ``path``, whole or not at all; see :func:`whole_file`."""
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError if ``path`` cannot be written; leaves no new file behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    path.open("a", encoding="utf-8").close()
+    if is_new:
+        path.unlink()

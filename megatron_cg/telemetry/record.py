@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import math
 import os
 import sys
@@ -42,6 +43,8 @@ from megatron_cg.telemetry.warnings_heard import listening
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = "megatron-core"
 _MODULE = "megatron.training.training"
@@ -158,10 +161,10 @@ class Recorder:
     ) -> None:
         self.directory = directory
         self._digests, self._interval = digests, max(1, interval)
-        self._pause, self._next_write = write_seconds, time.monotonic() + (write_seconds or 0.0)
+        self._pause, self._next_write = write_seconds, _next(write_seconds or 0.0)
         self._counters: list[Counters] = []
         self._votes: list[AgreementTime] = []
-        self._written = False
+        self._ended = self._told = False
         self.data: dict[str, Any] = {
             "format": FORMAT,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -184,9 +187,9 @@ class Recorder:
         }
 
     def note(self, key: str, value: Any) -> None:
-        """Set ``key``; a file that was already written is written again."""
+        """Set ``key``; after training the file is written again."""
         self.data[key] = value
-        if self._written:
+        if self._ended:
             self.write()
 
     def describe(self, setup: Setup) -> None:
@@ -287,12 +290,18 @@ class Recorder:
         )
 
     def _write_when_due(self) -> None:
-        """Write during a run, for at most a hundredth of its time."""
-        if self._pause is None or (start := time.monotonic()) < self._next_write:
+        """Write during a run, for at most a hundredth of its time.
+
+        All ranks wait for a rank that writes. So ranks write at the same times of the wall clock,
+        which come between the same steps; one with longer pauses leaves some of them out.
+        """
+        if self._pause is None or time.time() < self._next_write:
             return
-        self.write()
-        end = time.monotonic()
-        self._next_write = end + max(self._pause, 100 * (end - start))
+        start, pause = time.perf_counter(), self._pause or 1e-3
+        self._save()
+        while pause < 100 * (time.perf_counter() - start):
+            pause *= 2
+        self._next_write = _next(pause)
 
     def finish(self, model: list[Any]) -> None:
         """Record the parameter shards of every model chunk and the peak memory, and write."""
@@ -309,11 +318,34 @@ class Recorder:
         self.write()
 
     def write(self) -> None:
-        """Write ``rank<N>.json``; a reader never sees a partial file."""
+        """Write ``rank<N>.json`` after training; a later note writes it again."""
+        self._ended = True
+        self._save()
+
+    def _save(self) -> None:
+        """Write the file as it is now; a reader never sees a partial file.
+
+        A full disk is logged once and ends no run: other ranks would wait for this one forever,
+        and the checkpoint after training would be lost.
+        """
         rank = int(os.environ.get("RANK", "0"))
-        text = json.dumps({"rank": rank, **self.data}, indent=1)
-        write_text(self.directory / f"rank{rank}.json", text)
-        self._written = True
+        # Without indent, which is ten times as slow. A path may have bytes that are no UTF-8.
+        text = json.dumps({"rank": rank, **self.data}, ensure_ascii=False)
+        text = text.encode("utf-8", "replace").decode()
+        try:
+            write_text(self.directory / f"rank{rank}.json", text)
+        except OSError as error:
+            if not self._told:
+                # Before the warning, which becomes an event of this record.
+                self._told = True
+                reason = f"{error.filename} cannot be written: {error.strerror}"
+                logger.warning("megatron_cg: %s. Training goes on; later writes try again.", reason)
+
+
+def _next(pause: float) -> float:
+    """The next time of the wall clock that is a multiple of ``pause``."""
+    now = time.time()
+    return (now // pause + 1) * pause if pause else now
 
 
 def exact(value: Any) -> dict[str, Any]:

@@ -196,8 +196,8 @@ def read_run(directory: Path) -> dict[int, dict[str, Any]]:
     files = record_files(directory)
     if not files:
         raise RecordError(
-            f"{directory} holds no record (rank0.json, ...): training ended before it began, or "
-            "the run was not started with --cg-record or --cg-report."
+            f"{directory} holds no record (rank0.json, ...): training did not begin, the record "
+            "could not be written, or the run was not started with --cg-record or --cg-report."
         )
     ranks = {}
     for path in files:

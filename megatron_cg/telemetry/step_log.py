@@ -90,25 +90,21 @@ class _Log:
         if not self._helpers:
             return
         args = self._args()
-        write = iteration % args.tensorboard_log_interval == 0
+        tensorboard, wandb = self._tensorboard(), self._wandb()
+        write = (tensorboard or wandb) and iteration % args.tensorboard_log_interval == 0
         show = iteration % args.log_interval == 0
         if not (write or show):
             return
         now = totals([helper.counted() for helper in self._helpers])
         if write:
-            self._write(now, iteration)
+            values = {f"megatron_cg/{name}": value for name, value in now.items()}
+            for name, value in values.items() if tensorboard else ():
+                tensorboard.add_scalar(name, value, iteration)
+            if wandb:
+                wandb.log(values, iteration)
         if show and now["captured"]:
             self._print(log_line(self._last, now))
             self._last = now
-
-    def _write(self, now: Totals, iteration: int) -> None:
-        tensorboard, wandb = self._tensorboard(), self._wandb()
-        values = {f"megatron_cg/{name}": value for name, value in now.items()}
-        if tensorboard:
-            for name, value in values.items():
-                tensorboard.add_scalar(name, value, iteration)
-        if wandb:
-            wandb.log(values, iteration)
 
 
 def totals(counted: Sequence[tuple[Counters, AgreementTime]]) -> Totals:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
-from megatron_cg.files import write_text
+from megatron_cg.files import check_writable, write_text
 from megatron_cg.tools.align.align_tables import as_json, print_report
 from megatron_cg.tools.align.command import Plan, by_run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, NOT_COMPARABLE
@@ -47,7 +47,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     console = Console(emoji=False)
     if args.json is not None:
         # Before the runs, which may take hours.
-        _check_writable(args.json)
+        check_writable(args.json)
     with _work_directory(args.work_dir) as directory:
         options = Options(
             directory=directory,
@@ -71,15 +71,6 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if args.work_dir is not None and outcome.graphed is not None:
         print(f"a page of it: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return EXIT_CODES[outcome.comparison.status]
-
-
-def _check_writable(path: Path) -> None:
-    """Raises OSError if ``path`` cannot be written; leaves no new file behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    path.open("a", encoding="utf-8").close()
-    if is_new:
-        path.unlink()
 
 
 def _on_gpus(args: Any, preset: Preset, options: Options, extra: Sequence[str]) -> Align:

@@ -209,7 +209,8 @@ def run_and_compare(runs: Sequence[Run], options: Options) -> Outcome:
         return Outcome(Comparison(FAILED, reason), commands, _tail(failed.text()))
     for run in runs:
         if not run.record.exists():
-            reason = f"the {run.name} run left no record: it ended before training began"
+            why = "training did not begin, or the log says why the record was not written"
+            reason = f"the {run.name} run left no record: {why}"
             return Outcome(Comparison(FAILED, reason), commands, _tail(run.text()))
     try:
         eager = earlier or read_run(runs[0].record)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from megatron_cg.arguments.schema import TAPE, TRANSFORMER_ENGINE
-from megatron_cg.files import write_text
+from megatron_cg.files import check_writable, write_text
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.run import gpu_count
 from megatron_cg.tools.align.tape import TAPE_NOTICE, tape_shape
@@ -57,6 +57,9 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
         if args.dry_run:
             _print_plan(args, runs, on_cpu=on_cpu)
             return 0
+        # Before the runs, which may take hours: old results that cannot be read, and the folder.
+        kept(args.out)
+        check_writable(args.out / FILE)
         try:
             results = _execute(args, runs, on_cpu=on_cpu)
         except (KeyboardInterrupt, SystemExit):
@@ -72,7 +75,7 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
 def _planned(args: argparse.Namespace, extra: Sequence[str], *, on_cpu: bool) -> list[PlannedRun]:
     """The requested runs. Raises BenchError and PresetError."""
     base = []
-    for name in args.shapes or (TAPE_SHAPES if on_cpu else SHAPES):
+    for name in dict.fromkeys(args.shapes or (TAPE_SHAPES if on_cpu else SHAPES)):
         preset = load_preset(name)
         layers, scopes = args.layers, args.scopes
         if on_cpu:  # The tape trains the preset's small shape.

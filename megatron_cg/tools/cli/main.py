@@ -34,6 +34,7 @@ TAKING_FLAGS = ("align", "bench", "plan")
 
 _DEPENDENCIES = {
     "einops": "einops",
+    "jinja2": "Jinja2",
     "matplotlib": "matplotlib",
     "megatron": "megatron-core",
     "numpy": "numpy",
@@ -147,12 +148,13 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         sub.set_defaults(run=module.run)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        flags = [*commands.choices[args.command]._option_string_actions]
+        sub = commands.choices[args.command]
+        flags = [*sub._option_string_actions]
         hints = (did_you_mean(word.partition("=")[0], flags) for word in unknown if word[0] == "-")
         hint = next(filter(None, hints), "")
         if args.command in TAKING_FLAGS:
             hint += " (Megatron's own come after a bare --)"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        sub.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args
 
 

@@ -13,8 +13,11 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +173,37 @@ def builder(text: str) -> Any:
             raise MegatronCGError(f"there is no file {file}")
         folder, module_name = file.parent, file.stem
     sys.path.insert(0, str(folder.resolve()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0]:
-            raise
-        raise MegatronCGError(f"there is no module {module_name}") from error
+    with _of_the_user(f"{module_name} cannot be imported:"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name != module_name.partition(".")[0]:
+                raise
+            raise MegatronCGError(f"there is no module {module_name}") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise MegatronCGError(f"{module_name} has no function {function}")
-    return found
+    return partial(_built, found, text)
+
+
+def _built(function: Callable[[], Any], text: str) -> Any:
+    from megatron_cg.precompile.region import Region
+
+    with _of_the_user(f"{text} raised"):
+        region = function()
+    if not isinstance(region, Region):
+        kind = type(region).__name__
+        raise MegatronCGError(f"{text} returned {kind}, not a {Region.__module__}.Region")
+    return region
+
+
+@contextmanager
+def _of_the_user(what: str) -> Iterator[None]:
+    """Print an error of code that is not ours, and raise a MegatronCGError that begins ``what``."""
+    try:
+        yield
+    except MegatronCGError:
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        raise MegatronCGError(f"{what} {type(error).__name__}: {error}") from error

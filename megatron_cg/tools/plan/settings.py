@@ -117,7 +117,7 @@ def _parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
             return args, parsers[0].parse_known_args()[1]
         except SystemExit as error:
             text = errors.getvalue().strip().splitlines()
-            raise _UsageError(text[-1] if text else "the flags cannot be read") from error
+            raise _UsageError(text[-1] if text else "--help leaves no run: leave it out") from error
         except KeyError as error:
             # Megatron looks up a scope in its enumeration, and argparse does not catch that error.
             raise _UsageError(_scope_text(str(error.args[0]))) from error
@@ -161,11 +161,12 @@ def _environment_of_the_run(
 
 def _no_graphs(run: RunArguments) -> Violation:
     fsdp = "with" if run.use_megatron_fsdp else "without"
+    missing = "" if run.use_megatron_fsdp else "--use-megatron-fsdp "
     return Violation(
         "no-graphs",
         f"--cuda-graph-impl {run.cuda_graph_impl} {fsdp} --use-megatron-fsdp",
         "the run asks for no layerwise graphs under Megatron-FSDP, so nothing would be captured",
-        "add --use-megatron-fsdp --cuda-graph-impl transformer_engine",
+        f"type {missing}--cuda-graph-impl transformer_engine",
     )
 
 

@@ -92,13 +92,16 @@ def read_story(directory: Path, against: Path | None = None) -> Story:
     """The runs in ``directory``, as written by ``align`` or ``--cg-report``.
 
     Args:
-        directory: contains ``eager`` and ``graphs``, or one run's ``rank0.json``, or a ``record``
-            with it.
+        directory: contains ``eager`` and ``graphs``, or one of them, or one run's ``rank0.json``,
+            or a ``record`` with it.
         against: another such folder of one run, to compare with.
 
     Raises RecordError if there is no record, or if two runs are compared with a third.
     """
-    pair = all(_records(directory / name) for name in (EAGER, GRAPHS))
+    inside = [name for name in (EAGER, GRAPHS) if _records(directory / name)]
+    if len(inside) == 1 and not _records(directory):
+        directory /= inside[0]
+    pair = len(inside) == 2
     if pair and against is not None:
         raise RecordError(
             f"{directory} holds two runs already: leave --against out, or name one of them, such "

@@ -116,6 +116,22 @@ def test_ranks_without_writers_and_runs_without_graphs_write_nothing(
     assert run.printed == [] and run.tensorboard.scalars == []
 
 
+def test_without_a_writer_the_interval_of_writers_may_be_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.training import global_vars
+
+    # Megatron divides by it only where there is a writer.
+    args = argparse.Namespace(tensorboard_log_interval=0, log_interval=1)
+    for name, value in (("args", args), ("tensorboard_writer", None), ("wandb_writer", None)):
+        monkeypatch.setattr(global_vars, f"get_{name}", lambda value=value: value)
+    undo = follow_log([helper := Helper()])
+    helper.counters.captured += 3
+    run.step(1)
+    undo()
+    assert len(run.printed) == 1
+
+
 def test_undo_puts_back_the_same_function(run: Run) -> None:
     before = run.module.training_log
     undo = follow_log(())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 import megatron_cg
+from megatron_cg.telemetry import record
 from megatron_cg.telemetry.memory_lines import memory
-from megatron_cg.telemetry.record import Recorder, install_recorder, note_step, recording
+from megatron_cg.telemetry.record import Recorder, install_recorder, note, note_step, recording
+from megatron_cg.telemetry.record_schema import read_run
 
 
 @pytest.fixture
@@ -99,6 +102,86 @@ def test_a_run_is_not_written_in_its_course_unless_asked_for(training: Any, tmp_
         None, [torch.nn.Linear(2, 2)], lambda _number: assert_empty(tmp_path)
     )  # fmt: skip
     undo()
+
+
+def test_a_record_that_cannot_be_written_ends_no_run_and_is_told_once(
+    training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    undo = install_recorder(no_folder, write_seconds=0.0)
+    training.train(None, [torch.nn.Linear(2, 2)], lambda _number: None)
+    note("graphs", {})
+    undo()
+    (told,) = caplog.messages
+    assert f"{no_folder} cannot be written" in told and "Training goes on" in told
+
+
+def test_a_record_that_cannot_be_written_hides_no_error_of_the_run(
+    training: Any, tmp_path: Path
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    undo = install_recorder(no_folder)
+    with pytest.raises(ZeroDivisionError):
+        training.train(None, [torch.nn.Linear(2, 2)], lambda number: 1 // number)
+    with pytest.raises(SystemExit) as ended:
+        training.train(None, [torch.nn.Linear(2, 2)], sys.exit)
+    undo()
+    assert ended.value.code == 0
+
+
+def test_ranks_write_at_the_same_steps_and_a_warning_writes_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = Moments()
+    monkeypatch.setattr(record, "time", now)
+    monkeypatch.setattr(record, "write_text", now.write)
+    ranks = []
+    for name, seconds in (("fast", 0.01), ("slow", 0.9)):
+        now.seconds[Path(name)] = seconds
+        ranks.append(Recorder(Path(name), write_seconds=60.0))
+        now.wall += 37
+    for _step in range(100):
+        now.wall += 7
+        for recorder in ranks:
+            recorder.add_step({}, None, False, 0.0)
+            recorder.add_event("warning", "no replay")
+    fast, slow = now.written[Path("fast")], now.written[Path("slow")]
+    assert len(fast) == 12 and set(slow) < set(fast)
+    # A hundredth of the time: not more often than every 90 s.
+    assert 4 <= len(slow) <= 700 / 90
+
+
+class Moments:
+    """The wall clock, and what writing into a folder takes."""
+
+    def __init__(self) -> None:
+        self.wall, self.spent = 1e9, 0.0
+        self.seconds: dict[Path, float] = {}
+        self.written: dict[Path, list[float]] = {}
+
+    def time(self) -> float:
+        return self.wall
+
+    def perf_counter(self) -> float:
+        return self.spent
+
+    def write(self, path: Path, _text: str) -> None:
+        self.spent += self.seconds[path.parent]
+        self.written.setdefault(path.parent, []).append(self.wall)
+
+
+def test_a_path_that_is_no_utf_8_leaves_a_record_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("NCCL_TOPO_FILE", "caf\udce9 \U0001f600")
+    monkeypatch.setattr(sys, "argv", ["/data/caf\udce9/train.py"])
+    Recorder(tmp_path).write()
+    found = read_run(tmp_path)[0]
+    assert found["command"] == ["/data/caf?/train.py"]
+    assert found["environment"]["NCCL_TOPO_FILE"] == "caf? \U0001f600"
 
 
 def assert_empty(directory: Path) -> None:

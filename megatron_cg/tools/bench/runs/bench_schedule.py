@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_cg.nearest import did_you_mean
 from megatron_cg.tools.align.presets import Preset
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.bench.runs.commands import CUTLASS, DEFAULT, Settings
@@ -133,7 +134,8 @@ def configurations_for(preset: Preset, only: Sequence[str] | None, *, scaling: b
     unknown = [name for name in only or () if name not in KNOWN]
     if unknown:
         raise BenchError(
-            f"--only {','.join(unknown)}: there is no such configuration; there are "
+            f"--only {','.join(unknown)}: there is no such configuration"
+            f"{did_you_mean(unknown[0], KNOWN)}; there are "
             f"{', '.join(CONFIGURATIONS)}."
         )
     wanted = only or ([EAGER, GRAPHS] if scaling else list(CONFIGURATIONS))

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_cg.files import write_text
 from megatron_cg.tools.bench import BenchError
+from megatron_cg.tools.bench.runs.configurations import KNOWN
 
 SCHEMA = {"name": "megatron_cg.bench", "version": 3}
 _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
@@ -19,6 +20,8 @@ _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
 trace: its GPU metrics come from the trace with host events."""
 _KEYS = frozenset({"key", "invocation", "began", "status", "error", "ranks", "settings"})
 """Fields of a run that every version has written."""
+_NAMED = ("shape", "grouped_gemm", "layers", "microbatches", "nproc", "dimension", "contender")
+"""Fields of its key that every version has written; ``contender`` is the configuration."""
 FILE = "bench.json"
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
 Key = Mapping[str, Any]
@@ -89,7 +92,9 @@ def read(path: Path) -> list[Result]:
     """The results in a file. Raises BenchError if it is not one of ours or of a later version."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise BenchError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         data = {}
@@ -99,11 +104,20 @@ def read(path: Path) -> list[Result]:
             f"{path} has the schema {schema}, which is not one that this version of megatron-cg "
             f"bench or an earlier one wrote: give a {FILE} of theirs."
         )
-    if not isinstance(runs, list) or not all(
-        isinstance(r, dict) and r.keys() >= _KEYS for r in runs
-    ):
+    if not isinstance(runs, list) or not all(map(_is_whole, runs)):
         raise BenchError(f"{path} has no list of whole runs: it was changed since it was written.")
+    unknown = [name for run in runs if (name := run["key"]["contender"]) not in KNOWN]
+    if unknown:
+        raise BenchError(
+            f"{path} has a run of the configuration {unknown[0]}, which this version does not have."
+        )
     return runs
+
+
+def _is_whole(run: Any) -> bool:
+    if not isinstance(run, dict) or not run.keys() >= _KEYS:
+        return False
+    return isinstance(run["key"], dict) and run["key"].keys() >= set(_NAMED)
 
 
 def write(results: list[Result], path: Path) -> Path:

@@ -124,7 +124,7 @@ def test_the_second_is_not_started_after_the_first_failed(tmp_path: Path) -> Non
 def test_a_run_without_a_record_has_failed(tmp_path: Path) -> None:
     runs = make_runs(tmp_path, recording(1.0), "print('nothing to see')")
     outcome = run_and_compare(runs, Options(tmp_path, timeout=600))
-    assert failed(outcome) == "the graphs run left no record: it ended before training began"
+    assert failed(outcome).startswith("the graphs run left no record: training did not")
     assert outcome.log_tail == "nothing to see"
 
 

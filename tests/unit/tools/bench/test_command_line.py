@@ -179,6 +179,7 @@ def test_a_profile_needs_py_spy(
         ("--backend tape --shapes mamba-hybrid", "cannot be built on a CPU"),
         ("--shapes nope", "there is no preset 'nope'"),
         ("--only nope", "--only nope: there is no such configuration; there are fsdp-eager, "),
+        ("--only fsdp-eger", "configuration (did you mean fsdp-eager?); there are"),
         ("--shapes qwen3-moe --only fsdp-full-iteration", "no configuration is left"),
         ("--scale depth=1,2", "--scale depth=1,2: write layers"),
         ("--scale layers", "--scale layers: write layers"),
@@ -194,6 +195,35 @@ def test_what_cannot_be_done_is_refused(
     assert bench(words, tmp_path) == USAGE_ERROR
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "bench.json").exists()
+
+
+@pytest.mark.parametrize("name", ["bench.json", "runs/old.json"])
+def test_results_that_cannot_be_joined_are_named_before_a_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / name).write_text("{")
+    assert bench(f"{TAPE} --only fsdp-eager", tmp_path) == USAGE_ERROR
+    told = capsys.readouterr().err
+    assert f"{tmp_path / name} cannot be read" in told and "started" not in told
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, work = tmp_path / "file", tmp_path / "work"
+    out.touch()
+    assert bench(f"{TAPE} --only fsdp-eager --work-dir {work}", out) == USAGE_ERROR
+    told = capsys.readouterr().err
+    assert str(out) in told and "started" not in told
+
+
+def test_a_shape_that_is_given_twice_is_run_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{TAPE} --only fsdp-eager,fsdp-eager --dry-run"
+    assert bench(words.replace("llama-tiny", "llama-tiny llama-tiny"), tmp_path) == 0
+    assert "# 1 runs" in capsys.readouterr().out
 
 
 def test_too_few_gpus_leave_a_run_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,18 @@ def test_other_files_are_refused(text: str, words: str, tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_configuration_that_this_version_does_not_have_is_named(
+    result: Make, tmp_path: Path
+) -> None:
+    made = result(GRAPHS)
+    path = write([made | {"key": made["key"] | {"contender": "gone"}}], tmp_path / FILE)
+    with pytest.raises(BenchError, match="configuration gone, which this version does not have"):
+        read(path)
+    path = write([made | {"key": {"contender": GRAPHS}}], tmp_path / FILE)
+    with pytest.raises(BenchError, match="no list of whole runs"):
+        read(path)
+
+
 def test_host_time_is_stacked_with_what_is_left(result: Make) -> None:
     ((row,),) = tables([result(GRAPHS)])
     assert host_stack(row) == {"forward": 40.0, "other": 80.0}

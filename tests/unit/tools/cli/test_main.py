@@ -10,13 +10,23 @@ import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.tools.align.presets import preset_names
-from megatron_cg.tools.cli.main import COMMANDS, DEFECT, NO_READER, TAKING_FLAGS, USAGE_ERROR, main
+from megatron_cg.tools.cli.main import (
+    _DEPENDENCIES,
+    COMMANDS,
+    DEFECT,
+    NO_READER,
+    TAKING_FLAGS,
+    USAGE_ERROR,
+    main,
+)
 from megatron_cg.tools.plan.process import WORKING, make_plans
 from megatron_cg.tools.plan.request import read_request
 from tests.unit.tools.report.made_up import make_record, write
@@ -295,3 +305,20 @@ def test_torch_does_not_warn_of_a_compiler_without_a_gpu(
     assert main(["doctor", "--", "--bf16"]) == 2
     assert not log.isEnabledFor(logging.WARNING)
     capsys.readouterr()
+
+
+def test_a_mistyped_flag_is_told_by_the_command_that_refuses_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = refused("doctor --jsn", capsys)
+    assert told.startswith("usage: megatron-cg doctor [-h] [--json]")
+    assert "megatron-cg doctor: error: unrecognized arguments: --jsn (did you mean --json?)" in told
+
+
+def test_every_package_that_this_one_needs_is_named_where_it_is_missing() -> None:
+    root = Path(__file__).parents[4]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    needed = {Requirement(line).name for line in project["dependencies"]}
+    assert needed <= set(_DEPENDENCIES.values())
+    install = (root / "docs" / "install.md").read_text()
+    assert all(name in install for name in needed)

@@ -108,3 +108,29 @@ def test_a_function_needs_a_folder_and_a_size(
 def test_words_after_a_bare_dash_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("precompile json:dumps --world-size 2 --out x -- --bf16".split()) == 2
     assert "leave out --bf16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("def build(): raise ValueError('mine')", "build raised ValueError: mine"),
+        ("def build(): return 3", "build returned int, not a megatron_cg.precompile.region.Region"),
+        ("def build(", "cannot be imported: SyntaxError"),
+        ("import nowhere_to_be_found", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_an_error_of_the_function_is_not_called_a_defect_of_ours(
+    code: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "wrong_of_test", raising=False)
+    path = tmp_path / "wrong_of_test.py"
+    path.write_text(code)
+    words = ["precompile", f"{path}:build", "--world-size", "2", "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert reason in told.splitlines()[-1] and "defect" not in told

@@ -61,6 +61,12 @@ def test_a_local_nightly_or_container_version_is_read(torch: str) -> None:
     assert not of_level(found, Level.ERROR)
 
 
+def test_a_pre_release_was_never_run() -> None:
+    there = {"torch": "2.11.0a0+eb65b36914.nv26.02"}
+    found = only(versions.packages(system(versions=there)), Level.NOTE)
+    assert "torch 2.11.0a0+eb65b36914.nv26.02 was never run with this package" in found.found
+
+
 def test_missing_packages_are_errors_but_for_the_optional_one() -> None:
     gone = dict.fromkeys(("torch", "megatron-core", "megatron-fsdp", "transformer-engine"))
     found = list(versions.packages(system(versions=gone)))

@@ -61,6 +61,7 @@ REQUESTS = {
         "train.py", (*on_preset("--fsdp-double-bufer").words, "--my-flag", "1"), own_flags=True
     ),
     "a YAML file": on_preset("--yaml-cfg run.yaml"),
+    "help": on_preset("--help"),
     "native in FP8": on_preset("--cg-backend native --fp8-format hybrid"),
     "no graphs": on_preset("--cuda-graph-impl none"),
     "expandable": Request(
@@ -127,6 +128,7 @@ def test_a_command_without_the_launcher_is_told_where_it_goes(plans: dict[str, P
     [
         ("unknown flag", ("--cuda-graf-modules", "--cuda-graph-modules")),
         ("bad value", ("many",)),
+        ("help", ("--help",)),
         ("a YAML file", ("--yaml-cfg", "starts:", "on the command line")),
         ("mistyped scope", ("moe_rooter", "did you mean moe_router?", "attn", "mamba")),
     ],
@@ -148,7 +150,9 @@ def test_a_script_may_have_flags_of_its_own(plans: dict[str, Plan]) -> None:
 
 
 def test_a_run_without_graphs_is_said_to_have_none(plans: dict[str, Plan]) -> None:
-    assert rules(plans["no graphs"]) == {"no-graphs"}
+    (item,) = plans["no graphs"]["violations"]
+    assert item["rule"] == "no-graphs"
+    assert item["remedy"] == "type --cuda-graph-impl transformer_engine"
 
 
 def test_the_rules_are_those_of_the_chosen_backend(plans: dict[str, Plan]) -> None:

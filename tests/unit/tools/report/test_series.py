@@ -126,6 +126,13 @@ def test_folders_of_align_of_one_run_and_of_two_are_found(made_up: Path, tmp_pat
     assert read_story(flat).title == "run"
 
 
+def test_an_alignment_that_left_one_run_is_a_page_of_that_run(tmp_path: Path) -> None:
+    write(tmp_path / "eager" / "record", make_record(steps=3, graphs=False))
+    (tmp_path / "graphs").mkdir()
+    story = read_story(tmp_path)
+    assert story.name == "eager" and story.reference is None
+
+
 def test_what_is_no_record_is_named(made_up: Path, tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"holds no record .*--cg-record"):
         read_story(tmp_path)
