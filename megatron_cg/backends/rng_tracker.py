@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.backends.cuda_cleanup import device_generator, generators_kept
 from megatron_cg.backends.te.te_if_loaded import rng_states
 from megatron_cg.errors import CaptureError
 from megatron_cg.upstream.patch import put_over
@@ -62,6 +63,14 @@ def tracked_states_kept() -> Iterator[None]:
         if tracker is not None:
             tracker.states_.clear()
             tracker.states_.update(tracked)
+
+
+@contextmanager
+def random_states_kept(callables: Iterable[nn.Module], device_type: str) -> Iterator[None]:
+    """Restore all generators that captured code may draw from, and what the tracker holds."""
+    own = device_generator() if device_type == "cuda" else []
+    with tracked_states_kept(), generators_kept([*own, *generators_of(callables, device_type)]):
+        yield
 
 
 @contextmanager

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.cuda_cleanup import device_generator, generators_kept, stream_kept
+from megatron_cg.backends.cuda_cleanup import stream_kept
 from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.native.cuda_recorder import CudaRecorder
 from megatron_cg.backends.native.native_refusals import refuse
-from megatron_cg.backends.rng_tracker import forks_checked, generators_of, tracked_states_kept
+from megatron_cg.backends.rng_tracker import forks_checked, generators_of, random_states_kept
 from megatron_cg.backends.te.te_if_loaded import fp8_recipe, told_of_capture
 from megatron_cg.errors import ArgumentError, CaptureError, Violation
 from megatron_cg.fsdp.transform import CaptureTimeHooks
@@ -101,9 +101,7 @@ class NativeBackend(Backend):
         """Keep garbage collection, generators, the states of RNG trackers, and the stream."""
         with ExitStack() as stack:
             stack.enter_context(garbage_collection_kept())
-            stack.enter_context(tracked_states_kept())
-            generators = [*device_generator(), *generators_of(callables, self.device.type)]
-            stack.enter_context(generators_kept(generators))
+            stack.enter_context(random_states_kept(callables, self.device.type))
             # Entered last and so left first: the others then exit on the original stream.
             stack.enter_context(stream_kept())
             yield

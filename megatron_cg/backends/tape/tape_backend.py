@@ -18,10 +18,9 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.cuda_cleanup import generators_kept
 from megatron_cg.backends.driver.capture import capture_modules
 from megatron_cg.backends.driver.graphed import GraphedModule
-from megatron_cg.backends.rng_tracker import generators_of, tracked_states_kept
+from megatron_cg.backends.rng_tracker import random_states_kept
 from megatron_cg.backends.tape.tape_recorder import TapeRecorder
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 
@@ -55,5 +54,5 @@ class TapeBackend(Backend):
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
         """Always restore generators and the states of Megatron's RNG tracker."""
-        with tracked_states_kept(), generators_kept(generators_of(callables, "cpu")):
+        with random_states_kept(callables, "cpu"):
             yield

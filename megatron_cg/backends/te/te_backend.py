@@ -11,12 +11,10 @@ from torch import nn
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.backends.cuda_cleanup import (
-    device_generator,
-    generators_kept,
     leave_pool,
     stream_kept,
 )
-from megatron_cg.backends.rng_tracker import generators_of, tracked_states_kept
+from megatron_cg.backends.rng_tracker import random_states_kept
 from megatron_cg.backends.te.te_if_loaded import (
     END_CAPTURING,
     FP8,
@@ -147,9 +145,7 @@ class TransformerEngineBackend(Backend):
         with ExitStack() as stack:
             stack.enter_context(garbage_collection_kept())
             stack.enter_context(_class_calls_kept({type(module) for module in callables}))
-            stack.enter_context(tracked_states_kept())
-            generators = [*device_generator(), *generators_of(callables, "cuda")]
-            stack.enter_context(generators_kept(generators))
+            stack.enter_context(random_states_kept(callables, "cuda"))
             stack.enter_context(_fp8_kept(callables))
             # This includes whether the next module is the first one, which updates FP8 scales.
             stack.callback(self._set_autocast_state, self._autocast_state())

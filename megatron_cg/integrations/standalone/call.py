@@ -25,21 +25,20 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """Types that compare by value and cannot change in place."""
 
 
-class _Tensor:
-    """Marks an argument that is an input of the graph."""
+class _Mark:
+    """Stands for an argument whose value the form does not hold."""
 
-
-_TENSOR = _Tensor()
-
-
-class _Absent:
-    """A keyword that is not given and whose default is unknown."""
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def __repr__(self) -> str:
-        return "not given"
+        return self._text
 
 
-_ABSENT = _Absent()
+_TENSOR = _Mark("a tensor")
+"""An input of the graph."""
+_ABSENT = _Mark("not given")
+"""A keyword that is left out and whose default is unknown."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, cycle, pairwise
 from typing import Any
 
@@ -14,13 +14,27 @@ STARTS = ((0.0, 0.3), (0.0,), (0.0, 0.1, 0.15, 0.7), (0.0, 0.5))
 """Where the sequences of a pack begin, as parts of its length; each forward pass takes the next."""
 
 
+def boundaries(starts: Sequence[int], device: torch.device | str) -> Any:
+    """Megatron's object of a pack: where its sequences begin, and the end of the last."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor(starts, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in pairwise(starts))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
 def pack() -> None:
     """Pass Megatron's model the boundaries of another pack in each forward pass, of both runs.
 
     The micro-batch size has to be 1.
     """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     packs, numbers = cycle(STARTS), count()
 
@@ -28,17 +42,9 @@ def pack() -> None:
         def forward(self: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             length = tokens.shape[1]
             starts = [int(part * length) for part in next(packs)] + [length]
-            ends = torch.tensor(starts, dtype=torch.int32, device=tokens.device)
-            longest = max(end - start for start, end in pairwise(starts))
             if not next(numbers):
                 print(f"packed: {starts}")
-            given = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=ends,
-                cu_seqlens_kv=ends,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            )
+            given = boundaries(starts, tokens.device)
             return old(self, tokens, *args, **kwargs, packed_seq_params=given)
 
         return forward

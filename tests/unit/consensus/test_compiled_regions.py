@@ -226,21 +226,26 @@ def test_a_failed_vote_before_a_capture_is_not_for_the_compilation_after_it(
     assert votes.posted == 2
 
 
+class FirstVoteFails:
+    """Votes of which the first raises an error."""
+
+    posted = 0
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def post(self, *_vote: Any, serial: int) -> None:
+        self.posted = serial
+        if serial == 1:
+            raise self._error
+
+    def collect(self) -> Decision:
+        return Decision()
+
+
 def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> None:
     """Once; the vote after it is held."""
-
-    class Interrupted:
-        posted = 0
-
-        def post(self, *_vote: Any, serial: int) -> None:
-            self.posted = serial
-            if serial == 1:
-                raise KeyboardInterrupt
-
-        def collect(self) -> Decision:
-            return Decision()
-
-    votes: Any = Interrupted()
+    votes: Any = FirstVoteFails(KeyboardInterrupt())
     regions = CompiledRegions(votes)
     assert not regions.guards_checked(True)
     with pytest.raises(KeyboardInterrupt):
@@ -251,19 +256,7 @@ def test_an_interrupt_in_the_hook_is_raised_where_the_region_is_compiled() -> No
 
 def test_an_error_that_no_compilation_raised_outlives_the_next_call() -> None:
     """Dynamo may not compile, so the end of the block has to raise it."""
-
-    class FailsOnce:
-        posted = 0
-
-        def post(self, *_vote: Any, serial: int) -> None:
-            self.posted = serial
-            if serial == 1:
-                raise AgreementError("another rank is at another vote")
-
-        def collect(self) -> Decision:
-            return Decision()
-
-    votes: Any = FailsOnce()
+    votes: Any = FirstVoteFails(AgreementError("another rank is at another vote"))
     regions = CompiledRegions(votes)
     assert not regions.guards_checked(True)
     assert not regions.guards_checked(True) and votes.posted == 1

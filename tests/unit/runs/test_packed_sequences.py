@@ -5,13 +5,13 @@ Sequences of a pack have other lengths, and other numbers, in every step; tokens
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from tests.functional.tampering.packs import boundaries
 from tests.unit.counted import expect
 
 LAYERS, TOKENS, BEFORE, AFTER = 2, 16, 2, 3
@@ -41,7 +41,6 @@ def train(scopes: tuple[str, ...], *, graphed: bool) -> tuple[Any, Any]:
     """Losses and norms of all steps, and the counters of the graphs."""
     from megatron.core import parallel_state
     from megatron.core.models import backends
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_cg.tools.cpu.fakes import replaced
     from megatron_cg.tools.cpu.train import Trainer
@@ -59,15 +58,7 @@ def train(scopes: tuple[str, ...], *, graphed: bool) -> tuple[Any, Any]:
     model, session = trainer.model, None
 
     def step(starts: tuple[int, ...]) -> tuple[float, float]:
-        lengths = [end - start for start, end in pairwise(starts)]
-        ends = torch.tensor(starts, dtype=torch.int32)
-        pack = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        )
+        pack = boundaries(starts, "cpu")
         trainer.model = lambda *given, **named: model(*given, **named, packed_seq_params=pack)
         numbers: tuple[float, float] = trainer.step()
         trainer.model = model

@@ -20,8 +20,10 @@ _KNOWN = (SCHEMA, *(SCHEMA | {"version": version} for version in (1, 2)))
 trace: its GPU metrics come from the trace with host events."""
 _KEYS = frozenset({"key", "invocation", "began", "status", "error", "ranks", "settings"})
 """Fields of a run that every version has written."""
-_NAMED = ("shape", "grouped_gemm", "layers", "microbatches", "nproc", "dimension", "contender")
-"""Fields of its key that every version has written; ``contender`` is the configuration."""
+_KEY_FIELDS = frozenset(
+    {"shape", "grouped_gemm", "layers", "microbatches", "nproc", "dimension", "contender"}
+)
+"""Fields of a run's key that every version has written; ``contender`` names the configuration."""
 FILE = "bench.json"
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
 Key = Mapping[str, Any]
@@ -117,7 +119,7 @@ def read(path: Path) -> list[Result]:
 def _is_whole(run: Any) -> bool:
     if not isinstance(run, dict) or not run.keys() >= _KEYS:
         return False
-    return isinstance(run["key"], dict) and run["key"].keys() >= set(_NAMED)
+    return isinstance(run["key"], dict) and run["key"].keys() >= _KEY_FIELDS
 
 
 def write(results: list[Result], path: Path) -> Path:
