@@ -31,6 +31,7 @@ from megatron_cg.precompile.graph_checks import (
 from megatron_cg.precompile.graph_code import Line, bytecode_lines, graph_lines
 from megatron_cg.precompile.output_code import RankedOutputCode
 from megatron_cg.precompile.region import Region
+from megatron_cg.precompile.zero_dropout import remove_zero_dropout
 from megatron_cg.upstream.symbols import Symbol
 
 _AOT_AUTOGRAD = Symbol(
@@ -144,10 +145,11 @@ class _Graphs:
 
 
 class _Checked(AotAutograd):
-    """The backend, with a check of Dynamo's graph; AOT compilation asks for this class."""
+    """The backend, with a look at Dynamo's graph first; AOT compilation asks for this class."""
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         refuse_zero_gradients(gm)
+        remove_zero_dropout(gm)
         return super().__call__(gm, example_inputs, **kwargs)
 
 
