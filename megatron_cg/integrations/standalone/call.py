@@ -2,17 +2,21 @@
 
 A graph takes tensors and nothing else. Modules of plain PyTorch also take flags and None
 (``nn.TransformerEncoder`` passes ``is_causal`` to its layers). An argument that is no tensor keeps
-its observed value: capture uses it, and a call with another value is not replayed.
+its observed value: capture uses it, and a call with another value is not replayed. Tensors may be
+in tuples, lists and dicts, as the cosines and sines that models of transformers pass to each layer.
 
-A graph gets the first tensor that is given by position, and all others by name. So a table that is
-given by position, as torchtitan gives ``freqs_cis``, can be read in place like one by keyword.
+A graph gets the first tensor that is given by position, and all others by name, such as ``mask`` or
+``position_embeddings[0]``. So a table that is given by position, as torchtitan gives ``freqs_cis``,
+can be read in place like one by keyword.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +27,8 @@ from megatron_cg.replay.guard.inputs import described
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """Types that compare by value and cannot change in place."""
+_CONTAINERS = (tuple, list, dict)
+"""Types, without their subclasses, that may hold tensors and constants."""
 
 
 class _Mark:
@@ -45,13 +51,13 @@ _ABSENT = _Mark("not given")
 class CallForm:
     """The form of one unit's calls.
 
-    ``args`` and ``kwargs`` hold a mark for each tensor and every other argument itself. ``tensors``
-    are the names of the positional tensors.
+    ``args`` and ``kwargs`` hold a mark for each tensor, also inside of containers, and every other
+    argument itself. ``positions`` are the names of the positional arguments.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    tensors: tuple[str, ...]
+    positions: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What a keyword that is left out stands for."""
 
@@ -60,19 +66,20 @@ class CallForm:
         cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallForm:
         """The form of ``forward(*args, **kwargs)``."""
-        names = positional_names(forward, len(args), kwargs)
         parameters = inspect.signature(forward).parameters.values()
         return cls(
             tuple(_marked(value) for value in args),
             {name: _marked(value) for name, value in kwargs.items()},
-            tuple(n for n, v in zip(names, args, strict=True) if isinstance(v, torch.Tensor)),
+            tuple(positional_names(forward, len(args), kwargs)),
             {one.name: one.default for one in parameters if one.default is not one.empty},
         )
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The name of the tensor that a graph gets by position; empty if there is none."""
-        return self.tensors[:1]
+        positional = zip(self.positions, self.args, strict=True)
+        leaves = chain.from_iterable(_inside(name, old, old) for name, old in positional)
+        return next(((name,) for name, old, _ in leaves if old is _TENSOR), ())
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -89,56 +96,103 @@ class CallForm:
                 "The unit is called in another way than at capture.",
             )
             return (), {}, found
-        names = [*self.kwargs, *(name for name in kwargs if name not in self.kwargs)]
-        entries = [(f"number {n}", old, args[n]) for n, old in enumerate(self.args)]
-        left_out = {name: self.defaults.get(name, _ABSENT) for name in names}
-        entries += [(n, self.kwargs.get(n, left_out[n]), kwargs.get(n, left_out[n])) for n in names]
-        for name, expected, actual in entries:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, expected, actual in self._leaves(args, kwargs):
             if not _same(expected, actual):
                 return (), {}, _mismatch(name, expected, actual)
-        given = [v for v, old in zip(args, self.args, strict=True) if old is _TENSOR]
-        by_name = dict(zip(self.tensors[1:], given[1:], strict=True))
-        by_name |= {name: kwargs[name] for name, old in self.kwargs.items() if old is _TENSOR}
-        return tuple(given[:1]), by_name, None
+            if expected is _TENSOR:
+                tensors[name] = actual
+        return tuple(tensors.pop(name) for name in self.names), tensors, None
 
     def join(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments of a call with these tensors; the reverse of :meth:`split`."""
-        tensors = iter((*args, *(kwargs[name] for name in self.tensors[1:])))
-        positional = tuple(next(tensors) if old is _TENSOR else old for old in self.args)
-        by_name = {n: kwargs[n] if old is _TENSOR else old for n, old in self.kwargs.items()}
-        return positional, by_name
+        tensors = {**kwargs, **dict(zip(self.names, args, strict=True))}
+        positional = zip(self.positions, self.args, strict=True)
+        return (
+            tuple(_filled(name, old, tensors) for name, old in positional),
+            {name: _filled(name, old, tensors) for name, old in self.kwargs.items()},
+        )
 
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
-        entries = [(f"number {n}", value) for n, value in enumerate(self.args)]
         found = [
             f"argument {name} is {described(value)}"
-            for name, value in [*entries, *self.kwargs.items()]
+            for name, value, _ in self._leaves(self.args, self.kwargs)
             if value is not _TENSOR and not isinstance(value, _CONSTANTS)
         ]
-        if not self.tensors:
+        if not self.names:
             found.append("no argument given by position is a tensor")
         return found
 
+    def _leaves(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Name, expected and actual value of all that a call of this number of arguments gives."""
+        entries = list(zip(self.positions, self.args, args, strict=True))
+        for name, old in self.kwargs.items():
+            entries.append((name, old, kwargs[name] if name in kwargs else self._left_out(name)))
+        # In the call's order, which is that of all ranks: a set's is not.
+        new = [name for name in kwargs if name not in self.kwargs]
+        entries += [(name, self._left_out(name), kwargs[name]) for name in new]
+        for name, old, value in entries:
+            if type(old) in _CONTAINERS:
+                yield from _inside(name, old, value)
+            else:
+                yield name, old, value
+
+    def _left_out(self, name: str) -> Any:
+        return self.defaults.get(name, _ABSENT)
+
 
 def _marked(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _marked(inner) for key, inner in value.items()}
+    if type(value) in _CONTAINERS:
+        return type(value)(_marked(inner) for inner in value)
     return _TENSOR if isinstance(value, torch.Tensor) else value
+
+
+def _inside(name: str, expected: Any, actual: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What is inside of two containers of one type and length; anything else is a leaf."""
+    kind = type(expected)
+    if kind not in _CONTAINERS or type(actual) is not kind or len(actual) != len(expected):
+        yield name, expected, actual
+    elif kind is not dict:
+        for index, (old, value) in enumerate(zip(expected, actual, strict=True)):
+            yield from _inside(f"{name}[{index}]", old, value)
+    elif list(expected) != list(actual):
+        yield name, expected, actual
+    else:
+        for key, old in expected.items():
+            yield from _inside(f"{name}[{key!r}]", old, actual[key])
+
+
+def _filled(name: str, expected: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """An argument of this form, with its tensors by name."""
+    if type(expected) is dict:
+        return {key: _filled(f"{name}[{key!r}]", old, tensors) for key, old in expected.items()}
+    if type(expected) in _CONTAINERS:
+        inner = (_filled(f"{name}[{n}]", old, tensors) for n, old in enumerate(expected))
+        return type(expected)(inner)
+    return tensors[name] if expected is _TENSOR else expected
 
 
 def _same(expected: Any, actual: Any) -> bool:
     if expected is _TENSOR or isinstance(actual, torch.Tensor):
         return expected is _TENSOR and isinstance(actual, torch.Tensor)
-    # 1 == True, but a module may treat them differently.
-    return type(expected) is type(actual) and bool(expected == actual)
+    # Only containers that differ are compared as a whole. 1 == True, but a module may treat them
+    # differently.
+    same_type = type(expected) is type(actual) and type(expected) not in _CONTAINERS
+    return same_type and bool(expected == actual)
 
 
 def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
     return Mismatch(
         "structure",
         f"argument {name}",
-        "a tensor" if expected is _TENSOR else described(expected),
+        repr(expected) if isinstance(expected, _Mark) else described(expected),
         described(actual),
         "Only tensors go into a graph; all else is in it as it was at capture.",
     )

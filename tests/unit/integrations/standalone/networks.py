@@ -14,9 +14,11 @@ from megatron_cg.integrations.standalone import GraphedUnits, graph_units
 
 WIDTH, BATCH = 8, 3
 
+Mask = torch.Tensor | tuple[torch.Tensor | None, ...] | None
+
 
 class Block(nn.Module):
-    """A unit with a parameter of its own, a flag, an optional mask, and dropout."""
+    """A unit with a parameter of its own, a flag, optional masks, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,12 +26,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.2)
 
-    def forward(
-        self, x: torch.Tensor, double: bool = False, *, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, double: bool = False, *, mask: Mask = None) -> torch.Tensor:
         hidden = self.dropout(self.down(torch.tanh(self.up(x))))
-        if mask is not None:
-            hidden = hidden * mask
+        for one in mask if isinstance(mask, tuple) else (mask,):
+            hidden = hidden if one is None else hidden * one
         out: torch.Tensor = x * self.scale + (2 if double else 1) * hidden
         return out
 
@@ -44,7 +44,7 @@ class Network(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
         self.order = [0, 1, 2]
         self.doubled = False
-        self.mask: torch.Tensor | None = None
+        self.mask: Mask = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)

@@ -58,9 +58,9 @@ def test_a_decorator_with_another_argument_mixes_no_tensors_up() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "subject"),
     [
-        ((X, False, Y), {"mask": MASK, "scale": 1}, "argument number 1"),
-        ((X, 1, Y), {"mask": MASK, "scale": 1}, "argument number 1"),
-        ((X, True, None), {"mask": MASK, "scale": 1}, "argument number 2"),
+        ((X, False, Y), {"mask": MASK, "scale": 1}, "argument flag"),
+        ((X, 1, Y), {"mask": MASK, "scale": 1}, "argument flag"),
+        ((X, True, None), {"mask": MASK, "scale": 1}, "argument y"),
         ((X, True), {"y": Y, "mask": MASK, "scale": 1}, "the number of positional arguments"),
         ((X, True, Y), {"scale": 1}, "argument mask"),
         ((X, True, Y), {"mask": MASK, "scale": X}, "argument scale"),
@@ -94,11 +94,62 @@ def test_a_keyword_that_is_left_out_is_its_default_and_not_none() -> None:
     assert unknown is not None and unknown.expected == "not given"
 
 
+def nested(*, tables: Any = (X, MASK), masks: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with tensors in a tuple, and in a list in a dict."""
+    return (Y, tables), {"mask": masks or {"full": [MASK, 3], "none": None}}
+
+
+def test_tensors_in_containers_are_taken_out_and_put_back() -> None:
+    args, kwargs = nested()
+    found = CallForm.of(forward, args, kwargs)
+    assert found.problems() == []
+    tensors, named, mismatch = found.split(args, kwargs)
+    assert mismatch is None and tensors == (Y,)
+    assert named == {"flag[0]": X, "flag[1]": MASK, "mask['full'][0]": MASK}
+    joined, by_name = found.join(tensors, named)
+    assert joined == args and by_name == kwargs
+    assert type(joined[1]) is tuple and type(by_name["mask"]["full"]) is list
+
+
+def test_the_first_tensor_may_be_in_a_container() -> None:
+    found = CallForm.of(forward, ((X, Y),), {})
+    assert found.split(((X, Y),), {}) == ((X,), {"x[1]": Y}, None)
+    assert found.join((X,), {"x[1]": Y}) == (((X, Y),), {})
+
+
+@pytest.mark.parametrize(
+    ("changed", "subject"),
+    [
+        ({"tables": (X,)}, "argument flag"),
+        ({"tables": [X, MASK]}, "argument flag"),
+        ({"tables": None}, "argument flag"),
+        ({"tables": (X, None)}, "argument flag[1]"),
+        ({"masks": {"full": [MASK, 4], "none": None}}, "argument mask['full'][1]"),
+        ({"masks": {"full": [MASK, 3], "none": MASK}}, "argument mask['none']"),
+        ({"masks": {"full": [MASK, 3], "all": None}}, "argument mask"),
+        ({"masks": {"none": None, "full": [MASK, 3]}}, "argument mask"),
+    ],
+)
+def test_another_form_inside_a_container_is_a_mismatch(
+    changed: dict[str, Any], subject: str
+) -> None:
+    mismatch = CallForm.of(forward, *nested()).split(*nested(**changed))[2]
+    assert mismatch is not None and mismatch.subject == subject
+
+
+def test_a_container_that_changes_later_does_not_change_the_form() -> None:
+    sizes = [1, 2]
+    found = CallForm.of(forward, (X, sizes), {})
+    sizes[0] = 5
+    mismatch = found.split((X, sizes), {})[2]
+    assert mismatch is not None and mismatch.subject == "argument flag[0]"
+
+
 def test_what_no_graph_can_take_is_named() -> None:
     assert form().problems() == []
-    problems = CallForm.of(forward, ([X],), {"y": Y, "scale": object}).problems()
+    problems = CallForm.of(forward, ([object],), {"y": Y, "scale": object}).problems()
     assert [text.split(" is ")[0] for text in problems] == [
-        "argument number 0",
+        "argument x[0]",
         "argument scale",
         "no argument given by position",
     ]

@@ -231,6 +231,21 @@ def test_a_mask_that_never_changes_is_read_in_place(one_rank: None) -> None:
         expect(graphs.counters, replayed=6, inputs_in_place=6, inputs_copied=6, mismatched=0)
 
 
+def test_tensors_in_a_tuple_are_inputs_with_gradients(runs: Any) -> None:
+    tables = [torch.ones(BATCH, WIDTH, requires_grad=True) for _ in range(2)]
+    eager, graphed = runs()
+    for run, table in zip((eager, graphed), tables, strict=True):
+        run.network.mask = (torch.full((BATCH, WIDTH), 0.5), None, table)
+    train_both(eager, graphed, 4)
+    expect(graphed.graphs.counters, replayed=9, eager=0, mismatched=0)
+    one, two = (table.grad for table in tables)
+    assert one is not None and two is not None and torch.equal(one, two)
+    for run in (eager, graphed):
+        run.network.mask = (torch.full((BATCH, WIDTH), 0.5), None, None)
+    train_both(eager, graphed, 1)
+    expect(graphed.graphs.counters, replayed=9, eager=3, mismatched=3)
+
+
 def test_a_mismatch_captures_again_where_asked_for(runs: Any) -> None:
     eager, graphed = runs({"on_mismatch": "recapture"})
     train_both(eager, graphed, 2)
@@ -318,13 +333,13 @@ def test_a_failed_capture_ends_the_run_otherwise(runs: Any) -> None:
 
 def test_arguments_that_no_graph_can_take_are_named(runs: Any) -> None:
     _, graphed = runs()
-    graphed.network.doubled = [True]
+    graphed.network.doubled = [object()]
     graphed.network.mask = torch.ones(WIDTH).expand(BATCH, WIDTH)
     graphed.step()
     with pytest.raises(ConfigurationError) as error:
         graphed.step()
     text = str(error.value)
-    assert "argument number 1 is [True]" in text and "argument mask is an expanded" in text
+    assert "argument double[0] is <object" in text and "argument mask is an expanded" in text
     assert [violation.rule for violation in error.value.violations] == ["unit-arguments"] * 6
 
 
