@@ -22,7 +22,7 @@ from tests.unit.runs import test_life, test_one_rank_failures
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "faults.md"
 COLUMNS = (
-    *("fault", "injected by", "when", "rank", "seen by", "what follows"),
+    *("fault", "injected by", "when", "rank", "detected by", "what follows"),
     *("on the tape", "on two GPUs"),
 )
 TAPE, GPUS = "tests/unit", "tests/functional"
@@ -136,7 +136,7 @@ def test_the_tables_have_one_header() -> None:
 
 
 def test_every_clause_of_the_guard_has_a_row() -> None:
-    clauses = set().union(*(re.findall(r"clause `([^`]+)`", row.cells["seen by"]) for row in ROWS))
+    clauses = set().union(*(re.findall(r"clause `([^`]+)`", row.cells["detected by"]) for row in ROWS))
     assert set(FAULTS) | set(FIELDS) <= clauses
     for clause in FAULTS:
         test = f"test_each_fault_is_seen_by_its_clause_and_by_no_other[{clause}]"
