@@ -19,7 +19,7 @@ Note [As a pass begins]
     model's forward pass begins, if the previous pass has shown that no other gather comes first.
     The order of collectives does not change, and changes that a script makes to weights between
     two passes are seen. Shards of outer groups are excluded, because they are gathered only in the
-    first pass of a step.
+    first pass of a step. So are models in whose passes another one runs before the first unit.
     If a pass begins with another unit after all (the first one is skipped), these weights are
     freed, because they would occupy one of two buffers. If a pass fails before it uses them, they
     are kept for the next pass unless they have changed: one rank alone may run that pass.
@@ -44,6 +44,7 @@ from torch import nn
 
 from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
+from megatron_cg.fastpath.params.shared_buffers import free_before_others
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over, run_before
 
@@ -93,6 +94,9 @@ def install_gathers(fsdp: Any, deferred: DeferredPrefetch) -> Callable[[], None]
         undo.callback(run_before(fsdp, "forward", gathers.begin_pass))
         for name in ("all_gather_params", "async_bucket_gather"):
             undo.callback(put_over(pipeline, name, getattr(gathers, name)))
+        store = fsdp.param_and_grad_buffer
+        if store.double_buf_units:
+            undo.callback(free_before_others(store, gathers))
         return undo.pop_all().close
 
 
@@ -148,16 +152,15 @@ class Gathers:
         self._unasked: dict[Key, int] = {}
         """Buckets gathered that way and not requested yet, with the versions of their shards."""
         self._opening: _Opening | None = None
-        self._has_outer_shards = pipeline.buffer.ddp_config.outer_dp_sharding_strategy != "no_shard"
+        self._may_open = pipeline.buffer.ddp_config.outer_dp_sharding_strategy == "no_shard"
 
     def begin_pass(self) -> None:
         """Run as the model's forward pass begins; see Note [As a pass begins]."""
         self._deferred.drop()
         self._before = self._early = None
         if any(self._version_of(key) != version for key, version in self._unasked.items()):
-            self._let_unasked_go()
-            self._pipeline.recycle_unused_buckets()
-        if self._has_outer_shards or not self._replays():
+            self._free_unasked()
+        if not self._may_open or not self._replays():
             return
         self._before = []
         opening, self._opening = self._opening, None
@@ -167,8 +170,21 @@ class Gathers:
         if absent and self._can_gather(absent, opening.options):
             self._early = opening.plan
             now, _ = self._now_and_later(opening.plan, absent)
-            self._unasked = {key: self._version_of(key) for key in now}
             self._gather(now)
+            self._unasked = {key: self._version_of(key) for key in now}
+
+    def kept(self) -> list[int]:
+        """See :class:`.Gathered`: those that were gathered as this pass began."""
+        return [bucket for bucket, _ in self._unasked]
+
+    def give_way(self) -> None:
+        """See :class:`.Gathered`. Another model runs before the first unit: none opens a pass."""
+        self._may_open = False
+        self._free_unasked()
+
+    def _free_unasked(self) -> None:
+        self._let_unasked_go()
+        self._pipeline.recycle_unused_buckets()
 
     def all_gather_params(
         self, params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any

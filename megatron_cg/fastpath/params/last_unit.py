@@ -26,13 +26,14 @@ Note [On all ranks, or on none]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from megatron_cg.fastpath.not_applicable import NotApplicableError
+from megatron_cg.fastpath.params.shared_buffers import free_before_others
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import put_over, set_attribute
 
@@ -88,6 +89,7 @@ def install_last_unit(fsdp: Any) -> Callable[[], None]:
         undo.callback(set_attribute(pipeline, _NAME, last_unit))
         undo.callback(put_over(pipeline, _RELEASE, last_unit.release_bucket))
         undo.callback(put_over(pipeline, _RECYCLE, last_unit.recycle_unused_buckets))
+        undo.callback(free_before_others(store, last_unit))
         undo.callback(last_unit.free)
         last_unit.undo = undo.pop_all().close
     return last_unit.undo
@@ -140,6 +142,14 @@ class _LastUnit:
             self._recycle()
         finally:
             self._recycling = False
+
+    def kept(self) -> Collection[int]:
+        """See :class:`.Gathered`."""
+        return self._held
+
+    def give_way(self) -> None:
+        """See :class:`.Gathered`."""
+        self.free()
 
     def free(self) -> None:
         """Free the kept buckets."""

@@ -25,6 +25,15 @@ class Pipeline:
         """Free what may be freed."""
 
 
+class Buffers(SimpleNamespace):
+    """Megatron-FSDP's, whose module has the table of all double buffers."""
+
+
+def get_global_memory_buffer() -> Any:
+    """A table from which nobody takes a buffer."""
+    return SimpleNamespace(get_tensor=lambda *_args, **_kwargs: None)
+
+
 def a_model(units: tuple[int | None, ...] = (None, 0, 1), **changes: Any) -> Any:
     groups = [SimpleNamespace(fsdp_unit_id=unit, transpose_weight_buffer=None) for unit in units]
     values = {"strategy": "optim_grads_params", "double": [0, 1], **changes}
@@ -32,8 +41,8 @@ def a_model(units: tuple[int | None, ...] = (None, 0, 1), **changes: Any) -> Any
         groups[-1].transpose_weight_buffer = object()
     return SimpleNamespace(
         data_parallel_sharding_strategy=values["strategy"],
-        param_and_grad_buffer=SimpleNamespace(
-            parameter_groups=groups, double_buf_units=values["double"]
+        param_and_grad_buffer=Buffers(
+            parameter_groups=groups, double_buf_units=values["double"], weight_alloc=Pipeline()
         ),
         all_gather_pipeline=Pipeline(),
         training=True,
