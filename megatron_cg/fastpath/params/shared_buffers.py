@@ -1,8 +1,8 @@
 """Double buffers that all models of a process share.
 
 Megatron-FSDP names a double buffer after its kind and its number, and looks it up by its name in
-one table for the process. So each model gathers its units into the same two buffers. Alone it frees
-all units of a model when its forward pass ends. Here some stay gathered for longer. If another
+one table for the process. So each model gathers its units into the same two buffers. It frees
+all units of a model by the end of its forward pass. Here some stay gathered for longer. If another
 model, such as a teacher, runs in that time, its weights would overwrite them. So these units are
 freed before another model takes a buffer, and gathered again when they are used.
 """
