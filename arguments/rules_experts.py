@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         "grouped-gemm-dtype",
         lambda run: not run.bf16,
         "--cg-grouped-gemm torch without --bf16",
-        "torch's grouped GEMM runs on the GPU in bfloat16 alone",
+        "torch's grouped GEMM runs on the GPU only in bfloat16",
         f"add --bf16, {_OR_TE}",
     ),
     _with_gemm(

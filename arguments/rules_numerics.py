@@ -60,7 +60,7 @@ RULES: tuple[Rule, ...] = (
             and run.fp8_recipe not in _RECIPES_OF_PRIMARY_WEIGHTS
         ),
         "--fp8-param-gather with --fp8-recipe {run.fp8_recipe}",
-        "open: with blockwise weights Megatron-FSDP asks for more buffers than "
+        "not solved yet: with blockwise weights Megatron-FSDP asks for more buffers than "
         "--fsdp-double-buffer has ('No buffer found for bucket_id'), and other recipes were never "
         "seen to work",
         "type --fp8-recipe delayed or --fp8-recipe tensorwise, or drop --fp8-param-gather",

@@ -77,8 +77,8 @@ def parts_of_recomputed_layers(
         yield Violation(
             "full-recompute-of-parts",
             f"--recompute-granularity full with graphs of a part of a layer (layer {layer})",
-            "the layer is run again as a whole, which would be around this graph, and around a "
-            "graph recompute saves no memory",
+            "the recompute of the whole layer would be around this graph, and recompute around a "
+            "graph saves no memory",
             "capture whole layers: drop --cuda-graph-modules, or type --cuda-graph-modules attn "
             "mlp (dense) or attn moe (experts, with --cg-grouped-gemm torch or drop and pad); or "
             "type --recompute-granularity selective",
@@ -129,10 +129,10 @@ RULES: tuple[Rule, ...] = (
         ),
         "--recompute-granularity full --recompute-method uniform with --mtp-use-repeated-layer and "
         "--mtp-num-layers {run.mtp_num_layers}",
-        "each use of a weight is then a backward pass of its own, in which Megatron-FSDP "
-        "overwrites the gradient of the use before it while that is being reduced, and reduces it "
-        "again (megatron-core 0.19.2), so gradients are lost or counted several times and no two "
-        "runs are alike, without graphs as well",
+        "each use of a weight then has its own backward pass, and Megatron-FSDP overwrites the "
+        "gradient of the use before it while that is being reduced, and reduces it again "
+        "(megatron-core 0.19.2). Gradients are lost or counted several times, and no two runs are "
+        "equal, without graphs as well",
         "type --recompute-method block, which leaves that layer out, or drop "
         "--mtp-use-repeated-layer",
     ),

@@ -88,16 +88,16 @@ class GraphArguments:
     )
     cg_verify_interval: int = _flag(
         0,
-        "Every so many steps, run each graphed part eagerly beside its replay on the same inputs, "
-        "forward and backward, and compare outputs and gradients bit for bit; a difference counts "
-        "as a mismatch. 0 is never.",
+        "In every STEPS-th step, run each graphed part eagerly beside its replay on the same "
+        "inputs, forward and backward, and compare outputs and gradients bit for bit. A difference "
+        "counts as a mismatch. 0 turns this off.",
         type=int,
         metavar="STEPS",
     )
     cg_no_fsdp_fast_path: bool = _flag(
         False,
         "Leave Megatron-FSDP's bookkeeping as it is. By default, while graphs replay, it runs once "
-        "a bucket of parameters where its own runs once a parameter; numbers are the same.",
+        "per bucket of parameters instead of once per parameter; numbers are the same.",
         action="store_true",
     )
     cg_grouped_gemm: Literal["te", "torch"] = _flag(

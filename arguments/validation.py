@@ -79,8 +79,8 @@ def _unused_flags(
             "flags-without-graphs",
             f"{' '.join(given)} with --cuda-graph-impl {run.cuda_graph_impl} {fsdp} "
             "--use-megatron-fsdp",
-            "the flag is about layerwise graphs under Megatron-FSDP, which this run does not ask "
-            "for, so it would have no effect",
+            "the flag only affects layerwise graphs under Megatron-FSDP, which this run does not "
+            "request, so it would have no effect",
             "add --use-megatron-fsdp --cuda-graph-impl transformer_engine, or drop the flag",
         ),
     )

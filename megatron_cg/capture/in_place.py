@@ -75,15 +75,15 @@ class InPlace:
         for owner, name, buffer, label in self._buffers:
             if owner.get(name) is not buffer:
                 raise CaptureError(
-                    f"{self._unit.name} makes another tensor its buffer {label} in its forward "
-                    "pass, and a graph writes to the tensor of the capture for ever. Write into "
-                    f"the buffer instead, such as self.{name}.copy_(...). Or: "
+                    f"{self._unit.name} replaces its buffer {label} by another tensor in its "
+                    "forward pass, but a graph always writes to the tensor of the capture. Write "
+                    f"into the buffer instead, such as self.{name}.copy_(...). Or: "
                     f"{self._unit.leave_out(None)}"
                 )
         for (label, tensor), version in zip(self._inputs, self._versions, strict=True):
             if version_of(tensor) != version:
                 raise CaptureError(
-                    f"{self._unit.name} writes into its argument {label}, and a graph would write "
+                    f"{self._unit.name} writes into its argument {label}, but a graph would write "
                     "into its own copy. Return the new values instead, keep them in a buffer, or "
                     f"write into a clone. Or: {self._unit.leave_out(None)}"
                 )

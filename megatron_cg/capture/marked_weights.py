@@ -22,7 +22,7 @@ def refuse_marked_weights(unit: Unit) -> None:
     if marked:
         raise CaptureError(
             f"{unit.name} writes the gradient of {marked[0][0]} into main_grad by itself "
-            f"(gradient-accumulation fusion; {len(marked)} such weights), so a replay would hand "
-            "over a placeholder instead. Add --no-gradient-accumulation-fusion, or build the layer "
-            "with fuse_wgrad_accumulation=False."
+            f"(gradient-accumulation fusion; {len(marked)} such weights), so a replay would "
+            "return a placeholder instead. Add --no-gradient-accumulation-fusion, or build the "
+            "layer with fuse_wgrad_accumulation=False."
         )

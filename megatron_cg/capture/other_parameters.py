@@ -38,8 +38,8 @@ def other_parameters_refused(
         if now is not None and parameter not in own[now[0]]:
             raise CaptureError(
                 f"{units[now[0]].name} uses {name}, a parameter of a module outside of it. A graph "
-                "gives no gradient to it. Pass the values as an input, make the parameter one of "
-                "the unit's too, or leave the unit out of the graphs."
+                "returns no gradient for it. Pass the values as an input, make the parameter an "
+                "attribute of the unit too, or leave the unit out of the graphs."
             )
 
     with ExitStack() as undo:

@@ -93,7 +93,7 @@ class Boundary:
         if under_way is not None and under_way.level > due.level:
             due = under_way
         if due.level is Level.GIVE_UP:
-            logger.warning("megatron_cg: graphs given up on all ranks: %s.", due.reason())
+            logger.warning("megatron_cg: all ranks discard their graphs: %s.", due.reason())
             self._give_up(due)
             self._agreement.together()
         else:
@@ -112,4 +112,4 @@ class Boundary:
         try:
             self._agreement.collect(CLOSING)
         except MegatronCGError as error:
-            logger.warning("megatron_cg: the last vote between steps came to no end: %s", error)
+            logger.warning("megatron_cg: the last vote between steps did not finish: %s", error)

@@ -100,7 +100,7 @@ class Decision:
         reasons = []
         if self.asked:
             request = (
-                "to capture again" if self.level is Level.RECAPTURE else "to give the graphs up"
+                "to capture again" if self.level is Level.RECAPTURE else "to discard the graphs"
             )
             reasons.append(f"{ranks_text(self.asked)} asked {request}")
         if self.minority:

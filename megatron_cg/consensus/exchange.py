@@ -245,9 +245,9 @@ class Agreement:
                     self._vote_on_capture(kind, Vote(Level.GIVE_UP))
         except AgreementError as error:
             raise CaptureError(
-                "this rank's capture failed, and the other ranks did not come to agree on it "
-                f"({error}). Training cannot go on, since ranks no longer do the same. To train "
-                "without graphs: --cuda-graph-impl none"
+                "this rank's capture failed, and the other ranks did not complete the vote on it "
+                f"({error}). Training cannot continue, because ranks no longer do the same. To "
+                "train without graphs: --cuda-graph-impl none"
             ) from error
 
     def fall_back_together(self, name: str, timeout: timedelta | None = None) -> None:
@@ -287,14 +287,14 @@ class Agreement:
         if decision.asked:
             raise CaptureError(
                 f"capture failed on {ranks_text(decision.asked)}, whose own log has the reason. "
-                "All ranks give their graphs up; hooks and state are as before"
+                "All ranks discard their graphs; hooks and state are as before"
             )
         if decision.minority or not decision.sizes_agree:
             raise CaptureError(
-                f"ranks would not capture the same ({decision.reason()}), and their collectives "
-                "would not pair. All ranks give their graphs up; hooks and state are as before. "
-                "Give all ranks the same --cg-layers, the same --cg-fast-path and the same "
-                "sequence length"
+                f"ranks would capture different graphs ({decision.reason()}), and their "
+                "collectives would not match. All ranks discard their graphs; hooks and state are "
+                "as before. Give all ranks the same --cg-layers, the same --cg-fast-path and the "
+                "same sequence length"
             )
         if kind is Kind.CAPTURE_START:
             self._next = Kind.CAPTURE_END
@@ -348,9 +348,9 @@ class Agreement:
             yield
         except RuntimeError as error:
             self._broken = (
-                f"a rank is gone, or did not come to a vote in time (gloo: {error}). This rank "
-                "ends: it cannot know what the others do, and its next collective would wait for "
-                "ever. The reason is in the log of the rank that ended first."
+                f"a rank is gone, or did not join a vote in time (gloo: {error}). This rank ends: "
+                "it cannot know what the others do, and its next collective would wait forever. "
+                "The reason is in the log of the rank that ended first."
             )
             raise AgreementError(self._broken) from error
 

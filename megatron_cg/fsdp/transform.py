@@ -125,8 +125,8 @@ def check_hook_of_unit(unit: nn.Module, record: HookRecord, name: str) -> None:
     if record.kind is HookKind.BACKWARD and unit._is_full_backward_hook is False:
         raise HookError(
             f"{name}: {describe(record.fn)} was registered with register_backward_hook, which "
-            "looks at the autograd node of the module's last operation; after capture that node is "
-            "the graph's, so the hook would be given other gradients. Register it with "
+            "uses the autograd node of the module's last operation. After capture that is the "
+            "graph's node, so the hook would get other gradients. Register it with "
             "register_full_backward_hook, or leave the layer out with --cg-layers."
         )
 
@@ -136,6 +136,6 @@ def never_called(name: str, module: nn.Module, record: HookRecord) -> HookError:
     return HookError(
         f"{name}: {describe(record.fn)} is a {record.kind.value} hook on a {type(module).__name__} "
         "inside the part that becomes a CUDA graph. A replay runs no Python of that module, so the "
-        "hook would fall silent after capture. Put it on the layer itself, where it runs around "
+        "hook would no longer run after capture. Put it on the layer itself, where it runs around "
         "every replay, remove it, or leave the layer out with --cg-layers."
     )

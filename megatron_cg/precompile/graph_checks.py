@@ -58,7 +58,7 @@ def refuse_zero_gradients(graph_module: torch.fx.GraphModule) -> None:
                     f"an autograd.Function in {place_of(node)} returns a tensor that its forward "
                     f"has under two names ({place_of(outputs[index])}): it was written in place, "
                     "or is the result of a contiguous() or to() that had nothing to do. torch "
-                    f"{torch.__version__} traces it with zero gradients, without a word "
+                    f"{torch.__version__} silently traces it with zero gradients "
                     "(pytorch/pytorch#180642). Return a clone, or the result of a functional "
                     "operation such as those of torch.distributed._functional_collectives"
                 )

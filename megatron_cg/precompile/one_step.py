@@ -29,7 +29,7 @@ def first_difference(region: Region, compiled: Callable[..., Any]) -> str | None
     if outputs and not any(one is not None and one.any() for one in outputs):
         return (
             "every output is zero, so the comparison shows nothing: give the region arguments and "
-            "weights with values like those to come"
+            "weights with realistic values"
         )
     if [name for name, _value in eager] != [name for name, _value in found]:
         return f"{len(eager)} results in eager and {len(found)} in compiled code"

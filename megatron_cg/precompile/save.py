@@ -116,7 +116,7 @@ def _require_same(one: Trace, other: Trace) -> None:
         raise PrecompileError(
             f"rank {one.rank} and rank {other.rank} would run different code of "
             f"{one.fingerprint['module']}: the "
-            f"{found.text(one.rank, other.rank)}. Code of one rank would be wrong on the other, "
-            "without a word. Leave this module out of the region, or give it the value as a "
-            "tensor or a buffer"
+            f"{found.text(one.rank, other.rank)}. Code of one rank would silently be wrong on "
+            "the other. Leave this module out of the region, or give it the value as a tensor or "
+            "a buffer"
         )

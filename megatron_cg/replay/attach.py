@@ -90,7 +90,7 @@ def replay_instead(
             passes.for_no_replay("it is in evaluation mode")
             return eager(*args, **kwargs)
         if not target.cuda_graphs:
-            passes.for_no_replay("its graphs were taken away")
+            passes.for_no_replay("its graphs were deleted")
             return eager(*args, **kwargs)
         prepared = prepare(args, kwargs)
         if prepared is None:

@@ -57,8 +57,8 @@ class InFlight:
                     "over",
                     f"still to come for {replay.unit.name}",
                     "A replay would overwrite what that backward reads. Call each unit once in a "
-                    "pass, in the order of the steps before capture, and run the backward (or let "
-                    "the loss go) before the next pass.",
+                    "pass, in the order of the steps before capture, and run the backward (or drop "
+                    "the loss) before the next pass.",
                 )
         return None
 

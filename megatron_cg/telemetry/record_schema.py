@@ -223,7 +223,7 @@ def record_files(directory: Path) -> list[Path]:
         text = f"there is no folder {directory}: name one that a run has written."
         raise RecordError(text) from None
     except NotADirectoryError:
-        text = f"{directory} is no folder: name one that a run has written."
+        text = f"{directory} is not a folder: name one that a run has written."
         raise RecordError(text) from None
     except OSError as error:
         raise RecordError(f"the folder {directory} cannot be read: {error.strerror}.") from None
@@ -247,7 +247,7 @@ def _read_rank(path: Path) -> dict[str, Any]:
 def _content(path: Path) -> str:
     """The text of a regular file; opening another kind, such as a pipe, could block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise _WrongFieldError("it is no regular file")
+        raise _WrongFieldError("it is not a regular file")
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if file.read(1) != b"{":
             raise _WrongFieldError("it does not begin with {")

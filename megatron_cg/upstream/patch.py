@@ -121,7 +121,7 @@ def change(place: Place, value: Any, *, shared: bool = False, label: str = "") -
             theirs = place.get() if later is None else later.old
             logger.warning(
                 "megatron_cg: %s is left as it is: %s was put there after %s of this package, "
-                "which does nothing any more.",
+                "which now has no effect.",
                 place.name,
                 described(theirs),
                 label or described(value),

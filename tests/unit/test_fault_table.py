@@ -136,7 +136,9 @@ def test_the_tables_have_one_header() -> None:
 
 
 def test_every_clause_of_the_guard_has_a_row() -> None:
-    clauses = set().union(*(re.findall(r"clause `([^`]+)`", row.cells["detected by"]) for row in ROWS))
+    clauses = set().union(
+        *(re.findall(r"clause `([^`]+)`", row.cells["detected by"]) for row in ROWS)
+    )
     assert set(FAULTS) | set(FIELDS) <= clauses
     for clause in FAULTS:
         test = f"test_each_fault_is_seen_by_its_clause_and_by_no_other[{clause}]"

@@ -74,8 +74,8 @@ WAITING_BYTES = 64 << 20
 """Limit for the gradients of one bucket; about ten expert weights of a 30B-A3B MoE model."""
 _PROCESS = "_process_post_backward_gradients"
 _TWICE = (
-    "A weight got gradients twice in one backward pass, as in two uses under reentrant activation "
-    "recompute, and the FSDP fast path cannot do with them what Megatron-FSDP does. "
+    "A weight got gradients twice in one backward pass, as with two uses under reentrant "
+    "activation recompute. The FSDP fast path cannot process these as Megatron-FSDP does. "
     "Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
 )
 REPLACES = fsdp_function(
@@ -187,9 +187,9 @@ class GradientBucketing:
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
         if self._parts or any(ready) or any(bucket.waiting for bucket in self._buckets):
             raise FastPathError(
-                "A backward pass ended in an exception and left gradients half handed over. "
-                "Megatron-FSDP would add them to those of the next pass, some of them more than "
-                "once. Start again from the last checkpoint."
+                "A backward pass raised an exception, and only a part of its gradients is in their "
+                "buckets. Megatron-FSDP would add them to those of the next pass, some of them "
+                "more than once. Start again from the last checkpoint."
             )
 
     def __call__(self, parameters: list[nn.Parameter]) -> None:
@@ -210,9 +210,9 @@ class GradientBucketing:
             weight not in self._fsdp._params_require_handle_grad
         ):
             raise FastPathError(
-                "A weight of a graph or a grouped GEMM got a gradient from another use after that "
-                "of the graph or GEMM was handed over, so its gradient would lack a part: the "
-                "weight was given another AccumulateGrad node, or is used again under reentrant "
+                "A weight of a graph or a grouped GEMM got a gradient from another use after its "
+                "gradient was put into its bucket, so the sum would be incomplete. Either the "
+                "weight got another AccumulateGrad node, or it is used again under reentrant "
                 "activation recompute. Type --cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
         return True

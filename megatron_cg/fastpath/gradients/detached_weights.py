@@ -311,15 +311,15 @@ class Weights:
         now = node.computed_in = self._number_of_pass()
         if not self._executes(self._of_leaf):
             raise FastPathError(
-                "A backward pass that names its inputs, as torch.autograd.grad does, came to a "
-                "graph or a grouped GEMM whose weights the FSDP fast path has detached from "
-                "autograd, and cannot be told whether it names them. Type "
+                "A backward pass that names its inputs, as torch.autograd.grad does, reached a "
+                "graph or a grouped GEMM. The FSDP fast path has detached its weights from "
+                "autograd, and does not know whether the pass names them. Type "
                 "--cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
         if not self.may_be_detached():
             raise FastPathError(
-                "A weight of a graph or a grouped GEMM was given a hook, or another way to its "
-                "gradient, after the forward pass that uses it began. Give it before, or type "
+                "A weight of a graph or a grouped GEMM got a hook, or another AccumulateGrad node, "
+                "after the forward pass that uses it began. Register the hook before, or type "
                 "--cg-no-fsdp-fast-path, or in Python fast_path=False."
             )
         found = [

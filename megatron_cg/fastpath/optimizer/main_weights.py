@@ -136,10 +136,10 @@ class _GradientTable:
         if held and self._scratch is not None:
             self._scratch.stop_borrowing()
             logger.warning(
-                "megatron_cg: as a forward pass begins, at least %d tensors are still held that "
-                "share memory with the optimizer's gradients. It is the graphs' now, and their "
-                "numbers are lost: clone what is to be kept. Gradients get memory of their own "
-                "now.",
+                "megatron_cg: at the start of a forward pass, at least %d tensors still share "
+                "memory with the optimizer's gradients. The graphs use that memory now, so the "
+                "values of these tensors are lost: clone what you want to keep. From now on, "
+                "gradients have their own memory.",
                 held,
             )
 

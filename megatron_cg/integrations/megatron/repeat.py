@@ -62,8 +62,8 @@ RELIES_ON = (_PASSES,)
 _OUTSIDE = Violation(
     "rows-outside-schedule",
     "--cg-moe-rows, and passes that Megatron's schedule did not run",
-    "nobody has seen whether a rank had more rows than its graphs have room for, and then tokens "
-    "would be dropped",
+    "the rows of these passes were not compared with the room in the graphs, so tokens may be "
+    "dropped",
     "run all passes by megatron.core.pipeline_parallel.get_forward_backward_func(), and call that "
     "after megatron_cg.enable(); or leave the bound out",
 )

@@ -119,14 +119,14 @@ def close_for_the_end() -> None:
     try:
         if not _comes_to_rest(SECONDS):
             logger.error(
-                "megatron_cg: CUDA graphs are not released, since the GPU was still busy after %g "
-                "seconds: most likely a collective that another rank did not join.",
+                "megatron_cg: CUDA graphs are not released, because the GPU was still busy after "
+                "%g seconds, most likely in a collective that another rank did not join.",
                 SECONDS,
             )
             return
         session.close_all_sessions()
     except Exception:
-        logger.exception("megatron_cg: CUDA graphs could not all be released in good order.")
+        logger.exception("megatron_cg: not all CUDA graphs could be released cleanly.")
 
 
 def _comes_to_rest(seconds: float) -> bool:

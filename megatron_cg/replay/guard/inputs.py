@@ -36,8 +36,8 @@ _get_te_cuda_graph_replay_args`` of megatron-core 0.19.2 adds them."""
 _CAUSE = {
     "shape": "The sequence length or micro batch is another than at capture",
     "dtype": "The precision of this input has changed",
-    "stride": "The input is laid out in another way, such as transposed or expanded",
-    "device": "The input lies on another device",
+    "stride": "The strides of the input have changed, for example by a transpose or expand",
+    "device": "The input is on another device",
     "requires_grad": "At capture this input needed no gradient, so the graph computes none for it",
 }
 
@@ -133,7 +133,7 @@ class Inputs:
                         f"argument {name}",
                         "not given",
                         described(value),
-                        "The graph would leave this input aside without a word.",
+                        "The graph would silently ignore this input.",
                     )
         return None
 
@@ -161,8 +161,8 @@ class Inputs:
                     f"the memory of argument {spec.name}",
                     hex(spec.address),
                     hex(tensor.data_ptr()),
-                    "It was one tensor in all steps before capture, which the graph reads in "
-                    "place; copying another one there would overwrite the model's own.",
+                    "It was one tensor in all steps before capture, so the graph reads it in "
+                    "place. Copying another tensor there would overwrite the model's own.",
                 )
         return None
 

@@ -32,7 +32,7 @@ class Training:
                     f"the mode of a {type(module).__name__}",
                     _mode(training),
                     _mode(not training),
-                    "It was switched by itself; the graph would run it as before. Switch the "
+                    "It was switched alone, but the graph would run it in the old mode. Switch the "
                     "whole model with model.train() and model.eval().",
                 )
         return None

@@ -1,9 +1,9 @@
-"""Look at this machine, and say what keeps CUDA graphs from running and what to type.
+"""Check this machine: what prevents CUDA graphs here, and what to type.
 
-Versions, symbols that this package relies on, environment variables, libraries, driver and GPUs,
-each finding with why it matters and its remedy. Nothing is changed and no GPU memory is taken.
-Exit code 0: graphs can run (with --backend tape: the comparison on the CPU can); 1: something
-prevents them.
+Checks versions, symbols that this package relies on, environment variables, libraries, driver and
+GPUs. Each finding has a reason and a remedy. Nothing is changed and no GPU memory is taken. Exit
+code 0: graphs can run (with --backend tape: the comparison on the CPU can); 1: something prevents
+them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=(TRANSFORMER_ENGINE, NATIVE, TAPE),
         default=TRANSFORMER_ENGINE,
-        help="what is to capture: TE on GPUs (default), torch alone on GPUs, or the tape, which "
-        "needs neither",
+        help="what captures: TE on GPUs (default), only torch on GPUs, or the tape, which needs "
+        "neither",
     )
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Run the checks and report; returns the exit code."""
     if extra:
-        raise MegatronCGError(
-            f"nothing is looked at for {' '.join(extra)}: leave out what follows --"
-        )
+        raise MegatronCGError(f"the doctor takes no {' '.join(extra)}: leave out what follows --")
     from rich.console import Console
 
     from megatron_cg.tools.doctor.ask import CHANGES, COLLECTED
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     from megatron_cg.tools.doctor.findings_shown import as_json, print_report
     from megatron_cg.tools.doctor.system import this_system, told
 
-    with Console(stderr=True).status("looking, which takes some seconds"):
+    with Console(stderr=True).status("checking, which takes some seconds"):
         here = this_system(args.backend)
         findings = examine(here)
         more = {"changes": told(here, CHANGES), "system": told(here, COLLECTED)}

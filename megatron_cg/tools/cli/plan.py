@@ -1,8 +1,8 @@
-"""Say, without a GPU, what a run would capture, what that costs, and every rule that it breaks.
+"""Show, without a GPU, what a run would capture, what that costs, and every rule that it breaks.
 
-For a preset, for a script with its flags after a bare --, or for a whole command line after --, of
-which what stands before the script is ignored. Exit code 0: graphs can run; 1: a rule is broken;
-2: the flags cannot be read.
+Give a preset, or a script with its flags after a bare --, or after -- a whole command line. In the
+part before the script only variables and the number of GPUs are read. Exit code 0: graphs can run;
+1: a rule is broken; 2: the flags cannot be read.
 """
 
 from __future__ import annotations

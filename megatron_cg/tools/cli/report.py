@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
     add("--against", type=Path, metavar="DIR2", help="another run to compare it with")
     add("--out", type=Path, metavar="FILE", help="the page (default DIR/report.html)")
-    add("--png", action="store_true", help="also each figure as a PNG file, in FILE's folder")
+    add("--png", action="store_true", help="also each plot as a PNG file, in FILE's folder")
 
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if extra:
         raise PlotsError(f"report starts no training and takes no {' '.join(extra)}: leave it out.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotsError("the figures need matplotlib: pip install 'megatron-cg[report]'.")
+        raise PlotsError("the plots need matplotlib: pip install 'megatron-cg[report]'.")
     from megatron_cg.files import write_text
     from megatron_cg.tools.report.report_page import page, write_pngs
     from megatron_cg.tools.report.story import read_story

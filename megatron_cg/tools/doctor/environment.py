@@ -18,17 +18,17 @@ MEANINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues that streams share; Megatron-FSDP refuses 1",
     "CUBLAS_WORKSPACE_CONFIG": "fixed workspaces (:4096:8) make cuBLAS repeat itself bit for bit; "
     "--deterministic-mode sets it",
-    "CUBLASLT_HEURISTICS_CACHE_CAPACITY": "of how many problems cuBLASLt remembers which kernel "
-    "suits them; where it is set, the fast path leaves it",
+    "CUBLASLT_HEURISTICS_CACHE_CAPACITY": "number of GEMM problems whose best kernel cuBLASLt "
+    "remembers; if it is set, the fast path does not change it",
     "NCCL_ALGO": "which algorithms NCCL may use; --deterministic-mode takes Ring, CollnetDirect, "
     "CollnetChain or ^NVLS and refuses others",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0: TE uses attention kernels that repeat themselves bit "
     "for bit; --deterministic-mode sets it",
     "NVTE_USE_CUTLASS_GROUPED_GEMM": "1: TE multiplies all experts of a layer in one CUTLASS "
     "kernel instead of one cuBLAS call each; compare only runs that have the same choice",
-    "NVTE_FLASH_ATTN": "1 or 0: TE may or may not use flash attention",
-    "NVTE_FUSED_ATTN": "1 or 0: TE may or may not use cuDNN's fused attention",
-    "NVTE_UNFUSED_ATTN": "1 or 0: TE may or may not use its slow, unfused attention",
+    "NVTE_FLASH_ATTN": "1 allows flash attention in TE, 0 forbids it",
+    "NVTE_FUSED_ATTN": "1 allows cuDNN's fused attention in TE, 0 forbids it",
+    "NVTE_UNFUSED_ATTN": "1 allows TE's slow, unfused attention, 0 forbids it",
     "NVTE_DEBUG": "1 with NVTE_DEBUG_LEVEL=2: TE prints which attention it chose, and why",
     "CUDNN_HOME": "where TE looks for libcudnn.so before anywhere else",
     "CUDNN_PATH": "where TE looks for libcudnn.so after CUDNN_HOME",
@@ -37,15 +37,15 @@ MEANINGS = {
     "find their own before it",
     "LD_PRELOAD": "libraries that are loaded before all others, torch's own too",
     "CUDA_VISIBLE_DEVICES": "the GPUs that a run sees",
-    "CUDA_LAUNCH_BLOCKING": "1: the host waits for every kernel, as is good for finding a fault",
+    "CUDA_LAUNCH_BLOCKING": "1: the host waits for every kernel, which helps to find a fault",
     "CUDA_MODULE_LOADING": "LAZY (the default) or EAGER loading of kernels",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0: a rank whose NCCL fails does not end, and others wait",
     "TORCH_NCCL_BLOCKING_WAIT": "1: the host waits at each collective",
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "tensors of a collective are kept by reference, and not by "
     "the allocator's record of streams",
     "TORCH_NCCL_ENABLE_TIMING": "1: torch records an event before each collective too",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "after so long without its watchdog, torch ends the "
-    "process; a long capture counts",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "torch ends the process after this time without a "
+    "heartbeat of its watchdog; a long capture can exceed it",
     "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1: every allocation is registered with NCCL",
 }
 """The effect of each variable. Sources: torch 2.11 (``ProcessGroupNCCL.hpp``, allocator notes),
@@ -97,15 +97,15 @@ def _mistake(name: str, env: Mapping[str, str]) -> Finding | None:
     if name.endswith("ALLOC_CONF") and "cudaMallocAsync" in value:
         return warning(
             where,
-            "graphs were never tried with CUDA's own allocator: their private pools, and what is "
-            "released after a failed capture, are torch's native allocator's",
+            "graphs were never tested with CUDA's own allocator: their private pools, and the "
+            "cleanup after a failed capture, need torch's native allocator",
             unset,
         )
     is_place = name in ("CUDNN_HOME", "CUDNN_PATH")
     if is_place and not (value and any(Path(value).glob("**/libcudnn.so*"))):
-        why = f"{meaning}, so TE goes on to the next place without a word"
+        why = f"{meaning}, so TE silently tries the next place"
         return warning(f"{where}, where there is no libcudnn.so", why, unset)
     if name == "CUDA_LAUNCH_BLOCKING" and value not in ("", "0"):
-        why = f"{meaning}: no step time means anything, least of all what graphs gain"
+        why = f"{meaning}: step times mean nothing, above all the gain from graphs"
         return warning(where, why, unset)
     return None

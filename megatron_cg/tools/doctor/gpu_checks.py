@@ -140,7 +140,7 @@ def _kind(what: str, capability: tuple[int, ...], architectures: list[str]) -> F
             "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu130",
         )
     if capability != _VERIFIED_CAPABILITY:
-        why = "this package was verified on sm_90 (H200) only"
+        why = "this package was verified on sm_90 (H100, H200) only"
         return note(what, why, "megatron-cg align")
     return ok(what)
 

@@ -68,13 +68,13 @@ def _second_copy(
     if family == "cudnn":
         return warning(
             found,
-            "TE opens libcudnn.so by that bare name and, where it gets an older one, falls back "
-            "from fused to unfused attention without a word: slower, and with other numbers",
+            "TE opens libcudnn.so by that bare name. If it gets an older one, it silently falls "
+            "back from fused to unfused attention, which is slower and has other numbers",
             f"export CUDNN_HOME={_folder(own).parent}",
         )
     return warning(
         found,
-        "two copies in one process keep two states, and which one a call reaches is chance",
+        "two copies in one process keep two states, and a call may reach either of them",
         f"export LD_LIBRARY_PATH={_folder(own)}:$LD_LIBRARY_PATH",
     )
 

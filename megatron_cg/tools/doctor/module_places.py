@@ -109,11 +109,11 @@ def shadowing(system: System) -> Iterator[Finding]:
         clear = False
         yield warning(
             f"a run imports megatron_cg from {own}, and this is {system.package}",
-            "what is said here is not about the code that would run",
+            "this report is not about the code that would run",
             f"PYTHONPATH={system.package.parent} megatron-cg doctor",
         )
     if clear:
-        yield ok("nothing stands before the modules that a run imports")
+        yield ok("no other file hides a module that a run imports")
 
 
 def _compilers(system: System, folder: Path) -> Iterator[Finding]:
@@ -122,7 +122,7 @@ def _compilers(system: System, folder: Path) -> Iterator[Finding]:
     if missing:
         yield error(
             f"{folder} has a Makefile, and there is no {' and no '.join(missing)}",
-            "every run begins with make there, and ends where that fails",
+            "every run begins with make there, and ends if that fails",
             "apt-get install -y build-essential python3-dev",
         )
     else:

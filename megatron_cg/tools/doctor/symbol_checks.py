@@ -13,7 +13,7 @@ _INSTALL = "pip install 'megatron-core==0.19.2' 'transformer-engine[pytorch]==2.
 _SHOWN = 10
 """Symbols that are reported one by one; a broken package breaks all of its symbols."""
 _NO_CAPTURE = (
-    "this package changes others' behaviour through it; without it a capture would be wrong or "
+    "this package uses it to change another package; without it a capture would be wrong or "
     "fail, so it is refused"
 )
 
@@ -49,7 +49,7 @@ def relied_on(system: System) -> Iterator[Finding]:
         if row.get("unknown") is not None:
             yield warning(
                 row["unknown"],
-                f"{row['module']} replaces this function where its body is known; here the "
+                f"{row['module']} replaces this function if its code is known; here the "
                 "replacement stays off, and the rest works",
                 _INSTALL,
             )

@@ -24,8 +24,8 @@ _WITH_TORCH = {"cuda": ("CUDA", "13.0"), "cudnn": ("cuDNN", "9.19"), "nccl": ("N
 """The versions in torch 2.11.0+cu130, used for the measurements in the README's table."""
 _TRY_FIRST = "megatron-cg align"
 _NOT_TRIED = (
-    "nothing says that it fails, and nothing that it works: symbols that are relied on are checked "
-    "below, and a short run with and without graphs shows the rest"
+    "it is not known whether it works: the symbols that this package relies on are checked below, "
+    "and a short run with and without graphs tests the rest"
 )
 
 
@@ -102,7 +102,7 @@ def cuda(system: System) -> Iterator[Finding]:
     for key, (name, seen) in _WITH_TORCH.items():
         version = torch[key]
         if version is None:
-            yield note(f"torch does not say which {name} it has", f"{seen} was seen to work")
+            yield note(f"torch does not say which {name} it has", f"{seen} is known to work")
         elif _begins_with(version, seen):
             yield ok(f"{name} {version}")
         else:
@@ -126,10 +126,10 @@ def _package(system: System, name: str, wanted: Requirement) -> Finding:
     found, allowed = f"{name} {version}", wanted.specifier
     if not allowed.contains(version, prereleases=True):
         if _is_newer(version, allowed):
-            why = f"it is newer than any that was tried ({allowed}): {_NOT_TRIED}"
+            why = f"it is newer than any that was tested ({allowed}): {_NOT_TRIED}"
             remedy = f"{_TRY_FIRST}  # or: {_install(wanted)}"
-            return warning(f"{found} was never seen", why, remedy)
-        why = "older ones were never tried"
+            return warning(f"{found} was never tested", why, remedy)
+        why = "older ones were never tested"
         return error(f"{found}, and {allowed} is needed", why, _install(wanted))
     unseen = list(unseen_versions(environment))
     return note(unseen[0].partition(". ")[0], _NOT_TRIED, _TRY_FIRST) if unseen else ok(found)

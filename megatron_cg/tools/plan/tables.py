@@ -108,8 +108,8 @@ def _print_graphs(console: Console, plan: dict[str, Any]) -> None:
         console,
         f"{graphs['captured']} graphs (one a layer, replayed for every microbatch), "
         f"{graphs['replays_per_step']} replays a step. Estimated kernel launches saved per step: "
-        f"{plan['kernels']['saved_per_step']:,}, taking each operation that is no view for one, "
-        "less what a replay launches.",
+        f"{plan['kernels']['saved_per_step']:,}, counting one for each operation that "
+        "is not a view, minus the launches of a replay.",
     )
     _line(console, plan["worth"]["text"])
 

@@ -68,7 +68,7 @@ def _outcome(story: Story) -> Verdict:
         text = _sentence(f"{steps}. The run has {missing}")
         return Verdict("note", "Some ranks are missing", text)
     if not _ended(story.run):
-        text = f"{steps} recorded so far: the run goes on, or was killed."
+        text = f"{steps} recorded so far: the run is still going, or was killed."
         return Verdict("note", "Not ended", text)
     return Verdict("note", "Trained to its end", f"{steps}. There is no run to compare it with.")
 
@@ -103,7 +103,7 @@ def speed(story: Story) -> str:
     """The median step time of each run, and the steps that it covers."""
     times, steps = median_times(story), _steps(story)
     if story.name not in times:
-        return "No step is left to tell a time from."
+        return "No step is left to compute a time from."
     ours, theirs = times[story.name], _reference(story, times)
     text = f"Median step: {story.name} {ours:.1f} ms"
     if theirs is not None:
@@ -112,10 +112,10 @@ def speed(story: Story) -> str:
     if story.on_gpu:
         return text
     if story.captured_after is None:
-        return f"{text} No GPU was used, so times say nothing of speed on one."
+        return f"{text} No GPU was used, so times mean nothing for a GPU."
     return (
-        f"{text} No GPU was used: recordings of operations replaced CUDA graphs, and times say "
-        "nothing of speed on a GPU."
+        f"{text} No GPU was used: recordings of operations replaced CUDA graphs, and times mean "
+        "nothing for a GPU."
     )
 
 
@@ -132,7 +132,7 @@ def tiles(story: Story, found: list[Quantity]) -> list[Tile]:
             total.get(name, 0) for name in ("captured", "replayed", "eager", "mismatched")
         )
         graphs = f"{replayed:,} replays, {eager:,} eager instead, all ranks"
-        held = "each is told of below" if mismatched else "every guard held"
+        held = "each is described below" if mismatched else "every guard held"
         made.append(Tile("graphs", f"{captured:,}", graphs))
         made.append(Tile("mismatches", f"{mismatched:,}", f"{held}, all ranks"))
     if (taken := graph_memory(story)) is not None:

@@ -206,7 +206,12 @@ EXPERTS = (
         *("without grouped experts", "this model has none", "in a MoE model"),
     ),
     _torch(
-        "grouped-gemm-dtype", _GROUPED, {"bf16": False}, "without --bf16", "alone", "add --bf16"
+        "grouped-gemm-dtype",
+        _GROUPED,
+        {"bf16": False},
+        "without --bf16",
+        "only in bfloat16",
+        "add --bf16",
     ),
     _torch(
         "grouped-gemm-low-precision",

@@ -253,7 +253,9 @@ def test_one_agreement_serves_one_capture_after_another(outcome: Any) -> None:
 
 def test_ranks_that_would_capture_other_sizes_or_graphs_capture_none(outcome: Any) -> None:
     for told in outcome(other_sizes):
-        assert told[0].startswith("CaptureError: ranks would not capture the same (static sizes go")
+        assert told[0].startswith(
+            "CaptureError: ranks would capture different graphs (static sizes go"
+        )
         assert "from 96 to 97" in told[0] and told[1] == "went on"
     for told in outcome(other_graphs):
         assert told[0] == told[2] == "went on"
@@ -295,7 +297,7 @@ def test_ranks_leave_a_graph_together_or_end(outcome: Any) -> None:
 def test_a_vote_that_a_rank_misses_ends_on_both(outcome: Any) -> None:
     assert "Timed out waiting 1000ms" in outcome(came_late)[0][0]
     for told in outcome(came_late):
-        assert told[0].startswith("AgreementError: a rank is gone, or did not come to a vote in")
+        assert told[0].startswith("AgreementError: a rank is gone, or did not join a vote in")
 
 
 def test_a_rank_that_died_ends_the_others(outcome: Any) -> None:
@@ -376,4 +378,4 @@ def test_votes_work_where_torch_checks_each_collective(tmp_path: Path) -> None:
     assert first == second
     assert (level, rest) == (Level.RECAPTURE.name, ["went on"] * 2)
     assert posted != "None"
-    assert missed.startswith("AgreementError: a rank is gone, or did not come to a vote in time")
+    assert missed.startswith("AgreementError: a rank is gone, or did not join a vote in time")

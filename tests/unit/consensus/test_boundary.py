@@ -85,14 +85,14 @@ def test_a_request_after_the_recapture_is_a_new_one(one_rank: None) -> None:
 
 @pytest.mark.parametrize("requests", [(RECAPTURE, GIVE_UP), (GIVE_UP, RECAPTURE)])
 def test_giving_up_comes_before_a_recapture(one_rank: None, requests: tuple[Level, Level]) -> None:
-    reason = "give up: rank 0 asked to give the graphs up"
+    reason = "give up: rank 0 asked to discard the graphs"
     assert Owner(*requests, KEEP, KEEP, KEEP).run() == ["step", "step", reason, *["step"] * 3]
 
 
 def test_what_changes_collectives_is_undone_once_all_give_up(one_rank: None) -> None:
     owner = Owner(Vote(GIVE_UP, graphs=1), *[Vote(graphs=1)] * 3)
     owner.votes.undo_together(lambda: owner.done.append("undo"))
-    reason = "give up: rank 0 asked to give the graphs up"
+    reason = "give up: rank 0 asked to discard the graphs"
     assert owner.run() == ["step", "step", reason, "undo", "step", "step"]
 
 

@@ -111,5 +111,5 @@ def test_different_votes_are_an_error_that_names_them(others: torch.Tensor, name
 def test_reasons_are_put_in_words() -> None:
     assert levels(KEEP).reason() == "all ranks keep their graphs"
     assert levels(KEEP, RECAPTURE).reason() == "rank 1 asked to capture again"
-    assert levels(GIVE_UP, GIVE_UP).reason() == "ranks 0, 1 asked to give the graphs up"
+    assert levels(GIVE_UP, GIVE_UP).reason() == "ranks 0, 1 asked to discard the graphs"
     assert ranks_text(range(4096)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4088 more"

@@ -84,6 +84,6 @@ def check_for_tape(run: PlannedRun) -> None:
     refused = [what for what, is_asked in asked.items() if is_asked]
     if refused:
         raise BenchError(
-            f"the tape has a training loop of its own, without {', '.join(refused)}: leave that "
-            "out, or give --backend transformer_engine on a machine with GPUs."
+            f"the tape has its own training loop, which does not support {', '.join(refused)}: "
+            "leave that out, or give --backend transformer_engine on a machine with GPUs."
         )

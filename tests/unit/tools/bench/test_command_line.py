@@ -171,11 +171,11 @@ def test_a_profile_needs_py_spy(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (f"{TAPE} --only ddp-eager", "without the configuration ddp-eager"),
-        (f"{TAPE} --profile-steps 2", "without a profile of a GPU"),
-        (f"{TAPE} --layers 9", "without 9 layers"),
-        (f"{TAPE} --microbatches 2", "without 2 microbatches"),
-        (f"{TAPE} -- --seed 1", "without --seed 1"),
+        (f"{TAPE} --only ddp-eager", "does not support the configuration ddp-eager"),
+        (f"{TAPE} --profile-steps 2", "does not support a profile of a GPU"),
+        (f"{TAPE} --layers 9", "does not support 9 layers"),
+        (f"{TAPE} --microbatches 2", "does not support 2 microbatches"),
+        (f"{TAPE} -- --seed 1", "does not support --seed 1"),
         ("--backend tape --shapes mamba-hybrid", "cannot be built on a CPU"),
         ("--shapes nope", "there is no preset 'nope'"),
         ("--only nope", "--only nope: there is no such configuration; there are fsdp-eager, "),

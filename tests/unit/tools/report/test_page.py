@@ -149,7 +149,7 @@ def test_two_real_runs_make_a_page(tape_pair: Path, capsys: pytest.CaptureFixtur
     text = (tape_pair / "report.html").read_text(encoding="utf-8")
     assert "Identical, to the last bit" in text
     assert "3 of 3 layers have a graph" in text and "attn, mlp" in text
-    assert "times say nothing of speed on a GPU" in text
+    assert "times mean nothing for a GPU" in text
     assert "None: no guard forbade a replay" in text
     names = {path.name for path in tape_pair.glob("*.png")}
     assert {"loss-1.png", "step-times.png", "coverage.png", "counters.png"} <= names

@@ -74,7 +74,7 @@ def test_speed_is_a_ratio_of_medians_and_worth_nothing_without_a_gpu() -> None:
     record = make_record()
     record["device"] = "cpu"
     story = pair(record, make_record(graphs=False) | {"device": "cpu"})
-    assert "times say nothing of speed on a GPU" in speed(story)
+    assert "times mean nothing for a GPU" in speed(story)
     labels = [tile.label for tile in tiles(story, quantities(story))]
     assert labels == [
         "steps",
