@@ -51,7 +51,7 @@ def test_the_rows_are_those_of_the_results() -> None:
 def test_each_shape_has_the_newest_row_with_the_same_cache_on_both_sides() -> None:
     found = {(row["shape"], row["grouped_gemm"]): row for row in measured_rows()}
     moe = found["qwen3-moe", "default"]
-    assert moe["results"] == "bench-2xH100-1" and moe["same_cache"]
+    assert moe["results"] == "bench-2xH100-2" and moe["same_cache"]
     results = read(RESULTS / moe["results"] / "bench.json")
     sides = [r for r in results if r["key"]["contender"] in (EAGER, GRAPHS) and r["ranks"]]
     caches = {r["environment"]["CUBLASLT_HEURISTICS_CACHE_CAPACITY"] for r in sides}
