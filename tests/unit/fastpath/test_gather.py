@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +17,7 @@ from megatron_cg.fastpath.params.gather import Gathers, install_gathers
 from megatron_cg.fastpath.params.last_unit import install_last_unit
 from megatron_cg.fastpath.params.unshard import install_unshard
 from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 Events = list[tuple[Any, ...]]
 GATHER = "gather"
@@ -146,26 +143,28 @@ def recorded(fsdp: Any, events: Events) -> Iterator[None]:
         yield
 
 
-def train_all(folder: Path) -> None:
+def train_all() -> dict[str, Any]:
+    found = {}
     for name, options in SCENARIOS.items():
         runs = {"own": trained(options), "short": trained(options, shorten)}
         if name in KEPT:
             runs["kept"] = trained(options, install_last_unit)
             runs["both"] = trained(options, install_last_unit, shorten)
-        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("gather")
-    run_processes(partial(train_all, found))
+        found[name] = runs
     return found
 
 
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_collectives_waits_and_frees_are_megatrons_own(folder: Path, name: str) -> None:
-    for rank in range(2):
-        runs = json.loads((folder / f"{name}-{rank}.json").read_text())
+def test_collectives_waits_and_frees_are_megatrons_own(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    for found in results:
+        runs = found[name]
         assert runs["short"]["numbers"] == runs["own"]["numbers"]
         assert runs["short"]["events"] == runs["own"]["events"]
         kinds = {event[0] for event in runs["own"]["events"]}
@@ -174,9 +173,9 @@ def test_collectives_waits_and_frees_are_megatrons_own(folder: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_the_last_unit_is_gathered_once_a_pass(folder: Path, name: str) -> None:
-    for rank in range(2):
-        runs = json.loads((folder / f"{name}-{rank}.json").read_text())
+def test_the_last_unit_is_gathered_once_a_pass(results: list[dict[str, Any]], name: str) -> None:
+    for found in results:
+        runs = found[name]
         gathers = {kind: [e[0] for e in run["events"]].count(GATHER) for kind, run in runs.items()}
         for kind in ("kept", "both"):
             assert runs[kind]["numbers"] == runs["own"]["numbers"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 Forward = Callable[[], torch.Tensor]
 LAYERS, CAPTURED_AFTER, STEPS, MICROBATCHES = 3, 1, 4, 3
@@ -167,21 +165,19 @@ def trained(name: str, *, graphs: bool) -> Any:
         return [numbers, parameter_digests(trainer.model)]
 
 
-def train_all(folder: Path) -> None:
-    for name in EDGES:
-        runs = [trained(name, graphs=graphs) for graphs in (False, True)]
-        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
+def train_all() -> dict[str, Any]:
+    return {name: [trained(name, graphs=graphs) for graphs in (False, True)] for name in EDGES}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("edges")
-    run_processes(partial(train_all, found))
-    return found
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_what_is_trained_is_what_an_eager_run_trains(folder: Path, name: str) -> None:
-    for rank in range(2):
-        eager, graphs = json.loads((folder / f"{name}-{rank}.json").read_text())
+def test_what_is_trained_is_what_an_eager_run_trains(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    for found in results:
+        eager, graphs = found[name]
         assert graphs == eager

@@ -7,18 +7,14 @@ the same product with the fusion and without it.
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 STEPS, CAPTURED = 3, 1
 SHARDED, UNSHARDED = ("optim_grads_params", "optim_grads"), ("optim", "no_shard")
@@ -117,7 +113,7 @@ def places_of_buckets(trainer: Any) -> dict[int, list[int]]:
     return places
 
 
-def train_all(folder: Path) -> None:
+def train_all() -> dict[str, Any]:
     found = {
         f"{strategy} {microbatches} {fused}": train(
             strategy, fused=fused, microbatches=microbatches
@@ -133,14 +129,12 @@ def train_all(folder: Path) -> None:
         for way in ("fast", "slow", "fused"):
             found[f"{strategy} {way}"] = train(strategy, fused=True, graphs=way)
     found["unmarked"] = train("optim_grads_params", fused=True, graphs="unmarked")
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("fusion")
-    run_processes(partial(train_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
 
 
 def steps(found: dict[str, Any], strategy: str, microbatches: int, *, fused: bool) -> Any:

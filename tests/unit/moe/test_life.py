@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -18,6 +17,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.consensus import exchange
 from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 from tests.unit.runs.test_one_rank_failures import no_hang
 
 LAYERS, STEPS, CAPTURED, SHORT, EVALUATED, DELETED, AGAIN = 2, 11, 2, 5, 6, 7, 9
@@ -100,16 +100,13 @@ def live(ours: bool) -> dict[str, Any]:
     return {"found": found, "done": done}
 
 
-def live_twice(folder: Path) -> None:
-    lives = {"megatron": live(ours=False), "ours": live(ours=True)}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(lives))
+def live_twice() -> dict[str, Any]:
+    return {"megatron": live(ours=False), "ours": live(ours=True)}
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("life")
-    run_processes(partial(live_twice, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def lives() -> list[dict[str, Any]]:
+    return on_ranks(live_twice)
 
 
 def test_every_loss_and_norm_is_megatrons(lives: list[dict[str, Any]]) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_cg.tools.cpu.fakes import FakeStream
-from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.moe.test_life import Short, captured
 from tests.unit.moe.test_training import EXPERTS, OVERLAPPED, ROUTER
+from tests.unit.ranks import on_ranks
 
 LAYERS, STEPS, FAILED, CAPTURED, SHORT = 2, 6, 1, 2, 4
 """Steps: a failed capture before, captured before, with a short batch."""
@@ -136,20 +132,18 @@ def without_us() -> str:
     return ""
 
 
-def run_all(folder: Path) -> None:
+def run_all() -> dict[str, Any]:
     found: dict[str, Any] = {
         name: {way: live(scopes, graphs=way == "graphs") for way in ("megatron", "graphs")}
         for name, scopes in SCOPES.items()
     }
     found |= {"streams": streams_of_a_capture(), "without us": without_us()}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("shared")
-    run_processes(partial(run_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def results() -> list[dict[str, Any]]:
+    return on_ranks(run_all)
 
 
 @pytest.mark.parametrize("scopes", SCOPES)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 STEPS, WARMUP, LAYERS, MICROBATCHES = 3, 1, 2, 2
 EXPERTS = ("attn", "moe")
@@ -128,25 +125,20 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         return {"copied": copied, "steps": steps, **made, **shown}
 
 
-def train_all(models: Mapping[str, Model], folder: Path) -> None:
+def train_all(models: Mapping[str, Model]) -> dict[str, Any]:
+    """What this rank found of each model and way."""
     # What Megatron's router compiles takes longer than the steps; test_token_counts.py compiles it.
     torch.compiler.set_stance("force_eager")
     found = {
         name: {way: fit(model, way) for way in ("megatron", *model.ways)}
         for name, model in models.items()
     }
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-
-
-def trained(models: Mapping[str, Model], folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
-    """What each rank found of each model and way."""
-    run_processes(partial(train_all, models, folder), ranks)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return trained(MODELS, tmp_path_factory.mktemp("moe"))
+def results() -> list[dict[str, Any]]:
+    return on_ranks(partial(train_all, MODELS))
 
 
 @pytest.mark.parametrize(("model", "way"), CASES)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 BEFORE, AFTER, LAYERS = 3, 7, 3
 BOTH = (0, 1)
@@ -23,7 +20,7 @@ Change = Callable[[Any], None]
 _KEPT: list[Any] = []
 
 
-def play(root: Path) -> None:
+def play() -> dict[str, Any]:
     """In one process: an eager run, and one with graphs for each policy and place."""
     from megatron.core import parallel_state
 
@@ -60,7 +57,7 @@ def play(root: Path) -> None:
         parallel_state.destroy_model_parallel()
         return {"numbers": numbers, "error": error, "graphs": report}
 
-    found = {
+    return {
         "nothing": run(None),
         "moved eagerly": run(None, buffers_move, ranks=(1,)),
         "other shape eagerly": run(None, shape_changes, ranks=(1,)),
@@ -79,7 +76,6 @@ def play(root: Path) -> None:
             "eager", Placement.elsewhere_in_backward, plan=without_double_buffers
         ),
     }
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def shape_changes(trainer: Any) -> None:
@@ -191,10 +187,8 @@ class Placement:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    root = tmp_path_factory.mktemp("moved")
-    run_processes(partial(play, root))
-    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+def ranks() -> list[dict[str, Any]]:
+    return on_ranks(play)
 
 
 def test_an_eager_run_does_not_mind(ranks: list[dict[str, Any]]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError
 from megatron_cg.fsdp.fully_shard_memory import group_of
-from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.integrations.standalone.sharded import (
     IN_BF16,
     LATER,
@@ -34,6 +31,7 @@ from tests.unit.integrations.standalone.sharded import (
     unsharded_in_between_later,
     without_sync,
 )
+from tests.unit.ranks import on_ranks
 
 
 def prefetch(run: Run, step: int) -> None:
@@ -194,20 +192,19 @@ def in_use_later() -> str:
     return ""
 
 
-def run_all(folder: Path) -> None:
+def run_all() -> dict[str, Any]:
     """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
     found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
     found |= {"memory": memory(), "error": in_use_later()}
     found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
     found["closed while unsharded"] = closed_while_unsharded()
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
-def run_four(folder: Path) -> None:
+def run_four() -> dict[str, Any]:
     """Every case for four ranks, in turn."""
-    found = {name: trained(case) for name, case in OF_FOUR.items()}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return {name: trained(case) for name, case in OF_FOUR.items()}
 
 
 def assert_replayed(report: dict[str, Any]) -> None:
@@ -219,11 +216,9 @@ def assert_replayed(report: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports() -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("sharded")
-    run_processes(partial(run_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return on_ranks(run_all)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -242,10 +237,9 @@ def test_eager_passes_beside_graphs_train_the_same_bits(
         assert found["counters"]["eager"] == 3 * (STEPS - LATER) * MICROBATCHES
 
 
-def test_replays_train_the_same_bits_on_four_ranks(tmp_path: Path) -> None:
-    run_processes(partial(run_four, tmp_path), 4)
-    for rank in range(4):
-        for report in json.loads((tmp_path / f"{rank}.json").read_text()).values():
+def test_replays_train_the_same_bits_on_four_ranks() -> None:
+    for found in on_ranks(run_four, 4):
+        for report in found.values():
             assert_replayed(report)
 
 
