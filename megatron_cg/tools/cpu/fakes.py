@@ -33,7 +33,7 @@ from torch.utils._device import _device_constructors
 from megatron_cg.backends.host_reads import host_waits
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
 from megatron_cg.tools.cpu.gloo import averages_as_sums, one_worker_a_group, sizes_as_lists
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import set_attribute, undone_after
 
 #: Functions of ``torch`` that take ``device=`` and make a tensor.
 FACTORIES = (
@@ -150,11 +150,8 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     again and is not copied into the subclass.
     """
     # Shared: Megatron sets some of these while they are replaced, such as TE's cached version.
-    undo = set_attribute(owner, name, value, shared=True)
-    try:
+    with undone_after(set_attribute(owner, name, value, shared=True)):
         yield
-    finally:
-        undo()
 
 
 @contextmanager
