@@ -225,7 +225,8 @@ def cuda_leads_to(device: torch.device, cuda: Mapping[str, object]) -> Iterator[
         yield
 
 
-def _no_context(*_args: object) -> AbstractContextManager[None]:
+def no_context(*_args: object, **_options: object) -> AbstractContextManager[None]:
+    """A context that does nothing, whatever it is made with."""
     return nullcontext()
 
 
@@ -236,8 +237,8 @@ def cuda_names() -> dict[str, object]:
     return {
         "Stream": FakeStream,
         "Event": FakeEvent,
-        "stream": _no_context,
-        "device": _no_context,
+        "stream": no_context,
+        "device": no_context,
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
         "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),

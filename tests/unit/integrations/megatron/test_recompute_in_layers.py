@@ -18,7 +18,7 @@ from megatron_cg.integrations.megatron.full_recompute import (
     allow_full_recompute,
     recompute_in_layers,
 )
-from megatron_cg.replay.region import is_capturing, region_in_backward, run_region
+from megatron_cg.replay.region import capturing_flag, is_capturing, run_region
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.integrations.megatron.test_full_recompute import BLOCK, CHUNKS, FULL
 
@@ -175,7 +175,7 @@ def test_a_region_is_recomputed_as_it_ran(block: Any, as_captured: bool) -> None
     hidden, given = hidden_states(), {"attention_mask": None}
     with passes_of(block) as ran:
         (out,) = run_region(block.layers[0], (hidden,), given, as_captured=as_captured)
-        with region_in_backward():
+        with capturing_flag():
             out.sum().backward()
     assert ran == [(as_captured, False), (as_captured, True)]
     assert hidden.grad is not None
