@@ -12,8 +12,10 @@ import torch.distributed as dist
 from megatron_cg.arguments.fast_path_parts import PARTS, with_dependents
 from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import install, install_parts
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.fastpath.test_fast_path import SCENARIOS, trained
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 DENSE = SCENARIOS["dense"]
 
@@ -91,20 +93,13 @@ def test_a_part_without_one_that_it_needs_is_left_out(dense_model: Any) -> None:
 def test_gathers_are_deferred_only_where_a_launch_issues_them(
     parts: tuple[str, ...], strategy: str, defers: bool, one_rank: None
 ) -> None:
-    from megatron.core import parallel_state
-
     from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     options = {"data_parallel_sharding_strategy": strategy}
-    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=2, fsdp_options=options), graphs=True))
-    trainer.step()
-    session = trainer.capture(TapeBackend(), fast_path=parts)
-    assert session.fast_path is not None
-    assert bool(session.fast_path.deferred._graphed) is defers
-    session.close()
-    parallel_state.destroy_model_parallel()
+    with trainer_of(CpuModelConfig(layers=2, fsdp_options=options), graphs=True) as trainer:
+        trainer.step()
+        session = trainer.capture(TapeBackend(), fast_path=parts)
+        assert bool(session.fast_path.deferred._graphed) is defers
 
 
 @pytest.mark.parametrize("other", [False, ("unshard", "swap")], ids=["none", "fewer"])
@@ -116,23 +111,18 @@ def test_ranks_that_choose_otherwise_capture_nothing(other: Any) -> None:
 
 
 def capture_unlike(other: Any) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
     from tests.unit.fastpath.test_parts import state
 
     rank = dist.get_rank()
-    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=2), graphs=True))
-    agreement = Agreement()
-    steps = [trainer.step() for _ in range(2)]
-    before = state(trainer.model.module)
-    with pytest.raises(CaptureError) as error:
-        trainer.capture(TapeBackend(), agreement, fast_path=True if rank == 0 else other)
-    back = state(trainer.model.module) == before
-    steps.append(trainer.step())
-    agreement.close()
-    parallel_state.destroy_model_parallel()
+    with trainer_of(CpuModelConfig(layers=2), graphs=True) as trainer:
+        agreement = Agreement()
+        steps = [trainer.step() for _ in range(2)]
+        before = state(trainer.model.module)
+        with pytest.raises(CaptureError) as error:
+            trainer.capture(TapeBackend(), agreement, fast_path=True if rank == 0 else other)
+        back = state(trainer.model.module) == before
+        steps.append(trainer.step())
+        agreement.close()
     return {"error": str(error.value), "hooks are back": back, "steps": len(steps)}

@@ -12,7 +12,9 @@ import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.fastpath import FastPath, install
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS = 4, 1, 2
 PARTS = [
@@ -51,12 +53,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
     """Numbers and shards of a run, and what the fast path did."""
-    from megatron.core import parallel_state
-
     from megatron_cg.fastpath.gradients import bucketing as gradients
     from megatron_cg.telemetry.record_shards import parameter_digests
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     options = dict(options)
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
@@ -70,9 +68,8 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
             from megatron.core.models.gpt import GPTModel
 
             patch.setattr("megatron_cg.tools.cpu.cpu_model.GPTModel", with_frozen(GPTModel, frozen))
-        stack.callback(parallel_state.destroy_model_parallel)
         shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
-        trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=2))
+        trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=2))
         if penalty:
             with_penalty(trainer.model)
         taking = gradients.GradientBucketing.take_detached
@@ -84,9 +81,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
             path = install(trainer.model.module)
             stack.callback(path.close)
         elif graphs:
-            session = trainer.capture(backend, fast_path=fast)
-            stack.callback(session.close)
-            path = session.fast_path
+            path = trainer.capture(backend, fast_path=fast).fast_path
         numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
         if path is not None:
             copies = path.bucketing.copies if path.bucketing else 0

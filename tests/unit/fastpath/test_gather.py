@@ -17,7 +17,9 @@ from megatron_cg.fastpath.params.gather import Gathers, install_gathers
 from megatron_cg.fastpath.params.last_unit import install_last_unit
 from megatron_cg.fastpath.params.unshard import install_unshard
 from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 Events = list[tuple[Any, ...]]
 GATHER = "gather"
@@ -48,11 +50,7 @@ KEPT = {"experts": 2, "recomputed": 0, "no overlap": 1}
 
 def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], None]]) -> Any:
     """Numbers of a run with an evaluation and a checkpoint, and what it did with buckets."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig as Config
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     options = dict(options)
     recompute = options.pop("recompute", False)
@@ -63,9 +61,8 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
                 return Config(**given | RECOMPUTED)
 
             patch.setattr("megatron_cg.tools.cpu.cpu_model.TransformerConfig", recomputing)
-        stack.callback(parallel_state.destroy_model_parallel)
         shape = CpuModelConfig(layers=3, hidden_size=16, ffn_hidden_size=16, **options)
-        trainer: Any = Trainer(TrainingPlan(shape, microbatches=2))
+        trainer = stack.enter_context(trainer_of(shape, microbatches=2))
         fsdp = trainer.model.module
         numbers: list[Any] = [trainer.step()]
         undo = ExitStack()

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 Forward = Callable[[], torch.Tensor]
 LAYERS, CAPTURED_AFTER, STEPS, MICROBATCHES = 3, 1, 4, 3
@@ -144,25 +146,19 @@ EDGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 
 def trained(name: str, *, graphs: bool) -> Any:
     """Numbers of the steps, and digests of the weights after them."""
-    from megatron.core import parallel_state
-
     from megatron_cg.telemetry.record_shards import parameter_digests
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     shape = CpuModelConfig(LAYERS, 16, 16, graph_modules=("attn", "mlp"))
-    trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))
-    if name == SHUFFLED:
-        decoder_of(trainer).layers.__class__ = Shuffled
-    with ExitStack() as stack:
-        stack.callback(parallel_state.destroy_model_parallel)
+    with trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES) as trainer:
+        if name == SHUFFLED:
+            decoder_of(trainer).layers.__class__ = Shuffled
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         if graphs:
-            stack.callback(trainer.capture(TapeBackend()).close)
+            trainer.capture(TapeBackend())
         numbers.append(trainer.step())
-        stack.enter_context(EDGES[name](trainer))
-        numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER - 1)]
-        return [numbers, parameter_digests(trainer.model)]
+        with EDGES[name](trainer):
+            numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER - 1)]
+            return [numbers, parameter_digests(trainer.model)]
 
 
 def train_all() -> dict[str, Any]:

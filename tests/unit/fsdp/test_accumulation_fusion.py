@@ -14,7 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 STEPS, CAPTURED = 3, 1
 SHARDED, UNSHARDED = ("optim_grads_params", "optim_grads"), ("optim", "no_shard")
@@ -38,14 +40,11 @@ def train(
     tensor_parallel: int = 1,
 ) -> dict[str, Any]:
     """Losses and norms, to the last bit, whose gradients are not zero, and where buckets are."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers as linear
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.errors import CaptureError
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     with ExitStack() as undo:
         # Apex, without which Megatron makes no such layer; under Megatron-FSDP it is not called.
@@ -65,9 +64,8 @@ def train(
             undo.enter_context(patch(OURS, lambda *_: lambda: None))
         if graphs == "unmarked":
             undo.enter_context(patch(REFUSED, lambda _unit: None))
-        plan = TrainingPlan(shape, graphs=bool(graphs), microbatches=microbatches)
-        trainer = Trainer(plan)
-        undo.callback(parallel_state.destroy_model_parallel)
+        made = trainer_of(shape, graphs=bool(graphs), microbatches=microbatches)
+        trainer = undo.enter_context(made)
         places = places_of_buckets(trainer)
         steps, error = [], ""
         for step in range(STEPS):

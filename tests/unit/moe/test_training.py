@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 STEPS, WARMUP, LAYERS, MICROBATCHES = 3, 1, 2, 2
 EXPERTS = ("attn", "moe")
@@ -82,8 +84,6 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron_cg.moe.install import counts_on_device, use_device_counts
     from megatron_cg.replay.counters import Counters
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
@@ -102,13 +102,12 @@ def fit(model: Model, way: str) -> dict[str, Any]:
             fsdp_options=model.fsdp,
             graph_modules=SCOPES.get(way, ("attn",)),
         )
-        trainer = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))
-        undo.callback(parallel_state.destroy_model_parallel)
-        steps, counters, parts = [], Counters(), []
+        made_of = trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES)
+        trainer = undo.enter_context(made_of)
+        steps, counters, parts = [], Counters(), list[str]()
         for step in range(STEPS):
             if graphs and step == WARMUP:
                 session = trainer.capture(TapeBackend(), Agreement(), fast_path=way in FAST)
-                undo.callback(session.close)
                 counters = session.counters
                 parts = session.fast_path.parts if session.fast_path is not None else []
             steps.append([number.hex() for number in trainer.step()])

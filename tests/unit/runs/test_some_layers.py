@@ -9,6 +9,7 @@ import pytest
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 LAYERS, STEPS, CAPTURED_AFTER = 4, 3, 1
 CHOSEN = [(0,), (2,), (0, 1), (1, 2), (2, 3), (0, 2), (0, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]
@@ -16,26 +17,21 @@ CHOSEN = [(0,), (2,), (0, 1), (1, 2), (2, 3), (0, 2), (0, 3), (1, 3), (0, 1, 2),
 
 
 def trained(only: tuple[int, ...], fast: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     from megatron_cg.telemetry.record_shards import parameter_digests
-    from megatron_cg.tools.cpu.train import Trainer
 
     shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16)
-    trainer = Trainer(TrainingPlan(shape, graphs=bool(only), microbatches=2))
-    numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
-    pipeline = trainer.model.module.all_gather_pipeline
-    if only:
-        trainer.capture(TapeBackend(), only=only, fast_path=fast)
-        assert fast or "all_gather_params" not in vars(pipeline)
-    numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
-    found: dict[str, Any] = {"numbers": numbers, "shards": parameter_digests(trainer.model)}
-    if trainer.session is not None:
-        counts = trainer.session.counters.as_dict()
-        found |= {name: counts[name] for name in ("captured", "replayed", "eager")}
-        trainer.session.close()
-    parallel_state.destroy_model_parallel()
-    return found
+    with trainer_of(shape, graphs=bool(only), microbatches=2) as trainer:
+        numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
+        pipeline = trainer.model.module.all_gather_pipeline
+        if only:
+            trainer.capture(TapeBackend(), only=only, fast_path=fast)
+            assert fast or "all_gather_params" not in vars(pipeline)
+        numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
+        found: dict[str, Any] = {"numbers": numbers, "shards": parameter_digests(trainer.model)}
+        if trainer.session is not None:
+            counts = trainer.session.counters.as_dict()
+            found |= {name: counts[name] for name in ("captured", "replayed", "eager")}
+        return found
 
 
 def train_all() -> dict[str, Any]:
