@@ -18,6 +18,7 @@ from megatron_cg.fastpath.params.last_unit import install_last_unit
 from megatron_cg.fastpath.params.unshard import install_unshard
 from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.functional.loops import RECOMPUTE
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
 
@@ -26,9 +27,7 @@ GATHER = "gather"
 RECOMPUTED = {
     "cuda_graph_impl": "none",
     "cuda_graph_modules": [],
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
+    **RECOMPUTE,
 }
 SCENARIOS: dict[str, dict[str, Any]] = {
     "experts": {"experts": 4},

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.functional.loops import RECOMPUTE
 from tests.unit.moe.steps_of_megatron import Helper, MegatronTrainer, trainer_of
+from tests.unit.moe.test_training import LOSSES, SIGMOID
 from tests.unit.ranks import on_ranks
 
 WARMUP, LAYERS, MICROBATCHES, FACTOR = 1, 2, 2, 1.05
@@ -80,20 +82,8 @@ class Case:
         return repr((self.options, self.dropout, self.evaluated, self.again))
 
 
-SIGMOID = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_router_dtype": "fp32",
-}
-LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-    **SIGMOID,
-}
+RECOMPUTED = {**RECOMPUTE, **SIGMOID}
 PLACES: dict[str, Exceeds] = {
     "every pass, at first": every_pass,
     "never": never,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from megatron_cg.tools.cpu.fakes import FakeStream
-from tests.unit.moe.test_life import Short, captured
+from tests.unit.moe.test_life import captured, trainer_of
 from tests.unit.moe.test_training import EXPERTS, OVERLAPPED, ROUTER
 from tests.unit.ranks import on_ranks
 
@@ -36,36 +35,6 @@ class LoggedStream(FakeStream):
         self.log.append(self.waits)
 
 
-@contextmanager
-def trainer_of(scopes: tuple[str, ...]) -> Iterator[Any]:
-    """A trainer of two ranks that share the experts; its batches can be halved."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
-    from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    destroy_moe_metrics_tracker()
-    with ExitStack() as undo:
-        if "moe" in scopes:
-            undo.enter_context(in_place_of_te())
-            undo.callback(use_device_counts())
-        shape = CpuModelConfig(
-            layers=LAYERS,
-            experts=4,
-            grouped=True,
-            expert_parallel=2,
-            options=OVERLAPPED,
-            graph_modules=scopes,
-        )
-        trainer: Any = Trainer(TrainingPlan(shape, graphs=True))
-        undo.callback(parallel_state.destroy_model_parallel)
-        trainer._batches = Short(trainer._batches)
-        yield trainer
-
-
 def shared_experts(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "_overlap_state")]
 
@@ -87,7 +56,7 @@ def live(scopes: tuple[str, ...], *, graphs: bool) -> dict[str, Any]:
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     steps, error = [], ""
-    with trainer_of(scopes) as trainer, ExitStack() as undo:
+    with trainer_of(scopes, **OVERLAPPED) as trainer, ExitStack() as undo:
         for step in range(STEPS):
             if graphs and step == FAILED:
                 error = failed(trainer)
@@ -110,7 +79,7 @@ def live(scopes: tuple[str, ...], *, graphs: bool) -> dict[str, Any]:
 def streams_of_a_capture() -> list[str]:
     """Forks and joins of the shared experts' stream, in order."""
     log: list[str] = []
-    with trainer_of(ROUTER) as trainer, ExitStack() as undo:
+    with trainer_of(ROUTER, **OVERLAPPED) as trainer, ExitStack() as undo:
         trainer.step()
         for shared in shared_experts(trainer.model):
             shared.stream = LoggedStream(log, "fork")
@@ -123,7 +92,7 @@ def streams_of_a_capture() -> list[str]:
 
 def without_us() -> str:
     """How Megatron's own capture of the region ends."""
-    with trainer_of(ROUTER) as trainer, patch(RESUME, lambda _layers: lambda: None):
+    with trainer_of(ROUTER, **OVERLAPPED) as trainer, patch(RESUME, lambda _layers: lambda: None):
         trainer.step()
         try:
             captured(trainer)

@@ -34,7 +34,11 @@ class Model:
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 32}
-OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True, "moe_shared_expert_gate": True}
+OVERLAPPED: dict[str, Any] = {
+    **SHARED,
+    "moe_shared_expert_overlap": True,
+    "moe_shared_expert_gate": True,
+}
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 SIGMOID = {
     "moe_router_score_function": "sigmoid",

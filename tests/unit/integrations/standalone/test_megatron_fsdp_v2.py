@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -34,7 +33,9 @@ from tests.unit.integrations.standalone.sharded import (
     Case,
     Network,
     Run,
-    equal,
+    closed_while,
+    evaluate,
+    save_and_load,
     trained,
 )
 from tests.unit.ranks import on_ranks
@@ -115,19 +116,6 @@ class Spy(nn.Linear):
 
 def last_alone(model: nn.Module, last: bool) -> Any:
     return microbatch(model, last)
-
-
-def evaluate(run: Run, step: int) -> None:
-    if step in {1, LATER}:
-        run.evaluate()
-
-
-def save_and_load(run: Run, step: int) -> None:
-    if step == LATER:
-        state = {name: value.clone() for name, value in run.model.state_dict().items()}
-        for value in run.model.state_dict().values():
-            value.zero_()
-        run.model.load_state_dict(state)
 
 
 def gather_first(run: Run, _step: int) -> None:
@@ -217,20 +205,6 @@ def taken_in_backward() -> str:
     return said(lambda: Run(case(under_v2(), before_step=before)).train(graphed=True))
 
 
-def closed_while_gathered() -> bool:
-    """Whether training goes on as an eager run does after graphs were closed in that state."""
-
-    one = case(under_v2())
-    eager, graphed = Run(one), Run(one)
-    eager.train()
-    graphed.train(graphed=True, then=partial(gather_first, graphed, STEPS))
-    gather_first(eager, STEPS)
-    graphed.graphs = None
-    for run in (eager, graphed):
-        run.train(1)
-    return equal(eager, graphed)
-
-
 def said(call: Callable[[], object]) -> str:
     try:
         call()
@@ -272,7 +246,7 @@ def run_all() -> dict[str, Any]:
     found |= {"memory": memory(), "moved": moved_later(), "refused": refused()}
     found["taken in backward"] = taken_in_backward()
     found["weights of the capture"] = weights_of_capture()
-    found["closed while gathered"] = closed_while_gathered()
+    found["closed while gathered"] = closed_while(case(under_v2()), gather_first)
     return found
 
 

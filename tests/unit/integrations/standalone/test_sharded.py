@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -23,7 +22,9 @@ from tests.unit.integrations.standalone.sharded import (
     WARMUP,
     Case,
     Run,
-    equal,
+    closed_while,
+    evaluate,
+    save_and_load,
     trained,
     under_ddp,
     under_fsdp2,
@@ -47,11 +48,6 @@ def unshard_first(run: Run, step: int) -> None:
     first.unshard()
 
 
-def evaluate(run: Run, step: int) -> None:
-    if step in {1, LATER}:
-        run.evaluate()
-
-
 def drop_a_loss(run: Run, step: int) -> None:
     """Right before the capture: DDP still expects its backward pass then."""
     if step == WARMUP:
@@ -66,14 +62,6 @@ def interrupt(run: Run, step: int) -> None:
         with pytest.raises(ArithmeticError):
             run.loss(0)
         unit.broken, run.rows = False, 3
-
-
-def save_and_load(run: Run, step: int) -> None:
-    if step == LATER:
-        state = {name: value.clone() for name, value in run.model.state_dict().items()}
-        for value in run.model.state_dict().values():
-            value.zero_()
-        run.model.load_state_dict(state)
 
 
 def keep_after_forward_later(run: Run, step: int) -> None:
@@ -166,19 +154,6 @@ def memory() -> dict[str, Any]:
     return found
 
 
-def closed_while_unsharded() -> bool:
-    """Whether training goes on as an eager run does after graphs were closed in that state."""
-    case = Case(under_fsdp2())
-    eager, graphed = Run(case), Run(case)
-    eager.train()
-    graphed.train(graphed=True, then=partial(unshard_first, graphed, 0))
-    unshard_first(eager, 0)
-    graphed.graphs = None
-    for run in (eager, graphed):
-        run.train(1)
-    return equal(eager, graphed)
-
-
 def in_use_later() -> str:
     """What a run ends with whose units are unsharded at the same time only after the capture."""
 
@@ -198,7 +173,7 @@ def run_all() -> dict[str, Any]:
     found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
     found |= {"memory": memory(), "error": in_use_later()}
     found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
-    found["closed while unsharded"] = closed_while_unsharded()
+    found["closed while unsharded"] = closed_while(Case(under_fsdp2()), unshard_first)
     return found
 
 
