@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cg import compile_together
-from megatron_cg.tools.cli.numbers import positive
+from megatron_cg.tools.cli.options import positive
 from megatron_cg.tools.cpu.launch import run_processes
 
 

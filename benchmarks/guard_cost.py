@@ -24,7 +24,7 @@ from rich.table import Table
 from megatron_cg.replay.counters import counts_text
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.tools.bench import BenchError
-from megatron_cg.tools.cli.numbers import positive
+from megatron_cg.tools.cli.options import positive
 from megatron_cg.tools.cpu.launch import run_processes
 
 REPEATS = 5

@@ -16,7 +16,7 @@ from torch import nn
 from megatron_cg.backends.cuda_cleanup import device_generator, generators_kept
 from megatron_cg.backends.te.te_if_loaded import rng_states
 from megatron_cg.errors import CaptureError
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -99,8 +99,5 @@ def forks_checked() -> Iterator[None]:
             )
         return original(*args, **kwargs)
 
-    undo = put_over(tracker, "fork", fork)
-    try:
+    with undone_after(put_over(tracker, "fork", fork)):
         yield
-    finally:
-        undo()

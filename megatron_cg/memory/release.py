@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megatron_cg.fsdp.fsdp_symbols import fsdp_class
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import set_attribute, undone_after
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,8 @@ def drop_gradients(fsdp: Any) -> None:
     Args:
         fsdp: the ``MegatronFSDP``.
     """
-    undo = let_gradients_go(fsdp)
-    try:
+    with undone_after(let_gradients_go(fsdp)):
         fsdp.zero_grad_buffer()
-    finally:
-        undo()
 
 
 def gradient_copies(fsdp: Any) -> list[torch.Tensor]:

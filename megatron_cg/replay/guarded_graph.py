@@ -17,6 +17,7 @@ from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.static_memory import copies
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Kept, verify
+from megatron_cg.upstream.patch import undone_after
 
 
 class GuardedGraph:
@@ -123,8 +124,7 @@ class GuardedGraph:
         gradients = self._guard.addresses.are_as_in_backward()
         counters.gradients_verified += gradients
         # With the backend's own function, not the one that the fast path installs instead.
-        undo = self._replay.replace(self._replay.function)
-        try:
+        with undone_after(self._replay.replace(self._replay.function)):
             return verify(
                 self._unit,
                 self.graph,
@@ -134,8 +134,6 @@ class GuardedGraph:
                 gradients=gradients,
                 left_out=counters.count_unstable,
             )
-        finally:
-            undo()
 
     def _guard_backward(self, outputs: Any) -> None:
         """Check order and addresses before the backward replay, after FSDP has unsharded.

@@ -64,19 +64,16 @@ def run_region(
     """
     target: Any = layer
     inputs = {name: value for name, value in kwargs.items() if name not in NOT_INPUTS}
-    _flag("_set_capture_start")()
-    try:
-        with nullcontext() if as_captured else not_capturing():
-            return target._te_cuda_graph_capture(*args, **inputs)
-    finally:
-        _flag("_set_capture_end")()
+    with capturing_flag(), nullcontext() if as_captured else not_capturing():
+        return target._te_cuda_graph_capture(*args, **inputs)
 
 
 @contextmanager
-def region_in_backward() -> Iterator[None]:
-    """Set Megatron's capturing flag in the backward pass of a region too.
+def capturing_flag() -> Iterator[None]:
+    """Set Megatron's capturing flag in the block.
 
-    If the flag is set, Megatron skips its own recomputation (megatron-core 0.19.2).
+    In the backward pass of a region too: there Megatron then skips its own recomputation
+    (megatron-core 0.19.2).
     """
     _flag("_set_capture_start")()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.replay.region import region_in_backward, run_region
+from megatron_cg.replay.region import capturing_flag, run_region
 
 
 def _leave_out_unit(_module: nn.Module | None) -> str:
@@ -32,7 +32,7 @@ class Unit:
     """Names of the positional inputs, for messages."""
     run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_region
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
-    in_backward: Callable[[], AbstractContextManager[None]] = region_in_backward
+    in_backward: Callable[[], AbstractContextManager[None]] = capturing_flag
     """Returns a context for the backward pass of ``run``."""
     attach: Callable[..., Callable[[], None]] | None = None
     """Installs the replay, with the arguments and the undo of

@@ -268,6 +268,15 @@ def all_of(undos: Iterable[Undo]) -> Undo:
         return stack.pop_all().close
 
 
+@contextmanager
+def undone_after(undo: Undo) -> Iterator[None]:
+    """Call ``undo`` when the block ends, also by an exception."""
+    try:
+        yield
+    finally:
+        undo()
+
+
 def described(value: Any) -> str:
     """A name for a value, for messages."""
     if value is ABSENT:

@@ -137,10 +137,8 @@ TE_VERSION = REQUIREMENT.rpartition(f"{TE}==")[2].strip()
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What Megatron's rules ask of the machine, and this package enabled."""
-    import megatron_cg
-
+def hopper_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What Megatron's rules ask of the machine: a GPU of compute capability 9.0."""
     capability = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -148,18 +146,26 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*DETERMINISTIC_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", "0")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def hopper(hopper_machine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same, and this package enabled."""
+    import megatron_cg
+
     # Megatron and we read which TE is installed; a run on GPUs has it, this environment need not.
     monkeypatch.setattr("megatron.core.utils._te_version", Version(TE_VERSION))
     monkeypatch.setattr(
         "megatron_cg.arguments.schema.installed_version",
         lambda name: TE_VERSION if name == TE else installed_version(name),
     )
-    monkeypatch.setenv("RANK", "0")
-    deterministic = torch.are_deterministic_algorithms_enabled()
     megatron_cg.enable()
     yield
     megatron_cg.disable()
-    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.replay.guard.objects import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
-from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
+from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _MAKE = Symbol(
@@ -129,11 +129,9 @@ class TransformerEngineBackend(Backend):
         also do this in Python (``graph.py``, ``Graphed.backward``).
         """
         nothing = staticmethod(lambda *_args, **_kwargs: None)
-        undo = set_attribute(self._fp8_state, "reduce_and_update_fp8_tensors", nothing)
-        try:
+        update = "reduce_and_update_fp8_tensors"
+        with undone_after(set_attribute(self._fp8_state, update, nothing)):
             yield
-        finally:
-            undo()
 
     @contextmanager
     def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, undone_after
 
 _APPLIER = "multi_tensor_applier"
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -49,11 +49,9 @@ def launched_by(call: Callable[[], Any], module: str) -> tuple[Any, list[Launch]
     """The result of ``call``, and what it launches through the applier of ``module``."""
     found: list[Launch] = []
     owner = sys.modules[module]
-    undo = put_over(owner, _APPLIER, _noting(getattr(owner, _APPLIER), found))
-    try:
+    noting = put_over(owner, _APPLIER, _noting(getattr(owner, _APPLIER), found))
+    with undone_after(noting):
         return call(), found
-    finally:
-        undo()
 
 
 def _noting(applier: Any, launches: list[Launch]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.upstream.layer_config import LayerConfig
-from megatron_cg.upstream.patch import all_of, set_attribute
+from megatron_cg.upstream.patch import all_of, set_attribute, undone_after
 
 
 def give_scopes(layer: nn.Module, modules: Sequence[Any]) -> Callable[[], None]:
@@ -56,9 +56,6 @@ def _holds(scope: Any, layer: Any, module: nn.Module | None) -> bool:
         return False
     if scope.name == "moe_preprocess":  # not a module, but code of the MoE layer itself
         return module is layer.mlp
-    undo = set_attribute(layer, "config", view)
-    try:
+    with undone_after(set_attribute(layer, "config", view)):
         covered = layer._get_submodules_under_cudagraphs()
-    finally:
-        undo()
     return any(module is below for root in covered for below in root.modules())

@@ -14,7 +14,7 @@ from megatron_cg.replay.attach import ManualHook, Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.own_gradients import own_gradient
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, undone_after
 
 
 class Attachment:
@@ -49,11 +49,8 @@ class Attachment:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(self._module, args, kwargs)
 
-        undo = put_over(self._module, "forward", forward)
-        try:
+        with undone_after(put_over(self._module, "forward", forward)):
             yield
-        finally:
-            undo()
 
     def _run(self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         positional, by_name = self._form.join(args, kwargs)

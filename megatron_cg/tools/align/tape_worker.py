@@ -25,7 +25,7 @@ def main(text: str, directory: str) -> None:
     import megatron_cg.tools.cpu.train  # noqa: F401
     from megatron_cg.tools.cpu import launch
     from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-    from megatron_cg.upstream.patch import set_attribute
+    from megatron_cg.upstream.patch import set_attribute, undone_after
 
     plan: dict[str, Any] = json.loads(text)
     shape = plan["shape"]
@@ -54,11 +54,8 @@ def main(text: str, directory: str) -> None:
         tokens=Path(plan["tokens"]),
         device_counts=device_counts,
     )
-    undo = set_attribute(launch, "START", "fork")
-    try:
+    with undone_after(set_attribute(launch, "START", "fork")):
         launch.run_plans([(training, Path(directory))], plan["processes"])
-    finally:
-        undo()
 
 
 if __name__ == "__main__":

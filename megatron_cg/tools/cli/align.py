@@ -15,8 +15,7 @@ from pathlib import Path
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.align.command import MUTATION_VARIABLE
 from megatron_cg.tools.align.presets import preset_names
-from megatron_cg.tools.cli.numbers import positive, seconds, whole
-from megatron_cg.tools.cli.scopes import add_scopes
+from megatron_cg.tools.cli.options import add_scopes, positive, seconds, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_cg.arguments.schema import SCOPES, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.tools.bench.runs.shapes import SHAPES
-from megatron_cg.tools.cli.numbers import positive, seconds, whole
+from megatron_cg.tools.cli.options import positive, seconds, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_cg.tools.align.presets import preset_names
-from megatron_cg.tools.cli.numbers import positive
-from megatron_cg.tools.cli.scopes import add_scopes
+from megatron_cg.tools.cli.options import add_scopes, positive
 
 READY, BROKEN, UNREADABLE = 0, 1, 2
 WIDTH = 100

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cli.numbers import positive, whole
+from megatron_cg.tools.cli.options import positive, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ from torch.utils._device import _device_constructors
 from megatron_cg.backends.host_reads import host_waits
 from megatron_cg.backends.tape.tape_recording import is_recording, recorded_action
 from megatron_cg.tools.cpu.gloo import averages_as_sums, one_worker_a_group, sizes_as_lists
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import set_attribute, undone_after
 
 #: Functions of ``torch`` that take ``device=`` and make a tensor.
 FACTORIES = (
@@ -150,11 +150,8 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     again and is not copied into the subclass.
     """
     # Shared: Megatron sets some of these while they are replaced, such as TE's cached version.
-    undo = set_attribute(owner, name, value, shared=True)
-    try:
+    with undone_after(set_attribute(owner, name, value, shared=True)):
         yield
-    finally:
-        undo()
 
 
 @contextmanager
@@ -228,7 +225,8 @@ def cuda_leads_to(device: torch.device, cuda: Mapping[str, object]) -> Iterator[
         yield
 
 
-def _no_context(*_args: object) -> AbstractContextManager[None]:
+def no_context(*_args: object, **_options: object) -> AbstractContextManager[None]:
+    """A context that does nothing, whatever it is made with."""
     return nullcontext()
 
 
@@ -239,8 +237,8 @@ def cuda_names() -> dict[str, object]:
     return {
         "Stream": FakeStream,
         "Event": FakeEvent,
-        "stream": _no_context,
-        "device": _no_context,
+        "stream": no_context,
+        "device": no_context,
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
         "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),

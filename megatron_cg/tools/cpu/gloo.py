@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _MODULE = "torch.distributed.distributed_c10d"
@@ -59,11 +59,8 @@ def one_worker_a_group() -> Iterator[None]:
     May be nested. A group that is created with options keeps their devices.
     """
     group = _GROUP.find()
-    undo = put_over(group, "__init__", _with_one_worker(group.__init__))
-    try:
+    with undone_after(put_over(group, "__init__", _with_one_worker(group.__init__))):
         yield
-    finally:
-        undo()
 
 
 @contextmanager
@@ -72,11 +69,9 @@ def sizes_as_lists() -> Iterator[None]:
 
     Megatron turns sizes into lists only if it copied them from a GPU.
     """
-    undo = put_over(dist, "all_to_all_single", _with_lists(dist.all_to_all_single))
-    try:
+    with_lists = _with_lists(dist.all_to_all_single)
+    with undone_after(put_over(dist, "all_to_all_single", with_lists)):
         yield
-    finally:
-        undo()
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer import cuda_graphs
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import Session
@@ -19,6 +18,7 @@ from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.helper import units_of
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.shared_expert import shared_experts_resume
+from megatron_cg.replay.region import capturing_flag
 from megatron_cg.telemetry.capture_report import follow_captures
 from megatron_cg.tools.cpu.batches import Batches
 from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
@@ -125,7 +125,7 @@ class Trainer:
             lasting.callback(shared_experts_resume(layers))
             lasting.callback(weight_gradients_returned(self.model, layers))
             lasting.callback(recompute_in_layers(self.model))
-            with session.capturing(), _megatron_capturing():
+            with session.capturing(), capturing_flag():
                 graphs = session.capture(
                     tuple(layers),
                     args,
@@ -154,13 +154,3 @@ class Trainer:
             # The model passes one mask for the whole batch, so the graph uses that shape.
             inputs["attention_mask"] = inputs["attention_mask"][:1].clone()
         return (hidden.requires_grad_(),), inputs
-
-
-@contextmanager
-def _megatron_capturing() -> Iterator[None]:
-    """Set Megatron's capturing flag: a layer's call then runs ``_te_cuda_graph_capture``."""
-    cuda_graphs._set_capture_start()
-    try:
-        yield
-    finally:
-        cuda_graphs._set_capture_end()

@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.transformer import cuda_graphs
 from torch.distributions import Distribution
 
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.hooks import HookSnapshot, ParameterHookSnapshot
 from megatron_cg.hooks.capture_schedule import schedule
 from megatron_cg.moe.shared_expert import shared_experts_resume
-from megatron_cg.replay.region import run_region
+from megatron_cg.replay.region import capturing_flag, run_region
 from megatron_cg.tools.plan.planned_samples import Sample
 from megatron_cg.tools.plan.pool import Pool, round_up
 from megatron_cg.tools.plan.trace import Trace, tracing
@@ -150,12 +149,8 @@ class Capture:
         parameters = [p for p in sample.layer.parameters() if p.requires_grad]
         before, kernels = self.pool.mark(), self.trace.launches
         # In the backward pass too, Megatron checks this flag to skip recomputation.
-        cuda_graphs._set_capture_start()
-        try:
-            with tracing(self.trace, _reads(sample, "backward")):
-                torch.autograd.backward(outputs, gradients)
-        finally:
-            cuda_graphs._set_capture_end()
+        with capturing_flag(), tracing(self.trace, _reads(sample, "backward")):
+            torch.autograd.backward(outputs, gradients)
         layer.kernels["backward"] = self.trace.launches - kernels
         peak = self.pool.recent_peak
         made = [p.grad for p in parameters if p.grad is not None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from megatron_cg.errors import ConfigurationError, MegatronCGError
 from megatron_cg.precompile.region import Region
-from megatron_cg.tools.cpu.fakes import replaced
+from megatron_cg.tools.cpu.fakes import no_context, replaced
 from megatron_cg.tools.plan.fake_machine import simulated_gpus
 from megatron_cg.tools.plan.request import read_request
 from megatron_cg.tools.plan.settings import WITHOUT_TE, read_settings
@@ -45,7 +44,7 @@ class CompiledRun:
         with (
             torch.device("meta"),
             # Weights get no values, so nothing is drawn from states that are not there.
-            replaced(CudaRNGStatesTracker, "fork", lambda *_args, **_kwargs: nullcontext()),
+            replaced(CudaRNGStatesTracker, "fork", no_context),
         ):
             return layers_of(self.args)[0]
 

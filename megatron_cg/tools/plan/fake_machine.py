@@ -11,14 +11,14 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_cg.errors import MegatronCGError
-from megatron_cg.tools.cpu.fakes import cuda_leads_to, cuda_names, replaced
+from megatron_cg.tools.cpu.fakes import cuda_leads_to, cuda_names, no_context, replaced
 
 HOPPER = (9, 0)
 """The compute capability that Megatron's rules see: that of an H100 or H200."""
@@ -100,12 +100,8 @@ def process_groups(args: Any) -> Iterator[Any]:
             stack.callback(setattr, random, name, getattr(random, name))
         random.initialize_rng_tracker(force_reset=True)
         # Nothing is drawn, so there are no states to draw from.
-        stack.enter_context(replaced(random.CudaRNGStatesTracker, "fork", _no_context))
+        stack.enter_context(replaced(random.CudaRNGStatesTracker, "fork", no_context))
         yield ProcessGroupCollection.use_mpu_process_groups()
-
-
-def _no_context(*_args: Any, **_settings: Any) -> Any:
-    return nullcontext()
 
 
 def group_of_rank_0(sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:

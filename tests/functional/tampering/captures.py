@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import torch
 
-from megatron_cg.hooks import HookKind
+from megatron_cg.fsdp import FsdpRole, UnitHooks, classify
+from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
 from megatron_cg.telemetry.record import note
 from tests.functional.tampering.places import (
     ForcedError,
@@ -25,6 +26,8 @@ COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
     "upload": lambda x: torch.tensor([1.0], device=x.device),
 }
 """Copies between GPU and host, one in each direction."""
+_KEPT: list[Any] = []
+"""Memory of moved buffers, which is never given out again."""
 
 
 def note_state_around_capture() -> None:
@@ -179,35 +182,32 @@ def in_capture_only(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return outer
 
 
+def untransformed(unit: Any) -> UnitHooks:
+    """A unit's hooks as Megatron-FSDP made them, in place of ``MegatronFsdp.unit_hooks``."""
+    keys = {HookKind.FORWARD_PRE: "forward_pre_hooks", HookKind.FORWARD: "forward_hooks"}
+    phases: Any = {key: {} for key in (*keys.values(), "backward_pre_hooks", "backward_hooks")}
+    for record in module_hooks(unit.layer):
+        phases[keys[record.kind]][record.hook_id] = record.fn
+    return UnitHooks(phases)
+
+
 def hooks_without_phase_two() -> None:
     """Hand TE the hooks as Megatron-FSDP made them."""
     from megatron_cg.fsdp import megatron_fsdp
-    from megatron_cg.fsdp.transform import UnitHooks
-    from megatron_cg.hooks import module_hooks
-
-    keys = {HookKind.FORWARD_PRE: "forward_pre_hooks", HookKind.FORWARD: "forward_hooks"}
-
-    def untransformed(unit: Any) -> UnitHooks:
-        phases: Any = {"backward_pre_hooks": {}, "backward_hooks": {}}
-        phases |= {key: {} for key in keys.values()}
-        for record in module_hooks(unit.layer):
-            phases[keys[record.kind]][record.hook_id] = record.fn
-        return UnitHooks(phases)
 
     wrap(megatron_fsdp, "unit_hooks", lambda _old: untransformed)
 
 
+def clear_all_but_a_wrapper(snapshot: HookSnapshot) -> None:
+    """Leave the wrapper around the post-backward handler on, in place of ``HookSnapshot.clear``."""
+    for record in tuple(module_hooks(snapshot.module)):
+        if classify(record) is not FsdpRole.WRAPS_POST_BACKWARD:
+            getattr(snapshot.module, record.kind.value).pop(record.hook_id)
+
+
 def hooks_with_a_wrapper_left_in() -> None:
     """Leave the wrapper around the post-backward handler on the unit."""
-    from megatron_cg.fsdp import FsdpRole, classify
-    from megatron_cg.hooks import HookSnapshot, module_hooks
-
-    def clear(self: HookSnapshot) -> None:
-        for record in tuple(module_hooks(self.module)):
-            if classify(record) is not FsdpRole.WRAPS_POST_BACKWARD:
-                getattr(self.module, record.kind.value).pop(record.hook_id)
-
-    wrap(HookSnapshot, "clear", lambda _old: clear)
+    wrap(HookSnapshot, "clear", lambda _old: clear_all_but_a_wrapper)
 
 
 def parameter_hooks_left_on() -> None:
@@ -219,21 +219,21 @@ def parameter_hooks_left_on() -> None:
 
 def buffer_moved() -> None:
     """After capture, let Megatron-FSDP allocate its unsharded buffers anew."""
-    kept: list[Any] = []
 
     def moving(old: Callable[[Any], None]) -> Callable[[Any], None]:
         def create(self: Any) -> None:
             old(self)
-            for pool in unsharded_pools():
-                kept.append(dict(pool.buffer))
-                pool.buffer.clear()
+            move_unsharded_buffers()
 
         return create
 
     wrap(helper_class(), "create_cudagraphs", moving)
 
 
-def unsharded_pools() -> Iterator[Any]:
+def move_unsharded_buffers() -> None:
+    """Let Megatron-FSDP allocate its unsharded buffers anew; the old ones stay alive."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
 
-    yield utils.get_global_memory_buffer()
+    pool = utils.get_global_memory_buffer()
+    _KEPT.append(dict(pool.buffer))
+    pool.buffer.clear()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from tests.functional.tampering.captures import unsharded_pools
+from tests.functional.tampering.captures import move_unsharded_buffers
 from tests.functional.tampering.places import rank, wrap
 
 STEP, ONLY = 7, 1
@@ -195,17 +195,13 @@ class _Flipped:
 
 
 def buffers_moved(_model: nn.Module) -> None:
-    """Megatron-FSDP allocates its unsharded buffers anew; the old ones stay alive."""
-    for pool in unsharded_pools():
-        _KEPT.append(dict(pool.buffer))
-        pool.buffer.clear()
+    move_unsharded_buffers()
 
 
 def buffers_moved_in_backward(model: nn.Module) -> None:
     model.register_forward_hook(lambda *_: buffers_moved(model))
 
 
-_KEPT: list[Any] = []
 FAULTS: dict[str, Callable[[nn.Module], None]] = {
     "shape": shorter_sequences,
     "training": part_in_evaluation,

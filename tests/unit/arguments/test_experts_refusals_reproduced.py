@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_cg.backends.tape.tape_memory import Pool
 from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.errors import HostSyncError
+from megatron_cg.replay.region import capturing_flag
 from megatron_cg.tools.cpu.launch import run_processes
 
 TOKENS, HIDDEN, EXPERTS = 6, 4, 4
@@ -23,14 +24,8 @@ TOKENS, HIDDEN, EXPERTS = 6, 4, 4
 @contextmanager
 def captured() -> Iterator[None]:
     """What the block runs is captured, as far as Megatron, this package and a tape know."""
-    from megatron.core.transformer import cuda_graphs
-
-    cuda_graphs._set_capture_start()
-    try:
-        with recording(Pool(), torch.nn.Identity(), "a MoE layer"):
-            yield
-    finally:
-        cuda_graphs._set_capture_end()
+    with capturing_flag(), recording(Pool(), torch.nn.Identity(), "a MoE layer"):
+        yield
 
 
 def hybrid_ep(**settings: Any) -> Any:

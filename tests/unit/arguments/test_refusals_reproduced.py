@@ -17,8 +17,10 @@ import torch.distributed as dist
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.backends.tape.tape_memory import FreedStorageError
 from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.arguments.good_configuration import GOOD_ARGV, parse
 from tests.unit.counted import expect
+from tests.unit.trainers import trainer_of
 
 TOKENS = 16
 
@@ -238,17 +240,11 @@ FP32_GRADIENTS: Mapping[str, object] = {"megatron_fsdp_main_grads_dtype": torch.
 
 def gradient_places(options: Mapping[str, object]) -> list[set[int]]:
     """The addresses of each parameter's main gradient in three steps, none of which was freed."""
-    from megatron.core import parallel_state
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1, fsdp_options=options)))
     kept: list[list[torch.Tensor]] = []
-    for _ in range(3):
-        trainer.step()
-        kept.append([parameter.grad.to_local() for parameter in trainer._parameters])
-    parallel_state.destroy_model_parallel()
+    with trainer_of(CpuModelConfig(layers=1, fsdp_options=options)) as trainer:
+        for _ in range(3):
+            trainer.step()
+            kept.append([parameter.grad.to_local() for parameter in trainer._parameters])
     return [{tensor.data_ptr() for tensor in step} for step in zip(*kept, strict=True)]
 
 
@@ -323,20 +319,16 @@ def test_a_replay_leaves_no_largest_logits(
     """It also compares with those of capture, which are freed as Megatron takes them."""
     from megatron.core.optimizer.qk_clip import clip_qk
 
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     shape = CpuModelConfig(layers=2, bf16=False, graph_modules=("attn",))
-    trainer = Trainer(TrainingPlan(shape, graphs=True))
+    with trainer_of(shape, graphs=True) as trainer:
 
-    def largest() -> float:
-        return float(clip_qk([trainer.model], log_max_only=True))
+        def largest() -> float:
+            return float(clip_qk([trainer.model], log_max_only=True))
 
-    trainer.step()
-    assert largest() != 0.0
-    session = trainer.capture(TapeBackend())
-    largest()  # takes what the capture left
-    try:
+        trainer.step()
+        assert largest() != 0.0
+        session = trainer.capture(TapeBackend())
+        largest()  # takes what the capture left
         if not kept:
             KEPT.clear()
         with nullcontext() if kept else pytest.raises(FreedStorageError, match=r"aten\.maximum"):
@@ -344,8 +336,6 @@ def test_a_replay_leaves_no_largest_logits(
         assert largest() == 0.0
         if kept:
             expect(session.counters, replayed=2, mismatched=0)
-    finally:
-        session.close()
 
 
 def grouped(dtype: torch.dtype, **options: Any) -> torch.Tensor:

@@ -17,9 +17,14 @@ from unittest.mock import patch
 import pytest
 
 from megatron_cg.capture import transaction as capture
-from megatron_cg.fsdp import FsdpRole, UnitHooks, classify, megatron_fsdp
-from megatron_cg.hooks import HookKind, HookSnapshot, module_hooks
+from megatron_cg.fsdp import megatron_fsdp
+from megatron_cg.hooks import HookSnapshot
 from megatron_cg.tools.align.compare import Comparison, compare, read_run
+from tests.functional.tampering.captures import (
+    clear_all_but_a_wrapper,
+    move_unsharded_buffers,
+    untransformed,
+)
 
 WARMUP = 2
 BACKENDS = ("tape", "native")
@@ -35,24 +40,11 @@ def plan(*, graphs: bool) -> Any:
 
 
 def without_phase_two(stack: ExitStack) -> None:
-    keys = {HookKind.FORWARD_PRE: "forward_pre_hooks", HookKind.FORWARD: "forward_hooks"}
-
-    def untransformed(unit: Any) -> UnitHooks:
-        phases: Any = {key: {} for key in (*keys.values(), "backward_pre_hooks", "backward_hooks")}
-        for record in module_hooks(unit.layer):
-            phases[keys[record.kind]][record.hook_id] = record.fn
-        return UnitHooks(phases)
-
     stack.enter_context(patch.object(megatron_fsdp, "unit_hooks", untransformed))
 
 
 def with_a_wrapper_left_in(stack: ExitStack) -> None:
-    def clear(self: HookSnapshot) -> None:
-        for record in tuple(module_hooks(self.module)):
-            if classify(record) is not FsdpRole.WRAPS_POST_BACKWARD:
-                getattr(self.module, record.kind.value).pop(record.hook_id)
-
-    stack.enter_context(patch.object(HookSnapshot, "clear", clear))
+    stack.enter_context(patch.object(HookSnapshot, "clear", clear_all_but_a_wrapper))
 
 
 def with_parameter_hooks_on(stack: ExitStack) -> None:
@@ -60,18 +52,13 @@ def with_parameter_hooks_on(stack: ExitStack) -> None:
 
 
 def with_a_buffer_moved(stack: ExitStack) -> None:
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
-
     from megatron_cg.tools.cpu.train import Trainer
 
-    kept: list[Any] = []
     before: Callable[..., Any] = Trainer.capture
 
     def moving(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = before(self, *args, **kwargs)
-        pool = utils.get_global_memory_buffer()
-        kept.append(dict(pool.buffer))
-        pool.buffer.clear()
+        move_unsharded_buffers()
         return session
 
     stack.enter_context(patch.object(Trainer, "capture", moving))

@@ -20,6 +20,7 @@ from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.hook_order import HookOrder, OutOfStepError
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
+from megatron_cg.replay.region import capturing_flag
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 from tests.unit.backends.cuda_double import OnCpu, cuda_double
 
@@ -320,7 +321,6 @@ def captured_all_gathers(trainer: Any, options: dict[str, Any], before: int | No
     from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
     from megatron_cg.integrations.megatron.helper import units_of
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
-    from megatron_cg.tools.cpu.train import _megatron_capturing
 
     layers = transformer_layers(trainer.model)
     backend = TapeBackend()
@@ -333,7 +333,7 @@ def captured_all_gathers(trainer: Any, options: dict[str, Any], before: int | No
     options["allow_unused_input"] = True
     with (
         capturing(units_of(layers), MegatronFsdp(trainer.model.module), backend) as (hooks, _),
-        _megatron_capturing(),
+        capturing_flag(),
     ):
         order = HookOrder(layers, len(args), [unit.capture_time for unit in hooks], options)
         given = order.wrapped if before is None else stop_after(before, order.wrapped)

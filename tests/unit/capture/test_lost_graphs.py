@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 LAYERS, BEFORE, AFTER = 2, 3, 6
 
@@ -41,14 +38,12 @@ def train(*, graphs: bool) -> dict[str, Any]:
         parallel_state.destroy_model_parallel()
 
 
-def play(root: Path) -> None:
-    found = [train(graphs=graphs) for graphs in (False, True)]
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+def play() -> list[dict[str, Any]]:
+    return [train(graphs=graphs) for graphs in (False, True)]
 
 
-def test_graphs_that_one_rank_deletes_are_given_up_by_all(tmp_path: Path) -> None:
-    run_processes(partial(play, tmp_path))
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+def test_graphs_that_one_rank_deletes_are_given_up_by_all() -> None:
+    ranks = on_ranks(play)
     for eager, graphed in ranks:
         assert graphed["numbers"] == eager["numbers"]
         assert graphed["left"] is False

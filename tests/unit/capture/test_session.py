@@ -22,8 +22,10 @@ from megatron_cg.events import CaptureEnded, Event, GraphsDeleted, subscribe
 from megatron_cg.hooks import HookKind
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.identity import Same
+from tests.unit.trainers import trainer_of
 
 
 class Forced(Exception):
@@ -32,15 +34,10 @@ class Forced(Exception):
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"), dropout=0.1)
-    made = Trainer(TrainingPlan(model=model))
-    made.step()
-    yield made
-    if made.session is not None:
-        made.session.close()
+    with trainer_of(model) as made:
+        made.step()
+        yield made
 
 
 def layers_of(trainer: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, di
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
 """For a vote to which no other rank comes; for one to which all come, on however slow a machine."""
@@ -183,7 +184,7 @@ SCENARIOS = (
 )
 
 
-def vote_in_detail(root: Path) -> None:
+def vote_in_detail() -> list[Any]:
     """In one process, where torch checks each collective: votes of both, then one of rank 0."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     set_debug_level_from_env()
@@ -193,9 +194,9 @@ def vote_in_detail(root: Path) -> None:
     votes.post(Kind.STEP, Vote())
     result = [decision.level.name, str(votes.collect()), *said(votes.ready, votes.confirm)]
     missed = said(alone.ready) if rank == 0 else []
-    (root / f"{rank}.json").write_text(json.dumps([result, missed]))
     # Both end together: rank 0's exchange has rank 1 to connect to.
     dist.barrier()
+    return [result, missed]
 
 
 def play(root: Path) -> None:
@@ -369,11 +370,8 @@ def test_an_agreement_closes_after_the_process_groups(tmp_path: Path) -> None:
     assert votes.collect() is None
 
 
-def test_votes_work_where_torch_checks_each_collective(tmp_path: Path) -> None:
-    run_processes(partial(vote_in_detail, tmp_path), RANKS)
-    (first, [missed]), (second, _) = (
-        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)
-    )
+def test_votes_work_where_torch_checks_each_collective() -> None:
+    (first, [missed]), (second, _) = on_ranks(vote_in_detail, RANKS)
     level, posted, *rest = first
     assert first == second
     assert (level, rest) == (Level.RECAPTURE.name, ["went on"] * 2)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from megatron_cg.consensus import compiled_regions
 from megatron_cg.consensus.compiled_regions import CompiledRegions
 from megatron_cg.consensus.decision import AgreementError, Decision, Level
 from megatron_cg.errors import PhaseError, UpstreamChangedError
-from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.upstream.symbols import Symbol
 from tests.unit.consensus.compiled_region_runs import (
     MORE,
@@ -41,21 +38,14 @@ from tests.unit.consensus.compiled_region_runs import (
     static_sizes_differ,
     without_dynamo,
 )
+from tests.unit.ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[Any]]:
+def outcome() -> Callable[[Any], list[Any]]:
     """What a scenario came to on each rank."""
-    root = tmp_path_factory.mktemp("regions")
-    run_processes(partial(play, root), RANKS)
-
-    def read(scenario: Any) -> list[Any]:
-        return [
-            json.loads((root / f"{scenario.__name__}.{rank}.json").read_text())
-            for rank in range(RANKS)
-        ]
-
-    return read
+    ranks = on_ranks(play, RANKS)
+    return lambda scenario: [found[scenario.__name__] for found in ranks]
 
 
 def static(*sizes: int) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +12,10 @@ import torch.distributed as dist
 from megatron_cg.arguments.fast_path_parts import PARTS, with_dependents
 from megatron_cg.errors import CaptureError
 from megatron_cg.fastpath import install, install_parts
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.fastpath.test_fast_path import SCENARIOS, trained
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 DENSE = SCENARIOS["dense"]
 
@@ -33,18 +33,16 @@ CHOICES = {
 }
 
 
-def train_all(folder: Path) -> None:
+def train_all() -> dict[str, Any]:
     runs = {"eager": trained(DENSE, graphs=False, fast=False)}
     for name, parts in CHOICES.items():
         runs[name] = trained(DENSE, graphs=True, fast=parts)  # type: ignore[arg-type]
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(runs))
+    return runs
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("choice")
-    run_processes(partial(train_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def runs() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -95,51 +93,36 @@ def test_a_part_without_one_that_it_needs_is_left_out(dense_model: Any) -> None:
 def test_gathers_are_deferred_only_where_a_launch_issues_them(
     parts: tuple[str, ...], strategy: str, defers: bool, one_rank: None
 ) -> None:
-    from megatron.core import parallel_state
-
     from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     options = {"data_parallel_sharding_strategy": strategy}
-    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=2, fsdp_options=options), graphs=True))
-    trainer.step()
-    session = trainer.capture(TapeBackend(), fast_path=parts)
-    assert session.fast_path is not None
-    assert bool(session.fast_path.deferred._graphed) is defers
-    session.close()
-    parallel_state.destroy_model_parallel()
+    with trainer_of(CpuModelConfig(layers=2, fsdp_options=options), graphs=True) as trainer:
+        trainer.step()
+        session = trainer.capture(TapeBackend(), fast_path=parts)
+        assert bool(session.fast_path.deferred._graphed) is defers
 
 
 @pytest.mark.parametrize("other", [False, ("unshard", "swap")], ids=["none", "fewer"])
-def test_ranks_that_choose_otherwise_capture_nothing(other: Any, tmp_path: Path) -> None:
-    run_processes(partial(capture_unlike, other, tmp_path))
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+def test_ranks_that_choose_otherwise_capture_nothing(other: Any) -> None:
+    for found in on_ranks(partial(capture_unlike, other)):
         assert "ranks would capture different graphs" in found["error"]
         assert "the same --cg-fast-path" in found["error"]
         assert found["hooks are back"] and found["steps"] == 3
 
 
-def capture_unlike(other: Any, folder: Path) -> None:
-    from megatron.core import parallel_state
-
+def capture_unlike(other: Any) -> dict[str, Any]:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
     from tests.unit.fastpath.test_parts import state
 
     rank = dist.get_rank()
-    trainer = Trainer(TrainingPlan(CpuModelConfig(layers=2), graphs=True))
-    agreement = Agreement()
-    steps = [trainer.step() for _ in range(2)]
-    before = state(trainer.model.module)
-    with pytest.raises(CaptureError) as error:
-        trainer.capture(TapeBackend(), agreement, fast_path=True if rank == 0 else other)
-    back = state(trainer.model.module) == before
-    steps.append(trainer.step())
-    agreement.close()
-    parallel_state.destroy_model_parallel()
-    found = {"error": str(error.value), "hooks are back": back, "steps": len(steps)}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    with trainer_of(CpuModelConfig(layers=2), graphs=True) as trainer:
+        agreement = Agreement()
+        steps = [trainer.step() for _ in range(2)]
+        before = state(trainer.model.module)
+        with pytest.raises(CaptureError) as error:
+            trainer.capture(TapeBackend(), agreement, fast_path=True if rank == 0 else other)
+        back = state(trainer.model.module) == before
+        steps.append(trainer.step())
+        agreement.close()
+    return {"error": str(error.value), "hooks are back": back, "steps": len(steps)}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron_cg.fastpath.not_applicable import NotApplicableError
 from megatron_cg.fastpath.optimizer.clip import install_clip
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 Change = Callable[[Any, pytest.MonkeyPatch], Any]
 STEPS = range(1, 8)
@@ -382,16 +380,14 @@ def clipped(ours: bool, apart: bool) -> tuple[list[Any], int]:
     return found, calls + getattr(own, "calls", 0)
 
 
-def clip_in_all_ways(folder: Path) -> None:
+def clip_in_all_ways() -> list[Any]:
     ways = [(ours, apart) for apart in (False, True) for ours in (False, True)]
     with kernels():
-        found = [clipped(ours, apart and dist.get_rank() == 0) for ours, apart in ways]
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+        return [clipped(ours, apart and dist.get_rank() == 0) for ours, apart in ways]
 
 
-def test_ranks_agree_whichever_way_each_of_them_takes(tmp_path: Path) -> None:
-    run_processes(partial(clip_in_all_ways, tmp_path))
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+def test_ranks_agree_whichever_way_each_of_them_takes() -> None:
+    ranks = on_ranks(clip_in_all_ways)
     for (megatron_s, ours, megatron_s_apart, apart), calls in zip(ranks, (4, 2), strict=True):
         assert ours[0] == megatron_s[0] != megatron_s_apart[0] == apart[0]
         assert (ours[1], apart[1]) == (calls, 0)

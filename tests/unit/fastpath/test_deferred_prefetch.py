@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +14,7 @@ from megatron_cg.fastpath.gradients import detached_in_graphs
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import Gathers
 from megatron_cg.tools.cpu import fakes
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 UNITS = 3
 
@@ -221,7 +218,7 @@ def test_an_evaluation_is_as_megatron_has_it_and_forgets_nothing() -> None:
     assert pipeline.begin() == ["waits for all", 1]
 
 
-def trained(root: Path) -> None:
+def trained() -> dict[str, Any]:
     """Losses with graphs and without, and when gathers are issued in a step with graphs."""
     from megatron.core import parallel_state
 
@@ -244,7 +241,7 @@ def trained(root: Path) -> None:
         finally:
             trainer.close()
             parallel_state.destroy_model_parallel()
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
@@ -276,10 +273,8 @@ def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
     return events
 
 
-def test_gathers_overlap_with_graphs_and_numbers_stay(tmp_path: Path) -> None:
-    run_processes(partial(trained, tmp_path))
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+def test_gathers_overlap_with_graphs_and_numbers_stay() -> None:
+    for found in on_ranks(trained):
         assert found["True"] == found["False"]
         units = [event for event in found["events"] if "None" not in event]
         assert units == [

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_cg.capture.accumulators import forget_accumulators
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, detach_in
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 pytest.importorskip("megatron_fsdp")
 
@@ -170,24 +167,21 @@ def one_step(model: Any, step: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def fit_all(folder: Path) -> None:
-    for way in WAYS:
-        runs = {name: fit(way, name == "fast") for name in ("eager", "fast")}
-        (folder / f"{way}-{dist.get_rank()}.json").write_text(json.dumps(runs))
+def fit_all() -> dict[str, Any]:
+    found = {way: {name: fit(way, name == "fast") for name in ("eager", "fast")} for way in WAYS}
     fit("renewed", True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("detached")
-    run_processes(partial(fit_all, found))
     return found
 
 
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return on_ranks(fit_all)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_are_those_of_megatron_fsdp_alone(folder: Path, way: str) -> None:
-    for rank in range(2):
-        runs = json.loads((folder / f"{way}-{rank}.json").read_text())
+def test_losses_are_those_of_megatron_fsdp_alone(results: list[dict[str, Any]], way: str) -> None:
+    for found in results:
+        runs = found[way]
         assert runs["fast"]["losses"] == runs["eager"]["losses"]
         assert runs["fast"]["losses"][-1] < runs["fast"]["losses"][0]
         assert runs["eager"]["taken"] == []

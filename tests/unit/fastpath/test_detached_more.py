@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.errors import FastPathError
 from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, detach_in
-from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.fastpath.bucketing_doubles import Bucketing, hook_weights
+from tests.unit.ranks import on_ranks
 
 pytest.importorskip("megatron_fsdp")
 
@@ -254,27 +251,26 @@ def fail(way: str, model: Any, layers: list[Layer], patch: pytest.MonkeyPatch) -
         layers[0].refuses = False
 
 
-def fit_all(folder: Path) -> None:
+def fit_all() -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for way in WAYS:
         try:
-            runs = [fit(way, False), fit(way, True)]
+            found[way] = [fit(way, False), fit(way, True)]
         except Exception as error:
             # A failure of its own, that says nothing of the others.
-            runs = [[], [repr(error)]]
-        (folder / f"{way}-{dist.get_rank()}.json").write_text(json.dumps(runs))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("detached-more")
-    run_processes(partial(fit_all, found))
+            found[way] = [[], [repr(error)]]
     return found
 
 
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return on_ranks(fit_all)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_are_the_same_or_there_is_an_error(folder: Path, way: str) -> None:
-    for rank in range(2):
-        eager, fast = json.loads((folder / f"{way}-{rank}.json").read_text())
+def test_losses_are_the_same_or_there_is_an_error(results: list[dict[str, Any]], way: str) -> None:
+    for found in results:
+        eager, fast = found[way]
         loud = fast[-1] == FastPathError.__name__
         until = len(fast) - loud
         assert fast[:until] == eager[:until] and loud == (way in LOUD), WAYS[way]

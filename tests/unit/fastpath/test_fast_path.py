@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.fastpath import FastPath, install
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS = 4, 1, 2
 PARTS = [
@@ -54,12 +53,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]:
     """Numbers and shards of a run, and what the fast path did."""
-    from megatron.core import parallel_state
-
     from megatron_cg.fastpath.gradients import bucketing as gradients
     from megatron_cg.telemetry.record_shards import parameter_digests
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     options = dict(options)
     waiting, frozen = options.pop("waiting_bytes", None), options.pop("frozen", None)
@@ -73,9 +68,8 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
             from megatron.core.models.gpt import GPTModel
 
             patch.setattr("megatron_cg.tools.cpu.cpu_model.GPTModel", with_frozen(GPTModel, frozen))
-        stack.callback(parallel_state.destroy_model_parallel)
         shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16, **options)
-        trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=2))
+        trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=2))
         if penalty:
             with_penalty(trainer.model)
         taking = gradients.GradientBucketing.take_detached
@@ -87,9 +81,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
             path = install(trainer.model.module)
             stack.callback(path.close)
         elif graphs:
-            session = trainer.capture(backend, fast_path=fast)
-            stack.callback(session.close)
-            path = session.fast_path
+            path = trainer.capture(backend, fast_path=fast).fast_path
         numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
         if path is not None:
             copies = path.bucketing.copies if path.bucketing else 0
@@ -183,7 +175,8 @@ def with_frozen(make: Callable[..., Any], name: str) -> Callable[..., Any]:
     return made
 
 
-def train_all(folder: Path) -> None:
+def train_all() -> dict[str, Any]:
+    found = {}
     for name, options in SCENARIOS.items():
         runs = {
             "eager": trained(options, graphs=False, fast=False),
@@ -191,53 +184,47 @@ def train_all(folder: Path) -> None:
         }
         if name == "dense":
             runs["plain"] = trained(options, graphs=True, fast=False)
-        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
+        found[name] = runs
+    return found
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("fast")
-    run_processes(partial(train_all, found))
-    return found
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
 
 
 @pytest.mark.parametrize("options", [SCENARIOS["dense"], MANY], ids=["dense", "experts"])
 def test_a_rank_alone_in_its_group_sums_up_its_microbatches(
-    options: dict[str, Any], tmp_path: Path
+    options: dict[str, Any],
 ) -> None:
     """As the experts of an MoE model may be: no buffer is sharded then."""
-    run_processes(partial(train_alone, options, tmp_path / "runs.json"), processes=1)
-    runs = json.loads((tmp_path / "runs.json").read_text())
+    (runs,) = on_ranks(partial(train_alone, options), processes=1)
     for key in ("numbers", "shards"):
         assert runs["fast"][key] == runs["eager"][key]
     assert runs["fast"]["copies"] > 0 and "gradients" in runs["fast"]["parts"]
 
 
-def train_alone(options: dict[str, Any], file: Path) -> None:
-    runs = {name: trained(options, name == "fast", True) for name in ("eager", "fast")}
-    file.write_text(json.dumps(runs))
-
-
-def runs_of(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    for rank in range(2):
-        yield json.loads((folder / f"{name}-{rank}.json").read_text())
+def train_alone(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: trained(options, name == "fast", True) for name in ("eager", "fast")}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_numbers_and_shards_are_those_of_an_eager_run(folder: Path, name: str) -> None:
-    for runs in runs_of(folder, name):
+def test_numbers_and_shards_are_those_of_an_eager_run(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    for runs in (found[name] for found in results):
         assert len(runs["eager"]["shards"]) > 10
         for key in ("numbers", "shards"):
             assert runs["fast"][key] == runs["eager"][key]
 
 
-def test_it_can_be_left_out(folder: Path) -> None:
-    for runs in runs_of(folder, "dense"):
+def test_it_can_be_left_out(results: list[dict[str, Any]]) -> None:
+    for runs in (found["dense"] for found in results):
         assert runs["plain"]["numbers"] == runs["eager"]["numbers"]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
+def test_every_part_is_used_or_says_why_not(results: list[dict[str, Any]], name: str) -> None:
     experts = "no grouped GEMM"
     of_all = {"detached-weights": experts, "gemm-heuristics": experts}
     theirs = "gradients are left to Megatron-FSDP"
@@ -262,7 +249,7 @@ def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
         "no shards": sharded["no_shard"],
         "no double buffer": {"last-unit": "memory of its own", **of_all},
     }.get(name, of_all)
-    for runs in runs_of(folder, name):
+    for runs in (found[name] for found in results):
         did = runs["fast"]
         without = set(left_out)
         if "without_graphs" in SCENARIOS[name]:
@@ -274,19 +261,19 @@ def test_every_part_is_used_or_says_why_not(folder: Path, name: str) -> None:
         assert all(why in did["left out"][part] for part, why in left_out.items())
 
 
-def test_gradients_are_copied_a_bucket_at_a_time(folder: Path) -> None:
+def test_gradients_are_copied_a_bucket_at_a_time(results: list[dict[str, Any]]) -> None:
     passes = 2 * (STEPS - CAPTURED_AFTER)
     for name, at_most in (("dense", 2), ("experts without tokens", 3), ("frozen", 2)):
-        for runs in runs_of(folder, name):
+        for runs in (found[name] for found in results):
             assert LAYERS * passes <= runs["fast"]["copies"] <= at_most * LAYERS * passes
-    for runs in runs_of(folder, "few bytes wait"):
+    for runs in (found["few bytes wait"] for found in results):
         assert runs["fast"]["copies"] > 4 * LAYERS * passes
 
 
-def test_gradients_of_graphs_are_borrowed_once_a_pass(folder: Path) -> None:
+def test_gradients_of_graphs_are_borrowed_once_a_pass(results: list[dict[str, Any]]) -> None:
     passes = 2 * (STEPS - CAPTURED_AFTER)
     for name, options in SCENARIOS.items():
-        for runs in runs_of(folder, name):
+        for runs in (found[name] for found in results):
             detaches = "detached-weights-of-graphs" in runs["fast"]["parts"]
             beside = int("penalty" in options)
             assert runs["fast"]["borrowed"] == [beside] * (LAYERS * passes if detaches else 0)

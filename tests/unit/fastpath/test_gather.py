@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,16 +17,17 @@ from megatron_cg.fastpath.params.gather import Gathers, install_gathers
 from megatron_cg.fastpath.params.last_unit import install_last_unit
 from megatron_cg.fastpath.params.unshard import install_unshard
 from megatron_cg.tools.cpu.fakes import FakeStream, cpu_fakes
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.functional.loops import RECOMPUTE
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 Events = list[tuple[Any, ...]]
 GATHER = "gather"
 RECOMPUTED = {
     "cuda_graph_impl": "none",
     "cuda_graph_modules": [],
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
+    **RECOMPUTE,
 }
 SCENARIOS: dict[str, dict[str, Any]] = {
     "experts": {"experts": 4},
@@ -51,11 +49,7 @@ KEPT = {"experts": 2, "recomputed": 0, "no overlap": 1}
 
 def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], None]]) -> Any:
     """Numbers of a run with an evaluation and a checkpoint, and what it did with buckets."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig as Config
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     options = dict(options)
     recompute = options.pop("recompute", False)
@@ -66,9 +60,8 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
                 return Config(**given | RECOMPUTED)
 
             patch.setattr("megatron_cg.tools.cpu.cpu_model.TransformerConfig", recomputing)
-        stack.callback(parallel_state.destroy_model_parallel)
         shape = CpuModelConfig(layers=3, hidden_size=16, ffn_hidden_size=16, **options)
-        trainer: Any = Trainer(TrainingPlan(shape, microbatches=2))
+        trainer = stack.enter_context(trainer_of(shape, microbatches=2))
         fsdp = trainer.model.module
         numbers: list[Any] = [trainer.step()]
         undo = ExitStack()
@@ -146,26 +139,28 @@ def recorded(fsdp: Any, events: Events) -> Iterator[None]:
         yield
 
 
-def train_all(folder: Path) -> None:
+def train_all() -> dict[str, Any]:
+    found = {}
     for name, options in SCENARIOS.items():
         runs = {"own": trained(options), "short": trained(options, shorten)}
         if name in KEPT:
             runs["kept"] = trained(options, install_last_unit)
             runs["both"] = trained(options, install_last_unit, shorten)
-        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("gather")
-    run_processes(partial(train_all, found))
+        found[name] = runs
     return found
 
 
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_collectives_waits_and_frees_are_megatrons_own(folder: Path, name: str) -> None:
-    for rank in range(2):
-        runs = json.loads((folder / f"{name}-{rank}.json").read_text())
+def test_collectives_waits_and_frees_are_megatrons_own(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    for found in results:
+        runs = found[name]
         assert runs["short"]["numbers"] == runs["own"]["numbers"]
         assert runs["short"]["events"] == runs["own"]["events"]
         kinds = {event[0] for event in runs["own"]["events"]}
@@ -174,9 +169,9 @@ def test_collectives_waits_and_frees_are_megatrons_own(folder: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_the_last_unit_is_gathered_once_a_pass(folder: Path, name: str) -> None:
-    for rank in range(2):
-        runs = json.loads((folder / f"{name}-{rank}.json").read_text())
+def test_the_last_unit_is_gathered_once_a_pass(results: list[dict[str, Any]], name: str) -> None:
+    for found in results:
+        runs = found[name]
         gathers = {kind: [e[0] for e in run["events"]].count(GATHER) for kind, run in runs.items()}
         for kind in ("kept", "both"):
             assert runs[kind]["numbers"] == runs["own"]["numbers"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_cg.fastpath.optimizer.main_weights import (
     _GroupGradients,
@@ -18,7 +14,7 @@ from megatron_cg.fastpath.optimizer.main_weights import (
     install_main_gradients,
 )
 from megatron_cg.memory.scratch import _Chunk
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 
 def a_group(
@@ -166,7 +162,7 @@ def attached(store: Any, decoupled: bool) -> dict[str, Any]:
     return found
 
 
-def compare_attached(folder: Path) -> None:
+def compare_attached() -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_cg.tools.cpu.cpu_model import build
@@ -193,14 +189,12 @@ def compare_attached(folder: Path) -> None:
                 store.dist_main_grad.clear()
             runs[f"{name}, {decoupled}"] = found
             parallel_state.destroy_model_parallel()
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(runs))
+    return runs
 
 
-def test_attached_gradients_are_those_of_megatron_fsdp(tmp_path: Path) -> None:
-    run_processes(partial(compare_attached, tmp_path))
+def test_attached_gradients_are_those_of_megatron_fsdp() -> None:
     empty_shards = 0
-    for rank in range(2):
-        runs = json.loads((tmp_path / f"{rank}.json").read_text())
+    for runs in on_ranks(compare_attached):
         for name, run in runs.items():
             assert run["equal"] == run["restored"] == [True, True] and run["number"] > 5, name
             empty_shards += run["empty"]

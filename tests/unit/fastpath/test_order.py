@@ -6,10 +6,7 @@ all-to-all of experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 LAYERS = 3
 WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
@@ -115,7 +112,7 @@ def noted(trainer: Any, patch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-def in_order(root: Path) -> None:
+def in_order() -> dict[str, Any]:
     """What rank 1 issues for each cause of an eager pass, beside what rank 0 issues."""
     from megatron.core import parallel_state
 
@@ -133,14 +130,12 @@ def in_order(root: Path) -> None:
         finally:
             trainer.close()
             parallel_state.destroy_model_parallel()
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    root = tmp_path_factory.mktemp("order")
-    run_processes(partial(in_order, root))
-    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+def found() -> list[dict[str, Any]]:
+    return on_ranks(in_order)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -16,8 +16,10 @@ from megatron_cg.fastpath.gradients.views import BucketViews
 from megatron_cg.fastpath.hook_closures import find_cell, hook_functions
 from megatron_cg.fastpath.params.cached_lists import CachedParameters
 from megatron_cg.fastpath.params.unshard import _fetched
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from megatron_cg.upstream.closures import set_cell
 from tests.unit.identity import Same
+from tests.unit.trainers import trainer_of
 
 CELLS = (
     "_param_list_for_submodule_unshard",
@@ -61,15 +63,10 @@ def test_gradients_wait_no_longer_than_the_backward_pass_of_their_unit(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next graph could overwrite them: Note [How long a gradient may wait]."""
-    from megatron.core import parallel_state
-
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     done: list[nn.Module] = []
-    trainer: Any = Trainer(TrainingPlan(CpuModelConfig(layers=2), microbatches=2))
-    try:
+    with trainer_of(CpuModelConfig(layers=2), microbatches=2) as trainer:
         with monkeypatch.context() as patch:
             path = install(trainer.model.module)
             assert path.bucketing is not None
@@ -78,8 +75,6 @@ def test_gradients_wait_no_longer_than_the_backward_pass_of_their_unit(
         path.close()
         backward = [*reversed(transformer_layers(trainer.model))]
         assert [unit for unit in done if unit in backward] == backward * 2
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 Forward = Callable[[], torch.Tensor]
 LAYERS, CAPTURED_AFTER, STEPS, MICROBATCHES = 3, 1, 4, 3
@@ -146,42 +146,34 @@ EDGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 
 def trained(name: str, *, graphs: bool) -> Any:
     """Numbers of the steps, and digests of the weights after them."""
-    from megatron.core import parallel_state
-
     from megatron_cg.telemetry.record_shards import parameter_digests
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     shape = CpuModelConfig(LAYERS, 16, 16, graph_modules=("attn", "mlp"))
-    trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))
-    if name == SHUFFLED:
-        decoder_of(trainer).layers.__class__ = Shuffled
-    with ExitStack() as stack:
-        stack.callback(parallel_state.destroy_model_parallel)
+    with trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES) as trainer:
+        if name == SHUFFLED:
+            decoder_of(trainer).layers.__class__ = Shuffled
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         if graphs:
-            stack.callback(trainer.capture(TapeBackend()).close)
+            trainer.capture(TapeBackend())
         numbers.append(trainer.step())
-        stack.enter_context(EDGES[name](trainer))
-        numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER - 1)]
-        return [numbers, parameter_digests(trainer.model)]
+        with EDGES[name](trainer):
+            numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER - 1)]
+            return [numbers, parameter_digests(trainer.model)]
 
 
-def train_all(folder: Path) -> None:
-    for name in EDGES:
-        runs = [trained(name, graphs=graphs) for graphs in (False, True)]
-        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(runs))
+def train_all() -> dict[str, Any]:
+    return {name: [trained(name, graphs=graphs) for graphs in (False, True)] for name in EDGES}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("edges")
-    run_processes(partial(train_all, found))
-    return found
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_what_is_trained_is_what_an_eager_run_trains(folder: Path, name: str) -> None:
-    for rank in range(2):
-        eager, graphs = json.loads((folder / f"{name}-{rank}.json").read_text())
+def test_what_is_trained_is_what_an_eager_run_trains(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    for found in results:
+        eager, graphs = found[name]
         assert graphs == eager

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_cg.fastpath.optimizer import zero
 from megatron_cg.fastpath.optimizer.zero import install_zero
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "cast": {},
@@ -50,12 +46,12 @@ def left(store: Any) -> list[Any]:
     ]
 
 
-def compare_all(folder: Path) -> None:
+def compare_all() -> dict[str, Any]:
     found = {}
     for name, options in SCENARIOS.items():
         for keeps in (False, True):
             found[f"{name}, {keeps}"] = compared(options, keeps)
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 def compared(options: dict[str, Any], keeps: bool) -> list[Any]:
@@ -99,17 +95,14 @@ def compared(options: dict[str, Any], keeps: bool) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("zero")
-    run_processes(partial(compare_all, found))
-    return found
+def results() -> list[dict[str, Any]]:
+    return on_ranks(compare_all)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_same_is_left(folder: Path, name: str, keeps: bool) -> None:
-    for rank in range(2):
-        runs = json.loads((folder / f"{rank}.json").read_text())
+def test_the_same_is_left(results: list[dict[str, Any]], name: str, keeps: bool) -> None:
+    for runs in results:
         for filled, megatrons, ours in runs[f"{name}, {keeps}"]:
             assert ours == megatrons != filled
             assert len(ours) > 15

@@ -7,18 +7,16 @@ the same product with the fusion and without it.
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 STEPS, CAPTURED = 3, 1
 SHARDED, UNSHARDED = ("optim_grads_params", "optim_grads"), ("optim", "no_shard")
@@ -42,14 +40,11 @@ def train(
     tensor_parallel: int = 1,
 ) -> dict[str, Any]:
     """Losses and norms, to the last bit, whose gradients are not zero, and where buckets are."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers as linear
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.errors import CaptureError
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     with ExitStack() as undo:
         # Apex, without which Megatron makes no such layer; under Megatron-FSDP it is not called.
@@ -69,9 +64,8 @@ def train(
             undo.enter_context(patch(OURS, lambda *_: lambda: None))
         if graphs == "unmarked":
             undo.enter_context(patch(REFUSED, lambda _unit: None))
-        plan = TrainingPlan(shape, graphs=bool(graphs), microbatches=microbatches)
-        trainer = Trainer(plan)
-        undo.callback(parallel_state.destroy_model_parallel)
+        made = trainer_of(shape, graphs=bool(graphs), microbatches=microbatches)
+        trainer = undo.enter_context(made)
         places = places_of_buckets(trainer)
         steps, error = [], ""
         for step in range(STEPS):
@@ -117,7 +111,7 @@ def places_of_buckets(trainer: Any) -> dict[int, list[int]]:
     return places
 
 
-def train_all(folder: Path) -> None:
+def train_all() -> dict[str, Any]:
     found = {
         f"{strategy} {microbatches} {fused}": train(
             strategy, fused=fused, microbatches=microbatches
@@ -133,14 +127,12 @@ def train_all(folder: Path) -> None:
         for way in ("fast", "slow", "fused"):
             found[f"{strategy} {way}"] = train(strategy, fused=True, graphs=way)
     found["unmarked"] = train("optim_grads_params", fused=True, graphs="unmarked")
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("fusion")
-    run_processes(partial(train_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
 
 
 def steps(found: dict[str, Any], strategy: str, microbatches: int, *, fused: bool) -> Any:

@@ -42,7 +42,9 @@ from megatron_cg.memory.usage import (
 )
 from megatron_cg.telemetry.record import Recorder
 from megatron_cg.tools.align.compare import read_run
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.memory.held import held
+from tests.unit.trainers import trainer_of
 
 MIB = 2**20
 
@@ -175,14 +177,9 @@ def test_optimizer_states_are_found_through_megatrons_wrappers() -> None:
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    made = Trainer(TrainingPlan(model=CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))))
-    made.step()
-    yield made
-    if made.session is not None:
-        made.session.close()
+    with trainer_of(CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))) as made:
+        made.step()
+        yield made
 
 
 def test_a_session_is_walked_from_graphs_to_buffers(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ def expected(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.
     return result
 
 
-def check(folder: Path) -> None:
+def check() -> Any:
     """Exchange rows of each shape forward and backward; write what was wrong."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group: Any = dist.group.WORLD
@@ -61,4 +59,4 @@ def check(folder: Path) -> None:
             assert rows.grad is not None
             if not torch.equal(rows.grad[: sum(sent)], back) or rows.grad[sum(sent) :].any():
                 wrong.append(f"{name}: gradients of {shape}")
-    (folder / f"{rank} of {ranks}.json").write_text(json.dumps(wrong))
+    return wrong

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.unit.moe.test_training import FAST, LAYERS, MICROBATCHES, STEPS, WARMUP, Model, trained
+from tests.unit.moe.test_training import FAST, LAYERS, MICROBATCHES, STEPS, WARMUP, Model, train_all
+from tests.unit.ranks import on_ranks
 
 RANKS = 8
 TWO_GROUPS = {"num_distributed_optimizer_instances": 2}
@@ -28,8 +30,8 @@ CASES = [(name, way) for name, model in LAYOUTS.items() for way in model.ways]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return trained(LAYOUTS, tmp_path_factory.mktemp("eight"), RANKS)
+def results() -> list[dict[str, Any]]:
+    return on_ranks(partial(train_all, LAYOUTS), RANKS)
 
 
 @pytest.mark.parametrize(("layout", "way"), CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -18,6 +17,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from megatron_cg.consensus import exchange
 from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit import trainers
+from tests.unit.ranks import on_ranks
 from tests.unit.runs.test_one_rank_failures import no_hang
 
 LAYERS, STEPS, CAPTURED, SHORT, EVALUATED, DELETED, AGAIN = 2, 11, 2, 5, 6, 7, 9
@@ -39,19 +41,20 @@ class Short:
 
 
 @contextmanager
-def trainer_of(ours: bool) -> Iterator[Any]:
-    """A trainer of two ranks that share the experts; ``batches`` can be halved."""
-    from megatron.core import parallel_state
+def trainer_of(scopes: tuple[str, ...], *, graphs: bool = True, **options: Any) -> Iterator[Any]:
+    """A trainer of two ranks that share the experts; its batches can be halved.
+
+    ``options`` are those of Megatron's model. With experts in ``scopes``, counts of their tokens
+    stay on the device.
+    """
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_cg.moe.install import use_device_counts
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     destroy_moe_metrics_tracker()
     with ExitStack() as undo:
-        if ours:
+        if "moe" in scopes:
             undo.enter_context(in_place_of_te())
             undo.callback(use_device_counts())
         shape = CpuModelConfig(
@@ -59,10 +62,10 @@ def trainer_of(ours: bool) -> Iterator[Any]:
             experts=4,
             grouped=True,
             expert_parallel=2,
-            graph_modules=("attn", "moe") if ours else ("attn",),
+            options=options,
+            graph_modules=scopes,
         )
-        trainer: Any = Trainer(TrainingPlan(shape, graphs=ours))
-        undo.callback(parallel_state.destroy_model_parallel)
+        trainer = undo.enter_context(trainers.trainer_of(shape, graphs=graphs))
         trainer._batches = Short(trainer._batches)
         yield trainer
 
@@ -80,7 +83,8 @@ def live(ours: bool) -> dict[str, Any]:
 
     found: list[list[str]] = []
     done: list[dict[str, int]] = []
-    with trainer_of(ours) as trainer, ExitStack() as undo:
+    scopes = ("attn", "moe") if ours else ("attn",)
+    with trainer_of(scopes, graphs=ours) as trainer, ExitStack() as undo:
         for step in range(STEPS):
             if ours and step in (CAPTURED, AGAIN):
                 session = captured(trainer, policy=ReplayPolicy("eager", verify_interval=2))
@@ -100,16 +104,13 @@ def live(ours: bool) -> dict[str, Any]:
     return {"found": found, "done": done}
 
 
-def live_twice(folder: Path) -> None:
-    lives = {"megatron": live(ours=False), "ours": live(ours=True)}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(lives))
+def live_twice() -> dict[str, Any]:
+    return {"megatron": live(ours=False), "ours": live(ours=True)}
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("life")
-    run_processes(partial(live_twice, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def lives() -> list[dict[str, Any]]:
+    return on_ranks(live_twice)
 
 
 def test_every_loss_and_norm_is_megatrons(lives: list[dict[str, Any]]) -> None:
@@ -137,7 +138,7 @@ def short_alone(folder: Path) -> None:
     from megatron_cg.errors import ReplayMismatchError
 
     soon = timedelta(seconds=3)
-    with trainer_of(ours=True) as trainer, no_hang():
+    with trainer_of(("attn", "moe")) as trainer, no_hang():
         trainer.step()
         captured(trainer)
         trainer.step()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.functional.loops import RECOMPUTE
 from tests.unit.moe.steps_of_megatron import Helper, MegatronTrainer, trainer_of
+from tests.unit.moe.test_training import LOSSES, SIGMOID
+from tests.unit.ranks import on_ranks
 
 WARMUP, LAYERS, MICROBATCHES, FACTOR = 1, 2, 2, 1.05
 
@@ -83,20 +82,8 @@ class Case:
         return repr((self.options, self.dropout, self.evaluated, self.again))
 
 
-SIGMOID = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_router_dtype": "fp32",
-}
-LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-    **SIGMOID,
-}
+RECOMPUTED = {**RECOMPUTE, **SIGMOID}
 PLACES: dict[str, Exceeds] = {
     "every pass, at first": every_pass,
     "never": never,
@@ -273,7 +260,7 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
         }
 
 
-def train_all(folder: Path) -> None:
+def train_all() -> dict[str, Any]:
     # What Megatron's router compiles takes longer than the steps; test_token_counts.py compiles it.
     torch.compiler.set_stance("force_eager")
     eager = {}
@@ -284,14 +271,12 @@ def train_all(folder: Path) -> None:
         name: {"eager": eager[case.eager], "ours": train(case, case.steps, ours=True)}
         for name, case in CASES.items()
     }
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("repeats")
-    run_processes(partial(train_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_cg.tools.cpu.fakes import FakeStream
-from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.moe.test_life import Short, captured
+from tests.unit.moe.test_life import captured, trainer_of
 from tests.unit.moe.test_training import EXPERTS, OVERLAPPED, ROUTER
+from tests.unit.ranks import on_ranks
 
 LAYERS, STEPS, FAILED, CAPTURED, SHORT = 2, 6, 1, 2, 4
 """Steps: a failed capture before, captured before, with a short batch."""
@@ -38,36 +33,6 @@ class LoggedStream(FakeStream):
 
     def wait_stream(self, stream: object) -> None:
         self.log.append(self.waits)
-
-
-@contextmanager
-def trainer_of(scopes: tuple[str, ...]) -> Iterator[Any]:
-    """A trainer of two ranks that share the experts; its batches can be halved."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
-    from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    destroy_moe_metrics_tracker()
-    with ExitStack() as undo:
-        if "moe" in scopes:
-            undo.enter_context(in_place_of_te())
-            undo.callback(use_device_counts())
-        shape = CpuModelConfig(
-            layers=LAYERS,
-            experts=4,
-            grouped=True,
-            expert_parallel=2,
-            options=OVERLAPPED,
-            graph_modules=scopes,
-        )
-        trainer: Any = Trainer(TrainingPlan(shape, graphs=True))
-        undo.callback(parallel_state.destroy_model_parallel)
-        trainer._batches = Short(trainer._batches)
-        yield trainer
 
 
 def shared_experts(model: torch.nn.Module) -> list[Any]:
@@ -91,7 +56,7 @@ def live(scopes: tuple[str, ...], *, graphs: bool) -> dict[str, Any]:
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
 
     steps, error = [], ""
-    with trainer_of(scopes) as trainer, ExitStack() as undo:
+    with trainer_of(scopes, **OVERLAPPED) as trainer, ExitStack() as undo:
         for step in range(STEPS):
             if graphs and step == FAILED:
                 error = failed(trainer)
@@ -114,7 +79,7 @@ def live(scopes: tuple[str, ...], *, graphs: bool) -> dict[str, Any]:
 def streams_of_a_capture() -> list[str]:
     """Forks and joins of the shared experts' stream, in order."""
     log: list[str] = []
-    with trainer_of(ROUTER) as trainer, ExitStack() as undo:
+    with trainer_of(ROUTER, **OVERLAPPED) as trainer, ExitStack() as undo:
         trainer.step()
         for shared in shared_experts(trainer.model):
             shared.stream = LoggedStream(log, "fork")
@@ -127,7 +92,7 @@ def streams_of_a_capture() -> list[str]:
 
 def without_us() -> str:
     """How Megatron's own capture of the region ends."""
-    with trainer_of(ROUTER) as trainer, patch(RESUME, lambda _layers: lambda: None):
+    with trainer_of(ROUTER, **OVERLAPPED) as trainer, patch(RESUME, lambda _layers: lambda: None):
         trainer.step()
         try:
             captured(trainer)
@@ -136,20 +101,18 @@ def without_us() -> str:
     return ""
 
 
-def run_all(folder: Path) -> None:
+def run_all() -> dict[str, Any]:
     found: dict[str, Any] = {
         name: {way: live(scopes, graphs=way == "graphs") for way in ("megatron", "graphs")}
         for name, scopes in SCOPES.items()
     }
     found |= {"streams": streams_of_a_capture(), "without us": without_us()}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("shared")
-    run_processes(partial(run_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def results() -> list[dict[str, Any]]:
+    return on_ranks(run_all)
 
 
 @pytest.mark.parametrize("scopes", SCOPES)

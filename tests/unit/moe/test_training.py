@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_cg.tools.cpu.launch import run_processes
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 STEPS, WARMUP, LAYERS, MICROBATCHES = 3, 1, 2, 2
 EXPERTS = ("attn", "moe")
@@ -35,7 +34,11 @@ class Model:
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 32}
-OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True, "moe_shared_expert_gate": True}
+OVERLAPPED: dict[str, Any] = {
+    **SHARED,
+    "moe_shared_expert_overlap": True,
+    "moe_shared_expert_gate": True,
+}
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 SIGMOID = {
     "moe_router_score_function": "sigmoid",
@@ -85,8 +88,6 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron_cg.moe.install import counts_on_device, use_device_counts
     from megatron_cg.replay.counters import Counters
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
@@ -105,13 +106,12 @@ def fit(model: Model, way: str) -> dict[str, Any]:
             fsdp_options=model.fsdp,
             graph_modules=SCOPES.get(way, ("attn",)),
         )
-        trainer = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=MICROBATCHES))
-        undo.callback(parallel_state.destroy_model_parallel)
-        steps, counters, parts = [], Counters(), []
+        made_of = trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES)
+        trainer = undo.enter_context(made_of)
+        steps, counters, parts = [], Counters(), list[str]()
         for step in range(STEPS):
             if graphs and step == WARMUP:
                 session = trainer.capture(TapeBackend(), Agreement(), fast_path=way in FAST)
-                undo.callback(session.close)
                 counters = session.counters
                 parts = session.fast_path.parts if session.fast_path is not None else []
             steps.append([number.hex() for number in trainer.step()])
@@ -128,25 +128,20 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         return {"copied": copied, "steps": steps, **made, **shown}
 
 
-def train_all(models: Mapping[str, Model], folder: Path) -> None:
+def train_all(models: Mapping[str, Model]) -> dict[str, Any]:
+    """What this rank found of each model and way."""
     # What Megatron's router compiles takes longer than the steps; test_token_counts.py compiles it.
     torch.compiler.set_stance("force_eager")
     found = {
         name: {way: fit(model, way) for way in ("megatron", *model.ways)}
         for name, model in models.items()
     }
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-
-
-def trained(models: Mapping[str, Model], folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
-    """What each rank found of each model and way."""
-    run_processes(partial(train_all, models, folder), ranks)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return trained(MODELS, tmp_path_factory.mktemp("moe"))
+def results() -> list[dict[str, Any]]:
+    return on_ranks(partial(train_all, MODELS))
 
 
 @pytest.mark.parametrize(("model", "way"), CASES)

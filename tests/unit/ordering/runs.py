@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.ordering.doubles.device import modelled_device
 from tests.unit.ordering.doubles.notes import Notes
 from tests.unit.ordering.trace import Trace
+from tests.unit.trainers import trainer_of
 
 LAYERS = 3
 """More units than double buffers."""
@@ -50,14 +52,9 @@ def traced(run: Run) -> Trace:
     Steps before the fast path is put in or graphs are captured, and the capture itself, are not
     traced. All work of theirs is over when the trace begins.
     """
-    from megatron.core import parallel_state
-
     from megatron_cg.fastpath import install
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     with ExitStack() as stack:
-        stack.callback(parallel_state.destroy_model_parallel)
         notes = stack.enter_context(modelled_device())
         small = {"hidden_size": 16, "ffn_hidden_size": 16, "sequence_length": 4}
         modules = {} if run.graphs is None else {"graph_modules": run.graphs}
@@ -65,13 +62,13 @@ def traced(run: Run) -> Trace:
             **{"layers": LAYERS, **small, **modules, **run.shape}, fsdp_options=run.fsdp
         )
         graphs = run.graphs is not None
-        trainer: Any = Trainer(TrainingPlan(shape, graphs=graphs, microbatches=run.microbatches))
+        made = trainer_of(shape, graphs=graphs, microbatches=run.microbatches)
+        trainer = stack.enter_context(made)
         if run.before is not None:
             run.before(trainer)
         trainer.step()
         if graphs:
-            session = trainer.capture(run.backend(), only=run.only, fast_path=run.fast)
-            stack.callback(session.close)
+            trainer.capture(run.backend(), only=run.only, fast_path=run.fast)
         elif run.fast:
             stack.callback(install(trainer.model.module).close)
         name_memory(notes, trainer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,9 @@ from megatron_cg.precompile.load import Precompiled, load
 from megatron_cg.precompile.region import Region
 from megatron_cg.precompile.save import save
 from megatron_cg.replay.verify import bytes_of
-from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.precompile.poison import MARKER, poisoned
 from tests.unit.precompile.regions import REGIONS, WORLD, Layers
+from tests.unit.ranks import on_ranks
 
 OWN_TOKENS = ("experts-2", "experts-4")
 """Regions whose ranks have tokens of their own; ranks of a tensor-parallel group share theirs."""
@@ -242,18 +242,18 @@ def captured(folder: Path, votes: Agreement) -> dict[str, Any]:
     return found
 
 
-def on_a_rank(folder: Path, out: Path, digest: str) -> None:
+def on_a_rank(folder: Path, out: Path, digest: str) -> dict[str, Any]:
     logging.disable()
     votes, rank = Agreement(), dist.get_rank()
     found: dict[str, Any] = {name: bits(folder, votes, name) for name in REGIONS}
     found["refusals"] = refusals(folder, out / f"own{rank}", votes, digest)
     found["wrong calls"] = wrong_calls(folder, votes)
     found["captured"] = captured(folder, votes)
-    (out / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Save all regions in this process, without a GPU; load them on four ranks."""
     folder, out = (tmp_path_factory.mktemp(name) for name in ("artifacts", "results"))
     before = torch.are_deterministic_algorithms_enabled()
@@ -266,8 +266,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str,
     finally:
         torch.use_deterministic_algorithms(before)
     assert not dist.is_initialized()
-    run_processes(partial(on_a_rank, folder, out, saved["columns"].manifest_sha256), WORLD)
-    yield [json.loads((out / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return on_ranks(partial(on_a_rank, folder, out, saved["columns"].manifest_sha256), WORLD)
 
 
 @pytest.mark.parametrize("name", REGIONS)

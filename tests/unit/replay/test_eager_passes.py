@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +23,7 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.counted import expect
+from tests.unit.ranks import on_ranks
 from tests.unit.runs.test_one_rank_failures import no_hang
 
 pytest.importorskip("megatron_fsdp")
@@ -111,7 +111,7 @@ STEPS: list[tuple[str, Callable[[Any], None] | None, list[str]]] = [
 """What all ranks do before a step, and the votes on it."""
 
 
-def together(root: Path) -> None:
+def together() -> dict[str, Any]:
     """Votes of each step, and the numbers of an eager run and of this one."""
     from megatron_cg.consensus.exchange import Agreement
 
@@ -140,13 +140,11 @@ def together(root: Path) -> None:
         found["left behind"] = [
             "forward" in vars(layer) and layer.forward.func.__name__ for layer in run.network.layers
         ]
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
-def test_all_ranks_vote_before_a_unit_runs_eagerly(tmp_path: Path) -> None:
-    run_processes(partial(together, tmp_path))
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+def test_all_ranks_vote_before_a_unit_runs_eagerly() -> None:
+    for found in on_ranks(together):
         assert found.pop("left behind") == ["forward"] * 3
         assert {name: step["votes"] for name, step in found.items()} == {
             name: sorted(votes) for name, _, votes in STEPS

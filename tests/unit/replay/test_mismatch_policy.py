@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +15,8 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
-from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.counted import expect
+from tests.unit.ranks import on_ranks
 
 SHAPE = Mismatch("shape", "shape of argument x", "(2,)", "(3,)", "Cause.")
 
@@ -81,7 +78,7 @@ def test_verification_is_due_at_its_interval() -> None:
     assert not never.verifies
 
 
-def leave(root: Path) -> None:
+def leave() -> list[str]:
     """Both ranks find the same; then each something else; then, with new votes, one alone."""
     outcomes = []
     for layers in (("layer 0", "layer 0"), ("layer 0", "layer 1"), ("layer 0", None)):
@@ -100,12 +97,11 @@ def leave(root: Path) -> None:
                 outcome = str(error)
         outcomes.append(outcome)
         dist.barrier()
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes))
+    return outcomes
 
 
-def test_a_graph_with_collectives_is_left_by_all_ranks_or_by_none(tmp_path: Path) -> None:
-    run_processes(partial(leave, tmp_path))
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+def test_a_graph_with_collectives_is_left_by_all_ranks_or_by_none() -> None:
+    first, second = on_ranks(leave)
     assert first[0] == second[0] == "eager"
     for text in (first[1], second[1], first[2]):
         assert "holds collectives" in text and "--cg-layers" in text

@@ -12,22 +12,19 @@ import torch
 from megatron_cg.backends.driver.recorder import Recorded
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.trainers import trainer_of
 
 
 @pytest.fixture
 def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from megatron_cg.tools.cpu.train import Trainer
-
     # Graphs of Transformer Engine (2.20.2) do not look whether they were replayed again.
     monkeypatch.setattr(Recorded, "replays", property(lambda _: 0, lambda _, __: None))
-    made = Trainer(TrainingPlan(CpuModelConfig(layers=2), graphs=True))
-    made.step()
-    made.capture(TapeBackend())
-    yield made
-    if made.session is not None:
-        made.session.close()
+    with trainer_of(CpuModelConfig(layers=2), graphs=True) as made:
+        made.step()
+        made.capture(TapeBackend())
+        yield made
 
 
 def in_turn(trainer: Any) -> None:

@@ -20,8 +20,11 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import _first_difference, verify
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.upstream.patch import undone_after
 from tests.unit.counted import expect
 from tests.unit.fastpath.test_deferred_prefetch import noted
+from tests.unit.trainers import trainer_of
 
 STEPS, LAYERS = 4, 2
 
@@ -36,7 +39,6 @@ def run(
     **fsdp_options: Any,
 ) -> tuple[list[Any], Any, Any]:
     """Losses and norms, counters, and MoE metrics of a training run."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import (
         destroy_moe_metrics_tracker,
         get_moe_metrics_tracker,
@@ -44,8 +46,6 @@ def run(
 
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.tools.cpu.cpu_model import transformer_layers
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(
@@ -56,24 +56,20 @@ def run(
         fsdp_options=fsdp_options,
     )
     destroy_moe_metrics_tracker()
-    plan = TrainingPlan(model=model, graphs=policy is not None, microbatches=microbatches)
-    trainer: Any = Trainer(plan)
-    session = None
-    try:
+    graphs = policy is not None
+    with (
+        undone_after(destroy_moe_metrics_tracker),
+        trainer_of(model, graphs=graphs, microbatches=microbatches) as trainer,
+    ):
         numbers = [trainer.step() for _ in range(2)]
-        if policy is not None:
-            session = trainer.capture(TapeBackend(), policy=policy, fast_path=fast_path)
+        if graphs:
+            trainer.capture(TapeBackend(), policy=policy, fast_path=fast_path)
         get_moe_metrics_tracker().clear()
         if corrupt is not None:
             corrupt(transformer_layers(trainer.model)[1].cuda_graphs[0].graph._recorded)
         numbers += [trainer.step() for _ in range(STEPS)]
         metrics = {k: v.values.tolist() for k, v in get_moe_metrics_tracker().metrics.items()}
-        return numbers, session.counters if session else None, metrics
-    finally:
-        if session is not None:
-            session.close()
-        destroy_moe_metrics_tracker()
-        parallel_state.destroy_model_parallel()
+        return numbers, trainer.session and trainer.session.counters, metrics
 
 
 @cache
@@ -287,23 +283,20 @@ def test_a_verification_runs_once_the_next_unit_is_gathered(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"))
-    trainer: Any = Trainer(TrainingPlan(model, graphs=True))
-    trainer.step()
-    session = trainer.capture(TapeBackend(), policy=ReplayPolicy("error", verify_interval=2))
-    trainer.step()
-    events = noted(trainer.model.module, monkeypatch)
+    with trainer_of(model, graphs=True) as trainer:
+        trainer.step()
+        trainer.capture(TapeBackend(), policy=ReplayPolicy("error", verify_interval=2))
+        trainer.step()
+        events = noted(trainer.model.module, monkeypatch)
 
-    def noting(*args: Any, **options: Any) -> Any:
-        events.append("verify")
-        return verify(*args, **options)
+        def noting(*args: Any, **options: Any) -> Any:
+            events.append("verify")
+            return verify(*args, **options)
 
-    monkeypatch.setattr("megatron_cg.replay.guarded_graph.verify", noting)
-    trainer.step()
-    session.close()
+        monkeypatch.setattr("megatron_cg.replay.guarded_graph.verify", noting)
+        trainer.step()
     assert [event for event in events if "None" not in event] == [
         *("forward: gather 0", "forward: gather 1", "verify", "launch"),
         *("forward: gather 2", "verify", "launch", "verify", "launch"),

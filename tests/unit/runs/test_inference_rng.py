@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.trainers import trainer_of
 
 LAYERS, BEFORE, AFTER = 2, 1, 3
 
 
 def train(*, graphed: bool) -> tuple[Any, Any]:
     """Losses and norms of all steps, and the counters of the graphs."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     shape = CpuModelConfig(
         layers=LAYERS,
@@ -25,19 +23,15 @@ def train(*, graphed: bool) -> tuple[Any, Any]:
         options={"inference_rng_tracker": True},
     )
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    session = None
     try:
-        trainer = Trainer(TrainingPlan(shape, graphs=graphed))
-        assert random.get_cuda_rng_tracker().get_states() == {}
-        numbers = [trainer.step() for _ in range(BEFORE)]
-        if graphed:
-            session = trainer.capture(TapeBackend())
-        numbers += [trainer.step() for _ in range(AFTER)]
-        return numbers, session.counters if session is not None else None
+        with trainer_of(shape, graphs=graphed) as trainer:
+            assert random.get_cuda_rng_tracker().get_states() == {}
+            numbers = [trainer.step() for _ in range(BEFORE)]
+            if graphed:
+                trainer.capture(TapeBackend())
+            numbers += [trainer.step() for _ in range(AFTER)]
+            return numbers, trainer.session and trainer.session.counters
     finally:
-        if session is not None:
-            session.close()
-        parallel_state.destroy_model_parallel()
         random.initialize_rng_tracker(force_reset=True)
 
 

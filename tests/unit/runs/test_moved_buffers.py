@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.functional.tampering.replay import (
+    buffers_moved,
+    buffers_moved_in_backward,
+    parameter_replaced,
+)
+from tests.unit.ranks import on_ranks
 
 BEFORE, AFTER, LAYERS = 3, 7, 3
 BOTH = (0, 1)
@@ -23,7 +24,7 @@ Change = Callable[[Any], None]
 _KEPT: list[Any] = []
 
 
-def play(root: Path) -> None:
+def play() -> dict[str, Any]:
     """In one process: an eager run, and one with graphs for each policy and place."""
     from megatron.core import parallel_state
 
@@ -60,7 +61,7 @@ def play(root: Path) -> None:
         parallel_state.destroy_model_parallel()
         return {"numbers": numbers, "error": error, "graphs": report}
 
-    found = {
+    return {
         "nothing": run(None),
         "moved eagerly": run(None, buffers_move, ranks=(1,)),
         "other shape eagerly": run(None, shape_changes, ranks=(1,)),
@@ -79,7 +80,6 @@ def play(root: Path) -> None:
             "eager", Placement.elsewhere_in_backward, plan=without_double_buffers
         ),
     }
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def shape_changes(trainer: Any) -> None:
@@ -101,39 +101,15 @@ def table_changes(trainer: Any) -> None:
         layer.register_forward_pre_hook(copied, with_kwargs=True)
 
 
-def parameter_changes(trainer: Any) -> None:
-    """In each forward pass of the first layer. On one rank alone an eager run would hang too:
-
-    the gradient that Megatron-FSDP waits for never comes there, so ranks reduce in another order.
-    """
-    from megatron_cg.tools.cpu.cpu_model import transformer_layers
-
-    layer = transformer_layers(trainer.model)[0]
-    projection: Any = layer.self_attention.linear_proj
-    own: list[Any] = []
-
-    def before(*_args: Any) -> None:
-        own.append(projection.weight)
-        projection.weight = nn.Parameter(projection.weight.detach() * 1.5)
-
-    def after(*_args: Any) -> None:
-        projection.weight = own.pop()
-
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after, prepend=True)
+def of_model(change: Callable[[Any], None]) -> Change:
+    return lambda trainer: change(trainer.model)
 
 
-def buffers_move(_trainer: Any) -> None:
-    """Megatron-FSDP allocates its unsharded buffers anew; the old ones stay alive."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
-
-    pool = utils.get_global_memory_buffer()
-    _KEPT.append(dict(pool.buffer))
-    pool.buffer.clear()
-
-
-def buffers_move_in_forward(trainer: Any) -> None:
-    trainer.model.register_forward_hook(lambda *_: buffers_move(trainer))
+# On one rank alone an eager run would hang too: the gradient that Megatron-FSDP waits for never
+# comes there, so ranks reduce in another order.
+parameter_changes = of_model(parameter_replaced)
+buffers_move = of_model(buffers_moved)
+buffers_move_in_forward = of_model(buffers_moved_in_backward)
 
 
 class Placement:
@@ -191,10 +167,8 @@ class Placement:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    root = tmp_path_factory.mktemp("moved")
-    run_processes(partial(play, root))
-    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+def ranks() -> list[dict[str, Any]]:
+    return on_ranks(play)
 
 
 def test_an_eager_run_does_not_mind(ranks: list[dict[str, Any]]) -> None:

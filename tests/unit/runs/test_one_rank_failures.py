@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import traceback
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from megatron_cg.backends.tape.tape_recording import is_recording
 from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.one_mask import OneMask
+from tests.unit.ranks import on_ranks
 
 LAYERS, WARMUPS, LENGTH, BATCH = 2, 2, 16, 2
 AFTER = 4
@@ -171,7 +171,7 @@ def no_hang() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def train_through_failures(root: Path) -> None:
+def train_through_failures() -> list[dict[str, Any]]:
     """In one process: each step after another failed capture; then one that succeeds."""
     from megatron.core import parallel_state
 
@@ -205,15 +205,13 @@ def train_through_failures(root: Path) -> None:
         results[-1]["graphs"] = helper.session.counters.as_dict()
         helper.delete_cuda_graphs()
     parallel_state.destroy_model_parallel()
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    return results
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+def results() -> list[list[dict[str, Any]]]:
     """Of each rank: the first step, one for each case, and the last with graphs."""
-    root = tmp_path_factory.mktemp("failures")
-    run_processes(partial(train_through_failures, root))
-    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+    return on_ranks(train_through_failures)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
@@ -240,7 +238,7 @@ def test_a_capture_after_all_these_failures_replays(results: list[list[dict[str,
         assert (rank[-1]["graphs"]["captured"], rank[-1]["graphs"]["replayed"]) == (LAYERS, LAYERS)
 
 
-def fail_after_the_last_vote(root: Path) -> None:
+def fail_after_the_last_vote() -> dict[str, Any]:
     """Rank 1 fails when all ranks have agreed on their graphs."""
     from megatron.core import parallel_state
 
@@ -267,13 +265,11 @@ def fail_after_the_last_vote(root: Path) -> None:
         helper.steps.close()
         helper.undo.close()
     parallel_state.destroy_model_parallel()
-    found = {"same": numbers == eager, "sessions": sessions, "replayed": replayed}
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return {"same": numbers == eager, "sessions": sessions, "replayed": replayed}
 
 
-def test_a_failure_after_the_last_vote_leaves_no_rank_with_graphs(tmp_path: Path) -> None:
-    run_processes(partial(fail_after_the_last_vote, tmp_path))
-    first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+def test_a_failure_after_the_last_vote_leaves_no_rank_with_graphs() -> None:
+    first, second = on_ranks(fail_after_the_last_vote)
     # The step's vote tells the others, one step later.
     assert first == {"same": True, "sessions": [1, 1, 1, 0, 0], "replayed": 2 * LAYERS}
     assert second == {"same": True, "sessions": [0] * (1 + AFTER), "replayed": 0}
@@ -315,7 +311,7 @@ def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None, tmp_pa
     assert not other.exists() or "went on" not in other.read_text()
 
 
-def capture_or_end(root: Path) -> None:
+def capture_or_end() -> str:
     """In one process, without leave to go on: on rank 1 the fast path cannot be installed."""
     from megatron_cg.errors import CaptureError
 
@@ -329,17 +325,17 @@ def capture_or_end(root: Path) -> None:
         try:
             helper.create_cudagraphs()
         except CaptureError as error:
-            (root / f"{dist.get_rank()}").write_text(str(error))
+            return str(error)
+    return ""
 
 
-def test_without_leave_to_go_on_all_ranks_end_with_the_cause(tmp_path: Path) -> None:
-    run_processes(partial(capture_or_end, tmp_path))
-    first, second = ((tmp_path / f"{rank}").read_text() for rank in range(2))
+def test_without_leave_to_go_on_all_ranks_end_with_the_cause() -> None:
+    first, second = on_ranks(capture_or_end)
     assert first.startswith("capture failed on rank 1, whose own log has the reason")
     assert second.startswith("capture failed with RuntimeError: no fast path")
 
 
-def train_with_failing_installs(root: Path) -> None:
+def train_with_failing_installs() -> list[Any]:
     """The standalone API: on rank 1 the fast path cannot be installed."""
     from tests.unit.integrations.standalone.networks import Run
 
@@ -354,12 +350,10 @@ def train_with_failing_installs(root: Path) -> None:
                     faults.enter_context(failing(*stage, RuntimeError("no fast path")))
             numbers.append([run.step().tolist() for _ in range(3)])
             assert run.graphs is None or run.graphs.session is None
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(numbers))
+    return numbers
 
 
-def test_the_standalone_api_goes_on_eagerly_too(tmp_path: Path) -> None:
+def test_the_standalone_api_goes_on_eagerly_too() -> None:
     pytest.importorskip("megatron_fsdp")
-    run_processes(partial(train_with_failing_installs, tmp_path))
-    for rank in range(2):
-        eager, after = json.loads((tmp_path / f"{rank}.json").read_text())
+    for eager, after in on_ranks(train_with_failing_installs):
         assert after == eager

@@ -5,14 +5,17 @@ Sequences of a pack have other lengths, and other numbers, in every step; tokens
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.tampering.packs import boundaries
 from tests.unit.counted import expect
+from tests.unit.trainers import trainer_of
 
 LAYERS, TOKENS, BEFORE, AFTER = 2, 16, 2, 3
 PACKS = ((0, 5, 16), (0, 16), (0, 3, 4, 11, 16), (0, 8, 16), (0, 1, 16))
@@ -39,12 +42,9 @@ def packed(attention: Any) -> Any:
 
 def train(scopes: tuple[str, ...], *, graphed: bool) -> tuple[Any, Any]:
     """Losses and norms of all steps, and the counters of the graphs."""
-    from megatron.core import parallel_state
     from megatron.core.models import backends
 
     from megatron_cg.tools.cpu.fakes import replaced
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     shape = CpuModelConfig(
         layers=LAYERS,
@@ -53,27 +53,24 @@ def train(scopes: tuple[str, ...], *, graphed: bool) -> tuple[Any, Any]:
         dropout=0.1,
         bf16=False,
     )
-    with replaced(backends, "DotProductAttention", packed(backends.DotProductAttention)):
-        trainer: Any = Trainer(TrainingPlan(shape, micro_batch_size=1, graphs=graphed))
-    model, session = trainer.model, None
+    attention = packed(backends.DotProductAttention)
+    with (
+        replaced(backends, "DotProductAttention", attention),
+        trainer_of(shape, micro_batch_size=1, graphs=graphed) as trainer,
+    ):
+        model = trainer.model
 
-    def step(starts: tuple[int, ...]) -> tuple[float, float]:
-        pack = boundaries(starts, "cpu")
-        trainer.model = lambda *given, **named: model(*given, **named, packed_seq_params=pack)
-        numbers: tuple[float, float] = trainer.step()
-        trainer.model = model
-        return numbers
+        def step(starts: tuple[int, ...]) -> tuple[float, float]:
+            trainer.model = partial(model, packed_seq_params=boundaries(starts, "cpu"))
+            numbers: tuple[float, float] = trainer.step()
+            trainer.model = model
+            return numbers
 
-    try:
         numbers = [step(starts) for starts in PACKS[:BEFORE]]
         if graphed:
-            session = trainer.capture(TapeBackend())
+            trainer.capture(TapeBackend())
         numbers += [step(starts) for starts in PACKS[BEFORE:]]
-        return numbers, session.counters if session is not None else None
-    finally:
-        if session is not None:
-            session.close()
-        parallel_state.destroy_model_parallel()
+        return numbers, trainer.session and trainer.session.counters
 
 
 def test_the_mlp_replays(one_rank: None) -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.trainers import trainer_of
 
 LAYERS, TOKENS, BEFORE, AFTER = 2, 16, 2, 2
 
 
 def train(*, graphed: bool, masked: bool) -> tuple[Any, Any]:
     """Losses and norms of all steps, and the counters of the graphs."""
-    from megatron.core import parallel_state
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     shape = CpuModelConfig(
         layers=LAYERS,
         sequence_length=TOKENS,
@@ -31,29 +29,22 @@ def train(*, graphed: bool, masked: bool) -> tuple[Any, Any]:
             "moe_aux_loss_coeff": 0.5,
         },
     )
-    trainer: Any = Trainer(TrainingPlan(shape, micro_batch_size=1, graphs=graphed))
-    model, session = trainer.model, None
     padding = torch.arange(TOKENS)[None] >= TOKENS // 4 if masked else None
 
-    def call(*given: Any, **named: Any) -> Any:
-        return model(*given, **named, padding_mask=padding)
+    with trainer_of(shape, micro_batch_size=1, graphs=graphed) as trainer:
+        model = trainer.model
 
-    def step() -> tuple[float, float]:
-        trainer.model = call
-        numbers: tuple[float, float] = trainer.step()
-        trainer.model = model
-        return numbers
+        def step() -> tuple[float, float]:
+            trainer.model = partial(model, padding_mask=padding)
+            numbers: tuple[float, float] = trainer.step()
+            trainer.model = model
+            return numbers
 
-    try:
         numbers = [step() for _ in range(BEFORE)]
         if graphed:
-            session = trainer.capture(TapeBackend())
+            trainer.capture(TapeBackend())
         numbers += [step() for _ in range(AFTER)]
-        return numbers, session.counters if session is not None else None
-    finally:
-        if session is not None:
-            session.close()
-        parallel_state.destroy_model_parallel()
+        return numbers, trainer.session and trainer.session.counters
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import trainer_of
 
 LAYERS, STEPS, CAPTURED_AFTER = 4, 3, 1
 CHOSEN = [(0,), (2,), (0, 1), (1, 2), (2, 3), (0, 2), (0, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]
@@ -20,50 +17,42 @@ CHOSEN = [(0,), (2,), (0, 1), (1, 2), (2, 3), (0, 2), (0, 3), (1, 3), (0, 1, 2),
 
 
 def trained(only: tuple[int, ...], fast: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     from megatron_cg.telemetry.record_shards import parameter_digests
-    from megatron_cg.tools.cpu.train import Trainer
 
     shape = CpuModelConfig(layers=LAYERS, hidden_size=16, ffn_hidden_size=16)
-    trainer = Trainer(TrainingPlan(shape, graphs=bool(only), microbatches=2))
-    numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
-    pipeline = trainer.model.module.all_gather_pipeline
-    if only:
-        trainer.capture(TapeBackend(), only=only, fast_path=fast)
-        assert fast or "all_gather_params" not in vars(pipeline)
-    numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
-    found: dict[str, Any] = {"numbers": numbers, "shards": parameter_digests(trainer.model)}
-    if trainer.session is not None:
-        counts = trainer.session.counters.as_dict()
-        found |= {name: counts[name] for name in ("captured", "replayed", "eager")}
-        trainer.session.close()
-    parallel_state.destroy_model_parallel()
-    return found
+    with trainer_of(shape, graphs=bool(only), microbatches=2) as trainer:
+        numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
+        pipeline = trainer.model.module.all_gather_pipeline
+        if only:
+            trainer.capture(TapeBackend(), only=only, fast_path=fast)
+            assert fast or "all_gather_params" not in vars(pipeline)
+        numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER)]
+        found: dict[str, Any] = {"numbers": numbers, "shards": parameter_digests(trainer.model)}
+        if trainer.session is not None:
+            counts = trainer.session.counters.as_dict()
+            found |= {name: counts[name] for name in ("captured", "replayed", "eager")}
+        return found
 
 
-def train_all(folder: Path) -> None:
+def train_all() -> dict[str, Any]:
     runs = {"eager": trained((), fast=False)}
     for only in CHOSEN:
         for fast in (False, True):
             runs[f"{only} {fast}"] = trained(only, fast)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(runs))
+    return runs
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("some")
-    run_processes(partial(train_all, made))
-    return made
+def results() -> list[dict[str, Any]]:
+    return on_ranks(train_all)
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["Megatron's own", "fast path"])
 @pytest.mark.parametrize("only", CHOSEN, ids=str)
 def test_numbers_and_shards_are_those_of_an_eager_run(
-    folder: Path, only: tuple[int, ...], fast: bool
+    results: list[dict[str, Any]], only: tuple[int, ...], fast: bool
 ) -> None:
-    for rank in range(2):
-        runs = json.loads((folder / f"rank{rank}.json").read_text())
+    for runs in results:
         found, eager = runs[f"{only} {fast}"], runs["eager"]
         assert (found["numbers"], found["shards"]) == (eager["numbers"], eager["shards"])
         replays = len(only) * 2 * (STEPS - CAPTURED_AFTER)

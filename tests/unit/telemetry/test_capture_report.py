@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.integrations.megatron.helper import units_of
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes
@@ -18,20 +17,18 @@ from megatron_cg.telemetry import capture_report as reporting
 from megatron_cg.telemetry.capture_report import summary
 from megatron_cg.telemetry.coverage_lines import NO_SUCH_PART, NOT_ASKED, NOT_SELECTED, coverage
 from megatron_cg.telemetry.record import Recorder, recording
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.trainers import trainer_of
 
 MIB = 2**20
 
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Any]:
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
-    made = Trainer(TrainingPlan(CpuModelConfig(layers=2, graph_modules=("attn",))))
-    made.step()
-    yield made
-    close_all_sessions()
+    with trainer_of(CpuModelConfig(layers=2, graph_modules=("attn",))) as made:
+        made.step()
+        yield made
 
 
 @pytest.fixture

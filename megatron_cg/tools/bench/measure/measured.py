@@ -19,7 +19,7 @@ from megatron_cg.tools.align.run import example_script
 from megatron_cg.tools.bench.measure.eager_fast_path import EagerFastPath, given_parts
 from megatron_cg.tools.bench.measure.measurement import Measurement
 from megatron_cg.tools.bench.measure.windows import Windows, given
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, undone_after
 from megatron_cg.upstream.symbols import lookup
 
 _MODULE = "megatron.training.training"
@@ -55,11 +55,8 @@ def measuring(windows: Windows, directory: Path, parts: Sequence[str] = ()) -> I
             measurement.meter.release()
             return result
 
-    undo = put_over(module, "train", measured_train)
-    try:
+    with undone_after(put_over(module, "train", measured_train)):
         yield
-    finally:
-        undo()
 
 
 def _step(module: Any, measurement: Measurement, fast_path: EagerFastPath) -> Callable[..., Any]:

@@ -15,18 +15,15 @@ from typing import Any
 
 # Import this before Megatron: it prevents the import of Transformer Engine.
 from megatron_cg.tools.align import tape_worker
-from megatron_cg.upstream.patch import put_over
+from megatron_cg.upstream.patch import put_over, undone_after
 
 
 def main(text: str, directory: str) -> None:
     """Train according to the plan; each process measures itself."""
     from megatron_cg.tools.cpu import launch
 
-    undo = put_over(launch, "run_plans", _run_measured)
-    try:
+    with undone_after(put_over(launch, "run_plans", _run_measured)):
         tape_worker.main(text, directory)
-    finally:
-        undo()
 
 
 def _run_measured(jobs: Sequence[tuple[Any, Path]], processes: int) -> None:

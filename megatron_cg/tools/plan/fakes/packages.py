@@ -11,13 +11,14 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_cg.errors import MegatronCGError
+from megatron_cg.tools.cpu.fakes import no_context
 from megatron_cg.tools.cpu.grouped_linear import _GroupedLinear
 from megatron_cg.tools.plan.fakes import attention, base, experts, linear, mamba
 from megatron_cg.tools.plan.trace import compiled
@@ -87,10 +88,6 @@ def _all_absent(names: str) -> dict[str, Any]:
     return {name: _absent(f"TE's {name}") for name in names.split()}
 
 
-def _no_context(*_args: Any, **_settings: Any) -> Any:
-    return nullcontext()
-
-
 FAKES: dict[str, dict[str, Any]] = {
     "transformer_engine": {"__version__": TE_VERSION},
     "transformer_engine.common": {},
@@ -104,13 +101,13 @@ FAKES: dict[str, dict[str, Any]] = {
         "LayerNorm": linear.LayerNorm,
         "RMSNorm": linear.RMSNorm,
         "DotProductAttention": attention.DotProductAttention,
-        **dict.fromkeys(("fp8_model_init", "quantized_model_init", "autocast"), _no_context),
+        **dict.fromkeys(("fp8_model_init", "quantized_model_init", "autocast"), no_context),
     },
     # Quantization is off: a plan counts the memory of bfloat16.
     "transformer_engine.pytorch.fp8": {
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
-        "fp8_autocast": _no_context,
-        "fp8_model_init": _no_context,
+        "fp8_autocast": no_context,
+        "fp8_model_init": no_context,
     },
     "transformer_engine.pytorch.tensor": {"QuantizedTensor": type("QuantizedTensor", (), {})},
     "transformer_engine.pytorch.ops": {"__getattr__": _absent_operation},
@@ -121,7 +118,7 @@ FAKES: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch.module.grouped_linear": {"_GroupedLinear": _GroupedLinear},
     "transformer_engine.pytorch.distributed": {
         "CudaRNGStatesTracker": _absent("TE's states of random numbers"),
-        "activation_recompute_forward": _no_context,
+        "activation_recompute_forward": no_context,
         "is_fp8_activation_recompute_enabled": lambda: False,
         "checkpoint": _absent("activation checkpoints of TE"),
         "get_all_rng_states": dict,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 LATE = 0.3
 """Seconds by which one rank comes later to each collective."""
@@ -52,7 +50,7 @@ def total_of(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def replayed(root: Path, functional: bool) -> None:
+def replayed(functional: bool) -> list[list[float]]:
     """Outputs and gradients of two replays, which rank 1 comes to later than rank 0."""
     global FUNCTIONAL
     FUNCTIONAL = functional
@@ -69,14 +67,12 @@ def replayed(root: Path, functional: bool) -> None:
         out.backward(torch.full((3,), 10.0 * (1 + rank)))
         assert x.grad is not None
         found.append(x.grad.tolist())
-    (root / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.mark.parametrize("functional", [False, True])
-def test_a_replay_waits_for_the_ranks_that_come_later(functional: bool, tmp_path: Path) -> None:
-    run_processes(partial(replayed, tmp_path, functional))
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+def test_a_replay_waits_for_the_ranks_that_come_later(functional: bool) -> None:
+    for found in on_ranks(partial(replayed, functional)):
         assert found == [[6.0] * 3, [60.0] * 3, [10.0] * 3, [60.0] * 3]
 
 
@@ -93,15 +89,14 @@ class Starting(nn.Linear):
         return super().forward(x)
 
 
-def captured(root: Path) -> None:
+def captured() -> list[float]:
     """What is in that memory after a capture, once all ranks have come to the sum."""
     module, sample = Starting(), torch.ones(1, 2, requires_grad=True)
     TapeBackend().capture((module,), [(sample,)], capture_time_hooks=[{}], num_warmup_iters=0)
     dist.barrier()
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(module.total.tolist()))
+    total: list[float] = module.total.tolist()
+    return total
 
 
-def test_a_collective_under_way_as_a_capture_ends_changes_nothing(tmp_path: Path) -> None:
-    run_processes(partial(captured, tmp_path))
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [1.0, 1.0]
+def test_a_collective_under_way_as_a_capture_ends_changes_nothing() -> None:
+    assert on_ranks(captured) == [[1.0, 1.0]] * 2

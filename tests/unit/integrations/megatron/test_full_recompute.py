@@ -21,24 +21,17 @@ from megatron_cg.integrations.megatron.full_recompute import allow_full_recomput
 from megatron_cg.tools.align.compare import compare, read_run
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from tests.functional.loops import RECOMPUTE
+from tests.unit.moe.test_training import DROP_AND_PAD, SIGMOID
 
 STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2
 """``block`` recomputes the first two layers."""
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-BLOCK = {**FULL, "recompute_method": "block", "recompute_num_layers": FIRST}
-DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-SIGMOID = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_router_dtype": "fp32",
-}
+BLOCK = {**RECOMPUTE, "recompute_method": "block", "recompute_num_layers": FIRST}
 DENSE = TrainingPlan(
-    CpuModelConfig(layers=LAYERS, graph_modules=(), options=FULL), STEPS, WARMUP, microbatches=2
+    CpuModelConfig(layers=LAYERS, graph_modules=(), options=RECOMPUTE),
+    STEPS,
+    WARMUP,
+    microbatches=2,
 )
 
 
@@ -51,7 +44,7 @@ def sharded(strategy: str, recompute: dict[str, Any], **more: Any) -> TrainingPl
     return with_model(options=recompute, fsdp_options=options)
 
 
-CHUNKS = {**FULL, "recompute_num_layers": 2}
+CHUNKS = {**RECOMPUTE, "recompute_num_layers": 2}
 FINE = {"megatron_fsdp_enable_fine_grained_param_gather": True}
 EXPERTS = replace(with_model(experts=4, grouped=True, expert_parallel=2), device_counts=True)
 PLANS = {
@@ -59,16 +52,18 @@ PLANS = {
     "attn mlp": with_model(graph_modules=("attn", "mlp")),
     "block, ZeRO-2": sharded("optim_grads", BLOCK),
     "chunks of two, ZeRO-1": sharded("optim", CHUNKS),
-    "fine-grained gathering": sharded("optim_grads_params", FULL, **FINE),
+    "fine-grained gathering": sharded("optim_grads_params", RECOMPUTE, **FINE),
     "attn moe": with_model(EXPERTS, graph_modules=("attn", "moe")),
-    "experts with a bias": with_model(EXPERTS, options={**FULL, **SIGMOID}),
-    "drop and pad": with_model(experts=4, options={**FULL, **DROP_AND_PAD}),
+    "experts with a bias": with_model(EXPERTS, options={**RECOMPUTE, **SIGMOID}),
+    "drop and pad": with_model(experts=4, options={**RECOMPUTE, **DROP_AND_PAD}),
 }
 
 
 DRAWING = {
     "dropout": with_model(dropout=0.1),
-    "jitter": with_model(experts=4, options={**FULL, **DROP_AND_PAD, "moe_input_jitter_eps": 0.01}),
+    "jitter": with_model(
+        experts=4, options={**RECOMPUTE, **DROP_AND_PAD, "moe_input_jitter_eps": 0.01}
+    ),
 }
 """What the rules refuse; the trainer here asks no rules."""
 

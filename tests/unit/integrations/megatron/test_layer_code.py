@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,8 @@ from megatron_cg.errors import ArtifactRefusedError, PrecompileError
 from megatron_cg.integrations.call_arguments import OnFailure
 from megatron_cg.precompile.load import Precompiled
 from megatron_cg.precompile.save import save
-from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+from tests.unit.ranks import on_ranks
 
 WORLD, LAYERS, STEPS, WARMUP, MICROBATCHES = 2, 2, 5, 2, 2
 SHAPE = CpuModelConfig(
@@ -169,7 +168,7 @@ def scaled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def on_a_rank(folder: Path, out: Path) -> None:
+def on_a_rank(folder: Path, out: Path) -> dict[str, Any]:
     logging.disable()
     rank = dist.get_rank()
     found: dict[str, Any] = {}
@@ -181,11 +180,11 @@ def on_a_rank(folder: Path, out: Path) -> None:
     found["refusals"] = refusals(folder / "data-parallel", out / f"own{rank}")
     one_misses_it = folder / "data-parallel" if rank == 0 else out
     found["goes on"] = trained(SHAPE, one_misses_it, "eager")
-    (out / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Compile the layers in this process; train on two ranks."""
     folder, out = (tmp_path_factory.mktemp(name) for name in ("artifacts", "results"))
     before = torch.are_deterministic_algorithms_enabled()
@@ -201,8 +200,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str,
             )
     finally:
         torch.use_deterministic_algorithms(before)
-    run_processes(partial(on_a_rank, folder, out), WORLD)
-    yield [json.loads((out / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return on_ranks(partial(on_a_rank, folder, out), WORLD)
 
 
 @pytest.mark.parametrize("name", SHAPES)

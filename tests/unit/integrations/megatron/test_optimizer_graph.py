@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,7 @@ from megatron_cg.integrations.megatron.optimizer_graph import (
     capturable_adam,
     follow_optimizer_graph,
 )
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 WARMUP = 3
 Made = tuple[OptimizerGraph, Any, Callable[[], None]]
@@ -208,7 +206,7 @@ def steps_of(optimizer: Any, number: int) -> list[str]:
     return found
 
 
-def leave_together(root: Path) -> None:
+def leave_together() -> list[str]:
     """Both ranks have another weight decay than at capture, and then no graph."""
     rank, votes = dist.get_rank(), Agreement()
     with followed_optimizer(votes) as (followed, optimizer, _):
@@ -219,12 +217,12 @@ def leave_together(root: Path) -> None:
         found += steps_of(optimizer, 1)
         votes.together()  # as after the decision of all ranks
         found += steps_of(optimizer, 1 + rank)
-    (root / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     votes.close()
+    return found
 
 
-def leave_alone(root: Path, why: str) -> None:
+def leave_alone(why: str) -> list[str]:
     """Rank 1 has another weight decay than at capture, or no graph."""
     rank, votes = dist.get_rank(), Agreement()
     exchange.FALLING_BACK = timedelta(seconds=1)
@@ -235,9 +233,9 @@ def leave_alone(root: Path, why: str) -> None:
         elif rank == 1:
             session.close()
         found = steps_of(optimizer, 1)
-    (root / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     votes.close()
+    return found
 
 
 def captured(followed: OptimizerGraph, optimizer: Any) -> Session:
@@ -248,19 +246,13 @@ def captured(followed: OptimizerGraph, optimizer: Any) -> Session:
     return session
 
 
-def results(root: Path) -> list[list[str]]:
-    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-def test_ranks_leave_the_graph_of_the_step_together(tmp_path: Path) -> None:
-    run_processes(partial(leave_together, tmp_path))
-    assert results(tmp_path) == [["went on"] * 4, ["went on"] * 5]
+def test_ranks_leave_the_graph_of_the_step_together() -> None:
+    assert on_ranks(leave_together) == [["went on"] * 4, ["went on"] * 5]
 
 
 @pytest.mark.parametrize("why", ["decay", "deleted"])
-def test_a_rank_that_would_leave_the_graph_of_the_step_alone_ends(why: str, tmp_path: Path) -> None:
-    run_processes(partial(leave_alone, tmp_path, why))
-    first, (error,) = results(tmp_path)
+def test_a_rank_that_would_leave_the_graph_of_the_step_alone_ends(why: str) -> None:
+    first, (error,) = on_ranks(partial(leave_alone, why))
     assert first == ["went on"]
     assert "cannot replay the optimizer's step" in error
     assert "Leave out --optimizer-cuda-graph" in error

@@ -18,9 +18,10 @@ from megatron_cg.integrations.megatron.full_recompute import (
     allow_full_recompute,
     recompute_in_layers,
 )
-from megatron_cg.replay.region import is_capturing, region_in_backward, run_region
+from megatron_cg.replay.region import capturing_flag, is_capturing, run_region
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from tests.unit.integrations.megatron.test_full_recompute import BLOCK, CHUNKS, FULL
+from tests.functional.loops import RECOMPUTE
+from tests.unit.integrations.megatron.test_full_recompute import BLOCK, CHUNKS
 
 
 def config(kind: Any = TransformerConfig, **changes: Any) -> Any:
@@ -30,7 +31,7 @@ def config(kind: Any = TransformerConfig, **changes: Any) -> Any:
         "num_attention_heads": 2,
         "cuda_graph_impl": "transformer_engine",
     }
-    return kind(**{**given, **FULL, **changes})
+    return kind(**{**given, **RECOMPUTE, **changes})
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def allowed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [TransformerConfig, MLATransformerConfig])
-@pytest.mark.parametrize("recompute", [FULL, BLOCK, CHUNKS], ids=str)
+@pytest.mark.parametrize("recompute", [RECOMPUTE, BLOCK, CHUNKS], ids=str)
 def test_graphs_may_recompute_whole_layers(
     allowed: None, kind: Any, recompute: dict[str, Any]
 ) -> None:
@@ -119,7 +120,7 @@ def test_everything_is_put_back(block: Any) -> None:
     assert [dict(vars(module)) for module in (block, *block.layers)] == before
 
 
-@pytest.mark.parametrize(("recompute", "recomputed"), [(FULL, True), (BLOCK, False)], ids=str)
+@pytest.mark.parametrize(("recompute", "recomputed"), [(RECOMPUTE, True), (BLOCK, False)], ids=str)
 def test_a_prediction_layer_is_recomputed_by_uniform_alone(
     one_rank: None, allowed: None, recompute: dict[str, Any], recomputed: bool
 ) -> None:
@@ -175,7 +176,7 @@ def test_a_region_is_recomputed_as_it_ran(block: Any, as_captured: bool) -> None
     hidden, given = hidden_states(), {"attention_mask": None}
     with passes_of(block) as ran:
         (out,) = run_region(block.layers[0], (hidden,), given, as_captured=as_captured)
-        with region_in_backward():
+        with capturing_flag():
             out.sum().backward()
     assert ran == [(as_captured, False), (as_captured, True)]
     assert hidden.grad is not None

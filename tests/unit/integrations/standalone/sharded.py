@@ -177,6 +177,19 @@ class Run:
                 yield getattr(one, "_local_tensor", one).detach().clone()
 
 
+def evaluate(run: Run, step: int) -> None:
+    if step in {1, LATER}:
+        run.evaluate()
+
+
+def save_and_load(run: Run, step: int) -> None:
+    if step == LATER:
+        state = {name: value.clone() for name, value in run.model.state_dict().items()}
+        for value in run.model.state_dict().values():
+            value.zero_()
+        run.model.load_state_dict(state)
+
+
 def without_sync(model: Any, last: bool) -> Any:
     """Gradients are reduced with the last microbatch alone."""
     if isinstance(model, DistributedDataParallel):
@@ -203,6 +216,18 @@ def trained(case: Case) -> dict[str, Any]:
     graphed.train(graphed=True)
     assert graphed.graphs is not None
     return {"equal": equal(eager, graphed), "counters": graphed.graphs.counters.as_dict()}
+
+
+def closed_while(case: Case, unsharded: Callable[[Run, int], object]) -> bool:
+    """Whether training goes on as an eager run does after graphs were closed in that state."""
+    eager, graphed = Run(case), Run(case)
+    eager.train()
+    graphed.train(graphed=True, then=lambda: unsharded(graphed, STEPS))
+    unsharded(eager, STEPS)
+    graphed.graphs = None
+    for run in (eager, graphed):
+        run.train(1)
+    return equal(eager, graphed)
 
 
 def equal(one: Run, two: Run) -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
 from megatron_cg.fsdp.find_sharding import find_sharding
-from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.integrations.standalone.sharded import (
     LATER,
     MICROBATCHES,
@@ -37,9 +33,12 @@ from tests.unit.integrations.standalone.sharded import (
     Case,
     Network,
     Run,
-    equal,
+    closed_while,
+    evaluate,
+    save_and_load,
     trained,
 )
+from tests.unit.ranks import on_ranks
 
 OF_ONE_AXIS = Placements(["dp"], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()])
 HYBRID = Placements(
@@ -117,19 +116,6 @@ class Spy(nn.Linear):
 
 def last_alone(model: nn.Module, last: bool) -> Any:
     return microbatch(model, last)
-
-
-def evaluate(run: Run, step: int) -> None:
-    if step in {1, LATER}:
-        run.evaluate()
-
-
-def save_and_load(run: Run, step: int) -> None:
-    if step == LATER:
-        state = {name: value.clone() for name, value in run.model.state_dict().items()}
-        for value in run.model.state_dict().values():
-            value.zero_()
-        run.model.load_state_dict(state)
 
 
 def gather_first(run: Run, _step: int) -> None:
@@ -219,20 +205,6 @@ def taken_in_backward() -> str:
     return said(lambda: Run(case(under_v2(), before_step=before)).train(graphed=True))
 
 
-def closed_while_gathered() -> bool:
-    """Whether training goes on as an eager run does after graphs were closed in that state."""
-
-    one = case(under_v2())
-    eager, graphed = Run(one), Run(one)
-    eager.train()
-    graphed.train(graphed=True, then=partial(gather_first, graphed, STEPS))
-    gather_first(eager, STEPS)
-    graphed.graphs = None
-    for run in (eager, graphed):
-        run.train(1)
-    return equal(eager, graphed)
-
-
 def said(call: Callable[[], object]) -> str:
     try:
         call()
@@ -268,20 +240,19 @@ def weights_of_capture() -> bool:
     return all(torch.equal(a.up.seen[number], b.up.seen[number]) for a, b in pairs)
 
 
-def run_all(folder: Path) -> None:
+def run_all() -> dict[str, Any]:
     """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(one) for name, one in CASES.items()}
     found |= {"memory": memory(), "moved": moved_later(), "refused": refused()}
     found["taken in backward"] = taken_in_backward()
     found["weights of the capture"] = weights_of_capture()
-    found["closed while gathered"] = closed_while_gathered()
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    found["closed while gathered"] = closed_while(case(under_v2()), gather_first)
+    return found
 
 
-def run_four(folder: Path) -> None:
+def run_four() -> dict[str, Any]:
     """Every case for four ranks, in turn."""
-    found = {name: trained(one) for name, one in OF_FOUR.items()}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return {name: trained(one) for name, one in OF_FOUR.items()}
 
 
 def assert_replayed(report: dict[str, Any]) -> None:
@@ -294,11 +265,9 @@ def assert_replayed(report: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports() -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("v2")
-    run_processes(partial(run_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return on_ranks(run_all)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -307,10 +276,9 @@ def test_replays_train_the_same_bits(reports: list[dict[str, Any]], name: str) -
         assert_replayed(report[name])
 
 
-def test_replays_train_the_same_bits_on_four_ranks(tmp_path: Path) -> None:
-    run_processes(partial(run_four, tmp_path), 4)
-    for rank in range(4):
-        for report in json.loads((tmp_path / f"{rank}.json").read_text()).values():
+def test_replays_train_the_same_bits_on_four_ranks() -> None:
+    for found in on_ranks(run_four, 4):
+        for report in found.values():
             assert_replayed(report)
 
 

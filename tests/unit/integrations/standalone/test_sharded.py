@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError
 from megatron_cg.fsdp.fully_shard_memory import group_of
-from megatron_cg.tools.cpu.launch import run_processes
 from tests.unit.integrations.standalone.sharded import (
     IN_BF16,
     LATER,
@@ -26,7 +22,9 @@ from tests.unit.integrations.standalone.sharded import (
     WARMUP,
     Case,
     Run,
-    equal,
+    closed_while,
+    evaluate,
+    save_and_load,
     trained,
     under_ddp,
     under_fsdp2,
@@ -34,6 +32,7 @@ from tests.unit.integrations.standalone.sharded import (
     unsharded_in_between_later,
     without_sync,
 )
+from tests.unit.ranks import on_ranks
 
 
 def prefetch(run: Run, step: int) -> None:
@@ -47,11 +46,6 @@ def unshard_first(run: Run, step: int) -> None:
     """As a user does to gather the first unit while something else runs."""
     first: Any = run.network.layers[0]
     first.unshard()
-
-
-def evaluate(run: Run, step: int) -> None:
-    if step in {1, LATER}:
-        run.evaluate()
 
 
 def drop_a_loss(run: Run, step: int) -> None:
@@ -68,14 +62,6 @@ def interrupt(run: Run, step: int) -> None:
         with pytest.raises(ArithmeticError):
             run.loss(0)
         unit.broken, run.rows = False, 3
-
-
-def save_and_load(run: Run, step: int) -> None:
-    if step == LATER:
-        state = {name: value.clone() for name, value in run.model.state_dict().items()}
-        for value in run.model.state_dict().values():
-            value.zero_()
-        run.model.load_state_dict(state)
 
 
 def keep_after_forward_later(run: Run, step: int) -> None:
@@ -168,19 +154,6 @@ def memory() -> dict[str, Any]:
     return found
 
 
-def closed_while_unsharded() -> bool:
-    """Whether training goes on as an eager run does after graphs were closed in that state."""
-    case = Case(under_fsdp2())
-    eager, graphed = Run(case), Run(case)
-    eager.train()
-    graphed.train(graphed=True, then=partial(unshard_first, graphed, 0))
-    unshard_first(eager, 0)
-    graphed.graphs = None
-    for run in (eager, graphed):
-        run.train(1)
-    return equal(eager, graphed)
-
-
 def in_use_later() -> str:
     """What a run ends with whose units are unsharded at the same time only after the capture."""
 
@@ -194,20 +167,19 @@ def in_use_later() -> str:
     return ""
 
 
-def run_all(folder: Path) -> None:
+def run_all() -> dict[str, Any]:
     """Every case for two ranks, in turn."""
     found: dict[str, Any] = {name: trained(case) for name, case in CASES.items()}
     found["eager"] = {name: trained(case) for name, case in WITH_OTHER_BATCHES.items()}
     found |= {"memory": memory(), "error": in_use_later()}
     found["interrupted"] = trained(Case(under_fsdp2(), before_step=interrupt))
-    found["closed while unsharded"] = closed_while_unsharded()
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    found["closed while unsharded"] = closed_while(Case(under_fsdp2()), unshard_first)
+    return found
 
 
-def run_four(folder: Path) -> None:
+def run_four() -> dict[str, Any]:
     """Every case for four ranks, in turn."""
-    found = {name: trained(case) for name, case in OF_FOUR.items()}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return {name: trained(case) for name, case in OF_FOUR.items()}
 
 
 def assert_replayed(report: dict[str, Any]) -> None:
@@ -219,11 +191,9 @@ def assert_replayed(report: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports() -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("sharded")
-    run_processes(partial(run_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return on_ranks(run_all)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -242,10 +212,9 @@ def test_eager_passes_beside_graphs_train_the_same_bits(
         assert found["counters"]["eager"] == 3 * (STEPS - LATER) * MICROBATCHES
 
 
-def test_replays_train_the_same_bits_on_four_ranks(tmp_path: Path) -> None:
-    run_processes(partial(run_four, tmp_path), 4)
-    for rank in range(4):
-        for report in json.loads((tmp_path / f"{rank}.json").read_text()).values():
+def test_replays_train_the_same_bits_on_four_ranks() -> None:
+    for found in on_ranks(run_four, 4):
+        for report in found.values():
             assert_replayed(report)
 
 

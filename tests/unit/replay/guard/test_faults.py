@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.replay.guard.faults import FAULTS, Case, layer_of, switched_off
+from tests.unit.trainers import trainer_of
 
 BEFORE, AFTER = 2, 2
 
@@ -30,11 +32,6 @@ class Numeric(TapeBackend):
 
 def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
     """Losses and norms of some steps, the fault in their middle; and the session's counters."""
-    from megatron.core import parallel_state
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
-
     model = CpuModelConfig(
         layers=2,
         graph_modules=case.scopes,
@@ -43,25 +40,19 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
         bf16=False,
         options=case.options,
     )
-    trainer: Any = Trainer(TrainingPlan(model=model, graphs=graphs))
-    trainer.backend = Numeric()
-    session = None
-    try:
+    with trainer_of(model, graphs=graphs) as trainer:
+        trainer.backend = Numeric()
         layer_of(trainer).self_attention.register_buffer("mark", torch.ones(2))
         layer_of(trainer).self_attention.note = torch.ones(2)
         numbers = [trainer.step() for _ in range(case.warmup)]
         if graphs:
-            session = trainer.capture(trainer.backend)
+            trainer.capture(trainer.backend)
         numbers += [trainer.step() for _ in range(BEFORE)]
-        if session is not None:
-            expect(session.counters, mismatched=0, replayed=2 * BEFORE)
+        if graphs:
+            expect(trainer.session.counters, mismatched=0, replayed=2 * BEFORE)
         with case.fault(trainer) or nullcontext():
             numbers += [trainer.step() for _ in range(AFTER)]
-        return numbers, session.counters if session else None
-    finally:
-        if session is not None:
-            session.close()
-        parallel_state.destroy_model_parallel()
+        return numbers, trainer.session and trainer.session.counters
 
 
 @pytest.mark.parametrize("clause", FAULTS)

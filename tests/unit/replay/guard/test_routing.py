@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
+from tests.unit.trainers import trainer_of
 
 LAYERS, BEFORE, AFTER = 2, 2, 2
 Recorded = list[torch.Tensor]
@@ -16,11 +18,7 @@ Recorded = list[torch.Tensor]
 
 def train(*, graphed: bool, recording_at_capture: bool = False) -> tuple[Any, Recorded, Any]:
     """Numbers of all steps; choices recorded in one step after the capture; the counters."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    from megatron_cg.tools.cpu.train import Trainer
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 
     RouterReplay.clear_global_router_replay_instances()
     shape = CpuModelConfig(
@@ -30,14 +28,12 @@ def train(*, graphed: bool, recording_at_capture: bool = False) -> tuple[Any, Re
         bf16=False,
         options={"moe_enable_routing_replay": True},
     )
-    trainer = Trainer(TrainingPlan(shape, graphs=graphed))
-    session = None
-    try:
+    with trainer_of(shape, graphs=graphed) as trainer:
         numbers = [trainer.step()]
         if recording_at_capture:
             RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
         if graphed:
-            session = trainer.capture(TapeBackend())
+            trainer.capture(TapeBackend())
         RouterReplay.clear_global_router_replay_action()
         numbers += [trainer.step() for _ in range(BEFORE)]
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
@@ -45,11 +41,7 @@ def train(*, graphed: bool, recording_at_capture: bool = False) -> tuple[Any, Re
         recorded = [choice.clone() for choice in RouterReplay.get_recorded_data()]
         RouterReplay.clear_global_router_replay_action()
         numbers += [trainer.step() for _ in range(AFTER)]
-        return numbers, recorded, session.counters if session is not None else None
-    finally:
-        if session is not None:
-            session.close()
-        parallel_state.destroy_model_parallel()
+        return numbers, recorded, trainer.session and trainer.session.counters
 
 
 def test_what_a_router_records_is_as_in_an_eager_run(one_rank: None) -> None:

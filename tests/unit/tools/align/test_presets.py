@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from megatron_cg.tools.align.command import BASE_FLAGS, DETERMINISTIC_ENVIRONMENT, Plan, graph_flags
+from megatron_cg.tools.align.command import BASE_FLAGS, Plan, graph_flags
 from megatron_cg.tools.align.presets import PresetError, load_preset, parse_preset, preset_names
 
 GOOD = """
@@ -21,27 +18,10 @@ tape: {layers: 1, hidden: 8, heads: 2, ffn: 8, vocab: 16, seq: 8}
 """
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What Megatron's rules ask of the machine: two ranks, a GPU of compute capability 9.0."""
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0)
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    # Set and taken away again, so that what Megatron itself sets is undone too.
-    for name in (*DETERMINISTIC_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("RANK", "0")
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-
-
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", preset_names())
 def test_megatron_takes_the_flags(
-    name: str, graphs: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+    name: str, graphs: bool, hopper_machine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args

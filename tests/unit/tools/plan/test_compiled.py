@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from megatron_cg.errors import ArtifactRefusedError, ConfigurationError, MegatronCGError
 from megatron_cg.tools.align.command import BASE_FLAGS, DETERMINISTIC_ENVIRONMENT, GRAPH_FLAGS
 from megatron_cg.tools.cli.main import main
-from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.plan.compiled import layers_of, read_run
+from tests.unit.ranks import on_ranks
 
 SCRIPT = "examples/pretrain_gpt.py"
 FLAGS = (
@@ -57,7 +56,7 @@ def command(*more: str, without: str = "") -> list[str]:
 NO_MASKS = "--no-create-attention-mask-in-dataloader"
 
 
-def loaded(args: dict[str, Any], folder: Path, out: Path) -> None:
+def loaded(args: dict[str, Any], folder: Path) -> dict[str, str]:
     """Load what each command line made, for a model of the same flags, and of others."""
     from megatron.core import parallel_state, tensor_parallel
 
@@ -78,20 +77,19 @@ def loaded(args: dict[str, Any], folder: Path, out: Path) -> None:
             else:
                 assert made is not None
                 found[f"{name} in {place}"] = ", ".join(made.manifest.roles)
-    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, str]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Compile from two command lines, and load on two ranks."""
-    folder, out = (tmp_path_factory.mktemp(name) for name in ("artifacts", "results"))
+    folder = tmp_path_factory.mktemp("artifacts")
     args = {}
     for name, without in (("causal", ""), ("masked", NO_MASKS)):
         words = command("--cg-precompile-dir", str(folder / name), without=without)
         assert main(["precompile", "--capability", "cpu", "--", *words]) == 0
         args[name] = read_run(None, words, None).args
-    run_processes(partial(loaded, args, folder, out))
-    yield [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+    return on_ranks(partial(loaded, args, folder))
 
 
 def test_ranks_with_the_same_flags_load_it(results: list[dict[str, str]]) -> None:

@@ -1,0 +1,29 @@
+"""A trainer on the CPU, for as long as a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
+
+
+@contextmanager
+def trainer_of(model: CpuModelConfig, **plan: Any) -> Iterator[Any]:
+    """A trainer of ``model``, whose last graphs and process groups are gone after the block.
+
+    ``plan`` has other fields of ``TrainingPlan``.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_cg.tools.cpu.train import Trainer
+
+    trainer = None
+    try:
+        trainer = Trainer(TrainingPlan(model, **plan))
+        yield trainer
+    finally:
+        if trainer is not None and trainer.session is not None:
+            trainer.session.close()
+        parallel_state.destroy_model_parallel()
