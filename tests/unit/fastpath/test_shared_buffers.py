@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from torch import nn
 
 from megatron_cg import graph_units
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.ranks import on_ranks
 
 pytest.importorskip("megatron_fsdp")
 FEATURES, STEPS = 8, 4
@@ -107,20 +104,17 @@ def distilled(fast_path: bool | None, *, inside: bool) -> Any:
     return losses, weights
 
 
-def distill_all(folder: Path) -> None:
-    found = {
+def distill_all() -> dict[str, Any]:
+    return {
         f"{where}, {name}": distilled(fast_path, inside=where == "in")
         for where in ("in", "after")
         for name, fast_path in MODES.items()
     }
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("distilled")
-    run_processes(partial(distill_all, folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def runs() -> list[dict[str, Any]]:
+    return on_ranks(distill_all)
 
 
 @pytest.mark.parametrize("where", ["in", "after"])
