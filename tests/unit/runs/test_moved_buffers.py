@@ -17,7 +17,7 @@ from torch import nn
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.tools.cpu.launch import run_processes
 
-BEFORE, AFTER, LAYERS = 3, 7, 3
+BEFORE, AFTER, LAYERS = 2, 5, 3
 BOTH = (0, 1)
 Change = Callable[[Any], None]
 _KEPT: list[Any] = []
