@@ -16,6 +16,15 @@ from megatron_cg.tools.cpu.launch import run_processes
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = str(ROOT / "examples" / "precompiled_layer.py")
+FORKED = """
+import runpy, sys
+import megatron.core.models.gpt, torch._inductor.compile_fx
+from megatron_cg.tools.cpu import launch
+
+launch.START = "fork"
+runpy.run_path(sys.argv[1])["main"](sys.argv[2:])
+"""
+"""The example, whose processes need not import everything anew."""
 
 
 def run(*words: str) -> str:
@@ -40,7 +49,7 @@ def test_the_compiled_layers_train_as_the_eager_ones_do(tmp_path: Path) -> None:
     command = "-m megatron_cg.tools.cli.main precompile --world-size 2 --deterministic".split()
     options = ["--out", str(tmp_path / "compiled"), "--capability", "cpu"]
     run(*command, f"{EXAMPLE}:build", *options)
-    compiled = run(EXAMPLE, "--load", str(tmp_path / "compiled")).splitlines()
+    compiled = run("-c", FORKED, EXAMPLE, "--load", str(tmp_path / "compiled")).splitlines()
     run_processes(partial(train_eagerly, tmp_path))
     eager = (tmp_path / "0").read_text().splitlines()
     assert [line.partition(", ")[0] for line in compiled] == ["compiled"] * 3

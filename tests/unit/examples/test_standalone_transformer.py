@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,10 @@ BLOCKER = """
 import sys
 
 class Blocker:
+    names = {"megatron", "megatron_fsdp"}
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked}:
+        if name.partition(".")[0] in self.names:
             raise ModuleNotFoundError(f"blocked: {name}", name=name)
 
 sys.meta_path.insert(0, Blocker())
@@ -25,30 +26,30 @@ sys.meta_path.insert(0, Blocker())
 EXAMPLE = str(ROOT / "examples" / "standalone_transformer.py")
 FLAGS = "--compare --steps 4 --warmup 2 --layers 2 --hidden 16 --sequence 8 --sharding"
 FORKED = """
-import runpy, sys
+import runpy, sitecustomize, sys
+import torch._dynamo, torch.distributed.fsdp
 from megatron_cg.tools.cpu import launch
 
 launch.START = "fork"
 example, *flags = sys.argv[1:]
 for sharding in flags.pop().split(","):
+    if sharding.startswith("megatron-fsdp"):
+        sitecustomize.Blocker.names.discard("megatron_fsdp")
     print("with", sharding, flush=True)
     runpy.run_path(example)["main"]([*flags, sharding])
 """
-"""The example with each sharding, whose processes need not import everything anew."""
-SHARDINGS = {
-    "megatron-fsdp": ["megatron"],
-    "megatron-fsdp-v2": ["megatron"],
-    "ddp": ["megatron", "megatron_fsdp"],
-    "fsdp2": ["megatron", "megatron_fsdp"],
-}
-"""What each can do without."""
+"""The example with each sharding, whose processes need not import everything anew.
+
+``megatron_fsdp`` is blocked until the first sharding that is made of it.
+"""
+TOGETHER = ("ddp", "megatron-fsdp", "megatron-fsdp-v2")
 AS_A_USER = "fsdp2"
 """This one is started by its own command, which starts the processes as for users."""
 
 
-def python(folder: Path, blocked: Iterable[str], *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where these packages cannot be imported."""
-    (folder / "sitecustomize.py").write_text(BLOCKER.replace("{blocked}", repr([*blocked])))
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where Megatron's packages cannot be imported."""
+    (folder / "sitecustomize.py").write_text(BLOCKER)
     path = os.pathsep.join([str(folder), str(ROOT)])
     return subprocess.run(
         [sys.executable, *words],
@@ -62,23 +63,18 @@ def python(folder: Path, blocked: Iterable[str], *words: str) -> subprocess.Comp
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the example printed with each sharding, or how it failed."""
-    found = {}
     folder = tmp_path_factory.mktemp("blocked")
-    for blocked in (["megatron"], ["megatron", "megatron_fsdp"]):
-        names = [name for name, without in SHARDINGS.items() if without == blocked]
-        together = [name for name in names if name != AS_A_USER]
-        ended = python(folder, blocked, "-c", FORKED, EXAMPLE, *FLAGS.split(), ",".join(together))
-        for part in ended.stdout.split("with ")[1:]:
-            name, _, text = part.partition("\n")
-            found[name] = text
-        found |= {name: ended.stderr for name in together if name not in found}
-        if AS_A_USER in names:
-            ended = python(folder, blocked, EXAMPLE, *FLAGS.split(), AS_A_USER)
-            found[AS_A_USER] = ended.stdout if ended.returncode == 0 else ended.stderr
+    ended = python(folder, "-c", FORKED, EXAMPLE, *FLAGS.split(), ",".join(TOGETHER))
+    found = dict.fromkeys(TOGETHER, ended.stderr)
+    for part in ended.stdout.split("with ")[1:]:
+        name, _, text = part.partition("\n")
+        found[name] = text + (ended.stderr if ended.returncode else "")
+    ended = python(folder, EXAMPLE, *FLAGS.split(), AS_A_USER)
+    found[AS_A_USER] = ended.stdout if ended.returncode == 0 else ended.stderr
     return found
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", [*TOGETHER, AS_A_USER])
 def test_it_trains_the_same_numbers_without_megatron_core(
     printed: dict[str, str], sharding: str
 ) -> None:
@@ -92,5 +88,5 @@ def test_it_trains_the_same_numbers_without_megatron_core(
 
 @pytest.mark.parametrize("package", ["megatron", "megatron_fsdp"])
 def test_what_is_blocked_cannot_be_imported(package: str, tmp_path: Path) -> None:
-    ended = python(tmp_path, ["megatron", "megatron_fsdp"], "-c", f"import {package}")
+    ended = python(tmp_path, "-c", f"import {package}")
     assert f"blocked: {package}" in ended.stderr

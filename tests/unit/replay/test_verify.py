@@ -36,6 +36,7 @@ def run(
     corrupt: Callable[[Any], None] | None = None,
     fast_path: bool = True,
     microbatches: int = 1,
+    steps: int = STEPS,
     **fsdp_options: Any,
 ) -> tuple[list[Any], Any, Any]:
     """Losses and norms, counters, and MoE metrics of a training run."""
@@ -67,7 +68,7 @@ def run(
         get_moe_metrics_tracker().clear()
         if corrupt is not None:
             corrupt(transformer_layers(trainer.model)[1].cuda_graphs[0].graph._recorded)
-        numbers += [trainer.step() for _ in range(STEPS)]
+        numbers += [trainer.step() for _ in range(steps)]
         metrics = {k: v.values.tolist() for k, v in get_moe_metrics_tracker().metrics.items()}
         return numbers, trainer.session and trainer.session.counters, metrics
 
@@ -126,10 +127,11 @@ def test_gradients_are_verified_under_every_strategy(
     strategy: str, experts: int, one_rank: None
 ) -> None:
     options: dict[str, Any] = {"microbatches": 2, "data_parallel_sharding_strategy": strategy}
+    options["steps"] = 2
     eager, _, _ = run(None, experts=experts, **options)
     numbers, counters, _ = run(ReplayPolicy("error", 1), experts=experts, **options)
     assert numbers == eager
-    all_of(counters, 2 * LAYERS * STEPS)
+    all_of(counters, 2 * LAYERS * options["steps"])
 
 
 @pytest.mark.parametrize("corrupt", [wrong_output, wrong_input_gradient, wrong_weight_gradient])

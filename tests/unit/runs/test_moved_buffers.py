@@ -18,7 +18,7 @@ from tests.functional.tampering.replay import (
 )
 from tests.unit.ranks import on_ranks
 
-BEFORE, AFTER, LAYERS = 3, 7, 3
+BEFORE, AFTER, LAYERS = 2, 5, 3
 BOTH = (0, 1)
 Change = Callable[[Any], None]
 _KEPT: list[Any] = []

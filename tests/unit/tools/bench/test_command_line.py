@@ -13,10 +13,18 @@ import pytest
 from megatron_cg.tools.bench import INCOMPLETE
 from megatron_cg.tools.bench.measure.windows import given
 from megatron_cg.tools.bench.runs.commands import SCRIPT
-from megatron_cg.tools.bench.runs.configurations import CONFIGURATIONS, EAGER, FULL, GRAPHS
+from megatron_cg.tools.bench.runs.configurations import (
+    CONFIGURATIONS,
+    EAGER,
+    EAGER_FAST_PATH,
+    FULL,
+    GRAPHS,
+    PLAIN,
+)
 from megatron_cg.tools.cli.main import USAGE_ERROR, main
 
 TAPE = "--backend tape --shapes llama-tiny --nproc 1 --timed-steps 2 --settle-steps 1"
+PROBED = f"{TAPE} --warmup-steps 1 --probe-steps 1"
 
 
 def bench(words: str, out: Path) -> int:
@@ -28,7 +36,7 @@ def bench(words: str, out: Path) -> int:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two configurations leave in --out."""
     out = tmp_path_factory.mktemp("made")
-    assert bench(f"{TAPE} --warmup-steps 1 --probe-steps 1", out) == 0
+    assert bench(PROBED, out) == 0
     return out
 
 
@@ -59,6 +67,20 @@ def test_the_tape_runs_from_end_to_end(made: Path) -> None:
     report = (made / "bench.md").read_text()
     assert "fsdp-graphs, guards and votes: " in report
     assert "CPU tape" in report and "Scopes: attn." in report
+
+
+def test_the_tape_trains_the_same_with_the_fast_path_alone_and_with_graphs_alone(
+    made: Path, tmp_path: Path
+) -> None:
+    assert bench(f"{PROBED} --only {EAGER_FAST_PATH},{PLAIN}", tmp_path) == 0
+    ranks = [run["ranks"][0] for run in (runs_in(made)[0], *runs_in(tmp_path))]
+    assert len({rank["timed"]["loss"] for rank in ranks}) == 1
+    waits = [
+        next(row["calls"] for row in rank["probed"]["phases"] if row["phase"] == "unshard: wait")
+        for rank in ranks
+    ]
+    # Unsharding waits once a bucket instead of once a parameter, with the fast path only.
+    assert 2 * waits[1] < min(waits[0], waits[2])
 
 
 def test_results_are_reported_and_compared_again(

@@ -20,7 +20,6 @@ from megatron_cg.tools.bench.runs.configurations import (
     PLAIN,
 )
 from megatron_cg.tools.cli.main import main
-from tests.unit.tools.bench.test_command_line import TAPE, bench, runs_in
 
 Make = Callable[..., dict[str, Any]]
 
@@ -49,21 +48,6 @@ def test_graphs_and_the_fast_path_are_told_apart(
     assert installs == [EAGER, EAGER_FAST_PATH]
     assert f"{eager_fast_path.VARIABLE}={','.join(PARTS)}" in runs[EAGER_FAST_PATH]
     assert f"{eager_fast_path.VARIABLE}=" in runs[EAGER]
-
-
-def test_the_tape_trains_the_same_with_the_fast_path_alone_and_with_graphs_alone(
-    tmp_path: Path,
-) -> None:
-    words = f"{TAPE} --warmup-steps 1 --probe-steps 1 --only {EAGER},{EAGER_FAST_PATH},{PLAIN}"
-    assert bench(words, tmp_path) == 0
-    ranks = [run["ranks"][0] for run in runs_in(tmp_path)]
-    assert len({rank["timed"]["loss"] for rank in ranks}) == 1
-    waits = [
-        next(row["calls"] for row in rank["probed"]["phases"] if row["phase"] == "unshard: wait")
-        for rank in ranks
-    ]
-    # Unsharding waits once a bucket instead of once a parameter, with the fast path only.
-    assert 2 * waits[1] < min(waits[0], waits[2])
 
 
 def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_its_end(
