@@ -22,6 +22,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.replay.own_gradients import own_gradient_of_leaf
 from megatron_cg.replay.region import is_running_region
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
@@ -39,6 +40,7 @@ RELIES_ON = (
     Symbol("megatron-core", f"{_LAYER}._te_cuda_graph_replay", "the replay"),
 )
 
+_HIDDEN = "hidden_states"
 Prepared = Callable[[], Any] | Mismatch | None
 """What a call does: the replay, or an eager pass because of a mismatch. None: an eager pass that is
 a part of a verification."""
@@ -61,8 +63,17 @@ def attach_replay(
     def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
         if is_running_region():  # the captured region is the layer's whole forward
             return None
-        mismatch = _no_tensor(args, kwargs) if unit.direct else _not_passed_on(kwargs)
-        return mismatch or partial(target._te_cuda_graph_replay, *args, **kwargs)
+        if not unit.direct:
+            return _not_passed_on(kwargs) or partial(target._te_cuda_graph_replay, *args, **kwargs)
+        return _no_tensor(args, kwargs) or partial(replay, args, kwargs)
+
+    def replay(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        is_replay = target.cuda_graphs[0].is_replay
+        if args:
+            args = (own_gradient_of_leaf(args[0], is_replay), *args[1:])
+        elif _HIDDEN in kwargs:
+            kwargs = {**kwargs, _HIDDEN: own_gradient_of_leaf(kwargs[_HIDDEN], is_replay)}
+        return target._te_cuda_graph_replay(*args, **kwargs)
 
     def changes() -> Iterator[Undo]:
         yield replay_instead(target, prepare, mismatches)

@@ -64,7 +64,7 @@ class InFlight:
 
     def has(self, node: Any) -> bool:
         """Whether a node of autograd is a replay that waits for its backward."""
-        return any(replay.node() is node for replay in self._waiting.values())
+        return any(replay.node() is node for replay in reversed(self._waiting.values()))
 
     def begin(self, index: int, unit: Unit, outputs: Any, before_backward: BeforeBackward) -> None:
         """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
