@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard, Mismatch
@@ -80,7 +80,8 @@ class GuardedGraph:
         self._replayed = True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
         outputs = self.graph(*args, **kwargs)
-        self._guard_backward(outputs)
+        if not self._guard_backward(outputs):
+            return tree_map(_own, outputs)
         return self._as_captured(outputs) if self._constant else outputs
 
     def __getattr__(self, name: str) -> Any:
@@ -137,13 +138,16 @@ class GuardedGraph:
         finally:
             undo()
 
-    def _guard_backward(self, outputs: Any) -> None:
+    def _guard_backward(self, outputs: Any) -> bool:
         """Check order and addresses before the backward replay, after FSDP has unsharded.
+
+        False if no backward can follow. Then nothing tells how long outputs are used, so the caller
+        gets copies.
 
         FSDP's unsharding hook is on the layer's outputs. A node's own hooks run after the hooks on
         the gradients that it receives (torch 2.11, ``engine.cpp``, ``call_function``).
         """
-        self._in_flight.begin(self._index, self._unit, outputs, self._before_backward)
+        return self._in_flight.begin(self._index, self._unit, outputs, self._before_backward)
 
     def _before_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         began = time.perf_counter_ns()
@@ -152,3 +156,7 @@ class GuardedGraph:
         if mismatch is not None:
             self._mismatches.mismatched_in_backward(mismatch, self._unit.name)
         self._mismatches.counters.count_backward(*copies(self._replay.incoming, gradients))
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
