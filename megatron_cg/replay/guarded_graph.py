@@ -52,7 +52,7 @@ class GuardedGraph:
         self._unit, self._index = unit, index
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
-        self._replayed = False
+        self._replayed = self._returns_inputs = False
         self._constant = tuple(n for n, memory in enumerate(replay.incoming) if memory is None)
         """Which outputs need no gradient."""
 
@@ -77,9 +77,13 @@ class GuardedGraph:
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, fresh=not self._replayed)
             return self._unit.run(self._unit.layer, args, kwargs)
-        self._replayed = True
+        is_first, self._replayed = not self._replayed, True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
+        if self._returns_inputs:
+            args, kwargs = self._guard.inputs.read_first(args, kwargs)
         outputs = self.graph(*args, **kwargs)
+        if is_first:
+            self._returns_inputs = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
         if not self._guard_backward(outputs):
             return tree_map(_own, outputs)
         return self._as_captured(outputs) if self._constant else outputs
