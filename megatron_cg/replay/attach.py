@@ -7,6 +7,12 @@ Note [The replay replaces forward]
     to ``nn.Module.__call__``. FSDP's hooks run there, and between them ``_te_cuda_graph_replay``
     runs instead of the forward. Both overrides are attributes of the instance: the class and
     layers without graphs do not change.
+
+Note [Shapes that a region notes]
+    With ``moe_preprocess`` the dispatcher notes sizes of its input inside the graph, as plain
+    attributes, and reads them behind it (megatron-core 0.19.2, ``hidden_shape_before_permute``). A
+    replay notes nothing. So after a pass of another shape, such as an evaluation with a larger
+    batch, they are set before each replay.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.replay.own_gradients import own_gradient_of_leaf
 from megatron_cg.replay.region import is_running_region
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
@@ -39,6 +46,8 @@ RELIES_ON = (
     Symbol("megatron-core", f"{_LAYER}._te_cuda_graph_replay", "the replay"),
 )
 
+_HIDDEN = "hidden_states"
+_NOTED = ("hidden_shape", "hidden_shape_before_permute", "num_out_tokens", "capacity")
 Prepared = Callable[[], Any] | Mismatch | None
 """What a call does: the replay, or an eager pass because of a mismatch. None: an eager pass that is
 a part of a verification."""
@@ -57,12 +66,23 @@ def attach_replay(
         mismatches: the mismatch policy of the unit's session.
     """
     target: Any = unit.layer
+    notes, noted = _noted_in(target)
 
     def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
         if is_running_region():  # the captured region is the layer's whole forward
             return None
-        mismatch = _no_tensor(args, kwargs) if unit.direct else _not_passed_on(kwargs)
-        return mismatch or partial(target._te_cuda_graph_replay, *args, **kwargs)
+        notes.update(noted)
+        if not unit.direct:
+            return _not_passed_on(kwargs) or partial(target._te_cuda_graph_replay, *args, **kwargs)
+        return _no_tensor(args, kwargs) or partial(replay, args, kwargs)
+
+    def replay(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        is_replay = target.cuda_graphs[0].is_replay
+        if args:
+            args = (own_gradient_of_leaf(args[0], is_replay), *args[1:])
+        elif _HIDDEN in kwargs:
+            kwargs = {**kwargs, _HIDDEN: own_gradient_of_leaf(kwargs[_HIDDEN], is_replay)}
+        return target._te_cuda_graph_replay(*args, **kwargs)
 
     def changes() -> Iterator[Undo]:
         yield replay_instead(target, prepare, mismatches)
@@ -106,6 +126,14 @@ def replay_instead(
             raise
 
     return put_over(target, "forward", forward)
+
+
+def _noted_in(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes of the layer's dispatcher, and those noted in the pass that was captured."""
+    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+    attributes: dict[str, Any] = vars(dispatcher) if dispatcher is not None else {}
+    values = {name: attributes.get(name) for name in _NOTED}
+    return attributes, {k: v for k, v in values.items() if isinstance(v, int | tuple)}
 
 
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Guard, Mismatch
@@ -53,7 +53,7 @@ class GuardedGraph:
         self._unit, self._index = unit, index
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
-        self._replayed = False
+        self._replayed = self._returns_inputs = False
         self._constant = tuple(n for n, memory in enumerate(replay.incoming) if memory is None)
         """Which outputs need no gradient."""
 
@@ -78,10 +78,15 @@ class GuardedGraph:
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, fresh=not self._replayed)
             return self._unit.run(self._unit.layer, args, kwargs)
-        self._replayed = True
+        is_first, self._replayed = not self._replayed, True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
+        if self._returns_inputs:
+            args, kwargs = self._guard.inputs.read_first(args, kwargs)
         outputs = self.graph(*args, **kwargs)
-        self._guard_backward(outputs)
+        if is_first:
+            self._returns_inputs = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
+        if not self._guard_backward(outputs):
+            return tree_map(_own, outputs)
         return self._as_captured(outputs) if self._constant else outputs
 
     def __getattr__(self, name: str) -> Any:
@@ -135,13 +140,16 @@ class GuardedGraph:
                 left_out=counters.count_unstable,
             )
 
-    def _guard_backward(self, outputs: Any) -> None:
+    def _guard_backward(self, outputs: Any) -> bool:
         """Check order and addresses before the backward replay, after FSDP has unsharded.
+
+        False if no backward can follow. Then nothing tells how long outputs are used, so the caller
+        gets copies.
 
         FSDP's unsharding hook is on the layer's outputs. A node's own hooks run after the hooks on
         the gradients that it receives (torch 2.11, ``engine.cpp``, ``call_function``).
         """
-        self._in_flight.begin(self._index, self._unit, outputs, self._before_backward)
+        return self._in_flight.begin(self._index, self._unit, outputs, self._before_backward)
 
     def _before_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         began = time.perf_counter_ns()
@@ -150,3 +158,7 @@ class GuardedGraph:
         if mismatch is not None:
             self._mismatches.mismatched_in_backward(mismatch, self._unit.name)
         self._mismatches.counters.count_backward(*copies(self._replay.incoming, gradients))
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

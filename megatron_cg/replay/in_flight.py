@@ -11,15 +11,22 @@ Note [Order of replays]
     A backward pass out of order is always an error. A forward pass out of order can still run
     eagerly: standalone units ask :meth:`InFlight.broken` before each replay.
 
+Note [Outputs that outlive their pass]
+    A pass whose backward can no longer run may still have outputs in use, such as a target that was
+    detached. They lie in the memory of a graph as well, so that unit still waits until they are let
+    go. torch counts who uses a storage; nothing else tells, since a detached tensor is another
+    object on the same memory.
+
 Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is its own Python object and lives
-exactly as long as the node is in the autograd graph; ``Node.register_prehook``.
+exactly as long as the node is in the autograd graph; ``Node.register_prehook``; the count of a
+storage's users includes the Python object that is asked.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,16 +35,42 @@ from torch.utils._pytree import tree_flatten
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.symbols import Symbol
 
+_USERS = Symbol("torch", "torch._C:_storage_Use_Count", "how many tensors use a storage")
+RELIES_ON = (_USERS,)
 BeforeBackward = Callable[[Sequence[torch.Tensor | None]], None]
 """Takes the gradients that a backward pass receives, one an output."""
 
 
 class _Replay:
-    """One forward replay, until its backward begins or can no longer be run."""
+    """One forward replay, until its backward begins, or can no longer run and no output is used.
 
-    def __init__(self, unit: Unit, node: Any) -> None:
+    Args:
+        unit: the unit.
+        node: its node of autograd.
+        outputs: what it returned, if anybody asks for it; nobody else has them yet.
+    """
+
+    def __init__(self, unit: Unit, node: Any, outputs: Sequence[torch.Tensor]) -> None:
         self.unit, self.node = unit, weakref.ref(node)
+        storages = [output.untyped_storage() for output in outputs]
+        own = [storage._cdata for storage in storages]
+        self._storages = {one: _users()(one._cdata) - own.count(one._cdata) for one in storages}
+        """With how many users each has when nobody uses an output."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward can follow, and no output is in use."""
+        return self.node() is None and all(
+            _users()(storage._cdata) <= unused for storage, unused in self._storages.items()
+        )
+
+
+@cache  # Each replay asks.
+def _users() -> Callable[[int], int]:
+    found: Callable[[int], int] = _USERS.find()
+    return found
 
 
 class InFlight:
@@ -46,39 +79,37 @@ class InFlight:
     def __init__(self) -> None:
         self._waiting: dict[int, _Replay] = {}
         """The last replay of each unit, by the unit's index, in the order of replay."""
+        self._is_asked = False
+        """Whether :meth:`broken` is asked before replays; if not, outputs need not be known."""
 
     def broken(self, index: int) -> Mismatch | None:
         """What forbids a forward replay of the unit ``index`` now, or None."""
+        self._is_asked = True
         for other, replay in self._waiting.items():
-            if other >= index and replay.node() is not None:
-                return Mismatch(
-                    "order",
-                    "the backward of earlier passes",
-                    "over",
-                    f"still to come for {replay.unit.name}",
-                    "A replay would overwrite what that backward reads. Call each unit once in a "
-                    "pass, in the order of the steps before capture, and run the backward (or drop "
-                    "the loss) before the next pass.",
-                )
+            if other >= index and not replay.is_over:
+                return _waits(replay)
         return None
 
     def has(self, node: Any) -> bool:
         """Whether a node of autograd is a replay that waits for its backward."""
-        return any(replay.node() is node for replay in self._waiting.values())
+        return any(replay.node() is node for replay in reversed(self._waiting.values()))
 
-    def begin(self, index: int, unit: Unit, outputs: Any, before_backward: BeforeBackward) -> None:
+    def begin(self, index: int, unit: Unit, outputs: Any, before_backward: BeforeBackward) -> bool:
         """Record a forward replay of ``unit``, the unit ``index``, that returned ``outputs``.
+
+        Returns whether a backward can follow: an output needs a gradient.
 
         ``before_backward`` is called when its backward begins, with the incoming gradients. That
         backward raises ReplayMismatchError if it runs out of order or a second time.
         """
         self._waiting.pop(index, None)
-        for tensor in tree_flatten(outputs)[0]:
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                replay = self._waiting[index] = _Replay(unit, tensor.grad_fn)
-                end = partial(self._end, index, replay, before_backward)
-                tensor.grad_fn.register_prehook(end)
-                return
+        tensors = [one for one in tree_flatten(outputs)[0] if isinstance(one, torch.Tensor)]
+        node = next((one.grad_fn for one in tensors if one.grad_fn is not None), None)
+        if node is None:
+            return False
+        replay = self._waiting[index] = _Replay(unit, node, tensors if self._is_asked else ())
+        node.register_prehook(partial(self._end, index, replay, before_backward))
+        return True
 
     def _end(
         self,
@@ -105,3 +136,24 @@ class InFlight:
             )
         del self._waiting[index]
         before_backward(gradients)
+
+
+def _waits(replay: _Replay) -> Mismatch:
+    if replay.node() is None:
+        return Mismatch(
+            "order",
+            "the outputs of earlier passes",
+            "let go",
+            f"still in use for {replay.unit.name}",
+            "A replay would overwrite them. Let them go before the next pass, or copy what is kept "
+            "(.detach().clone()).",
+        )
+    return Mismatch(
+        "order",
+        "the backward of earlier passes",
+        "over",
+        f"still to come for {replay.unit.name}",
+        "A replay would overwrite what that backward reads. Call each unit once in a pass, in the "
+        "order of the steps before capture, and run the backward (or drop the loss) before the "
+        "next pass.",
+    )

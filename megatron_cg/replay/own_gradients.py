@@ -33,6 +33,36 @@ def own_gradient(value: Any, is_replay: Callable[[Any], bool]) -> Any:
     return apply(value)
 
 
+def own_gradient_of_leaf(value: Any, is_replay: Callable[[Any], bool]) -> Any:
+    """``value`` on the same memory, whose gradient no leaf takes over from the graph.
+
+    For layers under Megatron-FSDP, which takes the gradients of its own leaves at once. Only
+    operations of one tensor are followed, so that a layer between others pays for a few questions.
+    Arguments are as in :func:`own_gradient`.
+    """
+    if not value.requires_grad:
+        return value
+    node = value.grad_fn
+    for _ in range(_FAR):
+        if node is None:
+            break
+        if is_replay(node):
+            return value
+        following = [one for one, _ in node.next_functions if one is not None]
+        if len(following) > 1:
+            return value
+        if not following:
+            leaf = getattr(node, "variable", None)
+            if leaf is None or leaf._post_accumulate_grad_hooks:
+                return value
+            break
+        node = following[0]
+    else:
+        return value
+    apply: Any = _Copied.apply
+    return apply(value)
+
+
 def _goes_to_replays(node: Any, is_replay: Callable[[Any], bool]) -> bool:
     ahead = [node]
     for _ in range(_FAR):

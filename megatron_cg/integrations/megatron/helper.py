@@ -30,6 +30,7 @@ from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.integrations.megatron import repeat
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_out
+from megatron_cg.integrations.megatron.loss_scale import make_loss_scale
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.optimizer_graph import follow_optimizer_graph
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
@@ -262,6 +263,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         )
         captured: list[int] = []
         drop_gradients(self._fsdp)
+        make_loss_scale(self.config)
 
         def capture(callables: Any, *args: Any, **kwargs: Any) -> Any:
             captured.append(len(callables))

@@ -9,7 +9,7 @@ Note [What a graph does with its inputs]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,8 @@ class Inputs:
     ) -> None:
         labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
         own = {id(tensor) for tensor in borrowed}
+        storages = [tensor.untyped_storage() for tensor in (*args, *kwargs.values())]
+        self._memory = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
         self._positional = len(args)
         self._keywords = tuple(kwargs)
         self._specs = tuple(
@@ -92,6 +94,33 @@ class Inputs:
             return found
         tensors = self._flat(args, kwargs)
         return self._metadata(tensors) or self._gradients(tensors) or self._borrowed(tensors)
+
+    def are_returned(self, outputs: Iterable[Any]) -> bool:
+        """Whether an output of the graph lies in the memory of its inputs, of which it has two."""
+        return len(self._specs) > 1 and any(map(self._lies_here, outputs))
+
+    def read_first(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with copies of those that lie in the memory of another input.
+
+        A graph copies one input after another (TE 2.20.2), and overwrites these before it reads
+        them: a unit that returns its inputs may get them back in another order.
+        """
+        specs = iter(self._specs)
+
+        def own(value: Any) -> Any:
+            in_place = value.data_ptr() == next(specs).address
+            return value if in_place or not self._lies_here(value) else value.clone()
+
+        flat = tuple(own(value) for value in args)
+        return flat, {**kwargs, **{name: own(kwargs[name]) for name in self._keywords}}
+
+    def _lies_here(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return False
+        address = value.data_ptr()
+        return any(begin <= address < end for begin, end in self._memory)
 
     def copied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int, int]:
         """The number of inputs already in place, the number of copied inputs, and their bytes."""

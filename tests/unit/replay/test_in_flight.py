@@ -54,9 +54,21 @@ def test_only_later_units_replay_until_the_backward_has_run() -> None:
 def test_a_pass_that_nobody_can_run_backward_is_over() -> None:
     in_flight = InFlight()
     x = replay(in_flight, 1, leaf())
+    del x
+    assert allowed(in_flight) == [0, 1, 2, 3]
+
+
+def test_an_output_in_use_is_waited_for_though_no_backward_can_follow() -> None:
+    in_flight = InFlight()
+    assert allowed(in_flight) == [0, 1, 2, 3]
+    x = replay(in_flight, 1, leaf())
     kept = x.detach()
     del x
-    assert allowed(in_flight) == [0, 1, 2, 3] and kept.shape == (2,)
+    assert allowed(in_flight) == [2, 3] and kept.shape == (2,)
+    found = in_flight.broken(0)
+    assert found is not None and "still in use for unit 1" in found.text("unit 0")
+    del kept
+    assert allowed(in_flight) == [0, 1, 2, 3]
 
 
 def test_an_output_without_gradient_is_not_waited_for() -> None:

@@ -1,0 +1,73 @@
+"""Inputs that a unit returns, and that come back in the place of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg import graph_units
+from megatron_cg.backends.driver import graphed as driver
+from tests.unit.counted import expect
+
+ROWS, WIDTH, STEPS, WARMUP, PASSES = 4, 6, 4, 2, 3
+
+
+class Shifted(nn.Module):
+    """Mixes each pass with the one before; returns its input as the state of the next pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.before = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.now(x) + self.before(state), x.view(-1).view(x.shape)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = Shifted()
+        self.state = torch.zeros(ROWS, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, self.state = self.unit(x, self.state)
+        return torch.as_tensor(y).square().mean()
+
+
+def one_after_another(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """As Transformer Engine 2.20.2 copies into a graph's static memory."""
+    for static, value in pairs:
+        if static.data_ptr() != value.data_ptr():
+            static.copy_(value)
+
+
+def losses(*, graphed: bool) -> Iterator[torch.Tensor]:
+    torch.manual_seed(0)
+    network: Any = Network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    graphs = (
+        graph_units(network, ["unit"], backend="tape", warmup_steps=WARMUP) if graphed else None
+    )
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with graphs.step() if graphs is not None else nullcontext():
+            for _ in range(PASSES):
+                loss = network(torch.randn(ROWS, WIDTH))
+                loss.backward()
+                yield loss.detach()
+        optimizer.step()
+    if graphs is not None:
+        graphs.close()
+        expect(graphs.counters, replayed=(STEPS - WARMUP) * PASSES, mismatched=0)
+
+
+def test_an_input_that_comes_back_is_read_before_it_is_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "copy_together", one_after_another)
+    assert list(losses(graphed=False)) == list(losses(graphed=True))
