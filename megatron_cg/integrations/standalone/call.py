@@ -5,7 +5,7 @@ A graph takes tensors and nothing else. Modules of plain PyTorch also take flags
 its observed value: capture uses it, and a call with another value is not replayed. Tensors may be
 in tuples, lists and dicts, as the cosines and sines that models of transformers pass to each layer.
 
-A graph gets the first tensor that is given by position, and all others by name, such as ``mask`` or
+A graph gets the first tensor of a call by position, and all others by name, such as ``mask`` or
 ``position_embeddings[0]``. So a table that is given by position, as torchtitan gives ``freqs_cis``,
 can be read in place like one by keyword.
 """
@@ -77,16 +77,14 @@ class CallForm:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The name of the tensor that a graph gets by position; empty if there is none."""
-        positional = zip(self.positions, self.args, strict=True)
-        leaves = chain.from_iterable(_inside(name, old, old) for name, old in positional)
+        given = [*zip(self.positions, self.args, strict=True), *self.kwargs.items()]
+        leaves = chain.from_iterable(_inside(name, old, old) for name, old in given)
         return next(((name,) for name, old, _ in leaves if old is _TENSOR), ())
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], Mismatch | None]:
-        """A call's first positional tensor, the others by name, and the first mismatch with this
-        form.
-        """
+        """A call's first tensor, the others by name, and the first mismatch with this form."""
         if len(args) != len(self.args):
             found = Mismatch(
                 "structure",
@@ -123,7 +121,7 @@ class CallForm:
             if value is not _TENSOR and not isinstance(value, _CONSTANTS)
         ]
         if not self.names:
-            found.append("no argument given by position is a tensor")
+            found.append("no argument is a tensor")
         return found
 
     def _leaves(

@@ -67,7 +67,7 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
             f"unit {name}: {problem}",
             "a graph takes tensors, also in tuples, lists and dicts; other arguments must be None, "
             "numbers, strings or dtypes",
-            "pass the tensors themselves, the first by position, or take the unit out of units",
+            "pass the tensors themselves, or take the unit out of units",
         )
         for name, call in seen.items()
         for problem in [*call.form.problems(), *_overlapping(call)]

@@ -117,6 +117,13 @@ def test_the_first_tensor_may_be_in_a_container() -> None:
     assert found.join((X,), {"x[1]": Y}) == (((X, Y),), {})
 
 
+def test_the_first_tensor_may_be_given_by_keyword() -> None:
+    found = CallForm.of(forward, (), {"mask": (None, MASK), "x": X})
+    assert found.problems() == [] and found.names == ("mask[1]",)
+    assert found.split((), {"x": X, "mask": (None, MASK)}) == ((MASK,), {"x": X}, None)
+    assert found.join((MASK,), {"x": X}) == ((), {"mask": (None, MASK), "x": X})
+
+
 @pytest.mark.parametrize(
     ("changed", "subject"),
     [
@@ -147,9 +154,9 @@ def test_a_container_that_changes_later_does_not_change_the_form() -> None:
 
 def test_what_no_graph_can_take_is_named() -> None:
     assert form().problems() == []
-    problems = CallForm.of(forward, ([object],), {"y": Y, "scale": object}).problems()
+    problems = CallForm.of(forward, ([object],), {"scale": object}).problems()
     assert [text.split(" is ")[0] for text in problems] == [
         "argument x[0]",
         "argument scale",
-        "no argument given by position",
+        "no argument",
     ]
