@@ -157,8 +157,8 @@ def _overlapping(call: Seen) -> list[str]:
     labels = [*call.form.names, *call.kwargs]
     tensors = [*call.args, *call.kwargs.values()]
     return [
-        f"argument {label} is an expanded tensor of shape {tuple(tensor.shape)}; "
-        "a graph's input needs memory of its own: pass .contiguous()"
+        f"argument {label} is an expanded tensor of shape {tuple(tensor.shape)} that "
+        "needs a gradient; a graph's input needs memory of its own: pass .contiguous()"
         for label, tensor in zip(labels, tensors, strict=True)
         if overlaps(tensor)
     ]

@@ -74,3 +74,21 @@ def assert_graphed(call: Call, eager: int = 0) -> None:
 
 def test_all_tensors_may_be_given_by_keyword() -> None:
     assert_graphed(lambda layer, x, step: layer(mask=torch.full_like(x, step), hidden=x))
+
+
+def test_an_expanded_mask_is_an_input() -> None:
+    def call(layer: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
+        mask = torch.arange(float(WIDTH)).add(step).sin()
+        out: torch.Tensor = layer(x, mask=mask.expand(BATCH, WIDTH))
+        return out
+
+    assert_graphed(call)
+
+
+def test_a_mask_that_is_expanded_no_longer_runs_eagerly() -> None:
+    def call(layer: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
+        mask = torch.arange(float(WIDTH)).add(step).sin().expand(BATCH, WIDTH)
+        out: torch.Tensor = layer(x, mask=mask * 2 if step == STEPS - 1 else mask)
+        return out
+
+    assert_graphed(call, eager=2)

@@ -124,6 +124,19 @@ def test_the_first_tensor_may_be_given_by_keyword() -> None:
     assert found.join((MASK,), {"x": X}) == ((), {"mask": (None, MASK), "x": X})
 
 
+def test_an_expanded_tensor_is_reduced_and_expanded_again() -> None:
+    mask = torch.ones(2, 3).transpose(0, 1)[None, :, None].expand(4, 3, 5, 2)
+    found = CallForm.of(forward, (X,), {"mask": mask})
+    _, named, mismatch = found.split((X,), {"mask": mask})
+    assert mismatch is None and named["mask"].shape == (1, 3, 1, 2)
+    assert named["mask"].data_ptr() == mask.data_ptr()
+    again = found.join((X,), named)[1]["mask"]
+    assert again.shape == mask.shape and again.stride() == mask.stride()
+    for other in (mask[:2], mask.contiguous(), None, 1):
+        mismatch = found.split((X,), {"mask": other})[2]
+        assert mismatch is not None and "(4, 3, 5, 2), expanded" in mismatch.expected
+
+
 @pytest.mark.parametrize(
     ("changed", "subject"),
     [
