@@ -27,7 +27,8 @@ class Attended(nn.Module):
             )
         else:
             kept = nn.functional.dropout(probabilities, self.p, self.is_training)
-        return self.linear(kept)
+        out: torch.Tensor = self.linear(kept)
+        return out
 
 
 def traced(p: float, training: bool = True, by_name: bool = False) -> Trace:
