@@ -66,8 +66,10 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
             "unit-arguments",
             f"unit {name}: {problem}",
             "a graph takes tensors, also in tuples, lists and dicts; other arguments must be None, "
-            "numbers, strings or dtypes",
-            "pass the tensors themselves, or take the unit out of units",
+            "numbers, strings, dtypes or shapes",
+            "call the model with use_cache=False"
+            if problem.startswith("argument past_key_value")
+            else "pass the tensors themselves, or take the unit out of units",
         )
         for name, call in seen.items()
         for problem in [*call.form.problems(), *_overlapping(call)]

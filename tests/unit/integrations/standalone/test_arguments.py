@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.standalone import graph_units
 from tests.unit.counted import expect
 
@@ -92,3 +94,12 @@ def test_a_mask_that_is_expanded_no_longer_runs_eagerly() -> None:
         return out
 
     assert_graphed(call, eager=2)
+
+
+def test_a_cache_of_keys_is_refused_with_what_to_type() -> None:
+    def call(layer: nn.Module, x: torch.Tensor, _step: int) -> torch.Tensor:
+        out: torch.Tensor = layer(x, past_key_values=object())
+        return out
+
+    with pytest.raises(ConfigurationError, match=r"Remedy: .* use_cache=False"):
+        train(call, graphed=True)
