@@ -173,3 +173,23 @@ def test_what_no_graph_can_take_is_named() -> None:
         "argument scale",
         "no argument",
     ]
+
+
+def test_an_object_that_cannot_be_compared_is_named() -> None:
+    class Array:
+        def __eq__(self, _other: object) -> Any:
+            raise ValueError("as an array of numpy")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    args, kwargs = (X, Array()), {"y": float("nan")}
+    found = CallForm.of(forward, args, kwargs)
+    assert found.split(args, kwargs)[2] is None
+    assert [text.split(" is ")[0] for text in found.problems()] == ["argument flag"]
+
+
+def test_a_shape_is_a_constant() -> None:
+    found = CallForm.of(forward, (X, X.shape), {})
+    assert found.problems() == [] and found.split((X, Y[:1].shape), {})[2] is None
+    for other in (Y.shape, (1,)):
+        assert found.split((X, other), {})[2] is not None
