@@ -5,9 +5,14 @@ A graph takes tensors and nothing else. Modules of plain PyTorch also take flags
 its observed value: capture uses it, and a call with another value is not replayed. Tensors may be
 in tuples, lists and dicts, as the cosines and sines that models of transformers pass to each layer.
 
-A graph gets the first tensor that is given by position, and all others by name, such as ``mask`` or
+A graph gets the first tensor of a call by position, and all others by name, such as ``mask`` or
 ``position_embeddings[0]``. So a table that is given by position, as torchtitan gives ``freqs_cis``,
 can be read in place like one by keyword.
+
+Note [Expanded tensors]
+    Nothing can be copied into a tensor whose elements share memory, such as a mask that is expanded
+    over the batch. So a graph gets what was expanded, and expands it itself. Its gradient would be
+    summed elsewhere than in eager training, so an expanded tensor that needs one is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from megatron_cg.capture.static_inputs import positional_names
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 
-_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 """Types that compare by value and cannot change in place."""
 _CONTAINERS = (tuple, list, dict)
 """Types, without their subclasses, that may hold tensors and constants."""
@@ -45,6 +50,30 @@ _TENSOR = _Mark("a tensor")
 """An input of the graph."""
 _ABSENT = _Mark("not given")
 """A keyword that is left out and whose default is unknown."""
+
+
+class _Expanded(_Mark):
+    """An input of the graph that is expanded in some dimensions; see the note above."""
+
+    def __init__(self, tensor: torch.Tensor, dims: Sequence[int]) -> None:
+        super().__init__(f"a tensor of shape {tuple(tensor.shape)}, expanded")
+        self._shape, self._dims = tensor.shape, tuple(dims)
+
+    def is_like(self, value: Any) -> bool:
+        """Whether ``value`` is a tensor that is expanded in the same way."""
+        if not isinstance(value, torch.Tensor) or value.shape != self._shape:
+            return False
+        return all(value.stride(dim) == 0 for dim in self._dims)
+
+    def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What was expanded to ``tensor``."""
+        for dim in self._dims:
+            tensor = tensor.narrow(dim, 0, 1)
+        return tensor
+
+    def expand(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The reverse of :meth:`reduce`."""
+        return tensor.expand(self._shape)
 
 
 @dataclass(frozen=True)
@@ -77,16 +106,14 @@ class CallForm:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The name of the tensor that a graph gets by position; empty if there is none."""
-        positional = zip(self.positions, self.args, strict=True)
-        leaves = chain.from_iterable(_inside(name, old, old) for name, old in positional)
-        return next(((name,) for name, old, _ in leaves if old is _TENSOR), ())
+        given = [*zip(self.positions, self.args, strict=True), *self.kwargs.items()]
+        leaves = chain.from_iterable(_inside(name, old, old) for name, old in given)
+        return next(((name,) for name, old, _ in leaves if _is_input(old)), ())
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], Mismatch | None]:
-        """A call's first positional tensor, the others by name, and the first mismatch with this
-        form.
-        """
+        """A call's first tensor, the others by name, and the first mismatch with this form."""
         if len(args) != len(self.args):
             found = Mismatch(
                 "structure",
@@ -102,6 +129,8 @@ class CallForm:
                 return (), {}, _mismatch(name, expected, actual)
             if expected is _TENSOR:
                 tensors[name] = actual
+            elif isinstance(expected, _Expanded):
+                tensors[name] = expected.reduce(actual)
         return tuple(tensors.pop(name) for name in self.names), tensors, None
 
     def join(
@@ -120,10 +149,10 @@ class CallForm:
         found = [
             f"argument {name} is {described(value)}"
             for name, value, _ in self._leaves(self.args, self.kwargs)
-            if value is not _TENSOR and not isinstance(value, _CONSTANTS)
+            if not _is_input(value) and not isinstance(value, _CONSTANTS)
         ]
         if not self.names:
-            found.append("no argument given by position is a tensor")
+            found.append("no argument is a tensor")
         return found
 
     def _leaves(
@@ -151,7 +180,20 @@ def _marked(value: Any) -> Any:
         return {key: _marked(inner) for key, inner in value.items()}
     if type(value) in _CONTAINERS:
         return type(value)(_marked(inner) for inner in value)
-    return _TENSOR if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    dims = [] if value.requires_grad else expanded_dims(value)
+    return _Expanded(value, dims) if dims else _TENSOR
+
+
+def expanded_dims(tensor: torch.Tensor) -> list[int]:
+    """The dimensions whose elements share memory."""
+    pairs = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+    return [dim for dim, (stride, size) in pairs if stride == 0 and size > 1]
+
+
+def _is_input(mark: Any) -> bool:
+    return mark is _TENSOR or isinstance(mark, _Expanded)
 
 
 def _inside(name: str, expected: Any, actual: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -176,16 +218,21 @@ def _filled(name: str, expected: Any, tensors: Mapping[str, torch.Tensor]) -> An
     if type(expected) in _CONTAINERS:
         inner = (_filled(f"{name}[{n}]", old, tensors) for n, old in enumerate(expected))
         return type(expected)(inner)
+    if isinstance(expected, _Expanded):
+        return expected.expand(tensors[name])
     return tensors[name] if expected is _TENSOR else expected
 
 
 def _same(expected: Any, actual: Any) -> bool:
-    if expected is _TENSOR or isinstance(actual, torch.Tensor):
+    if isinstance(expected, _Mark) or isinstance(actual, torch.Tensor):
+        if isinstance(expected, _Expanded):
+            return expected.is_like(actual)
         return expected is _TENSOR and isinstance(actual, torch.Tensor)
     # Only containers that differ are compared as a whole. 1 == True, but a module may treat them
     # differently.
     same_type = type(expected) is type(actual) and type(expected) not in _CONTAINERS
-    return same_type and bool(expected == actual)
+    # An observed call is compared with itself, and two arrays of numpy compare to no bool.
+    return same_type and (expected is actual or bool(expected == actual))
 
 
 def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.integrations.standalone.call import CallForm
+from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
 from megatron_cg.integrations.standalone.recompute import recompute_around
 from megatron_cg.upstream.copies import look_before
 
@@ -88,8 +88,7 @@ class Observer:
 
 def overlaps(tensor: torch.Tensor) -> bool:
     """Whether elements share memory, as in an expanded tensor; ``copy_`` into it is invalid."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return any(stride == 0 and size > 1 for stride, size in pairs)
+    return bool(expanded_dims(tensor))
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,8 +66,10 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
             "unit-arguments",
             f"unit {name}: {problem}",
             "a graph takes tensors, also in tuples, lists and dicts; other arguments must be None, "
-            "numbers, strings or dtypes",
-            "pass the tensors themselves, the first by position, or take the unit out of units",
+            "numbers, strings, dtypes or shapes",
+            "call the model with use_cache=False"
+            if problem.startswith("argument past_key_value")
+            else "pass the tensors themselves, or take the unit out of units",
         )
         for name, call in seen.items()
         for problem in [*call.form.problems(), *_overlapping(call)]
@@ -157,8 +159,8 @@ def _overlapping(call: Seen) -> list[str]:
     labels = [*call.form.names, *call.kwargs]
     tensors = [*call.args, *call.kwargs.values()]
     return [
-        f"argument {label} is an expanded tensor of shape {tuple(tensor.shape)}; "
-        "a graph's input needs memory of its own: pass .contiguous()"
+        f"argument {label} is an expanded tensor of shape {tuple(tensor.shape)} that "
+        "needs a gradient; a graph's input needs memory of its own: pass .contiguous()"
         for label, tensor in zip(labels, tensors, strict=True)
         if overlaps(tensor)
     ]

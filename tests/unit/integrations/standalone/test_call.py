@@ -117,6 +117,26 @@ def test_the_first_tensor_may_be_in_a_container() -> None:
     assert found.join((X,), {"x[1]": Y}) == (((X, Y),), {})
 
 
+def test_the_first_tensor_may_be_given_by_keyword() -> None:
+    found = CallForm.of(forward, (), {"mask": (None, MASK), "x": X})
+    assert found.problems() == [] and found.names == ("mask[1]",)
+    assert found.split((), {"x": X, "mask": (None, MASK)}) == ((MASK,), {"x": X}, None)
+    assert found.join((MASK,), {"x": X}) == ((), {"mask": (None, MASK), "x": X})
+
+
+def test_an_expanded_tensor_is_reduced_and_expanded_again() -> None:
+    mask = torch.ones(2, 3).transpose(0, 1)[None, :, None].expand(4, 3, 5, 2)
+    found = CallForm.of(forward, (X,), {"mask": mask})
+    _, named, mismatch = found.split((X,), {"mask": mask})
+    assert mismatch is None and named["mask"].shape == (1, 3, 1, 2)
+    assert named["mask"].data_ptr() == mask.data_ptr()
+    again = found.join((X,), named)[1]["mask"]
+    assert again.shape == mask.shape and again.stride() == mask.stride()
+    for other in (mask[:2], mask.contiguous(), None, 1):
+        mismatch = found.split((X,), {"mask": other})[2]
+        assert mismatch is not None and "(4, 3, 5, 2), expanded" in mismatch.expected
+
+
 @pytest.mark.parametrize(
     ("changed", "subject"),
     [
@@ -147,9 +167,29 @@ def test_a_container_that_changes_later_does_not_change_the_form() -> None:
 
 def test_what_no_graph_can_take_is_named() -> None:
     assert form().problems() == []
-    problems = CallForm.of(forward, ([object],), {"y": Y, "scale": object}).problems()
+    problems = CallForm.of(forward, ([object],), {"scale": object}).problems()
     assert [text.split(" is ")[0] for text in problems] == [
         "argument x[0]",
         "argument scale",
-        "no argument given by position",
+        "no argument",
     ]
+
+
+def test_an_object_that_cannot_be_compared_is_named() -> None:
+    class Array:
+        def __eq__(self, _other: object) -> Any:
+            raise ValueError("as an array of numpy")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    args, kwargs = (X, Array()), {"y": float("nan")}
+    found = CallForm.of(forward, args, kwargs)
+    assert found.split(args, kwargs)[2] is None
+    assert [text.split(" is ")[0] for text in found.problems()] == ["argument flag"]
+
+
+def test_a_shape_is_a_constant() -> None:
+    found = CallForm.of(forward, (X, X.shape), {})
+    assert found.problems() == [] and found.split((X, Y[:1].shape), {})[2] is None
+    for other in (Y.shape, (1,)):
+        assert found.split((X, other), {})[2] is not None

@@ -334,7 +334,7 @@ def test_a_failed_capture_ends_the_run_otherwise(runs: Any) -> None:
 def test_arguments_that_no_graph_can_take_are_named(runs: Any) -> None:
     _, graphed = runs()
     graphed.network.doubled = [object()]
-    graphed.network.mask = torch.ones(WIDTH).expand(BATCH, WIDTH)
+    graphed.network.mask = torch.ones(WIDTH, requires_grad=True).expand(BATCH, WIDTH)
     graphed.step()
     with pytest.raises(ConfigurationError) as error:
         graphed.step()
