@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[3] / "examples" / "megatron_bridge.md"
 
 def test_what_it_takes_from_this_package_is_there() -> None:
     text = PAGE.read_text()
-    assert "**Not run by us.**" in text
+    assert "**Not run by this project.**" in text
     tree = ast.parse(text.partition("```python\n")[2].partition("```")[0])
     ours = {
         node.attr

@@ -366,7 +366,7 @@ def test_parts_that_wait_alone_are_refused(first: str) -> None:
 def test_a_part_that_comes_too_late_is_an_error() -> None:
     case = Case(5)
     case.take()
-    with pytest.raises(FastPathError, match="would lack a part"):
+    with pytest.raises(FastPathError, match="the sum would be incomplete"):
         case.hook(case.weights[1], torch.ones(SIZE))
 
 

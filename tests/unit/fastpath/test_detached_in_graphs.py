@@ -296,7 +296,7 @@ def test_nothing_is_borrowed_after_a_backward_pass_that_failed() -> None:
 def test_a_pass_that_names_its_inputs_is_refused() -> None:
     kept = Kept()
     rows = torch.ones(SIZE, requires_grad=True)
-    with pytest.raises(FastPathError, match="came to a graph or"):
+    with pytest.raises(FastPathError, match="reached a graph or"):
         torch.autograd.grad(kept.case.graphs[0](rows).sum(), rows)
 
 

@@ -197,7 +197,7 @@ def test_a_folder_that_is_missing_or_none_is_told_as_such(
 ) -> None:
     good = written(tmp_path / "good", small_record())
     (tmp_path / "file").touch()
-    for name, told in (("absent", "there is no folder"), ("file", "is no folder")):
+    for name, told in (("absent", "there is no folder"), ("file", "is not a folder")):
         words = [word.format(good=good) for word in command.split()]
         assert main([*words, str(tmp_path / name)]) == 2
         (said,) = capsys.readouterr().err.splitlines()
