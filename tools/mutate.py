@@ -84,6 +84,10 @@ NEAR: dict[str, str] = {
     "fastpath/gradients/detached_weights.py": "fastpath/test_detached.py "
     "fastpath/test_detached_alone.py fastpath/test_detached_calls.py "
     "fastpath/test_detached_more.py fastpath/test_fast_path.py",
+    "fastpath/params/shared_buffers.py": "fastpath/test_shared_buffers.py",
+    "integrations/standalone/call.py": "integrations/standalone/test_call.py "
+    "integrations/standalone/test_arguments.py",
+    "precompile/zero_dropout.py": "precompile/test_zero_dropout.py",
     "fastpath/params/last_unit.py": "fastpath/test_last_unit.py fastpath/test_gather.py",
     "fastpath/params/cached_lists.py": "fastpath/test_cached_lists.py fastpath/test_fast_path.py",
     "fastpath/params/deferred_prefetch.py": "fastpath/test_mutants_of_params.py "

@@ -14,14 +14,16 @@ from megatron_cg.precompile.trace import Trace, trace
 class Attended(nn.Module):
     """Dropout after a softmax, with its arguments by position or by name."""
 
-    def __init__(self, p: float, training: bool, by_name: bool) -> None:
+    def __init__(self, p: float, training: bool | None, by_name: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.p, self.is_training, self.by_name = p, training, by_name
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         probabilities = self.linear(given).softmax(-1)
-        if self.by_name:
+        if self.is_training is None:
+            kept = nn.functional.dropout(probabilities, self.p)
+        elif self.by_name:
             kept = nn.functional.dropout(
                 input=probabilities, p=self.p, training=self.is_training, inplace=False
             )
@@ -31,7 +33,7 @@ class Attended(nn.Module):
         return out
 
 
-def traced(p: float, training: bool = True, by_name: bool = False) -> Trace:
+def traced(p: float, training: bool | None = True, by_name: bool = False) -> Trace:
     with torch.device("meta"):
         module = Attended(p, training, by_name)
         given = torch.randn(3, 8, requires_grad=True)
@@ -46,6 +48,7 @@ def test_the_probabilities_are_not_copied(p: float, training: bool, by_name: boo
     assert [text for text in forward if "clone" in text or "dropout" in text] == []
 
 
-def test_dropout_that_drops_is_still_refused() -> None:
+@pytest.mark.parametrize("training", [True, None])
+def test_dropout_that_drops_is_still_refused(training: bool | None) -> None:
     with pytest.raises(PrecompileError, match="draws random numbers"):
-        traced(0.5)
+        traced(0.5, training)
