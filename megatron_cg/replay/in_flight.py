@@ -143,9 +143,9 @@ def _waits(replay: _Replay) -> Mismatch:
         return Mismatch(
             "order",
             "the outputs of earlier passes",
-            "let go",
+            "released",
             f"still in use for {replay.unit.name}",
-            "A replay would overwrite them. Let them go before the next pass, or copy what is kept "
+            "A replay would overwrite them. Drop them before the next pass, or copy what you keep "
             "(.detach().clone()).",
         )
     return Mismatch(

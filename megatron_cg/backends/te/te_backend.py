@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.cuda_cleanup import (
-    leave_pool,
-    stream_kept,
-)
+from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept
 from megatron_cg.backends.rng_tracker import random_states_kept
 from megatron_cg.backends.te.te_if_loaded import (
     END_CAPTURING,

@@ -41,7 +41,7 @@ def free_before_others(store: Any, gathered: Gathered) -> Callable[[], None]:
     Args:
         store: the model's ``ParamAndGradBuffer``, with double buffers.
         gathered: what keeps some buckets gathered. The table refers to it weakly, so that a model
-            that is let go with its parts is freed.
+            that nobody uses is freed.
 
     Returns the undo.
     """

@@ -1,4 +1,4 @@
-"""Inputs that a unit returns, and that come back in the place of another one."""
+"""Inputs that a unit returns, and that come back as another input."""
 
 from __future__ import annotations
 
