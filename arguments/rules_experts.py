@@ -79,6 +79,29 @@ def _delayed_gradients(
         )
 
 
+def peer_exchange(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """Peer memory needs graphs that exchange tokens."""
+    if graph.cg_moe_exchange != "peer" or not run.wants_graphs:
+        return
+    if graph.cg_grouped_gemm != "torch" or not captures_experts(run, graph) or drops_and_pads(run):
+        yield Violation(
+            "exchange-without-experts",
+            "--cg-moe-exchange peer in a run whose graphs hold no dropless experts",
+            "it is how such graphs exchange tokens; all others exchange them as Megatron does",
+            "add --cg-grouped-gemm torch and --cuda-graph-modules attn moe, without drop and pad, "
+            "or drop --cg-moe-exchange",
+        )
+    elif run.expert_model_parallel_size == 1:
+        yield Violation(
+            "exchange-without-expert-parallel",
+            "--cg-moe-exchange peer with --expert-model-parallel-size 1",
+            "a rank with all experts exchanges no tokens",
+            "drop --cg-moe-exchange",
+        )
+
+
 def row_bound(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
@@ -188,4 +211,5 @@ RULES: tuple[Rule, ...] = (
     _delayed_gradients,
     _router,
     row_bound,
+    peer_exchange,
 )

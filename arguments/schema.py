@@ -116,6 +116,14 @@ class GraphArguments:
         type=float,
         metavar="FACTOR",
     )
+    cg_moe_exchange: Literal["nccl", "peer"] = _flag(
+        "nccl",
+        "How graphs with dropless experts exchange tokens between expert-parallel ranks. nccl "
+        "(default): an all-to-all with room for any routing, so it also sends padding. peer: each "
+        "rank writes its tokens to the memory of the other GPUs, without padding; all "
+        "expert-parallel ranks must be on one host.",
+        choices=("nccl", "peer"),
+    )
     cg_capturable_adam: bool = _flag(
         False,
         "Let FusedAdam compute as it does for --optimizer-cuda-graph, with its learning rate and "

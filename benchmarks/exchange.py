@@ -6,8 +6,9 @@ One line for each way: GPU ms of one exchange on rank 0 (median), and what a ran
 include the gather that sorts rows by expert, and deliver the same rows. ``nccl`` is one
 ``all_to_all_single`` with counts that the host knows, of the rows that are routed: what Megatron's
 dispatcher does after its host read. ``slots`` is the exchange that graphs of whole MoE layers hold,
-with room for any routing, or for a multiple of the average if no rank exceeds it. ``nvshmem`` is
-torch's ``all_to_all_vdev``, whose counts are on the device, in a graph too.
+with room for any routing, or for a multiple of the average if no rank exceeds it. ``peer`` is that
+of ``--cg-moe-exchange peer``. ``nvshmem`` is torch's ``all_to_all_vdev``, whose counts are on the
+device, in a graph too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.moe.dispatcher import largest_slot
-from megatron_cg.moe.slots import exchange, find_places
+from megatron_cg.moe.peer_memory import PeerMemory
+from megatron_cg.moe.slots import Collective, exchange, find_places
 
 WARMUP, CALLS = 5, 50
 BOUND = 1.25
@@ -116,13 +118,14 @@ def by_nccl(tokens: Tokens) -> Callable[[], torch.Tensor]:
     return run
 
 
-def by_slots(tokens: Tokens, slot: int) -> Callable[[], torch.Tensor]:
+def by_slots(tokens: Tokens, slot: int, *, peers: bool = False) -> Callable[[], torch.Tensor]:
     """What graphs of whole MoE layers hold."""
     group = dist.group.WORLD
     assert group is not None
+    transport = PeerMemory(group) if peers else Collective(group)
     here = find_places(tokens.here.unsqueeze(1).cuda(), slot, tokens.sent)
     there = find_places(tokens.there.cuda(), slot, tokens.ranks * slot)
-    return captured(lambda: exchange(tokens.rows, here, there, group))
+    return captured(lambda: exchange(tokens.rows, here, there, transport))
 
 
 def by_nvshmem(tokens: Tokens, slot: int) -> Callable[[], torch.Tensor]:
@@ -158,6 +161,7 @@ def measure(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     makers: dict[str, tuple[Callable[[], Callable[[], torch.Tensor]], float]] = {
         "nccl": (partial(by_nccl, tokens), tokens.sent),
         "slots": (partial(by_slots, tokens, tokens.worst), tokens.ranks * tokens.worst),
+        "peer": (partial(by_slots, tokens, tokens.worst, peers=True), tokens.sent),
     }
     bound = min(int(BOUND * average), tokens.worst)
     if most <= bound:

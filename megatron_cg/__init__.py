@@ -17,7 +17,7 @@ from megatron_cg.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megatron_cg.consensus.compiled_regions import CompiledRegions, compile_together
-    from megatron_cg.integrations.call_arguments import GroupedGemm
+    from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm
     from megatron_cg.integrations.megatron.loop import GraphedLayers
     from megatron_cg.integrations.standalone.graphs import GraphedUnits, graph_units
 
@@ -59,12 +59,18 @@ def enable(
     *,
     grouped_gemm: GroupedGemm = "te",
     moe_rows: float | None = None,
+    moe_exchange: Exchange = "nccl",
     full_recompute: bool = False,
 ) -> None:
     """Make partial CUDA graphs work under Megatron-FSDP; see ``megatron.patches.enable``."""
     from megatron_cg.integrations.megatron.patches import enable as enable_patches
 
-    enable_patches(grouped_gemm=grouped_gemm, moe_rows=moe_rows, full_recompute=full_recompute)
+    enable_patches(
+        grouped_gemm=grouped_gemm,
+        moe_rows=moe_rows,
+        moe_exchange=moe_exchange,
+        full_recompute=full_recompute,
+    )
 
 
 def disable() -> None:

@@ -14,6 +14,7 @@ from megatron_cg.upstream.symbols import installed_version
 OnFailure = Literal["error", "eager"]
 OnMismatch = Literal["eager", "recapture", "error"]
 GroupedGemm = Literal["te", "torch"]
+Exchange = Literal["nccl", "peer"]
 BackendName = Literal["transformer_engine", "te", "native", "tape"]
 
 

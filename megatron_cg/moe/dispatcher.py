@@ -24,7 +24,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_cg.moe.row_bound import RowBound, clipped
-from megatron_cg.moe.slots import Places, exchange, find_places
+from megatron_cg.moe.slots import Collective, Places, Transport, exchange, find_places
 from megatron_cg.replay.region import is_capturing
 from megatron_cg.upstream.symbols import Symbol
 
@@ -68,6 +68,8 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     bound: RowBound | None = None
     """Bounds what a slot has room for; None is room for any routing."""
+    transport: Transport | None = None
+    """The way to other ranks; None until the first exchange makes it a :class:`Collective`."""
     tokens_per_expert: torch.Tensor | None
     _sent: Places
     _received: Places
@@ -95,11 +97,11 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         rows, probs = permutated_local_input_tokens, permuted_probs
         if self.ep_size > 1:
             self._find_places(rows.shape[0])
-            rows = exchange(rows, self._sent, self._received, self.ep_group)
+            rows = self._exchange(rows, self._sent, self._received)
         if shared is not None:
             shared.linear_fc1_forward_and_act(rows)
         if self.ep_size > 1:
-            probs = exchange(probs, self._sent, self._received, self.ep_group)
+            probs = self._exchange(probs, self._sent, self._received)
         return rows, probs
 
     def dispatch_postprocess(
@@ -132,12 +134,17 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             shared.wait_current_stream()
         results = hidden_states
         if self.ep_size > 1:
-            results = exchange(hidden_states, self._received, self._sent, self.ep_group)
+            results = self._exchange(hidden_states, self._received, self._sent)
             del self._sent, self._received
         if shared is not None:
             shared.linear_fc2_forward(results)
             shared.post_forward_comm()
         return results
+
+    def _exchange(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
+        if self.transport is None:
+            self.transport = Collective(self.ep_group)
+        return exchange(rows, here, there, self.transport)
 
     def _find_places(self, sent: int) -> None:
         """Find the places of ``sent`` rows in slots, and of those that this rank receives."""

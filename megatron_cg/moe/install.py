@@ -14,6 +14,7 @@ from megatron_cg.arguments.rules_experts import router_violation
 from megatron_cg.errors import ArgumentError
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
+from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.patch import put_over, set_attribute
@@ -95,6 +96,25 @@ def bound_rows(bound: RowBound) -> Callable[[], None]:
     return put_over(*_DISPATCHER.place(), make_bounded)
 
 
+def exchange_by_peers() -> Callable[[], None]:
+    """Let layers that dispatch by counts on the device, built from now on, use peer memory.
+
+    Those of one expert-parallel group share it. Call :func:`use_device_counts` first.
+    Returns the undo.
+    """
+    make = _DISPATCHER.find()
+    shared: dict[str, PeerMemory] = {}
+
+    def make_with_peers(*args: Any, **named: Any) -> Any:
+        made = make(*args, **named)
+        if isinstance(made, dispatcher.DeviceDispatcher) and made.ep_size > 1:
+            name = made.ep_group.group_name
+            made.transport = shared.setdefault(name, PeerMemory(made.ep_group))
+        return made
+
+    return put_over(*_DISPATCHER.place(), make_with_peers)
+
+
 def counts_on_device(model: nn.Module) -> bool:
     """Whether a layer of the model dispatches tokens by counts on the device."""
     return any(_dispatchers(model))
@@ -103,6 +123,12 @@ def counts_on_device(model: nn.Module) -> bool:
 def bound_of(model: nn.Module) -> RowBound | None:
     """The bound of rows that the model was built with; None if its graphs have room for all."""
     return next((one.bound for one in _dispatchers(model) if one.bound is not None), None)
+
+
+def peer_memory_of(model: nn.Module) -> PeerMemory | None:
+    """What the model's layers exchange tokens by; None if they do so by collectives."""
+    found = (one.transport for one in _dispatchers(model))
+    return next((one for one in found if isinstance(one, PeerMemory)), None)
 
 
 def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:

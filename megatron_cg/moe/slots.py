@@ -1,18 +1,19 @@
 """An exchange of rows between ranks by counts that stay on the device.
 
 Note [Slots]
-    An all-to-all takes its counts on the host, which a graph cannot. So here each rank sends the
-    same number of rows to each rank: a slot. The rows come first in their slot, and the rest of it
-    is padding. Before and after the collective, rows are moved by indices that are computed on the
-    device. It works on NCCL and gloo, inside a graph too.
+    An all-to-all takes its counts on the host, which a graph cannot. So here each rank has room for
+    the same number of rows from each rank: a slot. The rows come first in their slot, and the rest
+    of it is padding. Rows are moved into slots and out of them by indices that are computed on the
+    device. A :class:`Transport` fills the slots of other ranks: :class:`Collective`, or
+    ``peer_memory.py``.
 
 Note [Padding]
-    Padding repeats some row, so it may be anything. No result has it: a row that came from no rank
-    is zero.
+    Padding may be anything. No result has it: a row that came from no rank is zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,13 @@ class Places(NamedTuple):
     """Int64 ``[ranks * slot]``: of each place in the slots, its packed row."""
     in_slots: torch.Tensor
     """Int64 ``[rows]``: of each packed row, its place in the slots; ``ranks * slot`` if none."""
+
+
+Transport = Callable[[torch.Tensor, Places, Places], torch.Tensor]
+"""Sends rows that are packed as the first places say; returns those of the second, packed.
+
+``[rows, ...]`` both; all ranks call it. What has no place is not sent, and received as zero.
+"""
 
 
 def find_places(counts: torch.Tensor, slot: int, rows: int) -> Places:
@@ -57,22 +65,20 @@ def find_places(counts: torch.Tensor, slot: int, rows: int) -> Places:
     return Places(packed.view(-1), in_slots)
 
 
-def exchange(
-    rows: torch.Tensor, here: Places, there: Places, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Send packed rows to the ranks of ``group``, with autograd. A collective call.
+def exchange(rows: torch.Tensor, here: Places, there: Places, transport: Transport) -> torch.Tensor:
+    """Send packed rows to other ranks, with autograd. A collective call.
 
     Args:
         rows: ``[rows, ...]``, packed as ``here`` says.
         here: places of the rows that this rank sends.
         there: places of the rows that it receives.
-        group: the ranks. All have slots of the same size.
+        transport: the way to the other ranks. All have slots of the same size.
 
     Returns:
         ``[rows, ...]``, packed as ``there`` says.
     """
     apply: Any = _Exchange.apply
-    result: torch.Tensor = apply(rows, *here, *there, group)
+    result: torch.Tensor = apply(rows, *here, *there, transport)
     return result
 
 
@@ -90,24 +96,33 @@ class _Exchange(torch.autograd.Function):
         in_slots_here: torch.Tensor,
         packed_there: torch.Tensor,
         in_slots_there: torch.Tensor,
-        group: dist.ProcessGroup,
+        transport: Transport,
     ) -> torch.Tensor:
-        ctx.save_for_backward(packed_there, in_slots_here)
-        ctx.group = group
-        return _exchanged(rows, packed_here, in_slots_there, group)
+        ctx.save_for_backward(packed_here, in_slots_here, packed_there, in_slots_there)
+        ctx.transport = transport
+        here, there = Places(packed_here, in_slots_here), Places(packed_there, in_slots_there)
+        return transport(rows, here, there)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        packed, in_slots = ctx.saved_tensors
-        back = _exchanged(gradients[0], packed, in_slots, ctx.group)
+        saved = ctx.saved_tensors
+        back = ctx.transport(gradients[0], Places(*saved[2:]), Places(*saved[:2]))
         return back, None, None, None, None, None
 
 
-def _exchanged(
-    rows: torch.Tensor, packed: torch.Tensor, in_slots: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
-    sent = rows.index_select(0, packed)
-    received = rows.new_empty((len(sent) + 1, *sent.shape[1:]))
-    dist.all_to_all_single(received[:-1], sent, group=group)
-    received[-1].zero_()
-    return received.index_select(0, in_slots)
+class Collective:
+    """A :class:`Transport` by one all-to-all of whole slots, padding included.
+
+    It works on NCCL and gloo, inside a graph too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
+        """Padding repeats some row."""
+        sent = rows.index_select(0, here.packed)
+        received = rows.new_empty((len(sent) + 1, *sent.shape[1:]))
+        dist.all_to_all_single(received[:-1], sent, group=self._group)
+        received[-1].zero_()
+        return received.index_select(0, there.in_slots)

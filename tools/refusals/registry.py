@@ -27,6 +27,7 @@ OWN_LOOP = frozenset(
 MISTAKES = frozenset(
     {
         *("argument", "backend", "cg-layers", "fast-path-parts", "flags-without-graphs"),
+        *("exchange-without-expert-parallel", "exchange-without-experts"),
         *("full-recompute-without-fsdp", "rows-batches-elsewhere"),
         *("grouped-gemm", "grouped-gemm-without-experts", "host-read", "launcher"),
         *("megatron-core-version", "moe-without-experts", "nested-units", "no-graphs"),

@@ -14,7 +14,7 @@ from megatron_cg.arguments.schema import Environment, GraphArguments
 from megatron_cg.arguments.validation import violations
 from megatron_cg.errors import ConfigurationError, HookError
 from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
-from megatron_cg.moe.install import bound_of, counts_on_device
+from megatron_cg.moe.install import bound_of, counts_on_device, peer_memory_of
 
 
 def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:
@@ -48,7 +48,8 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
     if counts_on_device(fsdp):
         bound = bound_of(fsdp)
         rows = bound.factor if bound is not None else None
-        given = replace(given, cg_grouped_gemm="torch", cg_moe_rows=rows)
+        exchange: Any = "nccl" if peer_memory_of(fsdp) is None else "peer"
+        given = replace(given, cg_grouped_gemm="torch", cg_moe_rows=rows, cg_moe_exchange=exchange)
     broken = violations(run, given, Environment.read(backend))
     if broken:
         raise ConfigurationError(broken)

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.integrations.call_arguments import GroupedGemm, one_of, refuse
+from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, one_of, refuse
 from megatron_cg.integrations.megatron.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -59,6 +59,7 @@ def enable(
     *,
     grouped_gemm: GroupedGemm = "te",
     moe_rows: float | None = None,
+    moe_exchange: Exchange = "nccl",
     full_recompute: bool = False,
 ) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
@@ -75,6 +76,7 @@ def enable(
         moe_rows: as ``--cg-moe-rows``, for such loops: a multiple of the average, at least 1. The
             loop runs all passes of a step by one call of the function that
             ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns from now on.
+        moe_exchange: as ``--cg-moe-exchange``, for such loops.
         full_recompute: for such loops too: whether configs that are made from now on may have
             ``recompute_granularity="full"`` beside graphs, which Megatron refuses.
 
@@ -84,10 +86,15 @@ def enable(
     """
     global _active
     broken = list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm)))
-    refuse(broken or list(_wrong_rows(moe_rows, grouped_gemm)))
+    broken += one_of("moe_exchange", moe_exchange, get_args(Exchange))
+    broken = broken or [
+        *_wrong_rows(moe_rows, grouped_gemm),
+        *_wrong_exchange(moe_exchange, grouped_gemm),
+    ]
+    refuse(broken)
     with ExitStack() as undo:
         if grouped_gemm == "torch":
-            undo.callback(_compute_experts_by_torch(moe_rows))
+            undo.callback(_compute_experts_by_torch(moe_rows, moe_exchange))
         if full_recompute:
             undo.callback(_allow_full_recompute())
         if _active is not None:
@@ -182,14 +189,26 @@ def _wrong_rows(rows: object, grouped_gemm: str) -> Iterator[Violation]:
         )
 
 
-def _compute_experts_by_torch(rows: float | None) -> Undo:
-    """In models that are built from now on; ``rows`` is that of ``--cg-moe-rows``."""
+def _wrong_exchange(exchange: Exchange, grouped_gemm: str) -> Iterator[Violation]:
+    if exchange == "peer" and grouped_gemm != "torch":
+        yield Violation(
+            "argument",
+            f"moe_exchange={exchange!r} with grouped_gemm={grouped_gemm!r}",
+            "it is how graphs exchange the tokens of experts that compute by torch's grouped GEMM",
+            "add grouped_gemm='torch', or leave moe_exchange out",
+        )
+
+
+def _compute_experts_by_torch(rows: float | None, exchange: Exchange) -> Undo:
+    """In models that are built from now on, as ``--cg-moe-rows`` and ``--cg-moe-exchange`` say."""
     from megatron_cg.integrations.megatron.repeat import repeat_steps
-    from megatron_cg.moe.install import bound_rows, use_device_counts
+    from megatron_cg.moe.install import bound_rows, exchange_by_peers, use_device_counts
     from megatron_cg.moe.row_bound import RowBound
 
     with ExitStack() as undo:
         undo.callback(use_device_counts())
+        if exchange == "peer":
+            undo.callback(exchange_by_peers())
         if rows is not None:
             undo.callback(bound_rows(RowBound(rows)))
             undo.callback(repeat_steps())
@@ -201,7 +220,7 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
     if _active is None:
         return
     if settings.cg_grouped_gemm == "torch":
-        _active.callback(_compute_experts_by_torch(settings.cg_moe_rows))
+        _active.callback(_compute_experts_by_torch(settings.cg_moe_rows, settings.cg_moe_exchange))
     if settings.cg_capturable_adam:
         from megatron_cg.integrations.megatron.optimizer_graph import capturable_adam
 

@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     Check("cuda", versions.cuda, backends=_GPU),
     Check("driver", gpu_checks.driver, backends=_GPU, stage=ask.DRIVER),
     Check("gpus", gpu_checks.gpus, backends=_GPU),
+    Check("peer-access", gpu_checks.peers, decides=False, backends=_GPU),
     Check("gpu-memory", gpu_checks.memory, decides=False, backends=_GPU),
     Check("shared-memory", gpu_checks.shared_memory, decides=False, backends=_GPU),
     Check("te-import", symbols.te_imports, backends=_TE, stage=ask.TE),

@@ -17,6 +17,8 @@ _LEAST_CAPABILITY = (8, 0)
 _VERIFIED_CAPABILITY = (9, 0)
 _FREE = 0.9
 """The fraction of a GPU's memory that should be free before a run."""
+_PAIRS = 4
+"""How many pairs a finding names."""
 _SHARED_MEMORY = 2**30
 """NCCL's guide: ``docker run --shm-size=1g --ulimit memlock=-1``."""
 _NO_GPU = "megatron-cg align --backend tape  # needs no GPU"
@@ -58,6 +60,24 @@ def gpus(system: System) -> Iterator[Finding]:
         yield _kind(
             f"{count} x {name} (sm_{capability[0]}{capability[1]})", capability, architectures
         )
+
+
+def peers(system: System) -> Iterator[Finding]:
+    """GPUs access each other's memory, which ``--cg-moe-exchange peer`` needs."""
+    seen = system.ask(ask.DRIVER)
+    if len(seen["gpus"]) < 2:
+        return
+    if not seen["apart"]:
+        yield ok("each GPU can access the memory of the others")
+        return
+    pairs = ", ".join(f"{one} to {other}" for one, other in seen["apart"][:_PAIRS])
+    more = len(seen["apart"]) - _PAIRS
+    yield note(
+        f"some GPUs cannot access the memory of others: {pairs}"
+        + (f", and {more} more pairs" if more > 0 else ""),
+        "--cg-moe-exchange peer needs that between the expert-parallel ranks of a host",
+        "--cg-moe-exchange nccl  # the default",
+    )
 
 
 def memory(system: System) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,11 @@ def driver(_backend: str) -> dict[str, Any]:
     """The CUDA driver of a run, as ``libcuda.so.1`` itself reports it, and its visible GPUs.
 
     Source: the CUDA driver API (``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGet*``). ``rows`` are
-    those of nvidia-smi, for all GPUs.
+    those of nvidia-smi, for all GPUs. ``apart`` are pairs of GPUs of which the first cannot access
+    the memory of the second.
     """
     found: dict[str, Any] = {"error": None, "cuda": None, "gpus": [], "rows": [], "no_rows": ""}
+    found["apart"] = []
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -91,6 +94,7 @@ def driver(_backend: str) -> dict[str, Any]:
         return found | {"error": f"cuInit gives {name} ({code})"}
     cuda.cuDeviceGetCount(ctypes.byref(number))
     found["gpus"] = [_gpu(cuda, index) for index in range(number.value)]
+    found["apart"] = _apart(cuda, number.value)
     found["rows"], found["no_rows"] = nvidia_smi()
     return found
 
@@ -128,6 +132,18 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> dict[str, Any]:
         "uuid": bytes(uuid).hex(),
         "capability": [number.value for number in capability],
     }
+
+
+def _apart(cuda: ctypes.CDLL, number: int) -> list[tuple[int, int]]:
+    found = []
+    one, other, accessible = (ctypes.c_int(0) for _ in range(3))
+    for pair in permutations(range(number), 2):
+        for device, index in zip((one, other), pair, strict=True):
+            cuda.cuDeviceGet(ctypes.byref(device), index)
+        failed = cuda.cuDeviceCanAccessPeer(ctypes.byref(accessible), one, other)
+        if failed or not accessible.value:
+            found.append(pair)
+    return found
 
 
 def flags(_backend: str) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.errors import HostSyncError, MegatronCGError
+from megatron_cg.moe.install import peer_memory_of
 from megatron_cg.tools.plan.capture import TORCH_GEMM_WORKSPACE, Capture, LayerCapture, simulate
 from megatron_cg.tools.plan.experts import bits_note, experts_of
 from megatron_cg.tools.plan.fakes.attention import DotProductAttention
@@ -58,7 +59,8 @@ def details(settings: Settings, notes: list[str]) -> dict[str, Any]:
         except MegatronCGError as error:
             notes.append(str(error))
             return found
-        _add_graphs(found, samples, captured, args)
+        peers = peer_memory_of(model)
+        _add_graphs(found, samples, captured, args, peers.bytes if peers is not None else 0)
         found["worth"] = _worth(found, settings)
         return found
 
@@ -148,7 +150,7 @@ def _worth(found: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _add_graphs(
-    found: dict[str, Any], samples: Sequence[Sample], captured: Capture, args: Any
+    found: dict[str, Any], samples: Sequence[Sample], captured: Capture, args: Any, peers: int
 ) -> None:
     """Add each layer's graph, and what all of them take and save."""
     in_place = read_in_place(args.cuda_graph_warmup_steps)
@@ -174,13 +176,13 @@ def _add_graphs(
             totals[term] += memory[term]
         saved_kernels += kernels["saved_per_replay"] * microbatches
     found["layers"] = [rows[index] for index in sorted(rows)]
-    found["graph_memory"] = _memory(totals, captured)
+    found["graph_memory"] = _memory(totals, captured, peers)
     found["graphs"] = {"captured": len(samples), "replays_per_step": len(samples) * microbatches}
     found["kernels"] = {"saved_per_step": saved_kernels}
 
 
-def _memory(totals: dict[str, int], captured: Capture) -> dict[str, int]:
-    """The terms; their sum is ``total``."""
+def _memory(totals: dict[str, int], captured: Capture, peers: int) -> dict[str, int]:
+    """The terms; their sum is ``total``. ``peers`` is what other GPUs map."""
     pool = captured.pool
     workspace = TORCH_GEMM_WORKSPACE if captured.trace.torch_gemms else 0
     terms = {
@@ -189,6 +191,7 @@ def _memory(totals: dict[str, int], captured: Capture) -> dict[str, int]:
         "gradients_and_workspace": pool.peak - totals["saved_activations"] - totals["outputs"],
         "torch_gemm_workspace": workspace,
         "fragmentation": pool.reserved - pool.peak,
+        "peer_memory": peers,
     }
     return {
         **terms,

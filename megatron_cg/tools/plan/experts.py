@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_cg.arguments.schema import GraphArguments
+from megatron_cg.moe.slots import Places
 from megatron_cg.tools.cpu.fakes import replaced
 
 EQUAL_UP_TO = 2_048
@@ -17,23 +18,44 @@ EQUAL_UP_TO = 2_048
 
 @contextmanager
 def experts_of(graph: GraphArguments) -> Iterator[None]:
-    """Apply ``--cg-grouped-gemm`` and ``--cg-moe-rows`` to models that are built in the block.
+    """Apply the flags of dropless experts to models that are built in the block.
 
     Weights on the meta device lie nowhere, so those of a layer are taken to lie in one bucket.
     """
     if graph.cg_grouped_gemm == "te":
         yield
         return
-    from megatron_cg.moe import grouped_gemm
-    from megatron_cg.moe.install import bound_rows, use_device_counts
+    from megatron_cg.moe import grouped_gemm, install
+    from megatron_cg.moe.install import bound_rows, exchange_by_peers, use_device_counts
     from megatron_cg.moe.row_bound import RowBound
 
     with ExitStack() as undo:
         undo.callback(use_device_counts())
+        if graph.cg_moe_exchange == "peer":
+            undo.enter_context(replaced(install, "PeerMemory", PlannedPeerMemory))
+            undo.callback(exchange_by_peers())
         if graph.cg_moe_rows is not None:
             undo.callback(bound_rows(RowBound(graph.cg_moe_rows)))
         undo.enter_context(replaced(grouped_gemm, "stacked", _in_one_bucket))
         yield
+
+
+class PlannedPeerMemory:
+    """What is exchanged by peer memory takes no memory of a pool but the rows that arrive."""
+
+    def __init__(self, group: Any) -> None:
+        self._sizes: dict[tuple[int, int], int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """As of :class:`~megatron_cg.moe.peer_memory.PeerMemory`."""
+        return sum(self._sizes.values())
+
+    def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
+        """Rows that arrive, and how many bytes their slots have."""
+        places, size = len(here.packed), rows[0].nbytes
+        self._sizes[places, size] = (places + 1) * size
+        return rows.new_empty((len(there.in_slots), *rows.shape[1:]))
 
 
 def bits_note(args: Any) -> str:

@@ -19,6 +19,7 @@ _MEMORY = (
     ("gradients_and_workspace", "gradients and temporary memory of one layer at a time"),
     ("torch_gemm_workspace", "workspace of torch's own matrix products"),
     ("fragmentation", "reserved by the pool and not used at its peak"),
+    ("peer_memory", "slots that other GPUs write to, outside of torch's allocator"),
 )
 
 

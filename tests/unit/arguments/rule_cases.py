@@ -354,6 +354,39 @@ ROWS = (
 """``--cg-moe-rows``."""
 
 
+def _peers(rule: str, change: dict[str, Any], *words: str, gemm: str = "torch") -> Case:
+    """A run with ``--cg-moe-exchange peer`` that breaks ``rule``."""
+    graph = {"cg_moe_exchange": "peer", "cg_grouped_gemm": gemm}
+    found, reason, remedy = words
+    return Case(rule, {**_BOUNDED, **change}, found, reason, remedy, graph=graph)
+
+
+PEERS = (
+    _peers(
+        "exchange-without-experts",
+        {"cuda_graph_modules": ("attn", "moe_router")},
+        *("peer in a run whose graphs hold", "exchange tokens", "attn moe"),
+    ),
+    _peers(
+        "exchange-without-experts",
+        {},
+        *("hold no dropless experts", "as Megatron does", "--cg-grouped-gemm torch"),
+        gemm="te",
+    ),
+    _peers(
+        "exchange-without-experts",
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        *("hold no dropless experts", "as Megatron does", "without drop and pad"),
+    ),
+    _peers(
+        "exchange-without-expert-parallel",
+        {"expert_model_parallel_size": 1},
+        *("--expert-model-parallel-size 1", "exchanges no tokens", "drop --cg-moe-exchange"),
+    ),
+)
+"""``--cg-moe-exchange peer``."""
+
+
 MEGATRON_AGREES = (*SCOPES, *RECOMPUTE)
 """The cases that ``TransformerConfig`` of megatron-core must refuse too."""
 
@@ -365,6 +398,7 @@ ALL = (
     *LAYERS,
     *EXPERTS,
     *ROWS,
+    *PEERS,
     *RECOMPUTE,
     *NUMERICS,
     *BACKEND,

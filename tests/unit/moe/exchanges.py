@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.moe.slots import exchange, find_places
+from megatron_cg.moe.peer_memory import PeerMemory
+from megatron_cg.moe.slots import Collective, Transport, exchange, find_places
 
 SENT, WIDTH = 12, 5
 SHARES: dict[str, list[list[int]]] = {
@@ -30,9 +31,14 @@ def expected(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.
 
 
 def check() -> Any:
-    """Exchange rows of each shape forward and backward; write what was wrong."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    """Exchange rows of each shape forward and backward by each transport; say what was wrong."""
     group: Any = dist.group.WORLD
+    return [*checked(Collective(group)), *checked(PeerMemory(group))]
+
+
+def checked(transport: Transport) -> list[str]:
+    """What was wrong with one transport."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong: list[str] = []
     for name, shares in SHARES.items():
         if len(shares) != ranks:
@@ -45,7 +51,7 @@ def check() -> Any:
         for shape in ((WIDTH,), ()):
             torch.manual_seed(100 * rank)
             rows = torch.randn(SENT, *shape, requires_grad=True)
-            found = exchange(rows, here, there, group)
+            found = exchange(rows, here, there, transport)
             theirs = expected(rows.detach(), sent, received)
             used = theirs.shape[0]
             if found.shape[0] != ranks * SENT or not torch.equal(found[:used], theirs):

@@ -16,7 +16,8 @@ import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
 from megatron_cg.moe.grouped_gemm import GroupedGemm
-from megatron_cg.moe.install import bound_rows, use_device_counts
+from megatron_cg.moe.install import bound_rows, exchange_by_peers, use_device_counts
+from megatron_cg.moe.peer_memory import PeerMemory
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.tools.cpu import grouped_linear
 
@@ -195,6 +196,25 @@ def test_only_dispatchers_in_graphs_are_bounded(one_rank: None, used: None) -> N
     assert moe_layer.MoEAlltoAllTokenDispatcher is before and dispatcher().bound is None
 
 
+def test_dispatchers_of_a_group_share_peer_memory(
+    one_rank: None, used: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    undo = exchange_by_peers()
+    assert dispatcher().transport is None  # One rank exchanges nothing.
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "__init__", of_two_ranks)
+    one, other = dispatcher().transport, dispatcher().transport
+    assert isinstance(one, PeerMemory) and one is other and one.bytes == 0
+    undo()
+    assert dispatcher().transport is None
+
+
+def of_two_ranks(self: Any, *args: Any, **named: Any) -> None:
+    self.ep_size, self.ep_group = 2, torch.distributed.group.WORLD
+
+
 @pytest.mark.parametrize("factor", [1.25, None])
 @pytest.mark.parametrize("by", ["flag", "argument"])
 def test_with_a_bound_and_not_without_it_steps_are_repeated(
@@ -231,9 +251,11 @@ def test_with_a_bound_and_not_without_it_steps_are_repeated(
         ({"grouped_gemm": "torch", "moe_rows": "1.25"}, "moe_rows=1.25"),
         ({"grouped_gemm": "torch", "moe_rows": float("nan")}, "moe_rows=1.25"),
         ({"moe_rows": 1.25}, "add grouped_gemm='torch'"),
+        ({"moe_exchange": "peer"}, "add grouped_gemm='torch'"),
+        ({"grouped_gemm": "torch", "moe_exchange": "pear"}, "did you mean 'peer'"),
     ],
 )
-def test_a_wrong_bound_is_refused_before_anything_changes(
+def test_a_wrong_bound_or_exchange_is_refused_before_anything_changes(
     given: dict[str, Any], remedy: str
 ) -> None:
     from megatron_cg.integrations.megatron import patches

@@ -51,7 +51,7 @@ LOSSES = {"moe_z_loss_coeff": 1e-3, "moe_input_jitter_eps": 0.01}
 ONE_CHOICE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 MODELS = {
     "one rank has all experts": Model(ways=("eager", "graphs", "fast", "router", "layer")),
-    "experts on two ranks": Model(2, ways=("eager", "graphs", "fast", "router", "layer")),
+    "experts on two ranks": Model(2, ways=("eager", "graphs", "fast", "router", "layer", "peer")),
     "one expert a rank": Model(2, ONE_CHOICE, experts=2),
     "more choices than local experts": Model(2, {"moe_router_topk": 3}),
     "shared experts": Model(2, SHARED),
@@ -70,9 +70,9 @@ MODELS = {
     "no shards": Model(2, fsdp={"data_parallel_sharding_strategy": "no_shard"}),
 }
 CASES = [(name, way) for name, model in MODELS.items() for way in model.ways]
-SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "layer": ()}
+SCOPES = {"eager": EXPERTS, "graphs": EXPERTS, "fast": EXPERTS, "layer": ()} | {"peer": EXPERTS}
 SCOPES |= {"router": ROUTER, "alone": ALONE, "dense": ("attn", "mlp")}
-FAST = ("fast", "dense")
+FAST = ("fast", "dense", "peer")
 
 
 def fit(model: Model, way: str) -> dict[str, Any]:
@@ -85,7 +85,12 @@ def fit(model: Model, way: str) -> dict[str, Any]:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
     from megatron_cg.moe import stacked_weights
-    from megatron_cg.moe.install import counts_on_device, use_device_counts
+    from megatron_cg.moe.install import (
+        counts_on_device,
+        exchange_by_peers,
+        peer_memory_of,
+        use_device_counts,
+    )
     from megatron_cg.replay.counters import Counters
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 
@@ -96,6 +101,8 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         if ours:
             undo.enter_context(in_place_of_te())
             undo.callback(use_device_counts())
+        if way == "peer":
+            undo.callback(exchange_by_peers())
         shape = CpuModelConfig(
             layers=LAYERS,
             experts=model.experts,
@@ -124,7 +131,8 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         ]
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         copied = bool(stacked_weights._copied)
-        made = {"device": device, "parts": list(parts), "sizes": sizes}
+        made: dict[str, Any] = {"peers": peer_memory_of(trainer.model) is not None}
+        made |= {"device": device, "parts": list(parts), "sizes": sizes}
         return {"copied": copied, "steps": steps, **made, **shown}
 
 
@@ -162,9 +170,10 @@ def test_whole_layers_were_replayed(results: list[dict[str, Any]], model: str, w
         dropless = "moe_pad_expert_input_to_capacity" not in MODELS[model].options
         on_device = dropless and way not in ("router", "alone")
         assert one["device"] == on_device and not found[model]["megatron"]["device"]
+        assert one["peers"] == (way == "peer")
         assert one["captured"] == LAYERS * graphs and one["eager"] == 0
         assert one["replayed"] == replayed * graphs
-        assert ("gradients" in one["parts"]) == (way == "fast" and not MODELS[model].fsdp)
+        assert ("gradients" in one["parts"]) == (way in FAST and not MODELS[model].fsdp)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -36,6 +36,7 @@ ANSWERS: dict[str, Any] = {
         "error": None,
         "cuda": "13.0",
         "gpus": [H200],
+        "apart": [],
         "rows": [],
         "no_rows": "there is no nvidia-smi",
     },

@@ -69,6 +69,22 @@ def test_gpus_by_their_capability(capability: list[int], level: Level) -> None:
     assert found.found.startswith("2 x NVIDIA H200")
 
 
+def test_gpus_that_access_each_other_are_said_to() -> None:
+    assert list(machine.peers(system(with_driver(gpus=[H200])))) == []
+    found = only(machine.peers(system(with_driver(gpus=[H200] * 2))), Level.OK)
+    assert "each GPU can access" in found.found
+
+
+def test_gpus_that_are_apart_are_named() -> None:
+    pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)]
+    answers = with_driver(gpus=[H200] * 3, apart=pairs[:2])
+    found = only(machine.peers(system(answers)), Level.NOTE)
+    assert found.found.endswith("0 to 1, 1 to 0") and "--cg-moe-exchange nccl" in found.remedy
+    answers = with_driver(gpus=[H200] * 3, apart=pairs)
+    found = only(machine.peers(system(answers)), Level.NOTE)
+    assert found.found.endswith("0 to 1, 1 to 0, 0 to 2, 2 to 0, and 2 more pairs")
+
+
 def test_a_gpu_that_torch_has_no_kernels_for_is_an_error() -> None:
     answers = with_driver(gpus=[H200 | {"capability": [10, 0]}])
     answers |= torch_answer(architectures=["sm_80", "sm_90", "sm_90a"])

@@ -44,6 +44,7 @@ REQUESTS = {
     "dropless, two ranks": dropless("--expert-model-parallel-size", "2"),
     "dropless, average": dropless("--expert-model-parallel-size", "2", "--cg-moe-rows", "1"),
     "dropless, bounded": dropless("--expert-model-parallel-size", "2", "--cg-moe-rows", "1.5"),
+    "dropless, peers": dropless("--expert-model-parallel-size", "2", "--cg-moe-exchange", "peer"),
     "whole layers": on_preset("", scopes=[]),
     "recomputed": on_preset(f"{RECOMPUTED} uniform --recompute-num-layers 2", scopes=[]),
     "first recomputed": on_preset(f"{RECOMPUTED} block --recompute-num-layers 1", scopes=[]),
@@ -97,7 +98,7 @@ def test_terms_of_the_memory_add_up(plans: dict[str, Plan], name: str) -> None:
     inside = ("saved_activations", "outputs", "gradients_and_workspace", "torch_gemm_workspace")
     assert memory["pool_peak"] == sum(memory[term] for term in inside)
     assert memory["pool_reserved"] == memory["pool_peak"] + memory["fragmentation"]
-    outside = memory["static_inputs"] + memory["output_gradients"]
+    outside = memory["static_inputs"] + memory["output_gradients"] + memory["peer_memory"]
     assert memory["total"] == memory["pool_reserved"] + outside
     assert all(value >= 0 for value in memory.values())
 

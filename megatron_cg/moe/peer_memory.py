@@ -1,0 +1,149 @@
+"""Slots in the memory of the other GPUs of a host, to which a rank writes its rows directly.
+
+Note [No padding on the way]
+    An all-to-all of whole slots sends their padding too: with *R* ranks, *R* times the rows on
+    average. Here a kernel writes only the rows. It reads the counts on the device, so a graph can
+    hold it.
+
+Note [Two barriers]
+    A rank may write to a slot only after its owner has read what was written there before, and the
+    owner may read only after the write. So a barrier comes before the writes, and another one after
+    them. They are kernels that wait for signals of the other GPUs. All ranks must run each of them,
+    as with a collective. The graph is known to contain collectives by the gather of token counts,
+    which Megatron's dispatcher runs for each exchange.
+
+Note [Memory outside of torch's allocator]
+    Other GPUs map the memory, so torch's caching allocator does not have it, and its statistics
+    do not show it. It lives as long as the model. All layers of a group share it, because an
+    exchange reads its rows out of it before the next one begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_cg.errors import CaptureError
+from megatron_cg.moe.slots import Places
+from megatron_cg.upstream.symbols import Symbol
+
+logger = logging.getLogger(__name__)
+
+_SYMMETRIC = "torch.distributed._symmetric_memory"
+_EMPTY = Symbol("torch", f"{_SYMMETRIC}:empty", "memory that other GPUs can map")
+_RENDEZVOUS = Symbol(
+    "torch", f"{_SYMMETRIC}:rendezvous", "what maps it", parameters=("tensor", "group")
+)
+_HANDLE = Symbol(
+    "torch",
+    "torch._C._distributed_c10d:_SymmetricMemory",
+    "mapped memory",
+    attributes=("barrier", "buffer_ptrs", "rank"),
+)
+RELIES_ON = (_EMPTY, _RENDEZVOUS, _HANDLE)
+
+
+class _Slots(NamedTuple):
+    """The slots of this rank for rows of one size, and where those of the others are."""
+
+    rows: torch.Tensor
+    """Uint8 ``[ranks * slot + 1, bytes of a row]``; the last row is zero."""
+    addresses: torch.Tensor
+    """Int64 ``[ranks]``: where the slots of each rank begin, for kernels of this GPU."""
+    handle: Any
+    """Torch's; it has the barrier."""
+
+
+class PeerMemory:
+    """A :class:`~megatron_cg.moe.slots.Transport` by writes to the memory of other GPUs.
+
+    On the CPU, for the tape, an all-to-all takes the place of the writes.
+
+    Args:
+        group: expert-parallel ranks of one host, whose GPUs can access each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._slots: dict[tuple[int, int], _Slots] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What this rank holds for all exchanges."""
+        return sum(slots.rows.nbytes for slots in self._slots.values())
+
+    def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
+        """Raises CaptureError on all ranks if they cannot map each other's memory."""
+        if not rows.is_cuda:
+            return self._by_collective(rows, here, there)
+        from megatron_cg.moe.peer_kernel import write_rows
+
+        flat = rows.contiguous().view(len(rows), -1)
+        slots = self._of(len(here.packed), flat.shape[1] * flat.element_size())
+        slots.handle.barrier()
+        write_rows(flat, here.in_slots, slots.addresses, slots.handle.rank, len(here.packed))
+        slots.handle.barrier()
+        received = slots.rows.view(flat.dtype).index_select(0, there.in_slots)
+        return received.view(len(received), *rows.shape[1:])
+
+    def _by_collective(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
+        places = len(here.packed)
+        slots = rows.new_zeros((places + 1, *rows.shape[1:])).index_copy(0, here.in_slots, rows)
+        received = torch.zeros_like(slots)
+        dist.all_to_all_single(received[:places], slots[:places], group=self._group)
+        return received.index_select(0, there.in_slots)
+
+    def _of(self, places: int, size: int) -> _Slots:
+        """Slots of ``places`` rows in all, of ``size`` bytes each."""
+        found = self._slots.get((places, size))
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    f"a graph needs slots of {places:,} rows of {size:,} bytes in the memory of "
+                    "other GPUs, and no warmup pass has made them: give the capture at least one "
+                    "warmup iteration"
+                )
+            found = self._slots[places, size] = self._made(places, size)
+        return found
+
+    def _made(self, places: int, size: int) -> _Slots:
+        ranks = dist.get_world_size(self._group)
+        _refuse_other_hosts(self._group)
+        device = torch.device("cuda", torch.cuda.current_device())
+        rows = _EMPTY.find()(places + 1, size, dtype=torch.uint8, device=device)
+        rows.zero_()
+        try:
+            handle = _RENDEZVOUS.find()(rows, self._group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise CaptureError(f"{_refusal(ranks)}: {reason}. {_INSTEAD}") from error
+        logger.info(
+            "megatron_cg: %.1f MiB of GPU memory for rows that other ranks write, outside of "
+            "torch's allocator.",
+            rows.nbytes / 2**20,
+        )
+        addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
+        return _Slots(rows, addresses, handle)
+
+
+_INSTEAD = (
+    "--cg-moe-exchange peer is for expert-parallel ranks of one host whose GPUs access each "
+    "other's memory: type --cg-moe-exchange nccl"
+)
+
+
+def _refusal(ranks: int) -> str:
+    return f"the {ranks} expert-parallel ranks cannot map each other's GPU memory"
+
+
+def _refuse_other_hosts(group: dist.ProcessGroup) -> None:
+    """Torch would wait for the other ranks' memory in vain. A collective call."""
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group)
+    if len(set(hosts)) > 1:
+        names = ", ".join(sorted(set(hosts)))
+        raise CaptureError(f"{_refusal(len(hosts))}: they run on {names}. {_INSTEAD}")

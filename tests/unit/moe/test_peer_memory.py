@@ -1,0 +1,117 @@
+"""Rows in the memory of other GPUs: the kernel that writes them, and ranks that cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cg.errors import CaptureError
+from megatron_cg.moe import peer_memory
+from megatron_cg.moe.peer_memory import PeerMemory
+from tests.unit.ranks import on_ranks
+
+WRITES = """
+import json
+import torch
+from megatron_cg.moe.peer_kernel import write_rows
+
+RANKS, SLOT, RANK = 2, 7, 1
+PLACES = [0, 13, 7, 8, 14, 9, 20, 2, 1]
+found = {}
+for dtype, width in ((torch.bfloat16, 2048), (torch.float32, 1), (torch.bfloat16, 5),
+                     (torch.float32, 700), (torch.uint8, 3)):
+    rows = torch.arange(len(PLACES) * width).view(len(PLACES), width).add(1).to(dtype)
+    slots, expected = (
+        [torch.zeros(RANKS * SLOT + 1, width, dtype=dtype) for _ in range(RANKS)] for _ in range(2)
+    )
+    addresses = torch.tensor([of_rank.data_ptr() for of_rank in slots])
+    write_rows(rows, torch.tensor(PLACES), addresses, RANK, RANKS * SLOT)
+    for row, place in zip(rows, PLACES):
+        if place < RANKS * SLOT:
+            expected[place // SLOT][RANK * SLOT + place % SLOT] = row
+    found[f"{dtype} {width}"] = all(map(torch.equal, slots, expected))
+print(json.dumps(found))
+"""
+"""Memory of one process, written to by Triton's interpreter, which is chosen before an import."""
+
+
+def test_each_row_is_written_to_its_slot_and_to_nothing_else() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", WRITES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert len(found) == 5 and all(found.values()), found
+
+
+def on_two_hosts() -> Any:
+    """What a rank raises whose peers run elsewhere."""
+    group: Any = dist.group.WORLD
+    name = f"host-{dist.get_rank()}"
+    try:
+        with patch.object(socket, "gethostname", return_value=name):
+            PeerMemory(group)._made(4, 8)
+    except CaptureError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_of_several_hosts_are_refused_on_all_of_them() -> None:
+    for text in on_ranks(on_two_hosts):
+        assert "the 2 expert-parallel ranks cannot map each other's GPU memory" in text
+        assert "they run on host-0, host-1" in text and "--cg-moe-exchange nccl" in text
+
+
+class Stands:
+    """Stands for one of torch's functions."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def find(self) -> Any:
+        return self._function
+
+
+@pytest.fixture
+def torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*size: int, device: Any, **named: Any) -> torch.Tensor:
+        return torch.empty(*size, **named)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(peer_memory, "_EMPTY", Stands(empty))
+
+
+def test_what_torch_says_of_memory_that_cannot_be_mapped_is_passed_on(
+    one_rank: None, torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rendezvous(*_: Any) -> Any:
+        raise RuntimeError("no peer access\nwhere")
+
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
+    group: Any = dist.group.WORLD
+    with pytest.raises(CaptureError, match=r"no peer access\. --cg-moe-exchange peer is for"):
+        PeerMemory(group)._made(4, 8)
+
+
+def test_no_slots_are_made_while_a_graph_records(
+    one_rank: None, torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group: Any = dist.group.WORLD
+    with pytest.raises(CaptureError, match="at least one warmup iteration"):
+        PeerMemory(group)._of(4, 8)
