@@ -18,6 +18,8 @@ EVALUATED = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,5,5")
 EP2 = ("--expert-model-parallel-size", "2")
 TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
+PEERS = (*TORCH_GEMM, "--cg-moe-exchange", "peer")
+"""For the graph run alone: tokens go to the memory of other GPUs directly."""
 OVERLAP = ("--moe-shared-expert-overlap", "--moe-shared-expert-gate")
 CAPACITY = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 NATIVE = ("--cg-backend", "native")
@@ -111,6 +113,31 @@ def _dropless() -> list[Case]:
     ]
 
 
+def _peers() -> list[Case]:
+    """Graphs that exchange tokens by peer memory."""
+    recompute = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
+    rows = (
+        ("ep2", MOE, EXPERTS, ()),
+        ("ep2-tp2", MOE, EXPERTS, (*TENSOR_PARALLEL, "--expert-tensor-parallel-size", "1")),
+        ("whole-layer", MOE, (), ()),
+        ("mixtral", MIXTRAL, EXPERTS, TORCH_GEMM),
+        ("recompute", MOE, EXPERTS, recompute),
+        ("evaluation", MOE, EXPERTS, EVALUATED),
+        ("shared-experts", MLA, EXPERTS, ()),
+        ("overlapped", MLA, EXPERTS, OVERLAP),
+    )
+    made = [
+        Case(f"peers-{name}", preset, scopes, (*batch(8), *EP2, *flags), graph_flags=PEERS)
+        for name, preset, scopes, flags in rows
+    ]
+    native = Case("peers-native", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=(*PEERS, *NATIVE))
+    realistic = [
+        replace(case, name=f"peers-{case.name.removeprefix('dropless-')}", graph_flags=PEERS)
+        for case in _realistic()
+    ]
+    return [*made, native, *realistic]
+
+
 def _overlapped() -> list[Case]:
     """A shared expert that runs beside the exchange of tokens, on a stream of its own."""
     rows = (
@@ -158,6 +185,7 @@ CASES = [
     *_dropless(),
     *_overlapped(),
     *_realistic(),
+    *_peers(),
     Case("dropless-same-gemm", MOE, EXPERTS, (*batch(8), *EP2, *TORCH_GEMM)),
     Case("router-dp2-together", MOE, ROUTER, batch(8)),
     *(

@@ -11,6 +11,7 @@ from tests.functional.cases import (
     EXPANDABLE,
     EXPERTS,
     MOE,
+    PEERS,
     ROUTER,
     TENSOR_PARALLEL,
     TORCH_GEMM,
@@ -23,6 +24,14 @@ LIFE = {
     "dense": Case("dense", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
     "moe": Case("moe", MOE, ROUTER, batch(8)),
     "experts": Case("experts", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=TORCH_GEMM),
+    "peers": Case("peers", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=PEERS),
+    "bounded-peers": Case(
+        "bounded-peers",
+        MOE,
+        EXPERTS,
+        (*batch(8), *EP2),
+        graph_flags=(*PEERS, "--cg-moe-rows", "1"),
+    ),
     "bounded": Case(
         "bounded", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1")
     ),

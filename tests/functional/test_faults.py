@@ -10,7 +10,7 @@ import pytest
 
 from megatron_cg.tools.align.outcome import Outcome
 from megatron_cg.tools.align.processes import OVERDUE
-from tests.functional.cases import EP2, EXPERTS, MOE, PREPROCESS, TORCH_GEMM, Case, batch
+from tests.functional.cases import EP2, EXPERTS, MOE, PEERS, PREPROCESS, TORCH_GEMM, Case, batch
 from tests.functional.life_cases import LIFE
 from tests.functional.test_failures import STAGES, assert_left_eager, trained_alike
 
@@ -74,10 +74,13 @@ def test_a_shape_that_all_ranks_change_where_graphs_hold_dropless_experts(align:
         assert rank["graphs"]["mismatched"] == LAYERS * MICROBATCHES * (STEPS - STEP + 1)
 
 
+@pytest.mark.parametrize("name", ["experts", "peers"])
 @pytest.mark.parametrize("routing", ["one", "first", "crosswise"])
-def test_experts_and_ranks_without_tokens_or_with_all_of_them(routing: str, align: Align) -> None:
+def test_experts_and_ranks_without_tokens_or_with_all_of_them(
+    routing: str, name: str, align: Align
+) -> None:
     env = (("MEGATRON_CG_SCENARIO", f"route@{routing}"),)
-    outcome = align(replace(LIFE["experts"], name=f"route-{routing}", env=env), script=SCRIPT)
+    outcome = align(replace(LIFE[name], name=f"route-{routing}-{name}", env=env), script=SCRIPT)
     assert_trained_alike(outcome)
     assert outcome.graphed is not None
     for rank in outcome.graphed.values():
@@ -117,13 +120,15 @@ def test_what_cannot_go_on_ends_with_its_cause(
 
 @pytest.mark.kills
 @pytest.mark.parametrize(
-    ("scopes", "flags"), [(PREPROCESS, ()), (EXPERTS, TORCH_GEMM)], ids=["preprocess", "experts"]
+    ("scopes", "flags"),
+    [(PREPROCESS, ()), (EXPERTS, TORCH_GEMM), (EXPERTS, PEERS)],
+    ids=["preprocess", "experts", "peers"],
 )
 def test_a_graph_with_collectives_is_not_left_by_one_rank_alone(
     scopes: tuple[str, ...], flags: tuple[str, ...], align: Align, log: Log
 ) -> None:
     case = replace(
-        faulty(f"collectives-{scopes[-1]}", "shape", "moe", *flags),
+        faulty(f"collectives-{scopes[-1]}-{len(flags)}", "shape", "moe", *flags),
         scopes=scopes,
         preset=MOE,
         flags=(*batch(8), *EP2),

@@ -42,7 +42,7 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(name: str, al
         assert all(one[rank]["parameters"] == two[rank]["parameters"] for rank in one)
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "experts"])
+@pytest.mark.parametrize("name", ["dense", "moe", "experts", "peers"])
 def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
     case = replace(LIFE[name], name=f"{name}-recaptured")
     outcome = align(case, script=SCRIPT, mutation="recapture@6,7,10")
@@ -55,7 +55,7 @@ def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
         assert [counts["replayed"] for counts in rank["sessions"]] == [12, 6, 18, 18]
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "experts"])
+@pytest.mark.parametrize("name", ["dense", "moe", "experts", "peers"])
 def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
     case = replace(LIFE[name], name=f"{name}-fifty")
     outcome = align(case, script=SCRIPT, mutation="capture-often@50")
@@ -65,11 +65,12 @@ def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
         assert len(rank["memory"]) == 50 and rank["memory"][4] == rank["memory"][-1]
 
 
+@pytest.mark.parametrize("name", ["bounded", "bounded-peers"])
 def test_steps_with_more_rows_than_graphs_have_room_for_are_repeated(
-    align: Align, log: Log
+    name: str, align: Align, log: Log
 ) -> None:
     """With room for the average alone, nearly every step is."""
-    case = LIFE["bounded"]
+    case = LIFE[name]
     assert_identical(align(case), 12)
     assert "repeated: a rank had" in log(case)
 
