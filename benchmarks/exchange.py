@@ -68,6 +68,7 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         graph.replay()
         return result
 
+    replay.__dict__["run"] = run  # It holds memory that the graph addresses.
     return replay
 
 
