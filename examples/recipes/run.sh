@@ -7,7 +7,8 @@
 #   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/run.sh qwen3-moe-tiny
 #
 # The second tries it on made-up data. GRAPHS=0 is the same run without graphs. EXPERTS_IN_GRAPHS=1
-# captures whole MoE layers, which drop no token (docs/experts.md).
+# captures whole MoE layers, which drop no token, and with PEER_EXCHANGE=1 they exchange tokens through
+# peer memory, for expert-parallel ranks of one node (docs/experts.md).
 set -euo pipefail
 
 fail() { echo "$0: $*" >&2; exit 2; }
@@ -25,7 +26,7 @@ for name in NODES GPUS_PER_NODE TRAIN_ITERS GLOBAL_BATCH_SIZE TENSOR_PARALLEL CO
     EXPERT_PARALLEL; do
     [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name} is no whole number of 1 or more"
 done
-for name in GRAPHS EXPERTS_IN_GRAPHS MOCK_DATA EXPANDABLE_SEGMENTS; do
+for name in GRAPHS EXPERTS_IN_GRAPHS PEER_EXCHANGE MOCK_DATA EXPANDABLE_SEGMENTS; do
     [[ ${!name:-1} == [01] ]] || fail "$name=${!name} is neither 0 nor 1"
 done
 nodes=${NODES:-1}
@@ -122,6 +123,7 @@ if [[ ${GRAPHS:-1} == 1 ]]; then
     )
     # Without modules whole layers are captured.
     if ((${#scopes[@]} > 0)); then graphs+=(--cuda-graph-modules "${scopes[@]}"); fi
+    if [[ ${PEER_EXCHANGE:-0} == 1 ]]; then graphs+=(--cg-moe-exchange peer); fi
 fi
 
 launch=(--standalone)
