@@ -25,8 +25,9 @@ Note [Weights detached from autograd]
     Gradients of grouped GEMMs and graphs arrive all at once, from ``detached_weights.py``. The own
     hook of such a weight runs only if the weight is also used in another way. Then one part of the
     gradient waits in the weight's ``grad`` for the other part. If the weights have several buckets
-    (as in a layer with its experts), the last weights are processed first: a rank that runs the
-    layer eagerly, alone, reaches them in that order.
+    (as in a layer with its experts), the last weights are processed first, and a bucket comes
+    before the one whose first weight is earlier: a rank that runs the layer eagerly, alone,
+    completes the buckets in that order.
 
 Note [Passes that fail]
     After a backward pass that ended in an exception, Megatron-FSDP treats the next backward pass as
@@ -61,7 +62,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import FastPathError
-from megatron_cg.fastpath.gradients.buckets import Bucket, Together
+from megatron_cg.fastpath.gradients.buckets import Bucket, OfBucket, Together
 from megatron_cg.fastpath.gradients.reduce_buffers import FreedBuffers
 from megatron_cg.fastpath.gradients.streams import current_stream, wait_for
 from megatron_cg.fastpath.gradients.views import BucketViews, in_one_piece
@@ -129,8 +130,7 @@ class GradientBucketing:
             to_come: returns whether this backward pass has yet to reach the operation.
         """
         self._detached.update(dict.fromkeys(map(id, weights), to_come))
-        buckets = {id(found): found for found in (self._of_parameter[id(w)] for w in weights)}
-        return Together(list(weights), next(iter(buckets.values())) if len(buckets) == 1 else None)
+        return Together(list(weights), [self._of_parameter[id(weight)] for weight in weights])
 
     def attach(self, together: Together) -> None:
         """Undo :meth:`detach`: only the weights' own hooks take their gradients again."""
@@ -154,19 +154,18 @@ class GradientBucketing:
             borrowed: whether gradients are in a graph's own memory, where none may wait.
         """
         expected = self._fsdp._params_require_handle_grad
-        bucket = together.bucket
         if (
-            bucket is not None
-            and not any(used)
+            not any(used)
             and expected >= together.all
             and not self._fsdp.report_nan_in_param_grad
-            and together.are_plain(gradients)
+            and (plain := together.plain(gradients)) is not None
         ):
-            self._hand_over_at_once(bucket, together, gradients)
+            for part, copied in zip(together.parts, plain, strict=True):
+                self._hand_over_at_once(part, copied)
             return
-        parts = list(zip(together.weights, gradients, used, strict=True))
+        each = list(zip(together.weights, gradients, used, strict=True))
         # See Note [Weights detached from autograd].
-        for weight, gradient, also in parts if bucket is not None else reversed(parts):
+        for weight, gradient, also in each if len(together.parts) == 1 else reversed(each):
             if gradient is not None and weight.grad is not None:
                 weight.grad = weight.grad + gradient
             elif gradient is not None:
@@ -297,18 +296,19 @@ class GradientBucketing:
         wait_for(bucket.stream, gradients)
         self._hand_over(bucket, waiting, gradients)
 
-    def _hand_over_at_once(self, bucket: Bucket, together: Together, gradients: list[Any]) -> None:
+    def _hand_over_at_once(self, part: OfBucket, gradients: list[Any]) -> None:
+        bucket = part.bucket
         self._begin(bucket)
-        if bucket.complete_with(len(together.weights)) and bucket.waiting:
+        if bucket.complete_with(len(part.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
         fetched = self._fetched(bucket)
-        whole = bucket.views.whole(fetched, together, together.weights)
+        whole = bucket.views.whole(fetched, part, part.weights)
         source = in_one_piece(gradients) if whole is not None else None
         if whole is not None and source is not None:
             self._copy(bucket, [whole], [source])
         else:
-            self._copy(bucket, bucket.views.of(fetched, together.weights), gradients)
-        self._tell(bucket, together.others, together.weights[-1])
+            self._copy(bucket, bucket.views.of(fetched, part.weights), gradients)
+        self._tell(bucket, part.others, part.weights[-1])
 
     def _hand_over(
         self, bucket: Bucket, parameters: list[nn.Parameter], gradients: list[torch.Tensor]

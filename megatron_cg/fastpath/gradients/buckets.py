@@ -54,12 +54,39 @@ class Together:
 
     Args:
         weights: the weights of one operation.
-        bucket: the bucket of all weights, or None if they have several.
+        buckets: the bucket of each weight.
     """
 
-    def __init__(self, weights: list[nn.Parameter], bucket: Bucket | None) -> None:
-        self.weights, self.bucket = weights, bucket
+    def __init__(self, weights: list[nn.Parameter], buckets: Sequence[Bucket]) -> None:
+        self.weights = weights
+        places: dict[int, list[int]] = {}
+        for place, bucket in enumerate(buckets):
+            places.setdefault(bucket.number, []).append(place)
+        # An eager pass reaches the last weights first, so a bucket is complete with its first one.
+        ordered = sorted(places.values(), reverse=True)
+        self.parts = [OfBucket(buckets[at[0]], [weights[i] for i in at], at) for at in ordered]
+        """By bucket, in the order in which an eager pass completes the buckets."""
         self.all = frozenset(weights)
+
+    def plain(self, gradients: Sequence[torch.Tensor | None]) -> list[list[Any]] | None:
+        """The gradients of each part if they only need to be copied, else None."""
+        found = [[gradients[place] for place in part.places] for part in self.parts]
+        if all(part.are_plain(own) for part, own in zip(self.parts, found, strict=True)):
+            return found
+        return None
+
+
+class OfBucket:
+    """Those of the weights that have one bucket.
+
+    Args:
+        bucket: the bucket.
+        weights: they.
+        places: their places among all weights.
+    """
+
+    def __init__(self, bucket: Bucket, weights: list[nn.Parameter], places: list[int]) -> None:
+        self.bucket, self.weights, self.places = bucket, weights, places
         self.others = frozenset(weights[:-1])
         """All weights but the last one."""
         self._shapes = [weight.shape for weight in weights]

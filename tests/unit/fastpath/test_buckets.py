@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.gradients.buckets import Together
+from megatron_cg.fastpath.gradients.buckets import Bucket, Together
 
+NOTHING: Any = None
+BUCKET = Bucket(0, NOTHING, NOTHING, 3)
 Gradients = list[torch.Tensor | None]
 
 
@@ -17,7 +19,7 @@ def plain() -> tuple[Together, Gradients]:
     weights: list[Any] = [nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
     for weight in weights:
         weight.grad_added_to_main_grad = False
-    return Together(weights, None), [torch.ones(2, 3) for _ in weights]
+    return Together(weights, [BUCKET] * 3), [torch.ones(2, 3) for _ in weights]
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -26,9 +28,9 @@ def plain() -> tuple[Together, Gradients]:
 )
 def test_each_gradient_must_be_a_plain_one(place: int, gradient: torch.Tensor | None) -> None:
     together, gradients = plain()
-    assert together.are_plain(gradients)
+    assert together.plain(gradients) == [gradients]
     gradients[place] = gradient
-    assert not together.are_plain(gradients)
+    assert together.plain(gradients) is None
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -38,4 +40,23 @@ def test_each_gradient_must_be_a_plain_one(place: int, gradient: torch.Tensor | 
 def test_each_weight_must_wait_for_nothing_else(place: int, name: str, value: object) -> None:
     together, gradients = plain()
     setattr(together.weights[place], name, value)
-    assert not together.are_plain(gradients)
+    assert together.plain(gradients) is None
+
+
+def test_weights_are_parted_by_bucket_in_the_order_of_an_eager_pass() -> None:
+    """The weight that a pass reaches last completes its bucket."""
+    buckets = [Bucket(number, NOTHING, NOTHING, 1) for number in range(3)]
+    owners = [buckets[place] for place in (2, 0, 0, 1, 2)]
+    weights = [nn.Parameter(torch.zeros(1)) for _ in owners]
+    together = Together(weights, owners)
+    assert [(part.bucket.number, part.places) for part in together.parts] == [
+        (1, [3]),
+        (0, [1, 2]),
+        (2, [0, 4]),
+    ]
+    assert [part.weights for part in together.parts] == [
+        weights[3:4],
+        weights[1:3],
+        [weights[0], weights[4]],
+    ]
+    assert together.all == set(weights)

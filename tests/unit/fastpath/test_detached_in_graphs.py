@@ -326,6 +326,22 @@ def test_borrowed_gradients_go_into_their_bucket_by_one_copy(rest: int, sharded:
         assert all(parameter.grad is None for parameter in handed.megatron.parameters)
 
 
+def test_borrowed_gradients_of_several_buckets_go_into_them_by_one_copy_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handed = Handed(2, 4, 2, graphed=8)
+    expected = handed.case.of_autograd(first)
+    for number in (1, 2):
+        handed.megatron.begin()
+        before = handed.bucketing.copies
+        with monkeypatch.context() as nothing_is_cloned:
+            nothing_is_cloned.setattr(torch.Tensor, "clone", None, raising=False)
+            first(handed.case)
+        assert handed.bucketing.copies == before + 3
+        assert [buffer.reduced for buffer in handed.megatron.buffers] == [number] * 3
+        assert handed.megatron.has(expected)
+
+
 @pytest.mark.parametrize("rest", [0, 2])
 @pytest.mark.parametrize("eagerly", [(), (0,), (1,), (0, 1)])
 @pytest.mark.parametrize("run", [first, two_calls, penalty_first, penalty_last])

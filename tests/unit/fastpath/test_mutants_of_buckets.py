@@ -44,7 +44,8 @@ def test_a_new_pass_forgets_what_waited_and_was_handed_over() -> None:
 
 def test_weights_that_come_together_know_all_and_all_but_the_last() -> None:
     three = weights(3)
-    found = Together(three, None)
-    assert found.all == set(three) and found.others == set(three[:2])
-    assert found.are_plain([None, *(torch.zeros(2) for _ in range(2))]) is False
-    assert Together(weights(1), None).others == frozenset()
+    found = Together(three, [bucket(3)] * 3)
+    (part,) = found.parts
+    assert found.all == set(three) and part.others == set(three[:2])
+    assert found.plain([None, *(torch.zeros(2) for _ in range(2))]) is None
+    assert Together(weights(1), [bucket(1)]).parts[0].others == frozenset()
