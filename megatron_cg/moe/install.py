@@ -103,13 +103,13 @@ def exchange_by_peers() -> Callable[[], None]:
     Returns the undo.
     """
     make = _DISPATCHER.find()
-    shared: dict[str, PeerMemory] = {}
+    # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
+    shared: dict[Any, PeerMemory] = {}
 
     def make_with_peers(*args: Any, **named: Any) -> Any:
         made = make(*args, **named)
         if isinstance(made, dispatcher.DeviceDispatcher) and made.ep_size > 1:
-            name = made.ep_group.group_name
-            made.transport = shared.setdefault(name, PeerMemory(made.ep_group))
+            made.transport = shared.setdefault(made.ep_group, PeerMemory(made.ep_group))
         return made
 
     return put_over(*_DISPATCHER.place(), make_with_peers)
