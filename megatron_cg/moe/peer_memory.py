@@ -112,15 +112,19 @@ class PeerMemory:
 
     def _made(self, places: int, size: int) -> _Slots:
         ranks = dist.get_world_size(self._group)
-        _refuse_other_hosts(self._group)
         device = torch.device("cuda", torch.cuda.current_device())
-        rows = _EMPTY.find()(places + 1, size, dtype=torch.uint8, device=device)
+        rows, problem = None, None
+        try:
+            rows = _EMPTY.find()(places + 1, size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            problem = _first_line(error)
+        _require_on_all(self._group, problem, (places + 1) * size)
+        assert rows is not None
         rows.zero_()
         try:
             handle = _RENDEZVOUS.find()(rows, self._group)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise CaptureError(f"{_refusal(ranks)}: {reason}. {_INSTEAD}") from error
+            raise CaptureError(f"{_refusal(ranks)}: {_first_line(error)}. {_INSTEAD}") from error
         logger.info(
             "megatron_cg: %.1f MiB of GPU memory for rows that other ranks write, outside of "
             "torch's allocator.",
@@ -140,10 +144,25 @@ def _refusal(ranks: int) -> str:
     return f"the {ranks} expert-parallel ranks cannot map each other's GPU memory"
 
 
-def _refuse_other_hosts(group: dist.ProcessGroup) -> None:
-    """Torch would wait for the other ranks' memory in vain. A collective call."""
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group)
-    if len(set(hosts)) > 1:
-        names = ", ".join(sorted(set(hosts)))
-        raise CaptureError(f"{_refusal(len(hosts))}: they run on {names}. {_INSTEAD}")
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _require_on_all(group: dist.ProcessGroup, problem: str | None, size: int) -> None:
+    """Raise on all ranks if one could not allocate or they run on several hosts. A collective call.
+
+    Torch would wait for the other ranks' memory in vain.
+    """
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (socket.gethostname(), problem), group)
+    hosts = sorted({host for host, _ in told})
+    if len(hosts) > 1:
+        names = ", ".join(hosts)
+        raise CaptureError(f"{_refusal(len(told))}: they run on {names}. {_INSTEAD}")
+    for rank, (_, failure) in enumerate(told):
+        if failure is not None:
+            raise CaptureError(
+                f"expert-parallel rank {rank} of {len(told)} cannot allocate {size / 2**20:,.1f} "
+                f"MiB for rows that other GPUs write: {failure}. --cg-moe-rows 1.25 makes them "
+                "fewer; without such memory: --cg-moe-exchange nccl"
+            )

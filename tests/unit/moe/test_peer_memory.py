@@ -64,7 +64,11 @@ def on_two_hosts() -> Any:
     group: Any = dist.group.WORLD
     name = f"host-{dist.get_rank()}"
     try:
-        with patch.object(socket, "gethostname", return_value=name):
+        with (
+            patch.object(socket, "gethostname", return_value=name),
+            patch.object(torch.cuda, "current_device", return_value=0),
+            patch.object(peer_memory, "_EMPTY", Stands(lambda *_, **__: torch.empty(0))),
+        ):
             PeerMemory(group)._made(4, 8)
     except CaptureError as error:
         return str(error)
@@ -75,6 +79,33 @@ def test_ranks_of_several_hosts_are_refused_on_all_of_them() -> None:
     for text in on_ranks(on_two_hosts):
         assert "the 2 expert-parallel ranks cannot map each other's GPU memory" in text
         assert "they run on host-0, host-1" in text and "--cg-moe-exchange nccl" in text
+
+
+def on_a_full_gpu() -> Any:
+    """What each rank raises if the GPU of one has no room."""
+    group: Any = dist.group.WORLD
+
+    def empty(*size: int, device: Any, **named: Any) -> torch.Tensor:
+        if dist.get_rank():
+            raise RuntimeError("CUDA driver error: out of memory\nwhere")
+        return torch.empty(*size, **named)
+
+    try:
+        with (
+            patch.object(torch.cuda, "current_device", return_value=0),
+            patch.object(peer_memory, "_EMPTY", Stands(empty)),
+            patch.object(peer_memory, "_RENDEZVOUS", Stands(lambda *_: "waits for the others")),
+        ):
+            PeerMemory(group)._made(2**20 - 1, 8)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_if_one_rank_has_no_room_all_are_told() -> None:
+    for text in on_ranks(on_a_full_gpu):
+        assert text.startswith("CaptureError: expert-parallel rank 1 of 2 cannot allocate 8.0 MiB")
+        assert "GPUs write: CUDA driver error: out of memory. --cg-moe-rows 1.25" in text
 
 
 class Stands:
