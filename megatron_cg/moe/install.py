@@ -127,8 +127,23 @@ def bound_of(model: nn.Module) -> RowBound | None:
 
 def peer_memory_of(model: nn.Module) -> PeerMemory | None:
     """What the model's layers exchange tokens by; None if they do so by collectives."""
+    return next(_peer_memories(model), None)
+
+
+def hold_peer_memory(model: nn.Module) -> Callable[[], None]:
+    """Keep the model's peer memory for its graphs, if it has any.
+
+    Returns the undo, which frees it unless another model's graphs need it. The GPU must be at rest.
+    """
+    with ExitStack() as undo:
+        for memory in set(_peer_memories(model)):
+            undo.callback(memory.hold())
+        return undo.pop_all().close
+
+
+def _peer_memories(model: nn.Module) -> Iterator[PeerMemory]:
     found = (one.transport for one in _dispatchers(model))
-    return next((one for one in found if isinstance(one, PeerMemory)), None)
+    yield from (one for one in found if isinstance(one, PeerMemory))
 
 
 def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:

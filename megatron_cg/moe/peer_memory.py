@@ -14,14 +14,25 @@ Note [Two barriers]
 
 Note [Memory outside of torch's allocator]
     Other GPUs map the memory, so torch's caching allocator does not have it, and its statistics
-    do not show it. It lives as long as the model. All layers of a group share it, because an
-    exchange reads its rows out of it before the next one begins.
+    do not show it. All layers of a group share it, because an exchange reads its rows out of it
+    before the next one begins.
+
+Note [How long it lives]
+    Graphs address the memory and do not hold it, so it lives until no model of the group has
+    graphs. Before torch frees it, torch waits for the GPU: without end if a barrier waits for a
+    rank that is gone. After a CUDA error torch ends the process there (torch 2.11,
+    ``CUDASymmetricMemory.cu``, ``~AllocationRef``). So a reference that nobody owns keeps the
+    memory until the GPU is known to be at rest, and otherwise leaves it to the driver, as
+    ``integrations/megatron/teardown.py`` leaves graphs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -70,11 +81,31 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._slots: dict[tuple[int, int], _Slots] = {}
+        self._holders = 0
 
     @property
     def bytes(self) -> int:
         """What this rank holds for all exchanges."""
         return sum(slots.rows.nbytes for slots in self._slots.values())
+
+    def hold(self) -> Callable[[], None]:
+        """Keep the memory for graphs; the undo frees it if nobody else holds it."""
+        self._holders += 1
+
+        def leave() -> None:
+            self._holders -= 1
+            if self._slots and not self._holders:
+                self._free()
+
+        return leave
+
+    def _free(self) -> None:
+        """See Note [How long it lives]."""
+        with suppress(RuntimeError):  # Of a GPU in an error state.
+            torch.cuda.synchronize()
+            while self._slots:
+                _, slots = self._slots.popitem()
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(slots))
 
     def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
         """Raises CaptureError on all ranks if they cannot map each other's memory."""
@@ -108,6 +139,7 @@ class PeerMemory:
                     "warmup iteration"
                 )
             found = self._slots[places, size] = self._made(places, size)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))  # Note [How long it lives]
         return found
 
     def _made(self, places: int, size: int) -> _Slots:

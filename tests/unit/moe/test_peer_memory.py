@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
+import weakref
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -146,3 +150,43 @@ def test_no_slots_are_made_while_a_graph_records(
     group: Any = dist.group.WORLD
     with pytest.raises(CaptureError, match="at least one warmup iteration"):
         PeerMemory(group)._of(4, 8)
+
+
+@pytest.fixture
+def mapped(torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that one rank maps, on the CPU."""
+
+    def rendezvous(rows: torch.Tensor, _group: Any) -> Any:
+        return SimpleNamespace(buffer_ptrs=[rows.data_ptr()], rank=0)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
+    as_on_cpu = partial(torch.tensor, dtype=torch.int64)
+    monkeypatch.setattr(torch, "tensor", lambda data, **_: as_on_cpu(data))
+
+
+def test_memory_is_freed_when_nobody_has_graphs_any_more(one_rank: None, mapped: None) -> None:
+    group: Any = dist.group.WORLD
+    memory = PeerMemory(group)
+    rows = weakref.ref(memory._of(4, 8).rows)
+    leave, leave_too = memory.hold(), memory.hold()
+    leave()
+    assert rows() is not None and memory.bytes == 5 * 8
+    leave_too()
+    assert rows() is None and memory.bytes == 0
+
+
+def test_memory_is_left_to_the_driver_if_the_gpu_is_not_known_to_be_at_rest(
+    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    group: Any = dist.group.WORLD
+    memory = PeerMemory(group)
+    rows = weakref.ref(memory._of(4, 8).rows)
+    memory.hold()()
+    del memory
+    gc.collect()
+    assert rows() is not None
