@@ -160,6 +160,15 @@ def test_work_of_a_layer_follows_tokens_experts_and_tensor_parallel(
     assert work["mixtral-tiny"] < tokens * model["parameters_on_rank_0"] / model["layers"]
 
 
+def test_peer_memory_takes_the_place_of_padding_that_is_sent(plans: dict[str, Plan]) -> None:
+    collective, peers = (plans[name] for name in ("dropless, two ranks", "dropless, peers"))
+    for one, other in zip(peers["layers"], collective["layers"], strict=True):
+        assert one["kernels"] == other["kernels"]
+    one, other = peers["graph_memory"], collective["graph_memory"]
+    assert one["peer_memory"] > 0 == other["peer_memory"]
+    assert one["pool_peak"] < other["pool_peak"]
+
+
 def test_layers_in_one_row_follow_each_other(plans: dict[str, Plan]) -> None:
     text = shown(plans["mamba-hybrid-tiny"])
     titles = ("Static inputs of a graph", "Memory of one graph", "Estimated memory")
