@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from megatron_cg.tools.align.presets import load_preset, preset_names
 from megatron_cg.tools.cli import plan as command
+from megatron_cg.tools.plan import tables
 from megatron_cg.tools.plan.planned_samples import masks_given
 from megatron_cg.tools.plan.process import Plan, make_plans
 from megatron_cg.tools.plan.request import Request, read_request
@@ -101,6 +103,11 @@ def test_terms_of_the_memory_add_up(plans: dict[str, Plan], name: str) -> None:
     outside = memory["static_inputs"] + memory["output_gradients"] + memory["peer_memory"]
     assert memory["total"] == memory["pool_reserved"] + outside
     assert all(value >= 0 for value in memory.values())
+
+
+def test_every_term_of_the_memory_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "plan.md").read_text()
+    assert [term for term, _ in tables._MEMORY if f"| `{term}` |" not in text] == []
 
 
 @pytest.mark.parametrize("name", preset_names())
