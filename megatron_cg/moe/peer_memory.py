@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.moe.slots import Places
-from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.symbols import Symbol, changed
 
 logger = logging.getLogger(__name__)
 
@@ -157,13 +157,15 @@ class PeerMemory:
             handle = _RENDEZVOUS.find()(rows, self._group)
         except RuntimeError as error:
             raise CaptureError(f"{_refusal(ranks)}: {_first_line(error)}. {_INSTEAD}") from error
+        addresses = list(handle.buffer_ptrs)
+        if addresses[handle.rank] != rows.data_ptr():
+            raise changed("torch", _RENDEZVOUS.path, "where each rank's tensor begins")
         logger.info(
             "megatron_cg: %.1f MiB of GPU memory for rows that other ranks write, outside of "
             "torch's allocator.",
             rows.nbytes / 2**20,
         )
-        addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
-        return _Slots(rows, addresses, handle)
+        return _Slots(rows, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
 
 
 _INSTEAD = (

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.moe import peer_memory
 from megatron_cg.moe.peer_memory import PeerMemory
 from tests.unit.ranks import on_ranks
@@ -115,6 +115,8 @@ def test_if_one_rank_has_no_room_all_are_told() -> None:
 class Stands:
     """Stands for one of torch's functions."""
 
+    path = "torch:function"
+
     def __init__(self, function: Any) -> None:
         self._function = function
 
@@ -174,6 +176,18 @@ def test_memory_is_freed_when_nobody_has_graphs_any_more(one_rank: None, mapped:
     assert rows() is not None and memory.bytes == 5 * 8
     leave_too()
     assert rows() is None and memory.bytes == 0
+
+
+def test_addresses_that_are_not_of_the_tensor_are_refused(
+    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rendezvous(rows: torch.Tensor, _group: Any) -> Any:
+        return SimpleNamespace(buffer_ptrs=[rows.data_ptr() - 512], rank=0)
+
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
+    group: Any = dist.group.WORLD
+    with pytest.raises(UpstreamChangedError, match="where each rank's tensor begins"):
+        PeerMemory(group)._of(4, 8)
 
 
 def test_memory_is_left_to_the_driver_if_the_gpu_is_not_known_to_be_at_rest(
