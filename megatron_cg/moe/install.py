@@ -131,14 +131,17 @@ def peer_memory_of(model: nn.Module) -> PeerMemory | None:
 
 
 def hold_peer_memory(model: nn.Module) -> Callable[[], None]:
-    """Keep the model's peer memory for its graphs, if it has any.
-
-    Returns the undo, which frees it unless another model's graphs need it. The GPU must be at rest.
-    """
+    """Keep the peer memory that the model's new graphs address, if any; returns the undo."""
     with ExitStack() as undo:
         for memory in set(_peer_memories(model)):
             undo.callback(memory.hold())
         return undo.pop_all().close
+
+
+def forget_peer_memory(model: nn.Module) -> None:
+    """Free the peer memory of a capture that failed."""
+    for memory in set(_peer_memories(model)):
+        memory.forget()
 
 
 def _peer_memories(model: nn.Module) -> Iterator[PeerMemory]:

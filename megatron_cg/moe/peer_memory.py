@@ -18,12 +18,15 @@ Note [Memory outside of torch's allocator]
     before the next one begins.
 
 Note [How long it lives]
-    Graphs address the memory and do not hold it, so it lives until no model of the group has
-    graphs. Before torch frees it, torch waits for the GPU: without end if a barrier waits for a
-    rank that is gone. After a CUDA error torch ends the process there (torch 2.11,
-    ``CUDASymmetricMemory.cu``, ``~AllocationRef``). So a reference that nobody owns keeps the
-    memory until the GPU is known to be at rest, and otherwise leaves it to the driver, as
-    ``integrations/megatron/teardown.py`` leaves graphs.
+    Graphs address the memory and do not hold it. Deleted graphs leave it to the next capture, and
+    a capture frees what no graphs address: torch loses some bytes with each memory that it frees
+    (torch 2.11, ``CUDASymmetricMemory.cu``, ``CUDAPeerAllocInfo``).
+
+Note [Left to the driver]
+    To free the memory, torch waits for the GPU: without end if a barrier waits for a rank that is
+    gone. After a CUDA error torch ends the process there (``~AllocationRef``). So from its first
+    use until its graphs are closed, a reference that nobody owns keeps the memory, also when the
+    process ends. ``integrations/megatron/teardown.py`` leaves graphs to the driver likewise.
 """
 
 from __future__ import annotations
@@ -32,7 +35,6 @@ import ctypes
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +83,11 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._slots: dict[tuple[int, int], _Slots] = {}
-        self._holders = 0
+        self._used: set[tuple[int, int]] = set()
+        """Slots that were used since the last capture ended."""
+        self._held: list[set[tuple[int, int]]] = []
+        """Those of the graphs of each model."""
+        self._kept = False
 
     @property
     def bytes(self) -> int:
@@ -89,23 +95,38 @@ class PeerMemory:
         return sum(slots.rows.nbytes for slots in self._slots.values())
 
     def hold(self) -> Callable[[], None]:
-        """Keep the memory for graphs; the undo frees it if nobody else holds it."""
-        self._holders += 1
+        """Keep what was used since the last call for graphs, and free what no graphs need.
+
+        Returns the undo, for when the graphs are closed.
+        """
+        used, self._used = self._used, set()
+        self._held.append(used)
+        self._free_others()
 
         def leave() -> None:
-            self._holders -= 1
-            if self._slots and not self._holders:
-                self._free()
+            self._held.remove(used)
+            if self._slots and _at_rest():
+                self._keep(self._held or self._used)
 
         return leave
 
-    def _free(self) -> None:
-        """See Note [How long it lives]."""
-        with suppress(RuntimeError):  # Of a GPU in an error state.
-            torch.cuda.synchronize()
-            while self._slots:
-                _, slots = self._slots.popitem()
-                ctypes.pythonapi.Py_DecRef(ctypes.py_object(slots))
+    def forget(self) -> None:
+        """Free what was used since the last capture, for one that failed on all ranks."""
+        self._used.clear()
+        self._free_others()
+
+    def _free_others(self) -> None:
+        if self._slots and _at_rest():
+            for key in self._slots.keys() - self._used.union(*self._held):
+                del self._slots[key]
+            self._keep(self._held or self._used)
+
+    def _keep(self, wanted: object) -> None:
+        """See Note [Left to the driver]."""
+        if bool(wanted) != self._kept:
+            self._kept = not self._kept
+            change = ctypes.pythonapi.Py_IncRef if self._kept else ctypes.pythonapi.Py_DecRef
+            change(ctypes.py_object(self))
 
     def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
         """Raises CaptureError on all ranks if they cannot map each other's memory."""
@@ -130,17 +151,18 @@ class PeerMemory:
 
     def _of(self, places: int, size: int) -> _Slots:
         """Slots of ``places`` rows in all, of ``size`` bytes each."""
-        found = self._slots.get((places, size))
-        if found is None:
+        key = (places, size)
+        if key not in self._slots:
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     f"a graph needs slots of {places:,} rows of {size:,} bytes in the memory of "
                     "other GPUs, and no warmup pass has made them: give the capture at least one "
                     "warmup iteration"
                 )
-            found = self._slots[places, size] = self._made(places, size)
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))  # Note [How long it lives]
-        return found
+            self._slots[key] = self._made(places, size)
+        self._used.add(key)
+        self._keep(wanted=True)
+        return self._slots[key]
 
     def _made(self, places: int, size: int) -> _Slots:
         ranks = dist.get_world_size(self._group)
@@ -166,6 +188,15 @@ class PeerMemory:
             rows.nbytes / 2**20,
         )
         return _Slots(rows, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
+
+
+def _at_rest() -> bool:
+    """Whether the GPU has run all that is queued; False if it is in an error state."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 _INSTEAD = (

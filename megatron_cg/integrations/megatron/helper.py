@@ -39,7 +39,7 @@ from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_
 from megatron_cg.integrations.megatron.without_te import capture_without_te
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.memory.usage import log_report
-from megatron_cg.moe.install import hold_peer_memory
+from megatron_cg.moe.install import forget_peer_memory, hold_peer_memory
 from megatron_cg.moe.shared_expert import gate_in_region, shared_experts_resume
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -248,7 +248,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def _after_failure(self) -> None:
         self._reset_after_capture()
         self._capture_finished = True
-        hold_peer_memory(self.model[0])()  # Its undo frees what warmup made.
+        forget_peer_memory(self.model[0])
 
     def _capture_in_a_session(self) -> Session:
         backend = type(self).make_backend()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import socket
 import subprocess
 import sys
-import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -167,15 +165,62 @@ def mapped(torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "tensor", lambda data, **_: as_on_cpu(data))
 
 
-def test_memory_is_freed_when_nobody_has_graphs_any_more(one_rank: None, mapped: None) -> None:
+def test_memory_stays_for_the_next_capture_and_goes_if_that_needs_other_memory(
+    one_rank: None, mapped: None
+) -> None:
     group: Any = dist.group.WORLD
     memory = PeerMemory(group)
-    rows = weakref.ref(memory._of(4, 8).rows)
-    leave, leave_too = memory.hold(), memory.hold()
+    first = memory._of(4, 8)
+    memory.hold()()
+    assert memory._of(4, 8) is first
+    leave = memory.hold()
+    memory._of(6, 8)
+    leave_too = memory.hold()
+    assert memory.bytes == (5 + 7) * 8  # Two models have graphs.
     leave()
-    assert rows() is not None and memory.bytes == 5 * 8
     leave_too()
-    assert rows() is None and memory.bytes == 0
+    memory._of(8, 8)
+    memory.hold()
+    assert list(memory._slots) == [(8, 8)]
+
+
+def test_memory_of_a_failed_capture_is_freed_unless_other_graphs_need_it(
+    one_rank: None, mapped: None
+) -> None:
+    group: Any = dist.group.WORLD
+    memory = PeerMemory(group)
+    memory._of(4, 8)
+    memory.hold()
+    memory._of(4, 8)
+    memory._of(6, 8)
+    memory.forget()
+    assert list(memory._slots) == [(4, 8)]
+
+
+def collected(memory: PeerMemory) -> bool:
+    """Whether the caller has the last reference, but for its own name and the argument's."""
+    return sys.getrefcount(memory) <= 3
+
+
+def test_memory_outlives_its_model_until_its_graphs_are_closed(
+    one_rank: None, mapped: None
+) -> None:
+    group: Any = dist.group.WORLD
+    memory = PeerMemory(group)
+    assert collected(memory)
+    memory._of(4, 8)
+    assert not collected(memory)
+    leave = memory.hold()
+    memory._of(4, 8)
+    leave_too = memory.hold()
+    leave()
+    assert not collected(memory)
+    leave_too()
+    del leave, leave_too
+    assert collected(memory)
+    memory._of(4, 8)
+    memory.forget()
+    assert collected(memory) and memory.bytes == 0
 
 
 def test_addresses_that_are_not_of_the_tensor_are_refused(
@@ -190,17 +235,19 @@ def test_addresses_that_are_not_of_the_tensor_are_refused(
         PeerMemory(group)._of(4, 8)
 
 
-def test_memory_is_left_to_the_driver_if_the_gpu_is_not_known_to_be_at_rest(
+def test_nothing_is_freed_on_a_gpu_in_an_error_state(
     one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", fail)
     group: Any = dist.group.WORLD
     memory = PeerMemory(group)
-    rows = weakref.ref(memory._of(4, 8).rows)
-    memory.hold()()
-    del memory
-    gc.collect()
-    assert rows() is not None
+    memory._of(4, 8)
+    leave = memory.hold()
+    memory._of(6, 8)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    memory.forget()
+    leave()
+    del leave
+    assert memory.bytes == (5 + 7) * 8 and not collected(memory)
