@@ -178,7 +178,9 @@ class PeerMemory:
         try:
             handle = _RENDEZVOUS.find()(rows, self._group)
         except RuntimeError as error:
-            raise CaptureError(f"{_refusal(ranks)}: {_first_line(error)}. {_INSTEAD}") from error
+            reason = _first_line(error)
+            remedy = _SEE_ALL if "overlapping devices" in reason else _INSTEAD
+            raise CaptureError(f"{_refusal(ranks)}: {reason.rstrip('.')}. {remedy}") from error
         addresses = list(handle.buffer_ptrs)
         if addresses[handle.rank] != rows.data_ptr():
             raise changed("torch", _RENDEZVOUS.path, "where each rank's tensor begins")
@@ -202,6 +204,11 @@ def _at_rest() -> bool:
 _INSTEAD = (
     "--cg-moe-exchange peer is for expert-parallel ranks of one host whose GPUs access each "
     "other's memory: type --cg-moe-exchange nccl"
+)
+
+_SEE_ALL = (
+    "Torch takes GPUs with one number for one GPU: let each rank see all GPUs of the host "
+    "(CUDA_VISIBLE_DEVICES), or type --cg-moe-exchange nccl"
 )
 
 

@@ -131,15 +131,26 @@ def torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "_EMPTY", Stands(empty))
 
 
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("no peer access", r"no peer access\. --cg-moe-exchange peer is for"),
+        ("detected allocations from overlapping devices.", r"devices\. .*CUDA_VISIBLE_DEVICES"),
+    ],
+)
 def test_what_torch_says_of_memory_that_cannot_be_mapped_is_passed_on(
-    one_rank: None, torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch
+    one_rank: None,
+    torch_on_cpus: None,
+    reason: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rendezvous(*_: Any) -> Any:
-        raise RuntimeError("no peer access\nwhere")
+        raise RuntimeError(f"{reason}\nwhere")
 
     monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
     group: Any = dist.group.WORLD
-    with pytest.raises(CaptureError, match=r"no peer access\. --cg-moe-exchange peer is for"):
+    with pytest.raises(CaptureError, match=remedy):
         PeerMemory(group)._made(4, 8)
 
 
