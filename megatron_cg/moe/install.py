@@ -103,13 +103,13 @@ def exchange_by_peers() -> Callable[[], None]:
     Returns the undo.
     """
     make = _DISPATCHER.find()
-    shared: dict[str, PeerMemory] = {}
+    # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
+    shared: dict[Any, PeerMemory] = {}
 
     def make_with_peers(*args: Any, **named: Any) -> Any:
         made = make(*args, **named)
         if isinstance(made, dispatcher.DeviceDispatcher) and made.ep_size > 1:
-            name = made.ep_group.group_name
-            made.transport = shared.setdefault(name, PeerMemory(made.ep_group))
+            made.transport = shared.setdefault(made.ep_group, PeerMemory(made.ep_group))
         return made
 
     return put_over(*_DISPATCHER.place(), make_with_peers)
@@ -127,8 +127,26 @@ def bound_of(model: nn.Module) -> RowBound | None:
 
 def peer_memory_of(model: nn.Module) -> PeerMemory | None:
     """What the model's layers exchange tokens by; None if they do so by collectives."""
+    return next(_peer_memories(model), None)
+
+
+def hold_peer_memory(model: nn.Module) -> Callable[[], None]:
+    """Keep the peer memory that the model's new graphs address, if any; returns the undo."""
+    with ExitStack() as undo:
+        for memory in set(_peer_memories(model)):
+            undo.callback(memory.hold())
+        return undo.pop_all().close
+
+
+def forget_peer_memory(model: nn.Module) -> None:
+    """Free the peer memory of a capture that failed."""
+    for memory in set(_peer_memories(model)):
+        memory.forget()
+
+
+def _peer_memories(model: nn.Module) -> Iterator[PeerMemory]:
     found = (one.transport for one in _dispatchers(model))
-    return next((one for one in found if isinstance(one, PeerMemory)), None)
+    yield from (one for one in found if isinstance(one, PeerMemory))
 
 
 def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:

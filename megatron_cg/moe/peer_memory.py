@@ -14,14 +14,27 @@ Note [Two barriers]
 
 Note [Memory outside of torch's allocator]
     Other GPUs map the memory, so torch's caching allocator does not have it, and its statistics
-    do not show it. It lives as long as the model. All layers of a group share it, because an
-    exchange reads its rows out of it before the next one begins.
+    do not show it. All layers of a group share it, because an exchange reads its rows out of it
+    before the next one begins.
+
+Note [How long it lives]
+    Graphs address the memory and do not hold it. Deleted graphs leave it to the next capture, and
+    a capture frees what no graphs address: torch loses some bytes with each memory that it frees
+    (torch 2.11, ``CUDASymmetricMemory.cu``, ``CUDAPeerAllocInfo``).
+
+Note [Left to the driver]
+    To free the memory, torch waits for the GPU: without end if a barrier waits for a rank that is
+    gone. After a CUDA error torch ends the process there (``~AllocationRef``). So from its first
+    use until its graphs are closed, a reference that nobody owns keeps the memory, also when the
+    process ends. ``integrations/megatron/teardown.py`` leaves graphs to the driver likewise.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import socket
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +42,7 @@ import torch.distributed as dist
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.moe.slots import Places
-from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.symbols import Symbol, changed
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +83,50 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._slots: dict[tuple[int, int], _Slots] = {}
+        self._used: set[tuple[int, int]] = set()
+        """Slots that were used since the last capture ended."""
+        self._held: list[set[tuple[int, int]]] = []
+        """Those of the graphs of each model."""
+        self._kept = False
 
     @property
     def bytes(self) -> int:
         """What this rank holds for all exchanges."""
         return sum(slots.rows.nbytes for slots in self._slots.values())
+
+    def hold(self) -> Callable[[], None]:
+        """Keep what was used since the last call for graphs, and free what no graphs need.
+
+        Returns the undo, for when the graphs are closed.
+        """
+        used, self._used = self._used, set()
+        self._held.append(used)
+        self._free_others()
+
+        def leave() -> None:
+            self._held.remove(used)
+            if self._slots and _at_rest():
+                self._keep(self._held or self._used)
+
+        return leave
+
+    def forget(self) -> None:
+        """Free what was used since the last capture, for one that failed on all ranks."""
+        self._used.clear()
+        self._free_others()
+
+    def _free_others(self) -> None:
+        if self._slots and _at_rest():
+            for key in self._slots.keys() - self._used.union(*self._held):
+                del self._slots[key]
+            self._keep(self._held or self._used)
+
+    def _keep(self, wanted: object) -> None:
+        """See Note [Left to the driver]."""
+        if bool(wanted) != self._kept:
+            self._kept = not self._kept
+            change = ctypes.pythonapi.Py_IncRef if self._kept else ctypes.pythonapi.Py_DecRef
+            change(ctypes.py_object(self))
 
     def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
         """Raises CaptureError on all ranks if they cannot map each other's memory."""
@@ -99,35 +151,54 @@ class PeerMemory:
 
     def _of(self, places: int, size: int) -> _Slots:
         """Slots of ``places`` rows in all, of ``size`` bytes each."""
-        found = self._slots.get((places, size))
-        if found is None:
+        key = (places, size)
+        if key not in self._slots:
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     f"a graph needs slots of {places:,} rows of {size:,} bytes in the memory of "
                     "other GPUs, and no warmup pass has made them: give the capture at least one "
                     "warmup iteration"
                 )
-            found = self._slots[places, size] = self._made(places, size)
-        return found
+            self._slots[key] = self._made(places, size)
+        self._used.add(key)
+        self._keep(wanted=True)
+        return self._slots[key]
 
     def _made(self, places: int, size: int) -> _Slots:
         ranks = dist.get_world_size(self._group)
-        _refuse_other_hosts(self._group)
         device = torch.device("cuda", torch.cuda.current_device())
-        rows = _EMPTY.find()(places + 1, size, dtype=torch.uint8, device=device)
+        rows, problem = None, None
+        try:
+            rows = _EMPTY.find()(places + 1, size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            problem = _first_line(error)
+        _require_on_all(self._group, problem, (places + 1) * size)
+        assert rows is not None
         rows.zero_()
         try:
             handle = _RENDEZVOUS.find()(rows, self._group)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise CaptureError(f"{_refusal(ranks)}: {reason}. {_INSTEAD}") from error
+            reason = _first_line(error)
+            remedy = _SEE_ALL if "overlapping devices" in reason else _INSTEAD
+            raise CaptureError(f"{_refusal(ranks)}: {reason.rstrip('.')}. {remedy}") from error
+        addresses = list(handle.buffer_ptrs)
+        if addresses[handle.rank] != rows.data_ptr():
+            raise changed("torch", _RENDEZVOUS.path, "where each rank's tensor begins")
         logger.info(
             "megatron_cg: %.1f MiB of GPU memory for rows that other ranks write, outside of "
             "torch's allocator.",
             rows.nbytes / 2**20,
         )
-        addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
-        return _Slots(rows, addresses, handle)
+        return _Slots(rows, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
+
+
+def _at_rest() -> bool:
+    """Whether the GPU has run all that is queued; False if it is in an error state."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 _INSTEAD = (
@@ -135,15 +206,35 @@ _INSTEAD = (
     "other's memory: type --cg-moe-exchange nccl"
 )
 
+_SEE_ALL = (
+    "Torch takes GPUs with one number for one GPU: let each rank see all GPUs of the host "
+    "(CUDA_VISIBLE_DEVICES), or type --cg-moe-exchange nccl"
+)
+
 
 def _refusal(ranks: int) -> str:
     return f"the {ranks} expert-parallel ranks cannot map each other's GPU memory"
 
 
-def _refuse_other_hosts(group: dist.ProcessGroup) -> None:
-    """Torch would wait for the other ranks' memory in vain. A collective call."""
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group)
-    if len(set(hosts)) > 1:
-        names = ", ".join(sorted(set(hosts)))
-        raise CaptureError(f"{_refusal(len(hosts))}: they run on {names}. {_INSTEAD}")
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _require_on_all(group: dist.ProcessGroup, problem: str | None, size: int) -> None:
+    """Raise on all ranks if one could not allocate or they run on several hosts. A collective call.
+
+    Torch would wait for the other ranks' memory in vain.
+    """
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (socket.gethostname(), problem), group)
+    hosts = sorted({host for host, _ in told})
+    if len(hosts) > 1:
+        names = ", ".join(hosts)
+        raise CaptureError(f"{_refusal(len(told))}: they run on {names}. {_INSTEAD}")
+    for rank, (_, failure) in enumerate(told):
+        if failure is not None:
+            raise CaptureError(
+                f"expert-parallel rank {rank} of {len(told)} cannot allocate {size / 2**20:,.1f} "
+                f"MiB for rows that other GPUs write: {failure}. --cg-moe-rows 1.25 makes them "
+                "fewer; without such memory: --cg-moe-exchange nccl"
+            )

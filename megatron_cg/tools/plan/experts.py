@@ -11,9 +11,13 @@ import torch
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.moe.slots import Places
 from megatron_cg.tools.cpu.fakes import replaced
+from megatron_cg.tools.plan.trace import launched
 
 EQUAL_UP_TO = 2_048
 """Terms of a sum; see "Bits" in ``docs/experts.md``."""
+
+_KERNELS = 4
+"""Of an exchange by peer memory: two barriers, the writes between them, and what reads the rows."""
 
 
 @contextmanager
@@ -55,6 +59,7 @@ class PlannedPeerMemory:
         """Rows that arrive, and how many bytes their slots have."""
         places, size = len(here.packed), rows[0].nbytes
         self._sizes[places, size] = (places + 1) * size
+        launched(_KERNELS)
         return rows.new_empty((len(there.in_slots), *rows.shape[1:]))
 
 

@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cg.errors import CaptureError
+from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.moe import peer_memory
 from megatron_cg.moe.peer_memory import PeerMemory
 from tests.unit.ranks import on_ranks
@@ -64,7 +66,11 @@ def on_two_hosts() -> Any:
     group: Any = dist.group.WORLD
     name = f"host-{dist.get_rank()}"
     try:
-        with patch.object(socket, "gethostname", return_value=name):
+        with (
+            patch.object(socket, "gethostname", return_value=name),
+            patch.object(torch.cuda, "current_device", return_value=0),
+            patch.object(peer_memory, "_EMPTY", Stands(lambda *_, **__: torch.empty(0))),
+        ):
             PeerMemory(group)._made(4, 8)
     except CaptureError as error:
         return str(error)
@@ -77,8 +83,37 @@ def test_ranks_of_several_hosts_are_refused_on_all_of_them() -> None:
         assert "they run on host-0, host-1" in text and "--cg-moe-exchange nccl" in text
 
 
+def on_a_full_gpu() -> Any:
+    """What each rank raises if the GPU of one has no room."""
+    group: Any = dist.group.WORLD
+
+    def empty(*size: int, device: Any, **named: Any) -> torch.Tensor:
+        if dist.get_rank():
+            raise RuntimeError("CUDA driver error: out of memory\nwhere")
+        return torch.empty(*size, **named)
+
+    try:
+        with (
+            patch.object(torch.cuda, "current_device", return_value=0),
+            patch.object(peer_memory, "_EMPTY", Stands(empty)),
+            patch.object(peer_memory, "_RENDEZVOUS", Stands(lambda *_: "waits for the others")),
+        ):
+            PeerMemory(group)._made(2**20 - 1, 8)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_if_one_rank_has_no_room_all_are_told() -> None:
+    for text in on_ranks(on_a_full_gpu):
+        assert text.startswith("CaptureError: expert-parallel rank 1 of 2 cannot allocate 8.0 MiB")
+        assert "GPUs write: CUDA driver error: out of memory. --cg-moe-rows 1.25" in text
+
+
 class Stands:
     """Stands for one of torch's functions."""
+
+    path = "torch:function"
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -96,15 +131,26 @@ def torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "_EMPTY", Stands(empty))
 
 
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("no peer access", r"no peer access\. --cg-moe-exchange peer is for"),
+        ("detected allocations from overlapping devices.", r"devices\. .*CUDA_VISIBLE_DEVICES"),
+    ],
+)
 def test_what_torch_says_of_memory_that_cannot_be_mapped_is_passed_on(
-    one_rank: None, torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch
+    one_rank: None,
+    torch_on_cpus: None,
+    reason: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rendezvous(*_: Any) -> Any:
-        raise RuntimeError("no peer access\nwhere")
+        raise RuntimeError(f"{reason}\nwhere")
 
     monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
     group: Any = dist.group.WORLD
-    with pytest.raises(CaptureError, match=r"no peer access\. --cg-moe-exchange peer is for"):
+    with pytest.raises(CaptureError, match=remedy):
         PeerMemory(group)._made(4, 8)
 
 
@@ -115,3 +161,104 @@ def test_no_slots_are_made_while_a_graph_records(
     group: Any = dist.group.WORLD
     with pytest.raises(CaptureError, match="at least one warmup iteration"):
         PeerMemory(group)._of(4, 8)
+
+
+@pytest.fixture
+def mapped(torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that one rank maps, on the CPU."""
+
+    def rendezvous(rows: torch.Tensor, _group: Any) -> Any:
+        return SimpleNamespace(buffer_ptrs=[rows.data_ptr()], rank=0)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
+    as_on_cpu = partial(torch.tensor, dtype=torch.int64)
+    monkeypatch.setattr(torch, "tensor", lambda data, **_: as_on_cpu(data))
+
+
+def test_memory_stays_for_the_next_capture_and_goes_if_that_needs_other_memory(
+    one_rank: None, mapped: None
+) -> None:
+    group: Any = dist.group.WORLD
+    memory = PeerMemory(group)
+    first = memory._of(4, 8)
+    memory.hold()()
+    assert memory._of(4, 8) is first
+    leave = memory.hold()
+    memory._of(6, 8)
+    leave_too = memory.hold()
+    assert memory.bytes == (5 + 7) * 8  # Two models have graphs.
+    leave()
+    leave_too()
+    memory._of(8, 8)
+    memory.hold()
+    assert list(memory._slots) == [(8, 8)]
+
+
+def test_memory_of_a_failed_capture_is_freed_unless_other_graphs_need_it(
+    one_rank: None, mapped: None
+) -> None:
+    group: Any = dist.group.WORLD
+    memory = PeerMemory(group)
+    memory._of(4, 8)
+    memory.hold()
+    memory._of(4, 8)
+    memory._of(6, 8)
+    memory.forget()
+    assert list(memory._slots) == [(4, 8)]
+
+
+def collected(memory: PeerMemory) -> bool:
+    """Whether the caller has the last reference, but for its own name and the argument's."""
+    return sys.getrefcount(memory) <= 3
+
+
+def test_memory_outlives_its_model_until_its_graphs_are_closed(
+    one_rank: None, mapped: None
+) -> None:
+    group: Any = dist.group.WORLD
+    memory = PeerMemory(group)
+    assert collected(memory)
+    memory._of(4, 8)
+    assert not collected(memory)
+    leave = memory.hold()
+    memory._of(4, 8)
+    leave_too = memory.hold()
+    leave()
+    assert not collected(memory)
+    leave_too()
+    del leave, leave_too
+    assert collected(memory)
+    memory._of(4, 8)
+    memory.forget()
+    assert collected(memory) and memory.bytes == 0
+
+
+def test_addresses_that_are_not_of_the_tensor_are_refused(
+    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rendezvous(rows: torch.Tensor, _group: Any) -> Any:
+        return SimpleNamespace(buffer_ptrs=[rows.data_ptr() - 512], rank=0)
+
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
+    group: Any = dist.group.WORLD
+    with pytest.raises(UpstreamChangedError, match="where each rank's tensor begins"):
+        PeerMemory(group)._of(4, 8)
+
+
+def test_nothing_is_freed_on_a_gpu_in_an_error_state(
+    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    group: Any = dist.group.WORLD
+    memory = PeerMemory(group)
+    memory._of(4, 8)
+    leave = memory.hold()
+    memory._of(6, 8)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    memory.forget()
+    leave()
+    del leave
+    assert memory.bytes == (5 + 7) * 8 and not collected(memory)

@@ -33,6 +33,8 @@ DISTRIBUTIONS = {
 }
 """Where the name that is imported is not that of what is installed."""
 INSIDE_CHECKOUT = {"megatron_cg"}
+WITH_TORCH = {"triton"}
+"""What torch's wheels for GPUs require themselves, in one exact version."""
 
 
 def name_of(requirement: Requirement) -> str:
@@ -61,7 +63,7 @@ def imported() -> Iterator[tuple[str, Path]]:
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]
             for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
-                if name not in INSIDE_CHECKOUT:
+                if name not in INSIDE_CHECKOUT | WITH_TORCH:
                     yield canonicalize_name(DISTRIBUTIONS.get(name, name)), path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,33 @@ def test_capture_replay_and_deletion(trainer: Any) -> None:
     assert all("forward" not in vars(layer) for layer in layers_of(trainer))
     trainer.step()
     expect(session.counters, replayed=3)
+
+
+@pytest.fixture
+def peers(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Peer memory of the model, as the dispatchers of its experts have it; not mapped."""
+    from megatron_cg.moe.dispatcher import DeviceDispatcher
+    from megatron_cg.moe.peer_memory import PeerMemory
+
+    group: Any = torch.distributed.group.WORLD
+    memory = PeerMemory(group)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(memory, "_made", lambda *_: SimpleNamespace(rows=torch.zeros(4)))
+        memory._of(4, 4)
+    dispatcher = DeviceDispatcher.__new__(DeviceDispatcher)
+    dispatcher.transport = memory
+    layers_of(trainer)[0].mlp.token_dispatcher = dispatcher
+    return memory
+
+
+def test_peer_memory_is_held_as_long_as_the_graphs(trainer: Any, peers: Any) -> None:
+    helper = helper_for(trainer)
+    helper.create_cudagraphs()
+    trainer.step()
+    assert peers._held == [{(4, 4)}]
+    helper.delete_cuda_graphs()
+    assert peers._held == []
 
 
 @pytest.mark.parametrize("te", [None, "2.20.2"])
@@ -277,6 +305,14 @@ def test_training_goes_on_eagerly_where_that_was_asked_for(
     assert message.count("--cg-on-failure eager") == 1
     assert helper.capture_finished() and not helper.graphs_created()
     trainer.step()
+
+
+def test_a_failed_capture_frees_peer_memory(
+    trainer: Any, peers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneMask, "capture", broken)
+    helper_for(trainer, on_failure="eager").create_cudagraphs()
+    assert peers.bytes == 0
 
 
 def test_no_graph_replays_if_what_follows_the_capture_fails(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from megatron_cg.tools.align.presets import load_preset, preset_names
 from megatron_cg.tools.cli import plan as command
+from megatron_cg.tools.plan import tables
 from megatron_cg.tools.plan.planned_samples import masks_given
 from megatron_cg.tools.plan.process import Plan, make_plans
 from megatron_cg.tools.plan.request import Request, read_request
@@ -103,6 +105,11 @@ def test_terms_of_the_memory_add_up(plans: dict[str, Plan], name: str) -> None:
     assert all(value >= 0 for value in memory.values())
 
 
+def test_every_term_of_the_memory_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "plan.md").read_text()
+    assert [term for term, _ in tables._MEMORY if f"| `{term}` |" not in text] == []
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_tables_fit_their_width(plans: dict[str, Plan], name: str) -> None:
     text = shown(plans[name])
@@ -158,6 +165,15 @@ def test_work_of_a_layer_follows_tokens_experts_and_tensor_parallel(
     model = plans["mixtral-tiny"]["model"]
     tokens = model["micro_batch_size"] * model["sequence_length"]
     assert work["mixtral-tiny"] < tokens * model["parameters_on_rank_0"] / model["layers"]
+
+
+def test_peer_memory_takes_the_place_of_padding_that_is_sent(plans: dict[str, Plan]) -> None:
+    collective, peers = (plans[name] for name in ("dropless, two ranks", "dropless, peers"))
+    for one, other in zip(peers["layers"], collective["layers"], strict=True):
+        assert one["kernels"] == other["kernels"]
+    one, other = peers["graph_memory"], collective["graph_memory"]
+    assert one["peer_memory"] > 0 == other["peer_memory"]
+    assert one["pool_peak"] < other["pool_peak"]
 
 
 def test_layers_in_one_row_follow_each_other(plans: dict[str, Plan]) -> None:
