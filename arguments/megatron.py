@@ -122,13 +122,6 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         ),
         "expert_tensor_parallel_size": _get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
-        "logs_passes": _any(
-            namespace,
-            "save_activations_interval",
-            "save_tokens_per_expert_interval",
-            "save_dgrads_interval",
-            "moe_routing_trace_path",
-        ),
         "cpu_offloading": _get(namespace, "cpu_offloading_num_layers") > 0,
         "fused_operations": _fused_operations(namespace),
     }

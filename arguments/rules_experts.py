@@ -133,14 +133,6 @@ def row_bound(
             "for exactly these",
             "drop --cg-moe-rows",
         )
-    if run.logs_passes:
-        yield Violation(
-            "rows-logged-passes",
-            f"{given} with --save-activations-interval, --save-tokens-per-expert-interval, "
-            "--save-dgrads-interval or --moe-routing-trace-path",
-            "a step that is repeated would be saved twice",
-            "drop these options, or drop --cg-moe-rows",
-        )
 
 
 RULES: tuple[Rule, ...] = (

@@ -105,6 +105,15 @@ RULES: tuple[Rule, ...] = (
         where=_captures_dispatch,
     ),
     Refusal(
+        "routing-trace",
+        lambda run: run.moe_routing_trace_path is not None,
+        "--moe-routing-trace-path with a captured MoE router",
+        "Megatron writes the choices of a router from a hook on it, and a replay runs no hook of a "
+        "module inside the graph: nothing would be written",
+        f"drop --moe-routing-trace-path, {_WITHOUT_MOE}",
+        where=_captures_router,
+    ),
+    Refusal(
         "largest-attention-logits",
         lambda run: (run.qk_clip or run.log_max_attention_logit) and _captures_attention(run),
         "--qk-clip or --log-max-attention-logit with captured attention",

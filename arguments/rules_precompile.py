@@ -57,10 +57,11 @@ _OF_RUNS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "precompile-recompute",
-        lambda run: run.recompute_granularity is not None,
-        "--recompute-granularity {run.recompute_granularity} with --cg-precompile-dir",
-        "an autograd function that runs its forward again is not part of compiled code",
-        f"drop --recompute-granularity, {_DROP}",
+        lambda run: run.recompute_granularity == "selective",
+        "--recompute-granularity selective with --cg-precompile-dir",
+        "Megatron's checkpoints inside of a layer keep random states, which are not part of "
+        "compiled code",
+        f"type --recompute-granularity full, {_DROP}",
     ),
     Refusal(
         "precompile-meta-weights",

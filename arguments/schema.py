@@ -268,7 +268,7 @@ class RunArguments:
     mtp_num_layers: int | None = _setting(None, "multi-token-prediction depth")
     mtp_use_repeated_layer: bool = _setting(False, "one prediction layer is run at every depth")
 
-    logs_passes: bool = _setting(False, "activations, tokens of experts or gradients are saved")
+    moe_routing_trace_path: str | None = _setting(None, "where choices of routers are written")
     sft: bool = _setting(False, "fine-tuning, on packed sequences")
     rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")

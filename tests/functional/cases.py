@@ -376,6 +376,7 @@ COMPILED = [
             ("--cg-verify-interval", "2", "--cg-on-mismatch", "error"),
         ),
         ("evaluation", (*batch(8), *SEPARATE, *EVALUATED), ()),
+        ("recomputed", (*batch(8), *SEPARATE, *UNIFORM), ()),
     )
 ]
 """Graphs of layers that were compiled beforehand, from the flags of the graph run."""

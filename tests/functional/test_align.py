@@ -8,15 +8,19 @@ import pytest
 
 from megatron_cg.tools.align.outcome import Outcome
 from tests.functional.cases import CASES, Case
+from tests.functional.feature_cases import FEATURES, SAVES
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *FEATURES], ids=lambda case: case.name)
 def test_losses_norms_and_shards_are_bit_equal(case: Case, align: Callable[..., Outcome]) -> None:
     assert_identical(case, align(case))
 
 
 def assert_identical(case: Case, outcome: Outcome) -> None:
-    """Every step and every shard is equal, and only evaluation ran captured layers eagerly."""
+    """Every step and every shard is equal.
+
+    Only evaluation, and steps whose passes are saved, ran captured layers eagerly.
+    """
     comparison = outcome.comparison
     assert comparison.status == "identical", comparison.reason + "\n" + outcome.log_tail
     assert comparison.shards > 0
@@ -24,4 +28,5 @@ def assert_identical(case: Case, outcome: Outcome) -> None:
     assert comparison.graphs["captured"] > 0
     assert comparison.graphs["replayed"] > 0
     evaluated = any(value.name.startswith("evaluation ") for value in comparison.values)
-    assert evaluated == (comparison.graphs["eager"] > 0) == ("--eval-interval" in case.flags)
+    assert evaluated == ("--eval-interval" in case.flags)
+    assert (comparison.graphs["eager"] > 0) == (evaluated or SAVES in case.flags)

@@ -20,6 +20,7 @@ from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 from megatron_cg.tools.plan.worker import docstrings_read_once
 from tests.functional import (
     cases,
+    feature_cases,
     life_cases,
     test_failures,
     test_optimizer_graph,
@@ -40,6 +41,7 @@ LIFE = [
 ALL = [
     *cases.CASES,
     *cases.COMPILED,
+    *feature_cases.FEATURES,
     *LIFE,
     *test_optimizer_graph.CASES,
     test_packed.PACKED,
@@ -137,7 +139,7 @@ def test_what_is_refused_only_with_graphs_trains_without(
 
 
 def test_names_of_cases_are_their_own() -> None:
-    for group in (cases.CASES, LIFE):
+    for group in ([*cases.CASES, *feature_cases.FEATURES], LIFE):
         assert len({case.name for case in group}) == len(group)
 
 

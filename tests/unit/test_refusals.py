@@ -24,6 +24,10 @@ CODE = (ROOT / "arguments", ROOT / "megatron_cg")
 MAKES = {"Violation", "Refusal", "_WithGemm", "_InGraph"}
 """What takes a refusal's name first."""
 SHOWN = [row for row in ROWS if row.tests]
+ASKED_OF_RULES = "unit/arguments/test_rules.py::"
+"""Its tests show that a rule refuses, and not that what it says is so."""
+NOT_REPRODUCED = {"precompile-backend"}
+"""Nothing is known to be wrong; it takes a GPU to run it."""
 
 
 def names_in(path: Path) -> Iterator[str]:
@@ -71,6 +75,14 @@ def test_a_row_shows_what_it_says(row: Row) -> None:
         assert row.lines
     for line in row.lines:
         assert line.number() > 0
+
+
+REFUSED = [row for row in ROWS if row.rules and not NOT_REPRODUCED.issuperset(row.rules)]
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.feature[:40])
+def test_no_refusal_is_without_a_reproduction(row: Row) -> None:
+    assert any(not name.startswith(ASKED_OF_RULES) for name in row.tests)
 
 
 @pytest.fixture(scope="module")

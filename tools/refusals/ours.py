@@ -14,7 +14,8 @@ _FUSED = "unit/fsdp/test_accumulation_fusion.py"
 _SHARED = "unit/moe/test_shared_expert.py"
 _PACKED = "unit/runs/test_packed_sequences.py"
 _ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
-_ONE_CHANGE = "unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why"
+_DELAYED = "unit/moe/test_delayed_gradients.py"
+_LOGGED = "unit/moe/test_logged_passes.py"
 _NOT_ON_GPUS = "not run on a GPU yet"
 
 SUPPORTED = (
@@ -83,6 +84,28 @@ SUPPORTED = (
                 "megatron/training/training.py",
                 "# causes an error when we wait() on a CUDA kernel launched in a stream beyond",
             ),
+        ),
+    ),
+    Row(
+        "`--overlap-dispatch-backward-with-experts-wgrad` with experts outside of the graphs",
+        Status.SUPPORTED,
+        "their weight gradients are computed as without graphs; " + _NOT_ON_GPUS,
+        tests=(
+            f"{_DELAYED}::test_beside_graphs_of_routers_gradients_are_those_of_eager",
+            f"{_ALIGNED}[delayed-gradients…]",
+        ),
+    ),
+    Row(
+        "`--save-activations-interval`, `--save-dgrads-interval`",
+        Status.SUPPORTED,
+        "Megatron puts hooks on the modules in the graphs for such a step, so it runs eagerly, "
+        "also with `--cg-moe-rows`; the other steps replay; "
+        f"{_NOT_ON_GPUS}. `--save-tokens-per-expert-interval` saves nothing under Megatron-FSDP, "
+        "without graphs as well",
+        tests=(
+            f"{_LOGGED}::test_a_step_whose_passes_are_saved_runs_eagerly_once[…]",
+            f"{_LOGGED}::test_tokens_of_experts_are_not_saved_under_megatron_fsdp",
+            f"{_ALIGNED}[saved-passes…]",
         ),
     ),
     Row(
@@ -216,20 +239,27 @@ NOT_YET = (
         ),
     ),
     Row(
-        "`--cg-grouped-gemm torch` with `--use-transformer-engine-op-fuser`, `--delay-wgrad-"
-        "compute` or `--overlap-dispatch-backward-with-experts-wgrad`",
+        "`--cg-grouped-gemm torch` with `--use-transformer-engine-op-fuser`",
         Status.HERE,
-        "the grouped GEMM that is replaced is not called, or computes weight gradients at once",
-        rules=(
-            "grouped-gemm-op-fuser",
-            "grouped-gemm-delayed-gradients",
-            "experts-delayed-gradients",
-        ),
+        "Transformer Engine's fused experts have a grouped GEMM of their own, and the one that is "
+        "replaced is not called",
+        rules=("grouped-gemm-op-fuser",),
+        tests=(f"{_EXPERTS}::test_fused_experts_do_not_call_the_grouped_gemm_that_is_replaced",),
+        lines=(Line(CORE, f"{_CORE}/moe/experts.py", "output = self._fused_forward("),),
+    ),
+    Row(
+        "`--overlap-dispatch-backward-with-experts-wgrad` or `--delay-wgrad-compute` with experts "
+        "in a graph, or with `--cg-grouped-gemm torch`",
+        Status.HERE,
+        "Python code stores delayed gradients outside of what autograd returns, so a replay reads "
+        "and writes memory that was freed. torch's grouped GEMM computes them at once: the numbers "
+        "are right, and nothing is delayed",
+        rules=("grouped-gemm-delayed-gradients", "experts-delayed-gradients"),
         tests=(
-            "unit/moe/test_grouped_gemm.py::test_what_it_cannot_compute_is_refused[…]",
-            f"{_ONE_CHANGE}[grouped-gemm-op-fuser…]",
-            f"{_ONE_CHANGE}[experts-delayed…]",
+            f"{_DELAYED}::test_a_replay_reads_a_gradient_that_was_freed",
+            f"{_DELAYED}::test_torchs_grouped_gemm_delays_nothing",
         ),
+        lines=(Line(CORE, f"{_CORE}/moe/moe_layer.py", "param.post_wgrad_grad_acc_hook()"),),
     ),
     Row(
         "dropless experts in a graph with `--moe-router-load-balancing-type quantile_balancing`",
@@ -286,18 +316,32 @@ NOT_YET = (
         ),
     ),
     Row(
-        "`--cg-moe-rows` with passes outside of Megatron's schedule, with gradients that two of "
-        "its calls sum, or with options that save passes",
+        "`--cg-moe-rows` with passes outside of Megatron's schedule, or with gradients that two "
+        "of its calls sum",
         Status.HERE,
         "a step in which a rank receives more rows is repeated by the schedule, with cleared "
-        "gradients, and would be saved twice",
-        rules=("rows-outside-schedule", "rows-second-call", "rows-logged-passes"),
+        "gradients",
+        rules=("rows-outside-schedule", "rows-second-call"),
         tests=(
             "unit/integrations/megatron/test_repeat.py::"
             "test_replays_outside_of_the_schedule_end_before_the_update",
             "unit/integrations/megatron/test_repeat.py::"
             "test_a_second_call_for_the_same_gradients_is_refused",
-            f"{_ONE_CHANGE}[rows-logged-passes…]",
+        ),
+    ),
+    Row(
+        "`--moe-routing-trace-path` with a captured router",
+        Status.HERE,
+        "Megatron writes the choices from hooks on the routers, and a replay runs no hook of a "
+        "module inside the graph. With scope `attn` they are written",
+        rules=("routing-trace",),
+        tests=(f"{_LOGGED}::test_a_captured_router_has_no_trace[…]",),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/moe/router_trace.py",
+                "Note: Python forward hooks do not fire during CUDA graph replay.",
+            ),
         ),
     ),
 )

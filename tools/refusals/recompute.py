@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from tools.refusals.row import CORE, Line, Row, Status
+from tools.refusals.row import CORE, TE, Line, Row, Status
 
 _CONFIG = "megatron/core/transformer/transformer_config.py"
 _FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py"
+_RANDOM = "megatron/core/tensor_parallel/random.py"
+_SHOWN = "unit/arguments/test_recompute_refusals_reproduced.py"
+_TRACED = "unit/precompile/test_refused_layers.py"
+_LOADED = "unit/integrations/megatron/test_layer_code.py"
 _ONE_CHANGE = "unit/arguments/test_rules.py::test_one_change_breaks_its_rule_and_says_why"
 _ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
 _FULL = "unit/integrations/megatron/test_full_recompute.py"
@@ -14,10 +18,14 @@ SUPPORTED = (
     Row(
         "`--recompute-granularity full` with whole layers in graphs",
         Status.SUPPORTED,
-        "each layer recomputes itself inside its graph ([memory](memory.md#full-recompute))",
+        "each layer recomputes itself inside its graph ([memory](memory.md#full-recompute)). With "
+        "`--cg-precompile-dir` it runs the loaded code twice (not run on a GPU yet)",
         tests=(
             f"{_FULL}::test_graphs_train_bit_for_bit_as_eager",
+            f"{_LOADED}::test_graphs_of_compiled_layers_train_the_eager_numbers[recomputed]",
             f"{_ALIGNED}[full-recompute…]",
+            "functional/test_precompiled.py::"
+            "test_a_script_captures_what_was_compiled_from_its_command_line[compiled-recomputed]",
         ),
         lines=(
             Line(CORE, _CONFIG, "full recompute is only supported with full iteration CUDA graph"),
@@ -27,25 +35,66 @@ SUPPORTED = (
 
 NOT_YET = (
     Row(
-        "`--recompute-granularity full` with graphs of parts of a layer, dropout, jitter, FP8 or "
-        "FP4, `--distribute-saved-activations`, or in a hybrid model",
+        "`--recompute-granularity full` with graphs of parts of a layer",
         Status.HERE,
-        "the checkpoint of a layer is inside its graph, and is torch's: it draws no numbers again "
-        "and keeps no FP8 state; a hybrid model has no TransformerBlock that it could move from",
-        rules=(
-            "full-recompute-of-parts",
-            "dropout-in-full-recompute",
-            "jitter-in-full-recompute",
-            "low-precision-full-recompute",
-            "distributed-full-recompute",
-            "hybrid-full-recompute",
-        ),
+        "the checkpoint of a layer is inside its graph. Beside a graph of a part, the rest of the "
+        "layer would run without one and keep its activations, without a word; around the graph "
+        "the checkpoint would save nothing. The numbers would be right",
+        rules=("full-recompute-of-parts",),
         tests=(
-            f"{_ONE_CHANGE}[full-recompute-of-parts…]",
-            f"{_FULL}::test_what_draws_again_trains_other_numbers[…]",
-            f"{_ONE_CHANGE}[low-precision-full-recompute…]",
-            f"{_ONE_CHANGE}[distributed-full-recompute…]",
-            f"{_ONE_CHANGE}[hybrid-full-recompute…]",
+            f"{_SHOWN}::test_beside_a_graph_of_a_part_the_rest_of_the_layer_keeps_its_activations",
+        ),
+    ),
+    Row(
+        "`--recompute-granularity full` with dropout or jitter",
+        Status.HERE,
+        "the checkpoint inside a graph is torch's, which draws no numbers again there",
+        rules=("dropout-in-full-recompute", "jitter-in-full-recompute"),
+        tests=(f"{_FULL}::test_what_draws_again_trains_other_numbers[…]",),
+        lines=(Line(CORE, _RANDOM, "if is_graph_warmup() or is_graph_capturing():"),),
+    ),
+    Row(
+        "`--recompute-granularity full` with FP8 or FP4",
+        Status.HERE,
+        "Transformer Engine's modules ask its own checkpoint whether they run again, and then use "
+        "the scales of the first pass. Of torch's checkpoint they know nothing and update their "
+        "scales in both passes",
+        rules=("low-precision-full-recompute",),
+        tests=(f"{_SHOWN}::test_torchs_checkpoint_tells_fp8_modules_of_no_recompute",),
+        lines=(
+            Line(
+                TE,
+                "transformer_engine/pytorch/module/base.py",
+                "FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.fp8_meta)",
+            ),
+        ),
+    ),
+    Row(
+        "`--distribute-saved-activations`",
+        Status.HERE,
+        "a graph reads its input from static memory of its own, and Megatron's checkpoint, which "
+        "divides inputs among ranks, is off in a capture: nothing would be divided",
+        rules=("distributed-full-recompute",),
+        tests=(f"{_SHOWN}::test_nothing_is_distributed_in_a_capture",),
+        lines=(Line(CORE, _RANDOM, "args[0], split_tensor_into_1d_equal_chunks("),),
+    ),
+    Row(
+        "`--recompute-granularity full` in a hybrid model",
+        Status.HERE,
+        "checkpoints are moved into the layers of a TransformerBlock alone, and this model has a "
+        "HybridStack. Inside of Megatron's own checkpoint, the first pass has no gradients, so no "
+        "graph is replayed in it",
+        rules=("hybrid-full-recompute",),
+        tests=(
+            f"{_SHOWN}::"
+            "test_a_graph_inside_of_megatrons_checkpoint_is_not_replayed_in_the_first_pass",
+        ),
+        lines=(
+            Line(
+                CORE,
+                "megatron/core/models/hybrid/hybrid_block.py",
+                "hidden_states = checkpointed_forward(",
+            ),
         ),
     ),
     Row(
@@ -63,16 +112,55 @@ NOT_YET = (
         lines=(Line(CORE, _FSDP, "param.main_grad.copy_(to_local_if_dtensor(param.grad))"),),
     ),
     Row(
-        "`--cg-precompile-dir` with Transformer Engine's layers or backend, scopes, experts, "
-        "several kinds of layers, dropout, recompute, meta weights or fused operations",
+        "`--cg-precompile-dir` with Transformer Engine's layers or dropless experts, dropout, or "
+        "selective recompute",
         Status.HERE,
-        "an artifact holds the traced code of one whole dense layer of Megatron's local "
-        "implementation ([compiled once](precompile.md))",
+        "such layers cannot be traced as one graph: Transformer Engine forbids it, experts read "
+        "counts on the host, losses of routers are variables of a module, and dropout and "
+        "Megatron's checkpoints keep random states ([compiled once](precompile.md))",
         rules=(
-            *("precompile-backend", "precompile-local", "precompile-whole-layers"),
-            *("precompile-dense", "precompile-one-kind", "precompile-dropout"),
-            *("precompile-recompute", "precompile-meta-weights", "precompile-fusions"),
+            "precompile-local",
+            "precompile-dense",
+            "precompile-dropout",
+            "precompile-recompute",
         ),
-        tests=(f"{_ONE_CHANGE}[precompile-…]",),
+        tests=(
+            f"{_TRACED}::test_other_layers_cannot_be_compiled[…]",
+            f"{_TRACED}::test_transformer_engine_forbids_to_trace_its_modules[True]",
+        ),
+        lines=(
+            Line(
+                TE,
+                "transformer_engine/pytorch/jit.py",
+                "torch._dynamo.disable(f, recursive=recursive)",
+            ),
+        ),
+    ),
+    Row(
+        "`--cg-precompile-dir` with fused operations",
+        Status.HERE,
+        "torch compiles these operations in an eager run, and they round elsewhere than the "
+        "separate operations of an artifact",
+        rules=("precompile-fusions",),
+        tests=(f"{_TRACED}::test_what_megatron_fuses_rounds_elsewhere_than_separate_operations",),
+    ),
+    Row(
+        "`--cg-precompile-dir` with scopes, several kinds of layers, or meta weights",
+        Status.HERE,
+        "an artifact holds the code of one whole layer, and a step of it is compared with eager "
+        "before the model is wrapped. In a graph of a part it would compute the whole layer",
+        rules=("precompile-whole-layers", "precompile-one-kind", "precompile-meta-weights"),
+        tests=(
+            f"{_LOADED}::test_code_of_whole_layers_is_wrong_in_graphs_of_parts",
+            f"{_LOADED}::test_all_ranks_refuse_what_one_refuses[another layer…]",
+            f"{_LOADED}::test_weights_without_values_cannot_be_compared",
+        ),
+    ),
+    Row(
+        "`--cg-precompile-dir` with `--cg-backend te`",
+        Status.HERE,
+        "Transformer Engine's capture was not run with loaded code, which needs a GPU",
+        rules=("precompile-backend",),
+        tests=(f"{_ONE_CHANGE}[precompile-backend…]",),
     ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class CompiledRun:
             torch.device("meta"),
             # Weights get no values, so nothing is drawn from states that are not there.
             replaced(CudaRNGStatesTracker, "fork", no_context),
+            _full_recompute_allowed(),
         ):
             return layers_of(self.args)[0]
 
@@ -61,7 +62,7 @@ def read_run(target: str | None, extra: Sequence[str], world_size: int | None) -
     request = read_request(target, extra, scopes=scopes, nproc=world_size)
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        with simulated_gpus(request.environment):
+        with simulated_gpus(request.environment), _full_recompute_allowed():
             settings = read_settings(replace(request, started_without=None))
     finally:
         torch.use_deterministic_algorithms(deterministic)
@@ -78,6 +79,18 @@ def read_run(target: str | None, extra: Sequence[str], world_size: int | None) -
     folder = Path(settings.graph.cg_precompile_dir)
     notes = tuple(note for note in settings.notes if note != WITHOUT_TE)
     return CompiledRun(settings.args, folder, notes)
+
+
+@contextlib.contextmanager
+def _full_recompute_allowed() -> Iterator[None]:
+    """As in the run, whose layers recompute themselves in their graphs."""
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+
+    undo = allow_full_recompute()
+    try:
+        yield
+    finally:
+        undo()
 
 
 def layers_of(args: Any) -> list[Region]:

@@ -167,6 +167,20 @@ LAYERS = (
         "drop --moe-hybridep-pad-uneven-dispatch-inputs",
     ),
     Case(
+        "routing-trace",
+        {"moe_routing_trace_path": "traces"},
+        "--moe-routing-trace-path",
+        "nothing would be written",
+        "drop --moe-routing-trace-path",
+    ),
+    Case(
+        "routing-trace",
+        modules(moe_routing_trace_path="traces", **DROP_AND_PAD),
+        "--moe-routing-trace-path",
+        "a replay runs no hook",
+        "--cuda-graph-modules attn",
+    ),
+    Case(
         "largest-attention-logits",
         {"qk_clip": True},
         "--qk-clip",
@@ -344,11 +358,6 @@ ROWS = (
         "rows-without-expert-parallel",
         {"expert_model_parallel_size": 1},
         *("--expert-model-parallel-size 1", "exactly these", "drop --cg-moe-rows"),
-    ),
-    _rows(
-        "rows-logged-passes",
-        {"logs_passes": True},
-        *("--save-activations-interval", "saved twice", "drop these options"),
     ),
 )
 """``--cg-moe-rows``."""

@@ -95,8 +95,8 @@ PRECOMPILE = (
                 "precompile-recompute",
                 {"recompute_granularity": "selective"},
                 "--recompute-granularity selective",
-                "runs its forward again",
-                "drop --recompute-granularity",
+                "keep random states",
+                "--recompute-granularity full",
             ),
             (
                 "precompile-meta-weights",

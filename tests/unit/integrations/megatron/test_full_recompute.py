@@ -23,6 +23,7 @@ from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
 from tests.unit.moe.test_training import DROP_AND_PAD, SIGMOID
+from tests.unit.trainers import half_a_batch
 
 STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2
 """``block`` recomputes the first two layers."""
@@ -176,16 +177,6 @@ def live(way: str) -> list[dict[str, Any]]:
             counters = {} if session is None else session.counters.as_dict()
             found.append({"numbers": numbers, "kept": kept, **done, "counters": counters})
     return found
-
-
-@contextmanager
-def half_a_batch(trainer: Any, is_short: bool) -> Iterator[None]:
-    """A batch of another shape, which no graph takes."""
-    batches = trainer._batches
-    if is_short:
-        trainer._batches = ((tokens[:1], labels[:1]) for tokens, labels in batches)
-    yield
-    trainer._batches = batches
 
 
 def evaluated(trainer: Any) -> str:

@@ -135,6 +135,8 @@ TRIED = (
         "--tensor-model-parallel-size 2 --sequence-parallel",
     ),
     *_each("router,whole experts", f"{_SHARED} --moe-shared-expert-overlap"),
+    Try("router", "--moe-routing-trace-path traces", rule="routing-trace"),
+    Try("whole experts", "--moe-routing-trace-path traces", rule="routing-trace"),
     *_each("router,experts,whole experts", "--moe-enable-routing-replay"),
     # Dispatchers and experts.
     *(Try(base, without="--moe-grouped-gemm") for base in ("preprocess", "experts")),

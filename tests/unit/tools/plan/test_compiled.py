@@ -136,3 +136,10 @@ def test_flags_of_no_run_are_refused(words: list[str], error: type[Exception], t
 def test_a_run_says_itself_where_its_artifact_goes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["precompile", SCRIPT, "--out", "there", "--", *FLAGS]) == 2
     assert "the artifact of a run goes to its --cg-precompile-dir" in capsys.readouterr().err
+
+
+def test_a_layer_that_recomputes_itself_is_compiled(tmp_path: Path) -> None:
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    words = command("--cg-precompile-dir", str(tmp_path), *recompute.split())
+    assert main(["precompile", "--capability", "cpu", "--", *words]) == 0
+    assert Path(tmp_path, "layer.artifact").is_file()

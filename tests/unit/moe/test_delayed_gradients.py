@@ -1,0 +1,169 @@
+"""Weight gradients of experts that are computed after the layer's backward pass.
+
+``--overlap-dispatch-backward-with-experts-wgrad``, with Transformer Engine's own store of what is
+left to compute, and experts that use it as Transformer Engine's do.
+"""
+
+from __future__ import annotations
+
+import ast
+import queue
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from packaging.version import Version
+
+from megatron_cg.backends.tape.tape_backend import TapeBackend
+from megatron_cg.backends.tape.tape_memory import FreedStorageError
+from megatron_cg.moe import grouped_gemm
+from megatron_cg.moe.install import use_device_counts
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.tools.cpu import cpu_model, grouped_linear
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from tests.unit.counted import expect
+from tests.unit.moe.test_training import DROP_AND_PAD
+from tests.unit.trainers import half_a_batch, trainer_of
+
+STEPS, WARMUP, LAYERS = 3, 1, 2
+GEMMS = 2 * LAYERS
+"""Grouped ones, of a pass."""
+STORE_AT = 4
+"""The place of the store among the settings of a grouped GEMM."""
+DELAYED = {"overlap_dispatch_backward_with_experts_wgrad": True}
+STORE = "transformer_engine/pytorch/module/_common.py"
+
+
+def store_of_te() -> Any:
+    """Transformer Engine's ``WeightGradStore(True)``, from its sources."""
+    folders = [str(Path(sys.prefix, "te-source")), *sys.path]
+    file = next(file for folder in folders if (file := Path(folder, STORE)).is_file())
+    tree = ast.parse(file.read_text())
+    (found,) = [one for one in tree.body if getattr(one, "name", "") == "WeightGradStore"]
+    scope: dict[str, Any] = {"queue": queue, "torch": torch}
+    exec(compile(ast.Module([found], []), file.name, "exec"), scope)
+    return scope["WeightGradStore"](True)
+
+
+class Delaying(grouped_linear._GroupedLinear):
+    """Puts the GEMMs of weight gradients into the store, and returns no gradients of weights."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        ctx.store = given[2][STORE_AT]
+        return grouped_linear._GroupedLinear.forward(ctx, *given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        now = grouped_linear._GroupedLinear.backward(ctx, *gradients)
+        rows, *weights = ctx.saved_tensors
+
+        def compute(rows: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+            into = zip(gradient.split(ctx.splits), rows.split(ctx.splits), strict=True)
+            return [part.t() @ share for part, share in into]
+
+        ctx.store.put([rows, gradients[0]], compute)
+        return (*now[: len(now) - len(weights)], *[None] * len(weights))
+
+
+class DelayedLinear(grouped_linear.GroupedLinear):
+    """Experts with a store."""
+
+    computed = 0
+    """Calls of ``backward_dw`` that found something to compute, in all layers."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.wgrad_store = store_of_te()
+        for weight in self.parameters():
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def need_backward_dw(self) -> bool:
+        return bool(self.wgrad_store.delay_wgrad_compute())
+
+    def forward(self, rows: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
+        splits = torch.as_tensor(m_splits, dtype=torch.int64)
+        settings = [*grouped_linear.SETTINGS]
+        settings[STORE_AT] = self.wgrad_store
+        function: Any = grouped_linear._GroupedLinear
+        function = function if function is grouped_gemm.GroupedGemm else Delaying
+        made, _ = function.apply(rows, splits, settings, None, None, *self.parameters())
+        return made, None
+
+    def backward_dw(self) -> None:
+        if self.wgrad_store.context.empty():
+            return
+        DelayedLinear.computed += 1
+        gradients, _ = self.wgrad_store.pop()
+        for weight, gradient in zip(self.parameters(), gradients, strict=True):
+            weight.grad = gradient
+
+
+@pytest.fixture(autouse=True)
+def delayed(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Iterator[None]:
+    monkeypatch.setattr("megatron.core.utils._te_version", Version("2.20.2"))
+    monkeypatch.setattr(DelayedLinear, "computed", 0)
+    yield
+
+
+def train(
+    *, delays: bool, scopes: tuple[str, ...] = (), short: int | None = None
+) -> list[list[str]]:
+    """Losses and norms of three steps, to the last bit; with scopes, two of them by graphs.
+
+    Step ``short`` has half a batch.
+    """
+    options = {**DROP_AND_PAD, **(DELAYED if delays else {})}
+    shape = CpuModelConfig(
+        layers=LAYERS, experts=4, grouped=True, options=options, graph_modules=scopes or ("attn",)
+    )
+    kind = DelayedLinear if delays else grouped_linear.GroupedLinear
+    numbers = []
+    with (
+        patch.object(cpu_model, "GroupedLinear", kind),
+        trainer_of(shape, graphs=bool(scopes)) as trainer,
+    ):
+        for step in range(STEPS):
+            if scopes and step == WARMUP:
+                trainer.capture(TapeBackend(), policy=ReplayPolicy("eager"))
+            with half_a_batch(trainer, step == short):
+                numbers.append([number.hex() for number in trainer.step()])
+        if scopes:
+            eager = LAYERS if short is not None else 0
+            replayed = LAYERS * (STEPS - WARMUP) - eager
+            expect(trainer.session.counters, replayed=replayed, mismatched=eager)
+    return numbers
+
+
+def test_beside_graphs_of_routers_gradients_are_those_of_eager() -> None:
+    plain = train(delays=False)
+    assert train(delays=True) == plain
+    assert DelayedLinear.computed == GEMMS * STEPS
+    assert train(delays=True, scopes=("attn", "moe_router")) == plain
+    # As often as in an eager run, and once more in the capture.
+    assert DelayedLinear.computed == 2 * GEMMS * STEPS
+
+
+def test_a_step_whose_routers_run_eagerly_has_the_same_gradients() -> None:
+    plain = train(delays=False, short=WARMUP)
+    assert train(delays=True, scopes=("attn", "moe_router"), short=WARMUP) == plain
+
+
+def test_a_replay_reads_a_gradient_that_was_freed() -> None:
+    """Of experts in a graph: it computed and stored it outside of what autograd returns."""
+    with pytest.raises(FreedStorageError):
+        train(delays=True, scopes=("attn", "moe"))
+
+
+def test_torchs_grouped_gemm_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_gemm, "refuse_other", lambda *_: None)
+    plain = train(delays=False)
+    with grouped_linear.in_place_of_te(), ExitStack() as undo:
+        undo.callback(use_device_counts())
+        assert train(delays=True) == plain
+    assert DelayedLinear.computed == 0
