@@ -49,6 +49,11 @@ _OWN: Reasons = {
     "megatron_cg/integrations/megatron/teardown.py": {
         ("stream.record_event()",): "at the end, whether the device comes to rest; nothing follows"
     },
+    "megatron_cg/moe/peer_memory.py": {
+        ("torch.cuda.synchronize()",): (
+            "before memory is freed, as a capture or its graphs end; no step is under way"
+        )
+    },
     "megatron_cg/moe/row_bound.py": {
         ("self._shared.record()", "self._shared.synchronize()"): (
             "the host waits for a copy to pinned memory, and then reads that memory; a trace has "
