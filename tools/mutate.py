@@ -76,6 +76,8 @@ NEAR: dict[str, str] = {
     "memory/release.py": "memory/test_capture_memory.py capture/test_broken_captures.py",
     "upstream/copies.py": "upstream/test_copies.py integrations/standalone/test_copies.py",
     "replay/eager_passes.py": "replay/test_eager_passes.py replay/test_order_of_passes.py",
+    "moe/peer_memory.py": "moe/test_peer_memory.py moe/test_slots.py",
+    "moe/slots.py": "moe/test_slots.py",
     "fastpath/gradients/buckets.py": "fastpath/test_buckets.py fastpath/test_mutants_of_buckets.py",
     "fastpath/params/gather.py": "fastpath/test_deferred_prefetch.py fastpath/test_gather.py "
     "fastpath/test_fast_path.py",

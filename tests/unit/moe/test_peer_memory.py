@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.moe import peer_memory
 from megatron_cg.moe.peer_memory import PeerMemory
+from megatron_cg.moe.slots import find_places
 from tests.unit.ranks import on_ranks
 
 WRITES = """
@@ -222,6 +224,7 @@ def test_memory_outlives_its_model_until_its_graphs_are_closed(
     memory._of(4, 8)
     assert not collected(memory)
     leave = memory.hold()
+    assert memory._kept
     memory._of(4, 8)
     leave_too = memory.hold()
     leave()
@@ -232,6 +235,36 @@ def test_memory_outlives_its_model_until_its_graphs_are_closed(
     memory._of(4, 8)
     memory.forget()
     assert collected(memory) and memory.bytes == 0
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("shape", [(3,), ()], ids=str)
+def test_rows_are_written_between_two_barriers_and_read_after_them(
+    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    from megatron_cg.moe import peer_kernel
+
+    group: Any = dist.group.WORLD
+    memory, done = PeerMemory(group), list[str]()
+
+    def write(rows: torch.Tensor, places: torch.Tensor, _: Any, rank: int, count: int) -> None:
+        done.append("write")
+        assert rank == 0
+        (slots,) = memory._slots.values()
+        slots.rows.view(rows.dtype)[places[places < count]] = rows[places < count]
+
+    monkeypatch.setattr(peer_kernel, "write_rows", write)
+    sent = torch.arange(1.0, 1.0 + 5 * math.prod(shape)).view(5, *shape)
+    here, there = (find_places(torch.tensor([[n]]), 4, rows) for n, rows in ((4, 5), (3, 6)))
+    memory._of(4, math.prod(shape) * 4).handle.barrier = lambda: done.append("barrier")
+    received = memory(sent.as_subclass(OnGpu), here, there)
+    assert done == ["barrier", "write", "barrier"]
+    assert torch.equal(received[:3], sent[:3]) and not received[3:].any()
 
 
 def test_addresses_that_are_not_of_the_tensor_are_refused(
