@@ -20,13 +20,14 @@ def _dropless_in_graph(run: RunArguments, graph: GraphArguments) -> bool:
     return run.wants_graphs and captures_experts(run, graph) and not drops_and_pads(run)
 
 
+def _dropless_by_torch(run: RunArguments, graph: GraphArguments) -> bool:
+    return graph.cg_grouped_gemm == "torch" and _dropless_in_graph(run, graph)
+
+
 _with_gemm = partial(Refusal, where=lambda _run, graph: graph.cg_grouped_gemm == "torch")
 """A rule of runs whose experts compute by torch's grouped GEMM."""
 
-_in_graph = partial(
-    Refusal,
-    where=lambda run, graph: graph.cg_grouped_gemm == "torch" and _dropless_in_graph(run, graph),
-)
+_in_graph = partial(Refusal, where=_dropless_by_torch)
 """A rule of those whose graphs hold dropless experts."""
 
 
@@ -85,7 +86,7 @@ def peer_exchange(
     """Peer memory needs graphs that exchange tokens."""
     if graph.cg_moe_exchange != "peer" or not run.wants_graphs:
         return
-    if graph.cg_grouped_gemm != "torch" or not captures_experts(run, graph) or drops_and_pads(run):
+    if not _dropless_by_torch(run, graph):
         yield Violation(
             "exchange-without-experts",
             "--cg-moe-exchange peer in a run whose graphs hold no dropless experts",
@@ -117,7 +118,7 @@ def row_bound(
             "every step would be repeated",
             "type --cg-moe-rows 1.25, or more",
         )
-    if graph.cg_grouped_gemm != "torch" or not captures_experts(run, graph) or drops_and_pads(run):
+    if not _dropless_by_torch(run, graph):
         yield Violation(
             "rows-without-experts",
             f"{given} in a run whose graphs hold no dropless experts",

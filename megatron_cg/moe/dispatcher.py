@@ -69,7 +69,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     bound: RowBound | None = None
     """Bounds what a slot has room for; None is room for any routing."""
     transport: Transport | None = None
-    """The way to other ranks; None until the first exchange makes it a :class:`Collective`."""
+    """The way to other ranks; None is a :class:`Collective`."""
     tokens_per_expert: torch.Tensor | None
     _sent: Places
     _received: Places
@@ -142,9 +142,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return results
 
     def _exchange(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
-        if self.transport is None:
-            self.transport = Collective(self.ep_group)
-        return exchange(rows, here, there, self.transport)
+        return exchange(rows, here, there, self.transport or Collective(self.ep_group))
 
     def _find_places(self, sent: int) -> None:
         """Find the places of ``sent`` rows in slots, and of those that this rank receives."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
@@ -84,16 +85,12 @@ def bound_rows(bound: RowBound) -> Callable[[], None]:
     first.
     Returns the undo.
     """
-    make = _DISPATCHER.find()
 
-    def make_bounded(*args: Any, **named: Any) -> Any:
-        made = make(*args, **named)
-        if isinstance(made, dispatcher.DeviceDispatcher):
-            bound.place()
-            made.bound = bound
-        return made
+    def bind(made: dispatcher.DeviceDispatcher) -> None:
+        bound.place()
+        made.bound = bound
 
-    return put_over(*_DISPATCHER.place(), make_bounded)
+    return _after_making(bind)
 
 
 def exchange_by_peers() -> Callable[[], None]:
@@ -102,17 +99,27 @@ def exchange_by_peers() -> Callable[[], None]:
     Those of one expert-parallel group share it. Call :func:`use_device_counts` first.
     Returns the undo.
     """
-    make = _DISPATCHER.find()
     # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
-    shared: dict[Any, PeerMemory] = {}
+    of_group = cache(PeerMemory)
 
-    def make_with_peers(*args: Any, **named: Any) -> Any:
+    def connect(made: dispatcher.DeviceDispatcher) -> None:
+        if made.ep_size > 1:
+            made.transport = of_group(made.ep_group)
+
+    return _after_making(connect)
+
+
+def _after_making(change: Callable[[dispatcher.DeviceDispatcher], None]) -> Callable[[], None]:
+    """Change each dispatcher of ours that is made from now on; returns the undo."""
+    make = _DISPATCHER.find()
+
+    def make_and_change(*args: Any, **named: Any) -> Any:
         made = make(*args, **named)
-        if isinstance(made, dispatcher.DeviceDispatcher) and made.ep_size > 1:
-            made.transport = shared.setdefault(made.ep_group, PeerMemory(made.ep_group))
+        if isinstance(made, dispatcher.DeviceDispatcher):
+            change(made)
         return made
 
-    return put_over(*_DISPATCHER.place(), make_with_peers)
+    return put_over(*_DISPATCHER.place(), make_and_change)
 
 
 def counts_on_device(model: nn.Module) -> bool:
@@ -126,27 +133,9 @@ def bound_of(model: nn.Module) -> RowBound | None:
 
 
 def peer_memory_of(model: nn.Module) -> PeerMemory | None:
-    """What the model's layers exchange tokens by; None if they do so by collectives."""
-    return next(_peer_memories(model), None)
-
-
-def hold_peer_memory(model: nn.Module) -> Callable[[], None]:
-    """Keep the peer memory that the model's new graphs address, if any; returns the undo."""
-    with ExitStack() as undo:
-        for memory in set(_peer_memories(model)):
-            undo.callback(memory.hold())
-        return undo.pop_all().close
-
-
-def forget_peer_memory(model: nn.Module) -> None:
-    """Free the peer memory of a capture that failed."""
-    for memory in set(_peer_memories(model)):
-        memory.forget()
-
-
-def _peer_memories(model: nn.Module) -> Iterator[PeerMemory]:
+    """What the model's layers, all of one group, exchange tokens by; None if by collectives."""
     found = (one.transport for one in _dispatchers(model))
-    yield from (one for one in found if isinstance(one, PeerMemory))
+    return next((one for one in found if isinstance(one, PeerMemory)), None)
 
 
 def _dispatchers(model: nn.Module) -> Iterator[dispatcher.DeviceDispatcher]:

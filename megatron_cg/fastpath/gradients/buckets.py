@@ -77,12 +77,12 @@ class Together:
 
 
 class OfBucket:
-    """Those of the weights that have one bucket.
+    """Weights of one operation that share a bucket.
 
     Args:
         bucket: the bucket.
-        weights: they.
-        places: their places among all weights.
+        weights: the weights.
+        places: their places among all weights of the operation.
     """
 
     def __init__(self, bucket: Bucket, weights: list[nn.Parameter], places: list[int]) -> None:

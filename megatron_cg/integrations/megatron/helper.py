@@ -39,7 +39,7 @@ from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_
 from megatron_cg.integrations.megatron.without_te import capture_without_te
 from megatron_cg.memory.release import drop_gradients, let_gradients_go
 from megatron_cg.memory.usage import log_report
-from megatron_cg.moe.install import forget_peer_memory, hold_peer_memory
+from megatron_cg.moe.install import peer_memory_of
 from megatron_cg.moe.shared_expert import gate_in_region, shared_experts_resume
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -248,7 +248,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
     def _after_failure(self) -> None:
         self._reset_after_capture()
         self._capture_finished = True
-        forget_peer_memory(self.model[0])
+        if (peers := peer_memory_of(self.model[0])) is not None:
+            peers.forget()
 
     def _capture_in_a_session(self) -> Session:
         backend = type(self).make_backend()
@@ -295,7 +296,8 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                         "one call of that module's make_graphed_callables for all layers",
                     )
             session.on_close(scopes.pop_all().close)
-            session.on_close(hold_peer_memory(self.model[0]))
+            if (peers := peer_memory_of(self.model[0])) is not None:
+                session.on_close(peers.hold())
             session.on_close(self._graphs_are_gone)
             if self._optimizer_graph is not None:
                 self._optimizer_graph.follow(session)

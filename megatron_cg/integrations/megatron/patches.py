@@ -87,11 +87,7 @@ def enable(
     global _active
     broken = list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm)))
     broken += one_of("moe_exchange", moe_exchange, get_args(Exchange))
-    broken = broken or [
-        *_wrong_rows(moe_rows, grouped_gemm),
-        *_wrong_exchange(moe_exchange, grouped_gemm),
-    ]
-    refuse(broken)
+    refuse(broken or list(_wrong_for_gemm(moe_rows, moe_exchange, grouped_gemm)))
     with ExitStack() as undo:
         if grouped_gemm == "torch":
             undo.callback(_compute_experts_by_torch(moe_rows, moe_exchange))
@@ -174,28 +170,32 @@ def _refuse_yaml_with_graphs() -> Undo:
     return put_over(*_YAML_RULES.place(), validate_yaml)
 
 
-def _wrong_rows(rows: object, grouped_gemm: str) -> Iterator[Violation]:
-    if rows is None:
-        return
-    if not isinstance(rows, int | float) or isinstance(rows, bool) or not rows >= 1:
+def _wrong_for_gemm(rows: object, exchange: Exchange, grouped_gemm: str) -> Iterator[Violation]:
+    if rows is not None and (
+        not isinstance(rows, int | float) or isinstance(rows, bool) or not rows >= 1
+    ):
         reason = "it is a multiple of the rows that a rank receives on average, at least 1"
         yield Violation("argument", f"moe_rows={rows!r}", reason, "moe_rows=1.25")
-    elif grouped_gemm != "torch":
-        yield Violation(
-            "argument",
-            f"moe_rows={rows!r} with grouped_gemm={grouped_gemm!r}",
-            "it bounds the rows of experts that compute by torch's grouped GEMM",
-            "add grouped_gemm='torch', or leave moe_rows out",
+    elif rows is not None:
+        yield from _needs_torch(
+            "moe_rows", rows, grouped_gemm, "bounds the rows of experts that compute"
+        )
+    if exchange == "peer":
+        yield from _needs_torch(
+            "moe_exchange",
+            exchange,
+            grouped_gemm,
+            "is how graphs exchange the tokens of experts that compute",
         )
 
 
-def _wrong_exchange(exchange: Exchange, grouped_gemm: str) -> Iterator[Violation]:
-    if exchange == "peer" and grouped_gemm != "torch":
+def _needs_torch(name: str, value: object, grouped_gemm: str, does: str) -> Iterator[Violation]:
+    if grouped_gemm != "torch":
         yield Violation(
             "argument",
-            f"moe_exchange={exchange!r} with grouped_gemm={grouped_gemm!r}",
-            "it is how graphs exchange the tokens of experts that compute by torch's grouped GEMM",
-            "add grouped_gemm='torch', or leave moe_exchange out",
+            f"{name}={value!r} with grouped_gemm={grouped_gemm!r}",
+            f"it {does} by torch's grouped GEMM",
+            f"add grouped_gemm='torch', or leave {name} out",
         )
 
 

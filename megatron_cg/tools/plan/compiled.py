@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_cg.tools.cpu.fakes import no_context, replaced
 from megatron_cg.tools.plan.fake_machine import simulated_gpus
 from megatron_cg.tools.plan.request import read_request
 from megatron_cg.tools.plan.settings import WITHOUT_TE, read_settings
+from megatron_cg.upstream.patch import undone_after
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,11 @@ def read_run(target: str | None, extra: Sequence[str], world_size: int | None) -
     return CompiledRun(settings.args, folder, notes)
 
 
-@contextlib.contextmanager
-def _full_recompute_allowed() -> Iterator[None]:
+def _full_recompute_allowed() -> contextlib.AbstractContextManager[None]:
     """As in the run, whose layers recompute themselves in their graphs."""
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 
-    undo = allow_full_recompute()
-    try:
-        yield
-    finally:
-        undo()
+    return undone_after(allow_full_recompute())
 
 
 def layers_of(args: Any) -> list[Region]:
