@@ -20,6 +20,7 @@ TORCH_GEMM = ("--cg-grouped-gemm", "torch")
 """For the graph run alone, against Transformer Engine's GEMM; in ``flags`` for both runs."""
 PEERS = (*TORCH_GEMM, "--cg-moe-exchange", "peer")
 """For the graph run alone: tokens go to the memory of other GPUs directly."""
+MOE_ACT = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
 OVERLAP = ("--moe-shared-expert-overlap", "--moe-shared-expert-gate")
 CAPACITY = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 NATIVE = ("--cg-backend", "native")
@@ -84,7 +85,6 @@ EXPERTS = ("attn", "moe")
 
 def _dropless() -> list[Case]:
     """Graphs that hold whole MoE layers without drop and pad."""
-    recompute = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
     one = ("--expert-tensor-parallel-size", "1")
     rows = (
         ("ep1", MOE, EXPERTS, ()),
@@ -96,7 +96,7 @@ def _dropless() -> list[Case]:
         ("ep2-tp2", MOE, EXPERTS, (*EP2, *TENSOR_PARALLEL, *one)),
         ("ep2-mixtral", MIXTRAL, EXPERTS, (*EP2, *TORCH_GEMM)),
         ("ep2-whole-layer", MOE, (), EP2),
-        ("ep2-recompute", MOE, EXPERTS, (*EP2, *recompute)),
+        ("ep2-recompute", MOE, EXPERTS, (*EP2, *MOE_ACT)),
         ("ep2-dropout", MOE, EXPERTS, (*EP2, *DROPOUT)),
         ("ep2-evaluation", MOE, EXPERTS, (*EP2, *EVALUATED)),
         ("ep2-permute-fusion", MOE, EXPERTS, (*EP2, "--moe-permute-fusion")),
@@ -115,13 +115,12 @@ def _dropless() -> list[Case]:
 
 def _peers() -> list[Case]:
     """Graphs that exchange tokens by peer memory."""
-    recompute = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
     rows = (
         ("ep2", MOE, EXPERTS, ()),
         ("ep2-tp2", MOE, EXPERTS, (*TENSOR_PARALLEL, "--expert-tensor-parallel-size", "1")),
         ("whole-layer", MOE, (), ()),
         ("mixtral", MIXTRAL, EXPERTS, TORCH_GEMM),
-        ("recompute", MOE, EXPERTS, recompute),
+        ("recompute", MOE, EXPERTS, MOE_ACT),
         ("evaluation", MOE, EXPERTS, EVALUATED),
         ("shared-experts", MLA, EXPERTS, ()),
         ("overlapped", MLA, EXPERTS, OVERLAP),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +17,9 @@ from megatron_cg.backends.tape.tape_recording import recording
 from megatron_cg.errors import HostSyncError
 from megatron_cg.replay.region import capturing_flag
 from megatron_cg.tools.cpu.launch import run_processes
+from tests.unit.te_sources import source_of_te
 
 TOKENS, HIDDEN, EXPERTS = 6, 4, 4
-_PYTORCH = "transformer_engine/pytorch"
 
 
 @contextmanager
@@ -214,7 +212,6 @@ def test_fused_experts_do_not_call_the_grouped_gemm_that_is_replaced() -> None:
     rows, counts = torch.ones(TOKENS, HIDDEN), torch.tensor([TOKENS])
     found, bias = Fused()(rows, counts, torch.ones(TOKENS))
     assert torch.equal(found, rows + 1) and bias is None
-    folders = [Path(sys.prefix, "te-source"), *map(Path, sys.path)]
-    sources = next(one for folder in folders if (one := folder / _PYTORCH).is_dir())
+    sources = source_of_te()
     named = [file for file in sources.rglob("*.py") if "_GroupedLinear" in file.read_text()]
     assert named == [sources / "module" / "grouped_linear.py"]

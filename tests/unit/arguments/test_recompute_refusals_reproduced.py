@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,10 +22,10 @@ from megatron_cg.tools.cpu.cpu_model import transformer_layers
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
 from tests.unit.ranks import on_ranks
+from tests.unit.te_sources import source_of_te
 from tests.unit.trainers import trainer_of
 
 LAYERS = 2
-PHASES = "transformer_engine/pytorch/distributed.py"
 OF_TE = (
     *("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
     *("activation_recompute_forward", "is_fp8_activation_recompute_enabled"),
@@ -92,8 +90,7 @@ def test_a_graph_inside_of_megatrons_checkpoint_is_not_replayed_in_the_first_pas
 
 def recompute_of_te() -> dict[str, Any]:
     """Transformer Engine's own functions that tell its modules of a recompute, with FP8 on."""
-    folders = [str(Path(sys.prefix, "te-source")), *sys.path]
-    file = next(file for folder in folders if (file := Path(folder, PHASES)).is_file())
+    file = source_of_te("distributed.py")
     named = {
         getattr(one, "name", "") or ast.unparse(getattr(one, "targets", [one])[0]): one
         for one in ast.parse(file.read_text()).body

@@ -8,8 +8,6 @@ run as they are.
 from __future__ import annotations
 
 import ast
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +15,14 @@ from torch import nn
 
 from megatron_cg.fsdp.megatron_fsdp import unit_hooks
 from megatron_cg.replay.unit import Unit
+from tests.unit.te_sources import source_of_te
 
 CONTRACT = ("_canonicalize_capture_time_hooks", "_run_capture_time_hooks")
 
 
 @pytest.fixture(scope="module")
 def graph_source() -> ast.Module:
-    places = [str(Path(sys.prefix, "te-source")), *sys.path]
-    found = [Path(place, "transformer_engine", "pytorch", "graph.py") for place in places]
-    path = next((file for file in found if file.is_file()), None)
-    assert path is not None, "transformer-engine's sources are not there: run make test"
-    return ast.parse(path.read_text())
+    return ast.parse(source_of_te("graph.py").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS, CaptureTimeHooks
 from megatron_cg.replay.region import capturing_flag
 from megatron_cg.tools.cpu.fakes import cpu_fakes
 from tests.unit.backends.cuda_double import OnCpu, cuda_double
+from tests.unit.te_sources import source_of_te
 
 Call = tuple[int, str, str]
 Capture = Callable[..., Any]
@@ -94,10 +94,7 @@ def capture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def loops_of_te(monkeypatch: pytest.MonkeyPatch) -> Capture:
     """TE's own warmup and capture loops, from the installed sources; only CUDA's parts are not."""
-    places = [str(Path(sys.prefix, "te-source")), *sys.path]
-    files = [Path(place, "transformer_engine", "pytorch", "graph.py") for place in places]
-    path = next((file for file in files if file.is_file()), None)
-    assert path is not None, "transformer-engine's sources are not there: run make test"
+    path = source_of_te("graph.py")
     wanted = {
         "_make_graphed_callables",
         "_canonicalize_capture_time_hooks",

@@ -8,7 +8,6 @@ import linecache
 import logging
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from megatron_cg.tools.doctor import symbol_checks as symbols
 from megatron_cg.tools.doctor.finding import Level
 from megatron_cg.upstream.fingerprints import of_source
 from megatron_cg.upstream.symbols import Symbol, installed_version, lookup
+from tests.unit.te_sources import source_of_te
 from tests.unit.tools.doctor.systems import of_level, system
 from tools import fingerprints
 
@@ -56,11 +56,9 @@ def test_a_fingerprint_is_that_of_the_installed_release(symbol: Symbol) -> None:
 @pytest.mark.parametrize("symbol", adam.REPLACES, ids=lambda symbol: symbol.path.rpartition(":")[2])
 def test_a_fingerprint_is_that_of_the_released_transformer_engine(symbol: Symbol) -> None:
     module, _, name = symbol.path.partition(":")
-    file = Path(*module.split(".")).with_suffix(".py")
-    folders = [str(Path(sys.prefix, "te-source")), *sys.path]
-    places = [Path(folder, file) for folder in folders]
-    found = next((place for place in places if place.is_file()), None)
-    assert found is not None, "transformer-engine's sources are not there: run make test"
+    assert module.startswith("transformer_engine.pytorch.")
+    *folders, file = module.split(".")[2:]
+    found = source_of_te(*folders, f"{file}.py")
     assert symbol.fingerprints == (of_source(found.read_text(), name),)
 
 

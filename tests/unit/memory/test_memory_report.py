@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from megatron_cg.telemetry.record import Recorder
 from megatron_cg.tools.align.compare import read_run
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.memory.held import held
+from tests.unit.te_sources import source_of_te
 from tests.unit.trainers import trainer_of
 
 MIB = 2**20
@@ -143,13 +143,9 @@ def test_what_te_keeps_is_read_from_its_closures() -> None:
 
 
 def test_te_still_has_the_closures_that_are_read() -> None:
-    places = [str(Path(sys.prefix, "te-source")), *sys.path]
-    found = [Path(place, "transformer_engine", "pytorch", "graph.py") for place in places]
-    path = next((file for file in found if file.is_file()), None)
-    assert path is not None, "transformer-engine's sources are not there: run make test"
     functions = {
         node.name: node
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(source_of_te("graph.py").read_text()))
         if isinstance(node, ast.FunctionDef)
     }
     release = functions["release_static_state"]

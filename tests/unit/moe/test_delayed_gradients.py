@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ast
 import queue
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +26,7 @@ from megatron_cg.tools.cpu import cpu_model, grouped_linear
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.unit.counted import expect
 from tests.unit.moe.test_training import DROP_AND_PAD
+from tests.unit.te_sources import source_of_te
 from tests.unit.trainers import half_a_batch, trainer_of
 
 STEPS, WARMUP, LAYERS = 3, 1, 2
@@ -36,13 +35,11 @@ GEMMS = 2 * LAYERS
 STORE_AT = 4
 """The place of the store among the settings of a grouped GEMM."""
 DELAYED = {"overlap_dispatch_backward_with_experts_wgrad": True}
-STORE = "transformer_engine/pytorch/module/_common.py"
 
 
 def store_of_te() -> Any:
     """Transformer Engine's ``WeightGradStore(True)``, from its sources."""
-    folders = [str(Path(sys.prefix, "te-source")), *sys.path]
-    file = next(file for folder in folders if (file := Path(folder, STORE)).is_file())
+    file = source_of_te("module", "_common.py")
     tree = ast.parse(file.read_text())
     (found,) = [one for one in tree.body if getattr(one, "name", "") == "WeightGradStore"]
     scope: dict[str, Any] = {"queue": queue, "torch": torch}

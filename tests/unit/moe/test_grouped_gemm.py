@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +17,10 @@ from megatron_cg.moe.grouped_gemm import GroupedGemm, ends_of, refuse_other
 from megatron_cg.moe.install import _LAYER_OF_TE
 from megatron_cg.tools.cpu.grouped_linear import SETTINGS, _GroupedLinear
 from megatron_cg.upstream.fingerprints import of_source
+from tests.unit.te_sources import source_of_te
 
 COUNTS = ([3, 5, 4], [0, 12, 0], [12, 0, 0], [0, 0, 0], [1, 0, 11])
 IN, OUT = 16, 24
-MODULE = "transformer_engine.pytorch.module.grouped_linear"
 
 
 def weights_in_one_bucket(experts: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -177,9 +175,7 @@ def test_a_layer_that_uses_nothing_else_is_not_refused() -> None:
 
 def test_the_settings_lie_where_transformer_engine_puts_them() -> None:
     """Its source, since it cannot be imported without its compiled part."""
-    folders = [str(Path(sys.prefix, "te-source")), *sys.path]
-    files = [Path(folder, *MODULE.split(".")).with_suffix(".py") for folder in folders]
-    source = next(file for file in files if file.is_file()).read_text()
+    source = source_of_te("module", "grouped_linear.py").read_text()
     assert of_source(source, "GroupedLinear.forward") == _LAYER_OF_TE.fingerprints[0]
     listed = re.search(r"non_tensor_args = \((.*?)\n\s*\)\n", source, re.S)
     assert listed is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_cg.errors import PrecompileError
 from megatron_cg.precompile.region import Region
 from megatron_cg.precompile.save import save
 from tests.unit.precompile.regions import causal_mask, config, hidden_states, local_layer
+from tests.unit.te_sources import source_of_te
 
 ROWS = 8
 MOE: dict[str, Any] = {
@@ -27,7 +27,6 @@ STATIC = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity":
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 SELECTIVE = {"recompute_granularity": "selective"}
 RANDOM = "draws random numbers"
-JIT = "transformer_engine/pytorch/jit.py"
 
 
 def layer(options: dict[str, Any]) -> Region:
@@ -71,9 +70,9 @@ def test_other_layers_cannot_be_compiled(
 
 def not_traced_by_te() -> Any:
     """Transformer Engine's ``no_torch_dynamo``, from its sources; modules' ``forward`` have it."""
-    folders = [str(Path(sys.prefix, "te-source")), *sys.path]
-    file = next(file for folder in folders if (file := Path(folder, JIT)).is_file())
-    source = file.read_text().replace("from .", "from transformer_engine.pytorch.")
+    source = (
+        source_of_te("jit.py").read_text().replace("from .", "from transformer_engine.pytorch.")
+    )
     start = source.index("    def no_torch_dynamo(")
     end = source.index("\nelse:", start)
     scope: dict[str, Any] = {"is_in_onnx_export_mode": lambda: False}
