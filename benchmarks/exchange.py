@@ -64,11 +64,10 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = run()
 
-    def replay() -> torch.Tensor:
+    def replay(_addressed: object = run) -> torch.Tensor:  # ``run`` holds what the graph addresses.
         graph.replay()
         return result
 
-    replay.__dict__["run"] = run  # It holds memory that the graph addresses.
     return replay
 
 
@@ -91,7 +90,6 @@ class Tokens:
 
     def __init__(self, args: argparse.Namespace, counts: torch.Tensor) -> None:
         rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.counts = counts
         self.sent = args.tokens * args.topk
         self.rows = torch.randn(self.sent, args.hidden, device="cuda").to(torch.bfloat16)
         self.row_bytes = args.hidden * self.rows.element_size()
@@ -102,15 +100,11 @@ class Tokens:
         self.order = torch.cat([chunk for expert in by_source for chunk in expert]).cuda()
         """Of each row as experts get it: its place among the rows as ranks send them."""
 
-    def empty(self, rows: int) -> torch.Tensor:
-        """Memory for that many rows."""
-        return self.rows.new_empty(rows, self.rows.shape[1])
-
 
 def by_nccl(tokens: Tokens) -> Callable[[], torch.Tensor]:
     """One collective with counts that the host knows, and the gather that sorts by expert."""
     to_each, from_each = tokens.here.tolist(), tokens.there.sum(1).tolist()
-    received = tokens.empty(sum(from_each))
+    received = tokens.rows.new_empty(sum(from_each), tokens.rows.shape[1])
 
     def run() -> torch.Tensor:
         dist.all_to_all_single(received, tokens.rows, from_each, to_each)
