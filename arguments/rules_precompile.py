@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_cg.arguments.rule import Refusal, Rule
-from megatron_cg.arguments.schema import (
-    TRANSFORMER_ENGINE,
-    Environment,
-    GraphArguments,
-    RunArguments,
-)
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
 from megatron_cg.errors import Violation
 
 _DROP = "or drop --cg-precompile-dir"
@@ -80,13 +75,6 @@ def compiled_layers(
     """What the layers and the run must be."""
     if graph.cg_precompile_dir is None:
         return
-    if environment.backend == TRANSFORMER_ENGINE:
-        yield Violation(
-            "precompile-backend",
-            "--cg-backend te with --cg-precompile-dir",
-            "Transformer Engine's capture was not run with loaded code",
-            f"type --cg-backend native, {_DROP}",
-        )
     for rule in _OF_RUNS:
         yield from rule(run, graph, environment)
     if run.fused_operations:

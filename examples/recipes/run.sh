@@ -7,8 +7,8 @@
 #   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/run.sh qwen3-moe-tiny
 #
 # The second tries it on made-up data. GRAPHS=0 is the same run without graphs. EXPERTS_IN_GRAPHS=1
-# captures whole MoE layers, which drop no token, and with PEER_EXCHANGE=1 they exchange tokens through
-# peer memory, for expert-parallel ranks of one node (docs/experts.md).
+# captures whole MoE layers, which drop no token (docs/experts.md). Where each expert-parallel group
+# lies in one node, they exchange tokens through peer memory; PEER_EXCHANGE=0 uses NCCL instead.
 set -euo pipefail
 
 fail() { echo "$0: $*" >&2; exit 2; }
@@ -90,6 +90,8 @@ if [[ " ${model[*]} " == *" --num-experts "* ]]; then
         mapfile -t scopes < <(printf '%s\n' "${scopes[@]}" moe | grep -v '^moe_')
         # One grouped GEMM for all experts, in a run with GRAPHS=0 too, so that its bits are equal.
         experts=(--cg-grouped-gemm torch --expert-tensor-parallel-size 1)
+        # Ranks of a group are consecutive.
+        peer=$((${EXPERT_PARALLEL:-1} > 1 && gpus % ${EXPERT_PARALLEL:-1} == 0))
     fi
 elif [[ ${EXPERTS_IN_GRAPHS:-0} == 1 ]]; then
     fail "EXPERTS_IN_GRAPHS=1 needs a MoE model, and $preset is none"
@@ -123,7 +125,7 @@ if [[ ${GRAPHS:-1} == 1 ]]; then
     )
     # Without modules whole layers are captured.
     if ((${#scopes[@]} > 0)); then graphs+=(--cuda-graph-modules "${scopes[@]}"); fi
-    if [[ ${PEER_EXCHANGE:-0} == 1 ]]; then graphs+=(--cg-moe-exchange peer); fi
+    if [[ ${PEER_EXCHANGE:-${peer:-0}} == 1 ]]; then graphs+=(--cg-moe-exchange peer); fi
 fi
 
 launch=(--standalone)

@@ -363,19 +363,23 @@ CASES = [
     Case("mamba", "mamba-hybrid-tiny", ("mamba", "attn"), batch(8), needs="mamba_ssm"),
 ]
 
-_COMPILED = (*NATIVE, "--cg-precompile-dir", "{directory}/artifacts")
+_TP2 = ("--tensor-model-parallel-size", "2")
+_COMPILED = ("--cg-precompile-dir", "{directory}/artifacts")
 COMPILED = [
     Case(f"compiled-{name}", DENSE, (), flags, graph_flags=(*_COMPILED, *more))
     for name, flags, more in (
-        ("fsdp", (*batch(8), *SEPARATE), ()),
-        ("tp2", (*batch(4), *SEPARATE, "--tensor-model-parallel-size", "2"), ()),
+        ("fsdp", (*batch(8), *SEPARATE), NATIVE),
+        ("tp2", (*batch(4), *SEPARATE, *_TP2), NATIVE),
         (
             "verified",
             (*batch(8), *SEPARATE),
-            ("--cg-verify-interval", "2", "--cg-on-mismatch", "error"),
+            (*NATIVE, *VERIFIED),
         ),
-        ("evaluation", (*batch(8), *SEPARATE, *EVALUATED), ()),
-        ("recomputed", (*batch(8), *SEPARATE, *UNIFORM), ()),
+        ("evaluation", (*batch(8), *SEPARATE, *EVALUATED), NATIVE),
+        ("recomputed", (*batch(8), *SEPARATE, *UNIFORM), NATIVE),
+        ("te", (*batch(8), *SEPARATE), ()),
+        ("te-tp2", (*batch(4), *SEPARATE, *_TP2), ()),
+        ("te-evaluation", (*batch(8), *SEPARATE, *EVALUATED), ()),
     )
 ]
 """Graphs of layers that were compiled beforehand, from the flags of the graph run."""

@@ -26,8 +26,6 @@ MAKES = {"Violation", "Refusal", "_WithGemm", "_InGraph"}
 SHOWN = [row for row in ROWS if row.tests]
 ASKED_OF_RULES = "unit/arguments/test_rules.py::"
 """Its tests show that a rule refuses, and not that what it says is so."""
-NOT_REPRODUCED = {"precompile-backend"}
-"""Nothing is known to be wrong; it takes a GPU to run it."""
 
 
 def names_in(path: Path) -> Iterator[str]:
@@ -77,7 +75,7 @@ def test_a_row_shows_what_it_says(row: Row) -> None:
         assert line.number() > 0
 
 
-REFUSED = [row for row in ROWS if row.rules and not NOT_REPRODUCED.issuperset(row.rules)]
+REFUSED = [row for row in ROWS if row.rules]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.feature[:40])

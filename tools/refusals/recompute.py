@@ -156,11 +156,4 @@ NOT_YET = (
             f"{_LOADED}::test_weights_without_values_cannot_be_compared",
         ),
     ),
-    Row(
-        "`--cg-precompile-dir` with `--cg-backend te`",
-        Status.HERE,
-        "Transformer Engine's capture was not run with loaded code, which needs a GPU",
-        rules=("precompile-backend",),
-        tests=(f"{_ONE_CHANGE}[precompile-backend…]",),
-    ),
 )

@@ -41,14 +41,6 @@ COMPILED: dict[str, Any] = {
 """A run whose layers may run code that was compiled elsewhere."""
 _DIR = {"cg_backend": "native", "cg_precompile_dir": "compiled"}
 PRECOMPILE = (
-    Case(
-        "precompile-backend",
-        COMPILED,
-        "--cg-backend te",
-        "was not run with loaded code",
-        "type --cg-backend native",
-        graph={"cg_precompile_dir": "compiled"},
-    ),
     *(
         Case(rule, {**COMPILED, **change}, found, reason, remedy, graph=_DIR)
         for rule, change, found, reason, remedy in (

@@ -219,6 +219,31 @@ def test_megatron_and_our_rules_accept_it(
     assert captured == ((*without_router, "moe") if whole == "1" else own)
 
 
+@pytest.mark.parametrize(
+    ("settings", "peer"),
+    [
+        ({"EXPERT_PARALLEL": "2"}, True),
+        ({"EXPERT_PARALLEL": "2", "PEER_EXCHANGE": "0"}, False),
+        ({"EXPERT_PARALLEL": "4"}, False),
+        ({"EXPERT_PARALLEL": "1"}, False),
+        ({"EXPERT_PARALLEL": "2", "EXPERTS_IN_GRAPHS": "0"}, False),
+        ({"EXPERT_PARALLEL": "2", "GRAPHS": "0"}, False),
+    ],
+)
+def test_groups_of_one_node_exchange_tokens_through_peer_memory(
+    shell: Any, tmp_path: Path, settings: dict[str, str], peer: bool
+) -> None:
+    """The node has two GPUs."""
+    found = shell(
+        RUN,
+        TINY[0],
+        **{"MOCK_DATA": "1", "GPUS_PER_NODE": "2", "EXPERTS_IN_GRAPHS": "1"} | settings,
+    )
+    assert found.returncode == 0, found.stderr
+    words, _ = recorded(tmp_path)
+    assert ("--cg-moe-exchange" in words) is peer
+
+
 def test_a_dense_preset_has_no_experts_to_capture(shell: Any, tmp_path: Path) -> None:
     found = shell(RUN, "llama-tiny", MOCK_DATA="1", EXPERTS_IN_GRAPHS="1")
     assert found.returncode == 2 and "needs a MoE model, and llama-tiny is none" in found.stderr

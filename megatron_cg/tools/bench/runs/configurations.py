@@ -22,6 +22,7 @@ EAGER, EAGER_FAST_PATH, DDP_EAGER = "fsdp-eager", "fsdp-eager-fast-path", "ddp-e
 GRAPHS, PLAIN, DDP_GRAPHS = "fsdp-graphs", "fsdp-graphs-plain", "ddp-graphs"
 FULL = "fsdp-full-iteration"
 TORCH_EAGER, EXPERTS = "fsdp-eager-torch-gemm", "fsdp-graphs-experts"
+PEER_EXPERTS = "fsdp-graphs-experts-peer"
 NATIVE_GRAPHS = "fsdp-graphs-native"
 LOCAL_EAGER, LOCAL_GRAPHS = "fsdp-eager-local", "fsdp-graphs-local"
 COMPILED_GRAPHS = "fsdp-graphs-compiled"
@@ -48,6 +49,8 @@ class Configuration:
     """The models that it makes sense for."""
     torch_gemm: bool = False
     """Whether experts compute by torch's grouped GEMM; graphs then hold them."""
+    peer: bool = False
+    """Whether graphs of experts exchange tokens by peer memory."""
     native: bool = False
     """Whether graphs are captured without Transformer Engine."""
     local: bool = False
@@ -72,6 +75,7 @@ class Configuration:
             return [*words, "--cuda-graph-impl", "full_iteration"]
         words += ["--cuda-graph-impl", "transformer_engine"]
         words += ["--cg-backend", "native"] if self.native else []
+        words += ["--cg-moe-exchange", "peer"] if self.peer else []
         if captured := self.captured(scopes):
             words += ["--cuda-graph-modules", *captured]
         if self.fsdp and not self.parts:
@@ -131,6 +135,13 @@ ON_REQUEST = _by_name(
         EXPERTS,
         "Megatron-FSDP with graphs that hold whole MoE layers, by torch's grouped GEMM",
         parts=PARTS,
+        **_OF_MOE,
+    ),
+    Configuration(
+        PEER_EXPERTS,
+        "the same graphs, with tokens exchanged by peer memory",
+        parts=PARTS,
+        peer=True,
         **_OF_MOE,
     ),
     Configuration(

@@ -19,6 +19,7 @@ from megatron_cg.tools.bench.runs.configurations import (
     GRAPHS,
     KNOWN,
     ON_REQUEST,
+    PEER_EXPERTS,
     PLAIN,
     TORCH_EAGER,
 )
@@ -141,3 +142,12 @@ def test_flags_about_graphs_are_for_configurations_with_graphs(
     graphs, eager = (parsed(settings, name, monkeypatch) for name in (EXPERTS, TORCH_EAGER))
     assert graphs.cg_moe_rows == 1.25 and eager.cg_moe_rows is None
     assert graphs.seed == eager.seed == 7
+
+
+def test_the_exchange_by_peer_memory_differs_in_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = Settings(load_preset(MOE), nproc=2)
+    nccl, peer = (vars(parsed(settings, name, monkeypatch)) for name in (EXPERTS, PEER_EXPERTS))
+    assert {name for name in nccl if nccl[name] != peer[name]} == {"cg_moe_exchange"}
+    assert peer["cg_moe_exchange"] == "peer"
