@@ -11,11 +11,6 @@ from megatron_cg.errors import Violation
 _RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
 
 
-def _sees_packs(run: RunArguments) -> bool:
-    """Whether a graph holds what depends on a pack's boundaries: all but a dense MLP."""
-    return run.is_whole_layer or set(run.cuda_graph_modules) != {"mlp"}
-
-
 def native_has_no_fp8(
     run: RunArguments, graph: GraphArguments, environment: Environment
 ) -> Iterator[Violation]:
@@ -64,16 +59,6 @@ RULES: tuple[Rule, ...] = (
         "--fsdp-double-buffer has ('No buffer found for bucket_id'), and other recipes were never "
         "seen to work",
         "type --fp8-recipe delayed or --fp8-recipe tensorwise, or drop --fp8-param-gather",
-    ),
-    Refusal(
-        "packed-sequences",
-        lambda run: (run.sft or run.rl_use_sequence_packing) and _sees_packs(run),
-        "packed sequences (--sft or --rl-use-sequence-packing) with captured attention, Mamba "
-        "mixers or MoE layers",
-        "a pack's boundaries reach the layer as PackedSeqParams, of which Megatron's graphs take "
-        "no tensor (cu_seqlens differs from step to step in length and values, max_seqlen is a "
-        "number), and a layer whose router is captured drops them",
-        "type --cuda-graph-modules mlp, or --cuda-graph-impl none",
     ),
     Refusal(
         "hybrid-context-parallel",

@@ -124,6 +124,14 @@ class GraphArguments:
         "expert-parallel ranks must be on one host.",
         choices=("nccl", "peer"),
     )
+    cg_pack_sequences: int | None = _flag(
+        None,
+        "Graphs of attention take packs of up to N sequences. All packs then have N + 1 "
+        "boundaries, in eager passes too, so give the flag to the eager run with which a run with "
+        "graphs is compared. Attention of a pack with more sequences runs eagerly.",
+        type=int,
+        metavar="N",
+    )
     cg_capturable_adam: bool = _flag(
         False,
         "Let FusedAdam compute as it does for --optimizer-cuda-graph, with its learning rate and "
@@ -271,6 +279,10 @@ class RunArguments:
     moe_routing_trace_path: str | None = _setting(None, "where choices of routers are written")
     sft: bool = _setting(False, "fine-tuning, on packed sequences")
     rl_use_sequence_packing: bool = _setting(False, "reinforcement learning on packed sequences")
+    dataloader_inter_document_masking: bool = _setting(
+        False, "attention does not look across documents, as in a pack"
+    )
+    context_parallel_size: int = _setting(1, "ranks that share each sequence")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
 
     @property

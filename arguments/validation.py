@@ -12,6 +12,7 @@ from megatron_cg.arguments import (
     rules_layers,
     rules_numerics,
     rules_optimizer,
+    rules_packs,
     rules_precompile,
     rules_recompute,
     rules_scopes,
@@ -20,7 +21,13 @@ from megatron_cg.arguments.rule import Rule
 from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments, flag_of
 from megatron_cg.errors import Violation
 
-ANY_RUN = ("cg_record", "cg_report", "cg_grouped_gemm", "cg_capturable_adam")
+ANY_RUN = (
+    "cg_record",
+    "cg_report",
+    "cg_grouped_gemm",
+    "cg_capturable_adam",
+    "cg_pack_sequences",
+)
 """Fields of GraphArguments that are useful without graphs."""
 RULES: tuple[Rule, ...] = (
     *rules_fsdp.RULES,
@@ -30,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *rules_experts.RULES,
     *rules_recompute.RULES,
     *rules_numerics.RULES,
+    *rules_packs.RULES,
     *rules_optimizer.RULES,
     *rules_precompile.RULES,
     *rules_environment.RULES,
@@ -43,9 +51,10 @@ def violations(
     """Every broken rule, in the order of :data:`RULES`; empty when the run can be graphed.
 
     A run that does not ask for layerwise graphs under Megatron-FSDP is not checked, except for
-    flags of ours that would have no effect in it, and for the grouped GEMM.
+    flags of ours that would have no effect in it, for the grouped GEMM, and for the form of packs.
     """
-    rules: tuple[Rule, ...] = RULES if run.wants_graphs else (_unused_flags, *rules_experts.RULES)
+    of_any = (_unused_flags, *rules_experts.RULES, rules_packs.at_least_one)
+    rules: tuple[Rule, ...] = RULES if run.wants_graphs else of_any
     return tuple(found for rule in rules for found in rule(run, graph, environment))
 
 

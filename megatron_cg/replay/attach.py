@@ -46,6 +46,10 @@ RELIES_ON = (
     Symbol("megatron-core", f"{_LAYER}._te_cuda_graph_replay", "the replay"),
 )
 
+PACK = "packed_seq_params"
+"""The keyword by which a layer gets the boundaries of packed sequences, in an object."""
+BOUNDARIES = "cu_seqlens"
+"""The keyword of a graph that has them as an input; see ``integrations/megatron/packs.py``."""
 _HIDDEN = "hidden_states"
 _NOTED = ("hidden_shape", "hidden_shape_before_permute", "num_out_tokens", "capacity")
 Prepared = Callable[[], Any] | Mismatch | None
@@ -73,7 +77,9 @@ def attach_replay(
             return None
         notes.update(noted)
         if not unit.direct:
-            return _not_passed_on(kwargs) or partial(target._te_cuda_graph_replay, *args, **kwargs)
+            missed = _not_passed_on(args, kwargs)
+            return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
+        kwargs = _pack_as_tensor(kwargs)
         return _no_tensor(args, kwargs) or partial(replay, args, kwargs)
 
     def replay(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -136,6 +142,14 @@ def _noted_in(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return attributes, {k: v for k, v in values.items() if isinstance(v, int | tuple)}
 
 
+def _pack_as_tensor(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A pack's boundaries instead of the pack, if it has the form of all packs."""
+    boundaries = getattr(kwargs.get(PACK), "boundaries", None)
+    if boundaries is None:
+        return kwargs
+    return {**kwargs, PACK: None, BOUNDARIES: boundaries}
+
+
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
     """Find an argument that is not a tensor. At capture each was a tensor or was not given.
 
@@ -149,26 +163,34 @@ def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | Non
                 f"argument {name}",
                 "not given",
                 described(value),
-                "A graph takes only tensors; packed sequences and inference contexts run eagerly.",
+                "A graph takes only tensors. Inference contexts run eagerly, and so do packed "
+                "sequences without --cg-pack-sequences, or of another form.",
             )
     return None
 
 
-def _not_passed_on(kwargs: Mapping[str, Any]) -> Mismatch | None:
-    """Find a padding mask, for a graph that begins behind attention.
+def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+    """Find what the rest of the layer would read, for a graph that begins behind attention.
 
     Megatron's replay runs attention with all arguments, and the rest of the layer with attention's
-    output alone; the router would count padding.
+    output alone. The router would count padding, and balance the samples of a pack as one.
     """
-    if kwargs.get("padding_mask") is None:
-        return None
-    return Mismatch(
-        "structure",
-        "argument padding_mask",
-        "not given",
-        described(kwargs["padding_mask"]),
-        "Megatron does not pass it on to the part of the layer that its graph holds.",
-    )
+    hidden = args[0] if args else kwargs.get(_HIDDEN)
+    sample = getattr(kwargs.get(PACK), "tokens_per_sample", None)
+    samples = hidden.shape[0] // sample if sample and hidden is not None else 1
+    for name, value in (
+        ("argument padding_mask", kwargs.get("padding_mask")),
+        (f"{PACK}.tokens_per_sample", sample if samples > 1 else None),
+    ):
+        if value is not None:
+            return Mismatch(
+                "structure",
+                name,
+                "not given",
+                described(value),
+                "Megatron does not pass it on to the part of the layer that its graph holds.",
+            )
+    return None
 
 
 def _never(*_args: Any, **_kwargs: Any) -> bool:

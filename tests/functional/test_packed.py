@@ -1,4 +1,4 @@
-"""Packed sequences: attention is eager, on any lengths, and the MLP replays."""
+"""Packed sequences: graphs of attention take their boundaries, and other graphs need none."""
 
 from __future__ import annotations
 
@@ -6,33 +6,77 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megatron_cg.tools.align.outcome import Outcome
-from tests.functional.cases import DENSE, Case, batch
+from tests.functional.cases import (
+    DENSE,
+    EP2,
+    EXPERTS,
+    MLA,
+    MOE,
+    NATIVE,
+    PREPROCESS,
+    TENSOR_PARALLEL,
+    TORCH_GEMM,
+    VERIFIED,
+    Case,
+    batch,
+)
+from tests.functional.tampering.packs import STARTS
 
 SCRIPT = Path(__file__).with_name("tampered.py")
-PACKED = Case(
-    "packed",
-    DENSE,
-    ("mlp",),
-    ("--micro-batch-size", "1", *batch(4)),
-    env=(("MEGATRON_CG_SCENARIO", "pack"),),
-)
+MOST = ("--cg-pack-sequences", str(max(map(len, STARTS))))
 
 
+def _packed(
+    name: str, preset: str, scopes: tuple[str, ...], *flags: str, graph_flags: tuple[str, ...] = ()
+) -> Case:
+    return Case(
+        f"packed-{name}",
+        preset,
+        scopes,
+        ("--micro-batch-size", "1", *batch(4), *flags),
+        graph_flags=graph_flags,
+        env=(("MEGATRON_CG_SCENARIO", "pack"),),
+    )
+
+
+BEHIND = _packed("mlp", DENSE, ("mlp",))
+ATTENTION = _packed("attention", DENSE, ("attn", "mlp"), *MOST)
+CASES = [
+    BEHIND,
+    ATTENTION,
+    _packed("whole-layers", DENSE, (), *MOST),
+    _packed("verified", DENSE, ("attn", "mlp"), *MOST, graph_flags=VERIFIED),
+    _packed("native", DENSE, ("attn", "mlp"), *MOST, graph_flags=NATIVE),
+    _packed("tp2", DENSE, ("attn", "mlp"), *MOST, *TENSOR_PARALLEL),
+    _packed("router", MOE, ("moe_router", "moe_preprocess")),
+    _packed("moe", MOE, PREPROCESS, *MOST, *EP2),
+    _packed("latent", MLA, PREPROCESS, *MOST),
+    _packed("experts", MOE, EXPERTS, *MOST, *EP2, graph_flags=TORCH_GEMM),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_losses_norms_and_shards_are_those_of_eager(
-    align: Callable[..., Outcome], log: Callable[..., str]
+    case: Case, align: Callable[..., Outcome], log: Callable[..., str]
 ) -> None:
-    outcome = align(PACKED, script=SCRIPT)
+    outcome = align(case, script=SCRIPT)
     comparison = outcome.comparison
     assert comparison.status == "identical", comparison.reason + "\n" + outcome.log_tail
-    assert comparison.graphs["replayed"] > 0 and comparison.graphs["mismatched"] == 0
-    assert "packed: " in log(PACKED)
+    assert comparison.graphs["replayed"] > 0
+    assert comparison.graphs["mismatched"] == comparison.graphs["eager"] == 0
+    assert "packed: " in log(case)
 
 
-def test_packs_are_not_trained_as_whole_sequences(align: Callable[..., Outcome]) -> None:
+@pytest.mark.parametrize("case", [BEHIND, ATTENTION], ids=lambda case: case.name)
+def test_packs_are_not_trained_as_whole_sequences(
+    case: Case, align: Callable[..., Outcome]
+) -> None:
     """Otherwise the comparison above would say nothing about packs."""
     packed, whole = (
-        align(case, script=SCRIPT) for case in (PACKED, replace(PACKED, name="whole", env=()))
+        align(one, script=SCRIPT) for one in (case, replace(case, name="whole", env=()))
     )
     losses = [[v.eager for v in found.comparison.values] for found in (packed, whole)]
     assert losses[0] != losses[1]

@@ -44,7 +44,7 @@ ALL = [
     *feature_cases.FEATURES,
     *LIFE,
     *test_optimizer_graph.CASES,
-    test_packed.PACKED,
+    *test_packed.CASES,
     *test_scale.CASES,
     test_failures.case("failing"),
     test_failures.moe_case("moe_case"),

@@ -13,6 +13,7 @@ _OFFLOADED = "unit/arguments/test_offloading_reproduced.py"
 _FUSED = "unit/fsdp/test_accumulation_fusion.py"
 _SHARED = "unit/moe/test_shared_expert.py"
 _PACKED = "unit/runs/test_packed_sequences.py"
+_IN_PACKS = "functional/test_packed.py::test_losses_norms_and_shards_are_those_of_eager"
 _ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
 _DELAYED = "unit/moe/test_delayed_gradients.py"
 _LOGGED = "unit/moe/test_logged_passes.py"
@@ -50,13 +51,39 @@ SUPPORTED = (
         ),
     ),
     Row(
-        "packed sequences (`--sft`, `--rl-use-sequence-packing`) with scope `mlp`",
+        "packed sequences (`--sft`, `--rl-use-sequence-packing`, "
+        "`--dataloader-inter-document-masking`) with scopes behind attention",
         Status.SUPPORTED,
-        "attention runs eagerly, on any lengths; tokens of a pack are as many in each step; "
-        + _NOT_ON_GPUS,
+        "attention runs eagerly, on any lengths; tokens of a pack are as many in each step. Scope "
+        "`mlp` ran on GPUs, those of MoE layers did not yet",
         tests=(
-            f"{_PACKED}::test_the_mlp_replays",
-            "functional/test_packed.py::test_losses_norms_and_shards_are_those_of_eager",
+            f"{_PACKED}::test_graphs_behind_attention_replay",
+            f"{_PACKED}::test_samples_that_a_pack_joins_are_not_balanced_as_one",
+            f"{_IN_PACKS}[packed-mlp]",
+            f"{_IN_PACKS}[packed-router]",
+        ),
+    ),
+    Row(
+        "packed sequences with captured attention",
+        Status.SETTING,
+        "add `--cg-pack-sequences N` to the run and to the eager run that it is compared with "
+        f"([below](#packed-sequences)); {_NOT_ON_GPUS}. Megatron alone passes a pack's boundaries "
+        "as an object, and its graphs take tensors alone (NVIDIA/Megatron-LM#5619, #3869)",
+        rules=("packed-sequences", "pack-sequences-least"),
+        tests=(
+            f"{_PACKED}::test_attention_replays",
+            f"{_PACKED}::test_another_form_runs_eagerly",
+            f"{_PACKED}::test_without_a_bound_a_graph_of_attention_would_never_be_replayed",
+            f"{_PACKED}::test_megatrons_own_replay_takes_no_pack",
+            f"{_IN_PACKS}[packed-attention]",
+            f"{_IN_PACKS}[packed-experts]",
+        ),
+        lines=(
+            Line(
+                CORE,
+                f"{_CORE}/transformer_layer.py",
+                '"inference_context and packed_seq_params are excluded from input list. "',
+            ),
         ),
     ),
     Row(
@@ -177,21 +204,17 @@ NOT_YET = (
         ),
     ),
     Row(
-        "packed sequences with captured attention, Mamba mixers or MoE layers",
+        "`--cg-pack-sequences` with context parallelism or `--cg-precompile-dir`; packed sequences "
+        "with captured Mamba mixers",
         Status.HERE,
-        "Megatron passes a pack's boundaries as an object, and its graphs take tensors alone. See "
-        "[below](#packed-sequences) for what is missing (NVIDIA/Megatron-LM#5619, #3869)",
-        rules=("packed-sequences",),
+        "a context-parallel rank has two parts of each sequence, whose positions are computed on "
+        "the host; an artifact has no input for boundaries; a mixer reads an index of sequences "
+        "from the object that graphs do not take",
+        rules=("pack-sequences-context-parallel", "pack-sequences-compiled", "packed-mamba"),
         tests=(
-            f"{_PACKED}::test_a_graph_of_attention_would_never_be_replayed",
-            f"{_PACKED}::test_megatrons_own_replay_takes_no_pack",
-        ),
-        lines=(
-            Line(
-                CORE,
-                f"{_CORE}/transformer_layer.py",
-                '"inference_context and packed_seq_params are excluded from input list. "',
-            ),
+            f"{_PACKED}::test_positions_of_a_context_parallel_rank_are_others",
+            f"{_PACKED}::test_compiled_code_takes_no_boundaries",
+            f"{_PACKED}::test_without_a_bound_a_graph_of_attention_would_never_be_replayed",
         ),
     ),
     Row(

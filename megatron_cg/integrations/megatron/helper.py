@@ -33,6 +33,7 @@ from megatron_cg.integrations.megatron.layer_scopes import give_scopes, leave_ou
 from megatron_cg.integrations.megatron.loss_scale import make_loss_scale
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.optimizer_graph import follow_optimizer_graph
+from megatron_cg.integrations.megatron.packs import packs_as_inputs
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
@@ -275,6 +276,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
         with ExitStack() as scopes:
             masks = without_unused_masks(self.flattened_callables, self._static_inputs)
             scopes.callback(masks)
+            scopes.callback(packs_as_inputs(self.flattened_callables, self._static_inputs))
             scopes.callback(shared_experts_resume(self.flattened_callables))
             returned = weight_gradients_returned(self.model[0], self.flattened_callables)
             scopes.callback(returned)

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, one_of, refuse
+from megatron_cg.integrations.call_arguments import Exchange, GroupedGemm, at_least, one_of, refuse
 from megatron_cg.integrations.megatron.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.upstream.patch import Undo, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol
@@ -61,6 +61,7 @@ def enable(
     moe_rows: float | None = None,
     moe_exchange: Exchange = "nccl",
     full_recompute: bool = False,
+    pack_sequences: int | None = None,
 ) -> None:
     """Make ``--cuda-graph-impl transformer_engine`` work under Megatron-FSDP in this process.
 
@@ -79,6 +80,7 @@ def enable(
         moe_exchange: as ``--cg-moe-exchange``, for such loops.
         full_recompute: for such loops too: whether configs that are made from now on may have
             ``recompute_granularity="full"`` beside graphs, which Megatron refuses.
+        pack_sequences: as ``--cg-pack-sequences``, for such loops.
 
     Raises:
         ArgumentError: an argument has a wrong value.
@@ -87,12 +89,15 @@ def enable(
     global _active
     broken = list(one_of("grouped_gemm", grouped_gemm, get_args(GroupedGemm)))
     broken += one_of("moe_exchange", moe_exchange, get_args(Exchange))
+    broken += () if pack_sequences is None else at_least("pack_sequences", pack_sequences, 1)
     refuse(broken or list(_wrong_for_gemm(moe_rows, moe_exchange, grouped_gemm)))
     with ExitStack() as undo:
         if grouped_gemm == "torch":
             undo.callback(_compute_experts_by_torch(moe_rows, moe_exchange))
         if full_recompute:
             undo.callback(_allow_full_recompute())
+        if pack_sequences is not None:
+            undo.callback(_fix_packs(pack_sequences))
         if _active is not None:
             _active.callback(undo.pop_all().close)
             return
@@ -221,6 +226,8 @@ def start(settings: Any, args: Any, wants_graphs: bool) -> None:
         return
     if settings.cg_grouped_gemm == "torch":
         _active.callback(_compute_experts_by_torch(settings.cg_moe_rows, settings.cg_moe_exchange))
+    if settings.cg_pack_sequences is not None:
+        _active.callback(_fix_packs(settings.cg_pack_sequences))
     if settings.cg_capturable_adam:
         from megatron_cg.integrations.megatron.optimizer_graph import capturable_adam
 
@@ -264,6 +271,12 @@ def _replace_helper(settings: Any, args: Any) -> Undo:
         undo.callback(follow_steps(live))
         undo.callback(follow_log(live))
         return undo.pop_all().close
+
+
+def _fix_packs(most: int) -> Undo:
+    from megatron_cg.integrations.megatron.packs import fix_packs
+
+    return fix_packs(most)
 
 
 def _allow_full_recompute() -> Undo:

@@ -12,10 +12,11 @@ from megatron.core import parallel_state
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.session import Session
-from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.helper import units_of
+from megatron_cg.integrations.megatron.masks import ObservedInputs
+from megatron_cg.integrations.megatron.packs import packs_as_inputs
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.shared_expert import shared_experts_resume
 from megatron_cg.replay.region import capturing_flag
@@ -48,7 +49,7 @@ class Trainer:
             plan.model.vocabulary,
             parallel_state.get_data_parallel_group(),
         )
-        self._static_inputs = StaticInputs(transformer_layers(self.model))
+        self._static_inputs = ObservedInputs(transformer_layers(self.model))
         self.session: Session | None = None
 
     def step(self) -> tuple[float, float]:
@@ -120,8 +121,9 @@ class Trainer:
             static_inputs=self._static_inputs,
             **options,
         )
-        args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
         with ExitStack() as lasting:
+            lasting.callback(packs_as_inputs(layers, self._static_inputs))
+            args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
             lasting.callback(shared_experts_resume(layers))
             lasting.callback(weight_gradients_returned(self.model, layers))
             lasting.callback(recompute_in_layers(self.model))

@@ -41,6 +41,14 @@ COMPILED: dict[str, Any] = {
 """A run whose layers may run code that was compiled elsewhere."""
 _DIR = {"cg_backend": "native", "cg_precompile_dir": "compiled"}
 PRECOMPILE = (
+    Case(
+        "pack-sequences-compiled",
+        COMPILED,
+        "--cg-pack-sequences with --cg-precompile-dir",
+        "compiled for whole sequences",
+        "drop --cg-precompile-dir",
+        graph={**_DIR, "cg_pack_sequences": 8},
+    ),
     *(
         Case(rule, {**COMPILED, **change}, found, reason, remedy, graph=_DIR)
         for rule, change, found, reason, remedy in (

@@ -276,15 +276,40 @@ NUMERICS = (
             {**modules(*scopes), **change},
             "with captured attention",
             "cu_seqlens",
-            "type --cuda-graph-modules mlp",
+            "add --cg-pack-sequences N",
         )
         for scopes, change in (
             (("attn", "moe_router"), {"sft": True}),
             (("attn", "moe_router"), {"rl_use_sequence_packing": True}),
-            (("moe_router", "moe_preprocess"), {"sft": True}),
+            (("attn", "moe_router"), {"dataloader_inter_document_masking": True}),
             ((), {"sft": True, "num_experts": None}),
-            (("mamba",), {"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None}),
         )
+    ),
+    Case(
+        "packed-mamba",
+        {
+            **modules("mamba"),
+            **{"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None},
+        },
+        "with captured Mamba mixers",
+        "which sequence each token belongs to",
+        "leave mamba out of --cuda-graph-modules",
+    ),
+    Case(
+        "pack-sequences-least",
+        {},
+        "--cg-pack-sequences 0",
+        "the most sequences that a pack has",
+        "type --cg-pack-sequences 64",
+        graph={"cg_pack_sequences": 0},
+    ),
+    Case(
+        "pack-sequences-context-parallel",
+        {**modules("attn", "moe_router"), "context_parallel_size": 2},
+        "--cg-pack-sequences with --context-parallel-size 2",
+        "two parts of every sequence",
+        "type --context-parallel-size 1",
+        graph={"cg_pack_sequences": 8},
     ),
     Case(
         "hybrid-context-parallel",

@@ -1,25 +1,42 @@
-"""Packed sequences: attention sees where each sequence ends and stays eager; the MLP replays.
+"""Packed sequences: graphs of attention take boundaries as an input; other graphs need none.
 
 Sequences of a pack have other lengths, and other numbers, in every step; tokens of a pack do not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+from megatron_cg.capture.session import close_all_sessions
+from megatron_cg.errors import ArgumentError, ReplayMismatchError
+from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+from megatron_cg.integrations.megatron.packs import FixedPack, fix_packs, most_sequences
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.tampering.packs import boundaries
 from tests.unit.counted import expect
+from tests.unit.one_mask import OneMask
 from tests.unit.trainers import trainer_of
 
-LAYERS, TOKENS, BEFORE, AFTER = 2, 16, 2, 3
+LAYERS, TOKENS, BEFORE, AFTER, MOST = 2, 16, 2, 3, 4
 PACKS = ((0, 5, 16), (0, 16), (0, 3, 4, 11, 16), (0, 8, 16), (0, 1, 16))
 """Where the sequences of each step's pack begin, and the end of the last."""
+MOE: dict[str, Any] = {"experts": 4}
+CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 def packed(attention: Any) -> Any:
@@ -31,7 +48,8 @@ def packed(attention: Any) -> Any:
                 return super().forward(*tensors, **named)
             query, key, value = (tensor.unsqueeze(1) for tensor in tensors[:3])
             starts = packed_seq_params.cu_seqlens_q
-            pack = torch.bucketize(torch.arange(query.shape[0]), starts, right=True)
+            places = torch.arange(query.shape[0], device=query.device)
+            pack = torch.bucketize(places, starts, right=True)
             others = pack[:, None] != pack[None, :]
             later = torch.ones_like(others).triu(1)
             mask = (others | later).reshape(1, 1, *others.shape)
@@ -40,47 +58,235 @@ def packed(attention: Any) -> Any:
     return Attention
 
 
-def train(scopes: tuple[str, ...], *, graphed: bool) -> tuple[Any, Any]:
-    """Losses and norms of all steps, and the counters of the graphs."""
+def train(
+    scopes: tuple[str, ...],
+    *,
+    graphed: bool,
+    most: int | None = None,
+    packs: Sequence[tuple[int, ...]] = PACKS,
+    model: Mapping[str, Any] | None = None,
+    before: int = BEFORE,
+    **fields: Any,
+) -> tuple[Any, Any]:
+    """Losses and norms of all steps, and the counters of the graphs.
+
+    ``most`` is as ``--cg-pack-sequences``, ``model`` has other fields of the model's config, and
+    ``fields`` are of the packs' objects. No pack is passed if ``packs`` are empty tuples.
+    """
     from megatron.core.models import backends
 
     from megatron_cg.tools.cpu.fakes import replaced
 
-    shape = CpuModelConfig(
-        layers=LAYERS,
-        sequence_length=TOKENS,
-        graph_modules=scopes,
-        dropout=0.1,
-        bf16=False,
-    )
+    settings: dict[str, Any] = {"dropout": 0.1, "bf16": False} | dict(model or {})
+    shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, graph_modules=scopes, **settings)
     attention = packed(backends.DotProductAttention)
-    with (
-        replaced(backends, "DotProductAttention", attention),
-        trainer_of(shape, micro_batch_size=1, graphs=graphed) as trainer,
-    ):
-        model = trainer.model
+    with ExitStack() as undo:
+        undo.callback(allow_full_recompute())
+        if most is not None:
+            undo.callback(fix_packs(most))
+        with (
+            replaced(backends, "DotProductAttention", attention),
+            trainer_of(shape, micro_batch_size=1, graphs=graphed) as trainer,
+        ):
+            whole = trainer.model
 
-        def step(starts: tuple[int, ...]) -> tuple[float, float]:
-            trainer.model = partial(model, packed_seq_params=boundaries(starts, "cpu"))
-            numbers: tuple[float, float] = trainer.step()
-            trainer.model = model
-            return numbers
+            def step(starts: tuple[int, ...]) -> tuple[float, float]:
+                pack = replace(boundaries(starts, "cpu"), **fields) if starts else None
+                trainer.model = partial(whole, packed_seq_params=pack)
+                numbers: tuple[float, float] = trainer.step()
+                trainer.model = whole
+                return numbers
 
-        numbers = [step(starts) for starts in PACKS[:BEFORE]]
-        if graphed:
-            trainer.capture(TapeBackend())
-        numbers += [step(starts) for starts in PACKS[BEFORE:]]
-        return numbers, trainer.session and trainer.session.counters
+            numbers = [step(starts) for starts in packs[:before]]
+            if graphed:
+                trainer.capture(TapeBackend())
+            numbers += [step(starts) for starts in packs[before:]]
+            return numbers, trainer.session and trainer.session.counters
 
 
-def test_the_mlp_replays(one_rank: None) -> None:
-    eager, _ = train(("mlp",), graphed=False)
-    graphed, counters = train(("mlp",), graphed=True)
+@pytest.mark.parametrize(
+    ("scopes", "model"),
+    [
+        (("mlp",), {}),
+        (("moe_router",), MOE),
+        (("moe_router", "moe_preprocess"), MOE),
+        (("moe",), {**MOE, "options": CAPACITY}),
+    ],
+)
+def test_graphs_behind_attention_replay(
+    one_rank: None, scopes: tuple[str, ...], model: dict[str, Any]
+) -> None:
+    eager, _ = train(scopes, graphed=False, model=model)
+    graphed, counters = train(scopes, graphed=True, model=model)
     assert graphed == eager and len(set(eager)) == len(PACKS)
     expect(counters, replayed=LAYERS * AFTER, mismatched=0, eager=0)
 
 
-def test_a_graph_of_attention_would_never_be_replayed(
+@pytest.mark.parametrize(
+    ("scopes", "model"),
+    [
+        (("attn",), {}),
+        (("attn", "mlp"), {}),
+        ((), {}),
+        (("attn",), {"bf16": True}),
+        (("attn", "moe_router"), MOE),
+        (("attn", "moe"), {**MOE, "options": CAPACITY}),
+        (("attn",), {"options": {"rotary_interleaved": True}}),
+        ((), {"options": RECOMPUTED, "dropout": 0.0}),
+    ],
+    ids=str,
+)
+def test_attention_replays(one_rank: None, scopes: tuple[str, ...], model: dict[str, Any]) -> None:
+    plain, _ = train(scopes, graphed=False, model=model)
+    eager, _ = train(scopes, graphed=False, model=model, most=MOST)
+    graphed, counters = train(scopes, graphed=True, model=model, most=MOST)
+    assert graphed == eager == plain and len(set(eager)) == len(PACKS)
+    expect(counters, replayed=LAYERS * AFTER, mismatched=0, eager=0)
+
+
+def test_a_capture_before_the_first_step_expects_packs(one_rank: None) -> None:
+    eager, _ = train(("attn",), graphed=False, most=MOST)
+    graphed, counters = train(("attn",), graphed=True, most=MOST, before=0)
+    assert graphed == eager
+    expect(counters, replayed=LAYERS * len(PACKS), mismatched=0)
+
+
+def test_layers_that_get_no_packs_are_captured_without(one_rank: None) -> None:
+    none = [()] * len(PACKS)
+    eager, _ = train(("attn",), graphed=False, packs=none)
+    graphed, counters = train(("attn",), graphed=True, packs=none, most=MOST)
+    assert graphed == eager
+    expect(counters, replayed=LAYERS * AFTER, mismatched=0)
+
+
+@pytest.mark.parametrize(
+    ("packs", "fields"),
+    [
+        ((*PACKS[:BEFORE], (0, 1, 2, 3, 4, 16), *PACKS[3:]), {}),
+        ((*PACKS[:BEFORE], (), *PACKS[3:]), {}),
+    ],
+    ids=["more sequences", "no pack"],
+)
+def test_another_form_runs_eagerly(
+    one_rank: None, packs: Sequence[tuple[int, ...]], fields: dict[str, Any]
+) -> None:
+    eager, _ = train(("attn",), graphed=False, packs=packs, most=MOST)
+    graphed, counters = train(("attn",), graphed=True, packs=packs, most=MOST)
+    assert graphed == eager
+    expect(counters, replayed=LAYERS * (AFTER - 1), mismatched=LAYERS, eager=LAYERS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"qkv_format": "sbhd"},
+        {"cu_seqlens_kv": torch.tensor([0, 16])},
+        {"cu_seqlens_q_padded": torch.tensor([0, 16])},
+        {"pad_between_seqs": True},
+        {"local_cp_size": 1},
+        {"total_tokens": 16},
+        {"tokens_per_sample": 8},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_packs_that_a_graph_cannot_hold_stay_as_they_are(fields: dict[str, Any]) -> None:
+    from megatron_cg.integrations.megatron.packs import _fixed
+
+    pack = replace(boundaries((0, 8, 16), "cpu"), **fields)
+    assert _fixed(pack, TOKENS, MOST) is pack
+    plain = boundaries((0, 8, 16), "cpu")
+    fixed = _fixed(replace(plain, cu_seqlens_q_padded=plain.cu_seqlens_q), TOKENS, MOST)
+    assert isinstance(fixed, FixedPack) and fixed.boundaries.tolist() == [0, 8, 16, 16, 16]
+    assert fixed.boundaries.dtype == torch.int32 and fixed.max_seqlen_q == TOKENS
+    assert _fixed(fixed, TOKENS, MOST).boundaries.tolist() == fixed.boundaries.tolist()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("latent", [False, True])
+def test_positions_begin_anew_in_each_sequence(
+    one_rank: None, interleaved: bool, latent: bool
+) -> None:
+    """As megatron-core rotates them with a table of fewer rows than the pack has tokens."""
+    import torch.distributed as dist
+    from megatron.core.models.common.embeddings import rope_utils
+
+    torch.manual_seed(1)
+    table = torch.randn(TOKENS, 1, 1, 8)
+    queries = torch.randn(TOKENS, 2, 8)
+    starts = torch.tensor([0, 3, 4, 11, TOKENS], dtype=torch.int32)
+    options = {
+        "rotary_interleaved": interleaved,
+        "mla_rotary_interleaved": latent,
+        "mscale": 1.3,
+        "cp_group": dist.group.WORLD,
+    }
+    theirs = rope_utils._apply_rotary_pos_emb_thd(queries, starts, table[:7], **options)
+    undo = fix_packs(MOST)
+    try:
+        assert most_sequences() == MOST
+        ours = rope_utils._apply_rotary_pos_emb_thd(queries, starts, table, **options)
+    finally:
+        undo()
+    assert torch.equal(ours, theirs) and most_sequences() is None
+
+
+def test_positions_of_a_context_parallel_rank_are_others(one_rank: None) -> None:
+    """Why ``pack-sequences-context-parallel`` is refused."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    class Group:
+        size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
+
+    torch.manual_seed(1)
+    table, queries = torch.randn(TOKENS, 1, 1, 8), torch.randn(TOKENS // 2, 2, 8)
+    starts = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
+
+    def rotated() -> torch.Tensor:
+        made: torch.Tensor = rope_utils._apply_rotary_pos_emb_thd(
+            queries, starts, table, cp_group=Group()
+        )
+        return made
+
+    theirs = rotated()
+    undo = fix_packs(MOST)
+    ours = rotated()
+    undo()
+    assert ours.shape == theirs.shape and not torch.equal(ours, theirs)
+
+
+def test_compiled_code_takes_no_boundaries() -> None:
+    """Why ``pack-sequences-compiled`` is refused."""
+    from megatron_cg.precompile.load import Precompiled
+    from megatron_cg.precompile.region import Region
+
+    module, hidden = torch.nn.Linear(32, 32), torch.zeros(TOKENS, 1, 32)
+    manifest: Any = SimpleNamespace(name="layer")
+    compiled = Precompiled(torch.nn.Linear.forward, Region(module, (hidden,)), manifest)
+    compiled(module, hidden)
+    with pytest.raises(ReplayMismatchError, match=r"layer was compiled for other.*cu_seqlens"):
+        compiled(module, hidden, cu_seqlens=torch.tensor(PACKS[0]))
+
+
+def test_samples_that_a_pack_joins_are_not_balanced_as_one(one_rank: None) -> None:
+    """A router behind attention: its graph has not been told where a sample ends."""
+    model = {
+        **MOE,
+        "options": {
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.5,
+        },
+    }
+    joined = partial(train, ("moe_router",), model=model)
+    eager, _ = joined(graphed=False, tokens_per_sample=TOKENS // 2)
+    graphed, counters = joined(graphed=True, tokens_per_sample=TOKENS // 2)
+    assert graphed == eager != joined(graphed=False)[0]
+    expect(counters, replayed=0, mismatched=LAYERS * AFTER, eager=LAYERS * AFTER)
+    one, counters = joined(graphed=True, tokens_per_sample=TOKENS)
+    assert one == joined(graphed=False)[0]
+    expect(counters, replayed=LAYERS * AFTER, mismatched=0)
+
+
+def test_without_a_bound_a_graph_of_attention_would_never_be_replayed(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Why ``packed-sequences`` is refused: the graphs would only cost memory."""
@@ -96,10 +302,49 @@ def test_megatrons_own_replay_takes_no_pack(one_rank: None) -> None:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
-    from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 
     (layer,) = transformer_layers(build(CpuModelConfig(layers=1)))
     with pytest.raises(AssertionError, match="packed_seq_params are excluded from input list"):
         TransformerLayer._te_cuda_graph_replay(
             layer, torch.zeros(TOKENS, 1, 32), packed_seq_params=PackedSeqParams()
         )
+
+
+def test_megatrons_helper_captures_with_packs(one_rank: None) -> None:
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.models import backends
+
+    from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
+    from megatron_cg.tools.cpu.fakes import replaced
+    from megatron_cg.tools.cpu.train import Trainer
+
+    shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, graph_modules=("attn", "mlp"))
+    kind = type("Helper", (FsdpCudaGraphHelper,), {"make_backend": OneMask})
+    calculator.init_num_microbatches_calculator(0, None, 1, 1, 1)
+    undo = fix_packs(MOST)
+    try:
+        with replaced(backends, "DotProductAttention", packed(backends.DotProductAttention)):
+            trainer: Any = Trainer(TrainingPlan(shape, micro_batch_size=1))
+        whole = trainer.model
+        helper = kind([whole], whole.config, TOKENS, 1, [trainer._optimizer])
+        helper.create_cudagraphs()
+        for starts in PACKS:
+            trainer.model = partial(whole, packed_seq_params=boundaries(starts, "cpu"))
+            trainer.step()
+        expect(helper.session.counters, replayed=LAYERS * len(PACKS), mismatched=0, eager=0)
+        helper.delete_cuda_graphs()
+        helper.undo.close()
+    finally:
+        undo()
+        close_all_sessions()
+        calculator.destroy_num_microbatches_calculator()
+
+
+def test_a_loop_of_ones_own_asks_for_packs_by_an_argument() -> None:
+    with pytest.raises(ArgumentError, match="pack_sequences=0"):
+        megatron_cg.enable(pack_sequences=0)
+    megatron_cg.enable(pack_sequences=MOST)
+    megatron_cg.enable(pack_sequences=MOST + 1)
+    asked = most_sequences()
+    megatron_cg.disable()
+    assert (asked, most_sequences()) == (MOST + 1, None)

@@ -67,6 +67,7 @@ REQUESTS = {
         "qwen3-moe-tiny", ["--moe-enable-routing-replay"], scopes=["moe_router"]
     ),
     "packs": read_request("llama-tiny", ["--sft"], scopes=["mlp"]),
+    "packs in graphs": read_request("llama-tiny", ["--sft", "--cg-pack-sequences", "8"]),
     "again": read_request("deepseek-v3-tiny", []),
 }
 
@@ -416,6 +417,7 @@ def test_fsdps_buffers_are_those_of_its_units(plans: dict[str, Plan]) -> None:
         ("repeated prediction", ("runs 2 times before its first backward pass",)),
         ("recorded", ("routers record or repeat",)),
         ("packs", ("packed sequences: attention",)),
+        ("packs in graphs", ("estimated as that of whole sequences",)),
     ],
 )
 def test_what_stays_eager_in_every_layer_is_noted(

@@ -1,0 +1,96 @@
+"""Packed sequences: what graphs can hold of them, and what ``--cg-pack-sequences`` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from megatron_cg.arguments.rule import Refusal, Rule
+from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
+from megatron_cg.errors import Violation
+
+_PACKS = (
+    "packed sequences (--sft, --rl-use-sequence-packing or --dataloader-inter-document-masking)"
+)
+_OR_NO_BOUND = "or drop --cg-pack-sequences"
+
+
+def packs_sequences(run: RunArguments) -> bool:
+    """Whether a flag of Megatron's packs several sequences into one."""
+    return run.sft or run.rl_use_sequence_packing or run.dataloader_inter_document_masking
+
+
+def captures_attention(run: RunArguments) -> bool:
+    """Whether a graph holds attention, which depends on the boundaries of a pack."""
+    return run.is_whole_layer or "attn" in run.cuda_graph_modules
+
+
+def _captures_mamba(run: RunArguments) -> bool:
+    whole = run.is_whole_layer and run.hybrid_layer_pattern is not None
+    return whole or "mamba" in run.cuda_graph_modules
+
+
+def _has_bound(_run: RunArguments, graph: GraphArguments) -> bool:
+    return graph.cg_pack_sequences is not None
+
+
+def _has_no_bound(run: RunArguments, graph: GraphArguments) -> bool:
+    return not _has_bound(run, graph)
+
+
+_bounded = partial(Refusal, where=_has_bound)
+
+
+def at_least_one(
+    run: RunArguments, graph: GraphArguments, environment: Environment
+) -> Iterator[Violation]:
+    """A pack has a sequence."""
+    most = graph.cg_pack_sequences
+    if most is not None and most < 1:
+        yield Violation(
+            "pack-sequences-least",
+            f"--cg-pack-sequences {most}",
+            "it is the most sequences that a pack has",
+            "type --cg-pack-sequences 64, or as many as your packs have",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    at_least_one,
+    Refusal(
+        "packed-sequences",
+        lambda run: packs_sequences(run) and captures_attention(run),
+        f"{_PACKS} with captured attention",
+        "a pack's boundaries reach the layer as PackedSeqParams, of which Megatron's graphs take "
+        "no tensor (cu_seqlens differs from step to step in length and values, max_seqlen is a "
+        "number)",
+        "add --cg-pack-sequences N, where N is the most sequences of a pack; or leave attn out of "
+        "--cuda-graph-modules",
+        where=_has_no_bound,
+    ),
+    Refusal(
+        "packed-mamba",
+        lambda run: packs_sequences(run) and _captures_mamba(run),
+        f"{_PACKS} with captured Mamba mixers",
+        "a mixer reads from PackedSeqParams which sequence each token belongs to, and Megatron's "
+        "graphs take no such object",
+        "leave mamba out of --cuda-graph-modules",
+    ),
+    _bounded(
+        "pack-sequences-context-parallel",
+        lambda run: run.context_parallel_size > 1 and captures_attention(run),
+        "--cg-pack-sequences with --context-parallel-size {run.context_parallel_size}",
+        "each rank then has two parts of every sequence, and the positions in them are not "
+        "computed on the device",
+        f"type --context-parallel-size 1, {_OR_NO_BOUND} and leave attn out of "
+        "--cuda-graph-modules",
+    ),
+    Refusal(
+        "pack-sequences-compiled",
+        lambda _run: True,
+        "--cg-pack-sequences with --cg-precompile-dir",
+        "the code of an artifact was compiled for whole sequences",
+        f"drop --cg-precompile-dir, {_OR_NO_BOUND}",
+        where=lambda run, graph: _has_bound(run, graph) and graph.cg_precompile_dir is not None,
+    ),
+)

@@ -1,0 +1,224 @@
+"""Attention of packed sequences in graphs, ``--cg-pack-sequences``.
+
+A pack's boundaries reach a layer as ``PackedSeqParams``: a tensor of one element more than the pack
+has sequences, and the length of the longest as a number. A graph takes tensors of one shape alone.
+
+Note [One form for all packs]
+    ``GPTModel.forward`` repeats the last boundary until there are as many boundaries as the pack
+    with the most sequences has. Repeated boundaries are sequences without tokens. The longest
+    sequence is said to be as long as the pack. Eager passes get this form too, so attention chooses
+    the same kernels there as in a graph, and the table of rotary angles has one shape.
+
+Note [A pack in a graph]
+    For a replay the pack is replaced by its boundaries (``replay/attach.py``), an input of the
+    graph. In the captured region the pack is made again from that input.
+
+Note [Positions in a pack]
+    Megatron's unfused rotary embedding splits a pack at boundaries that it reads on the host. Here
+    a token's position is found on the device, and its angles are the same. It counts from the
+    begin of its sequence, as in Transformer Engine's fused kernel. Megatron's function counts from
+    the begin of the pack if the table has as many rows as the pack has tokens (megatron-core
+    0.19.2), which this form would always make so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_cg.integrations.megatron.masks import Observations
+from megatron_cg.replay.attach import BOUNDARIES, PACK
+from megatron_cg.upstream.patch import Undo, all_of, put_over
+from megatron_cg.upstream.symbols import Symbol
+
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_FORWARD = Symbol(
+    "megatron-core",
+    "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+    "what passes a pack on to the layers",
+)
+_OF_PACKS = Symbol(
+    "megatron-core",
+    f"{_ROPE}:_apply_rotary_pos_emb_thd",
+    "the unfused rotary embedding of packs",
+    fingerprints=("fd266e7d8e432dd6",),
+)
+_OF_SEQUENCES = Symbol(
+    "megatron-core",
+    f"{_ROPE}:_apply_rotary_pos_emb_bshd",
+    "the unfused rotary embedding of whole sequences",
+    parameters=("t", "freqs", "rotary_interleaved", "mla_rotary_interleaved", "mscale"),
+)
+_SAMPLES = Symbol(
+    "megatron-core", f"{_LAYER}.get_layer_static_inputs", "the sample inputs of a capture"
+)
+_REGION = Symbol(
+    "megatron-core", f"{_LAYER}._te_cuda_graph_capture", "the part of a layer that its graph holds"
+)
+RELIES_ON = (_FORWARD, _OF_PACKS, _OF_SEQUENCES, _SAMPLES, _REGION)
+
+_asked_for: list[int] = []
+"""The most sequences of a pack, of each call of :func:`fix_packs` that is not undone."""
+
+
+@dataclass
+class FixedPack(PackedSeqParams):  # type: ignore[misc]
+    """A pack in the form that all packs have; see the first note."""
+
+    @property
+    def boundaries(self) -> torch.Tensor:
+        """Int32 ``[most sequences + 1]``: where sequences begin, and the end of the last."""
+        starts: torch.Tensor = self.cu_seqlens_q
+        return starts
+
+
+def fix_packs(most: int) -> Undo:
+    """Give packs of up to ``most`` sequences one form, in all models; returns the undo.
+
+    A pack of more sequences stays as it is, and so does one with padding between sequences or
+    spread over context-parallel ranks. Graphs do not hold their attention.
+
+    Raises UpstreamChangedError if Megatron's rotary embedding of packs has another body.
+    """
+    if not _asked_for:
+        _OF_PACKS.require_known_body()
+    old = _FORWARD.find()
+    parameters = signature(old)
+
+    @wraps(old)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs)
+        pack, tokens = (given.arguments.get(name) for name in (PACK, "input_ids"))
+        if pack is not None and tokens is not None:
+            given.arguments[PACK] = _fixed(pack, tokens.numel(), most)
+        return old(*given.args, **given.kwargs)
+
+    with ExitStack() as undo:
+        undo.callback(put_over(*_FORWARD.place(), forward))
+        undo.callback(put_over(*_OF_PACKS.place(), _rotate))
+        _asked_for.append(most)
+        undo.callback(_asked_for.remove, most)
+        return undo.pop_all().close
+
+
+def most_sequences() -> int | None:
+    """What :func:`fix_packs` was called with last; None if nothing is left to undo."""
+    return _asked_for[-1] if _asked_for else None
+
+
+def packs_as_inputs(layers: Sequence[nn.Module], inputs: Observations) -> Undo:
+    """Capture attention with the boundaries of packs as an input, where layers get packs.
+
+    Call it before sample inputs are made, and undo it after the graphs are deleted. Without
+    :func:`fix_packs` it changes nothing.
+
+    Args:
+        layers: the captured layers.
+        inputs: what the layers were called with in the steps before.
+
+    Returns:
+        The undo.
+    """
+    most = most_sequences()
+    if most is None:
+        return lambda: None
+    return all_of(
+        undo
+        for layer in layers
+        if isinstance(layer, TransformerLayer) and not inputs.is_never_given(layer, PACK)
+        for undo in _changes(layer, most)
+    )
+
+
+def _changes(layer: Any, most: int) -> Iterator[Undo]:
+    samples = partial(_samples, layer, layer.get_layer_static_inputs, most)
+    yield put_over(layer, "get_layer_static_inputs", samples)
+    yield put_over(
+        layer, "_te_cuda_graph_capture", partial(_region, layer, layer._te_cuda_graph_capture)
+    )
+
+
+def _samples(
+    layer: Any, make: Callable[..., dict[str, Any]], most: int, *sizes: Any, **named: Any
+) -> Any:
+    made = make(*sizes, **named)
+    modules = layer.config.cuda_graph_modules
+    if (not modules or CudaGraphModule.attn in modules) and not isinstance(
+        layer.self_attention, IdentityOp
+    ):
+        hidden = made["hidden_states"]
+        ends = torch.full((most + 1,), _tokens(layer, hidden), dtype=torch.int32)
+        ends[0] = 0
+        made[BOUNDARIES] = ends.to(hidden.device)
+    return made
+
+
+def _region(layer: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    boundaries = kwargs.pop(BOUNDARIES, None)
+    if boundaries is not None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        kwargs[PACK] = _of(boundaries, _tokens(layer, hidden))
+    return run(*args, **kwargs)
+
+
+def _tokens(layer: Any, hidden: torch.Tensor) -> int:
+    """Tokens of the pack that ``[tokens of this rank, 1, hidden size]`` belongs to."""
+    config = layer.config
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return int(hidden.shape[0] * hidden.shape[1] * ranks)
+
+
+def _of(boundaries: torch.Tensor, tokens: int) -> FixedPack:
+    return FixedPack(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=tokens,
+        max_seqlen_kv=tokens,
+    )
+
+
+def _fixed(pack: Any, tokens: int, most: int) -> Any:
+    starts = pack.cu_seqlens_q
+    padded = (pack.cu_seqlens_q_padded, pack.cu_seqlens_kv_padded)
+    others = (pack.local_cp_size, pack.cp_group, pack.total_tokens)
+    fits = (
+        pack.qkv_format == "thd"
+        and pack.cu_seqlens_kv is starts
+        and all(one is None or one is starts for one in padded)
+        and not pack.pad_between_seqs
+        and all(one is None for one in others)
+        # Several samples in one pack: a MoE layer takes them apart again, and a replay would not.
+        and (pack.tokens_per_sample or tokens) >= tokens
+        and len(starts) <= most + 1
+    )
+    if not fits:
+        return pack
+    return _of(torch.cat([starts, starts[-1:].expand(most + 1 - len(starts))]), tokens)
+
+
+def _rotate(
+    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Rotate queries or keys of a pack, ``[tokens, heads, width]``, by ``[positions, 1, 1, d]``."""
+    del options["cp_group"]  # of one rank
+    latent = options.pop("multi_latent_attention", None)  # the former name, deprecated
+    if latent is not None:
+        options["mla_rotary_interleaved"] = latent
+    places = torch.arange(t.shape[0], device=t.device)
+    sequence = torch.bucketize(places, cu_seqlens, right=True) - 1
+    angles = freqs[places - cu_seqlens[sequence]]
+    rotated: torch.Tensor = _OF_SEQUENCES.find()(t.unsqueeze(1), angles, **options)
+    return rotated.squeeze(1)
