@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,24 @@ def test_a_run_with_graphs_gets_our_helper_with_its_flags(monkeypatch: pytest.Mo
     ]
     megatron_cg.disable()
     assert training.TECudaGraphHelper is TECudaGraphHelper
+
+
+@pytest.mark.parametrize("words", [GRAPHS, ("--use-megatron-fsdp",)], ids=["graphs", "eager"])
+def test_packs_have_one_form_in_runs_with_graphs_and_without(
+    monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
+) -> None:
+    from megatron.training import arguments
+
+    from megatron_cg.integrations.megatron.packs import most_sequences
+
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
+    monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda _name: "2.20.2")
+    megatron_cg.enable()
+    arguments.validate_args(parse(*words, "--cg-pack-sequences", "8"), {})
+    asked = most_sequences()
+    megatron_cg.disable()
+    assert (asked, most_sequences()) == (8, None)
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
