@@ -25,9 +25,10 @@ def captures_attention(run: RunArguments) -> bool:
     return run.is_whole_layer or "attn" in run.cuda_graph_modules
 
 
-def _captures_mamba(run: RunArguments) -> bool:
-    whole = run.is_whole_layer and run.hybrid_layer_pattern is not None
-    return whole or "mamba" in run.cuda_graph_modules
+def _captures_mixers(run: RunArguments) -> bool:
+    """Whether a graph holds Mamba mixers, or attention of a model that may have them."""
+    hybrid = run.hybrid_layer_pattern is not None
+    return hybrid and (captures_attention(run) or "mamba" in run.cuda_graph_modules)
 
 
 def _has_bound(_run: RunArguments, graph: GraphArguments) -> bool:
@@ -69,12 +70,12 @@ RULES: tuple[Rule, ...] = (
         where=_has_no_bound,
     ),
     Refusal(
-        "packed-mamba",
-        lambda run: packs_sequences(run) and _captures_mamba(run),
-        f"{_PACKS} with captured Mamba mixers",
+        "packed-hybrid",
+        lambda run: packs_sequences(run) and _captures_mixers(run),
+        f"{_PACKS} with captured attention or Mamba mixers of a hybrid model",
         "a mixer reads from PackedSeqParams which sequence each token belongs to, and Megatron's "
         "graphs take no such object",
-        "leave mamba out of --cuda-graph-modules",
+        "leave attn and mamba out of --cuda-graph-modules",
     ),
     _bounded(
         "pack-sequences-context-parallel",

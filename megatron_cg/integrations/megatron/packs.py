@@ -19,6 +19,11 @@ Note [Positions in a pack]
     begin of its sequence, as in Transformer Engine's fused kernel. Megatron's function counts from
     the begin of the pack if the table has as many rows as the pack has tokens (megatron-core
     0.19.2), which this form would always make so.
+
+Note [Next tokens in a pack]
+    Multi-token prediction shifts tokens by one in each sequence. Megatron's function reads two
+    boundaries on the host for each of them, also for sequences without tokens. The one here reads
+    none.
 """
 
 from __future__ import annotations
@@ -61,13 +66,19 @@ _OF_SEQUENCES = Symbol(
     "the unfused rotary embedding of whole sequences",
     parameters=("t", "freqs", "rotary_interleaved", "mla_rotary_interleaved", "mscale"),
 )
+_SHIFT = Symbol(
+    "megatron-core",
+    "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq",
+    "what shifts the tokens of a pack",
+    fingerprints=("b126ba7dc2e75713",),
+)
 _SAMPLES = Symbol(
     "megatron-core", f"{_LAYER}.get_layer_static_inputs", "the sample inputs of a capture"
 )
 _REGION = Symbol(
     "megatron-core", f"{_LAYER}._te_cuda_graph_capture", "the part of a layer that its graph holds"
 )
-RELIES_ON = (_FORWARD, _OF_PACKS, _OF_SEQUENCES, _SAMPLES, _REGION)
+RELIES_ON = (_FORWARD, _OF_PACKS, _OF_SEQUENCES, _SHIFT, _SAMPLES, _REGION)
 
 _asked_for: list[int] = []
 """The most sequences of a pack, of each call of :func:`fix_packs` that is not undone."""
@@ -90,10 +101,11 @@ def fix_packs(most: int) -> Undo:
     A pack of more sequences stays as it is, and so does one with padding between sequences or
     spread over context-parallel ranks. Graphs do not hold their attention.
 
-    Raises UpstreamChangedError if Megatron's rotary embedding of packs has another body.
+    Raises UpstreamChangedError if a function of Megatron's that this replaces has another body.
     """
     if not _asked_for:
         _OF_PACKS.require_known_body()
+        _SHIFT.require_known_body()
     old = _FORWARD.find()
     parameters = signature(old)
 
@@ -101,13 +113,15 @@ def fix_packs(most: int) -> Undo:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(*args, **kwargs)
         pack, tokens = (given.arguments.get(name) for name in (PACK, "input_ids"))
-        if pack is not None and tokens is not None:
+        whole = given.arguments["self"].config.context_parallel_size == 1
+        if whole and pack is not None and tokens is not None:
             given.arguments[PACK] = _fixed(pack, tokens.numel(), most)
         return old(*given.args, **given.kwargs)
 
     with ExitStack() as undo:
         undo.callback(put_over(*_FORWARD.place(), forward))
-        undo.callback(put_over(*_OF_PACKS.place(), _rotate))
+        for symbol, ours in ((_OF_PACKS, _rotate), (_SHIFT, _shift)):
+            undo.callback(put_over(*symbol.place(), partial(ours, symbol.find())))
         _asked_for.append(most)
         undo.callback(_asked_for.remove, most)
         return undo.pop_all().close
@@ -210,10 +224,16 @@ def _fixed(pack: Any, tokens: int, most: int) -> Any:
 
 
 def _rotate(
-    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+    theirs: Callable[..., torch.Tensor],
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    **options: Any,
 ) -> torch.Tensor:
     """Rotate queries or keys of a pack, ``[tokens, heads, width]``, by ``[positions, 1, 1, d]``."""
-    del options["cp_group"]  # of one rank
+    if options["cp_group"].size() > 1:
+        return theirs(t, cu_seqlens, freqs, **options)
+    del options["cp_group"]
     latent = options.pop("multi_latent_attention", None)  # the former name, deprecated
     if latent is not None:
         options["mla_rotary_interleaved"] = latent
@@ -222,3 +242,21 @@ def _rotate(
     angles = freqs[places - cu_seqlens[sequence]]
     rotated: torch.Tensor = _OF_SEQUENCES.find()(t.unsqueeze(1), angles, **options)
     return rotated.squeeze(1)
+
+
+def _shift(
+    theirs: Callable[..., tuple[torch.Tensor, torch.Tensor]], tensor: torch.Tensor, *how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move ``[..., tokens]`` one token to the left in each sequence; a last token becomes 0.
+
+    Returns the moved tensor and its sum. What is behind the last sequence stays.
+    """
+    shifts, dims, pack, group = how
+    if group is not None and group.size() > 1:
+        return theirs(tensor, *how)
+    starts = pack.cu_seqlens_q
+    places = torch.arange(tensor.shape[-1] + 1, device=tensor.device)
+    sequence = torch.bucketize(places, starts, right=True)
+    moved = torch.roll(tensor, shifts, dims).masked_fill(sequence[1:] != sequence[:-1], 0)
+    moved = moved.where(places[:-1] < starts[-1], tensor)
+    return moved, moved.sum()

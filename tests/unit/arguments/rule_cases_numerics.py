@@ -285,15 +285,19 @@ NUMERICS = (
             ((), {"sft": True, "num_experts": None}),
         )
     ),
-    Case(
-        "packed-mamba",
-        {
-            **modules("mamba"),
-            **{"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None},
-        },
-        "with captured Mamba mixers",
-        "which sequence each token belongs to",
-        "leave mamba out of --cuda-graph-modules",
+    *(
+        Case(
+            "packed-hybrid",
+            {
+                **modules(scope),
+                **{"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None},
+            },
+            "of a hybrid model",
+            "which sequence each token belongs to",
+            "leave attn and mamba out of --cuda-graph-modules",
+            graph={"cg_pack_sequences": 8},
+        )
+        for scope in ("mamba", "attn")
     ),
     Case(
         "pack-sequences-least",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
@@ -230,28 +231,59 @@ def test_positions_begin_anew_in_each_sequence(
     assert torch.equal(ours, theirs) and most_sequences() is None
 
 
-def test_positions_of_a_context_parallel_rank_are_others(one_rank: None) -> None:
-    """Why ``pack-sequences-context-parallel`` is refused."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    class Group:
-        size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
+@pytest.mark.parametrize(
+    "starts", [(0, 5, 16), (0, 16), (0, 3, 4, 11, 16, 16, 16), (0, 4, 4, 12), (0, 1, 2, 15, 16)]
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_tokens_are_shifted_as_megatron_shifts_them(
+    starts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    from megatron.core.transformer import multi_token_prediction as prediction
 
     torch.manual_seed(1)
+    pack, tokens = boundaries(starts, "cpu"), torch.randn(2, TOKENS).mul(9).to(dtype)
+
+    def shifted() -> tuple[torch.Tensor, torch.Tensor]:
+        moved, total = prediction.roll_tensor(tokens, packed_seq_params=pack)
+        return moved, total
+
+    theirs = shifted()
+    undo = fix_packs(MOST)
+    ours = shifted()
+    undo()
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+class ReadsOfTheHost(TorchDispatchMode):
+    """Counts values that the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_positions_of_a_context_parallel_rank_are_read_on_the_host(one_rank: None) -> None:
+    """Why ``pack-sequences-context-parallel`` is refused; such ranks have Megatron's functions."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    group, one = (
+        SimpleNamespace(size=lambda ranks=ranks: ranks, rank=lambda: 0) for ranks in (2, 1)
+    )
     table, queries = torch.randn(TOKENS, 1, 1, 8), torch.randn(TOKENS // 2, 2, 8)
     starts = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
 
-    def rotated() -> torch.Tensor:
-        made: torch.Tensor = rope_utils._apply_rotary_pos_emb_thd(
-            queries, starts, table, cp_group=Group()
-        )
-        return made
+    def rotated(group: Any) -> tuple[torch.Tensor, int]:
+        with ReadsOfTheHost() as reads:  # type: ignore[no-untyped-call]
+            made = rope_utils._apply_rotary_pos_emb_thd(queries, starts, table, cp_group=group)
+        return made, reads.count
 
-    theirs = rotated()
+    theirs, count = rotated(group)
     undo = fix_packs(MOST)
-    ours = rotated()
+    (ours, same), (_, none) = rotated(group), rotated(one)
     undo()
-    assert ours.shape == theirs.shape and not torch.equal(ours, theirs)
+    assert torch.equal(ours, theirs) and same == count > 0 and none == 0
 
 
 def test_compiled_code_takes_no_boundaries() -> None:
