@@ -13,6 +13,7 @@ _PACKS = (
     "packed sequences (--sft, --rl-use-sequence-packing or --dataloader-inter-document-masking)"
 )
 _OR_NO_BOUND = "or drop --cg-pack-sequences"
+_BEHIND = "type --cuda-graph-modules mlp, or other scopes behind attention"
 
 
 def packs_sequences(run: RunArguments) -> bool:
@@ -69,12 +70,28 @@ RULES: tuple[Rule, ...] = (
         where=_has_no_bound,
     ),
     Refusal(
+        "packed-microbatches",
+        lambda run: packs_sequences(run) and (run.micro_batch_size or 1) > 1,
+        f"{_PACKS} with --micro-batch-size {{run.micro_batch_size}}",
+        "Megatron joins the samples of a microbatch into one, and its graphs have the shape of "
+        "separate samples: none would be replayed",
+        "type --micro-batch-size 1, and a longer --seq-length for as many tokens",
+    ),
+    Refusal(
         "packed-mamba",
         lambda run: packs_sequences(run) and _captures_mamba(run),
         f"{_PACKS} with captured Mamba mixers",
         "a mixer reads from PackedSeqParams which sequence each token belongs to, and Megatron's "
         "graphs take no such object",
-        "leave mamba out of --cuda-graph-modules",
+        _BEHIND,
+    ),
+    _bounded(
+        "pack-sequences-hybrid",
+        lambda run: run.hybrid_layer_pattern is not None and captures_attention(run),
+        "--cg-pack-sequences with captured attention of a hybrid model",
+        "the flag acts in GPTModel. HybridModel passes packs on as they are, with an index of "
+        "tokens for its Mamba mixers",
+        _BEHIND,
     ),
     _bounded(
         "pack-sequences-context-parallel",

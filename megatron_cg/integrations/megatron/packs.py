@@ -18,7 +18,8 @@ Note [Positions in a pack]
     a token's position is found on the device, and its angles are the same. It counts from the
     begin of its sequence, as in Transformer Engine's fused kernel. Megatron's function counts from
     the begin of the pack if the table has as many rows as the pack has tokens (megatron-core
-    0.19.2), which this form would always make so.
+    0.19.2), which this form would always make so. The table of mRoPE has a row for each token of
+    the pack, so its models are refused.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.megatron.masks import Observations
 from megatron_cg.replay.attach import BOUNDARIES, PACK
 from megatron_cg.upstream.patch import Undo, all_of, put_over
@@ -69,6 +71,13 @@ _REGION = Symbol(
 )
 RELIES_ON = (_FORWARD, _OF_PACKS, _OF_SEQUENCES, _SAMPLES, _REGION)
 
+_MROPE = Violation(
+    "pack-sequences-mrope",
+    "--cg-pack-sequences in a model with mRoPE",
+    "its table of angles has a row for each token of the pack, and with this flag positions begin "
+    "anew in each sequence",
+    "drop --cg-pack-sequences and leave attn out of --cuda-graph-modules",
+)
 _asked_for: list[int] = []
 """The most sequences of a pack, of each call of :func:`fix_packs` that is not undone."""
 
@@ -90,7 +99,8 @@ def fix_packs(most: int) -> Undo:
     A pack of more sequences stays as it is, and so does one with padding between sequences or
     spread over context-parallel ranks. Graphs do not hold their attention.
 
-    Raises UpstreamChangedError if Megatron's rotary embedding of packs has another body.
+    Raises UpstreamChangedError if Megatron's rotary embedding of packs has another body. A model
+    with mRoPE raises ConfigurationError when it is called with a pack.
     """
     if not _asked_for:
         _OF_PACKS.require_known_body()
@@ -101,13 +111,16 @@ def fix_packs(most: int) -> Undo:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(*args, **kwargs)
         pack, tokens = (given.arguments.get(name) for name in (PACK, "input_ids"))
-        if pack is not None and tokens is not None:
+        model = args[0]
+        if pack is not None and tokens is not None and model.config.context_parallel_size == 1:
+            if model.position_embedding_type == "mrope":
+                raise ConfigurationError([_MROPE])
             given.arguments[PACK] = _fixed(pack, tokens.numel(), most)
         return old(*given.args, **given.kwargs)
 
     with ExitStack() as undo:
         undo.callback(put_over(*_FORWARD.place(), forward))
-        undo.callback(put_over(*_OF_PACKS.place(), _rotate))
+        undo.callback(put_over(*_OF_PACKS.place(), partial(_rotate, _OF_PACKS.find())))
         _asked_for.append(most)
         undo.callback(_asked_for.remove, most)
         return undo.pop_all().close
@@ -191,6 +204,8 @@ def _of(boundaries: torch.Tensor, tokens: int) -> FixedPack:
 
 
 def _fixed(pack: Any, tokens: int, most: int) -> Any:
+    if isinstance(pack, FixedPack):  # by a later call of fix_packs, which captures expect
+        return pack
     starts = pack.cu_seqlens_q
     padded = (pack.cu_seqlens_q_padded, pack.cu_seqlens_kv_padded)
     others = (pack.local_cp_size, pack.cp_group, pack.total_tokens)
@@ -210,10 +225,19 @@ def _fixed(pack: Any, tokens: int, most: int) -> Any:
 
 
 def _rotate(
-    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+    old: Callable[..., torch.Tensor],
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    **options: Any,
 ) -> torch.Tensor:
-    """Rotate queries or keys of a pack, ``[tokens, heads, width]``, by ``[positions, 1, 1, d]``."""
-    del options["cp_group"]  # of one rank
+    """Rotate queries or keys of a pack, ``[tokens, heads, width]``, by ``[positions, 1, 1, d]``.
+
+    A context-parallel rank has two parts of each sequence; Megatron's function knows which.
+    """
+    if options["cp_group"].size() > 1:
+        return old(t, cu_seqlens, freqs, **options)
+    del options["cp_group"]
     latent = options.pop("multi_latent_attention", None)  # the former name, deprecated
     if latent is not None:
         options["mla_rotary_interleaved"] = latent

@@ -293,7 +293,22 @@ NUMERICS = (
         },
         "with captured Mamba mixers",
         "which sequence each token belongs to",
-        "leave mamba out of --cuda-graph-modules",
+        "type --cuda-graph-modules mlp",
+    ),
+    Case(
+        "packed-microbatches",
+        {**modules("moe_router"), "sft": True, "micro_batch_size": 2},
+        "with --micro-batch-size 2",
+        "joins the samples of a microbatch",
+        "type --micro-batch-size 1",
+    ),
+    Case(
+        "pack-sequences-hybrid",
+        {**modules("attn"), "hybrid_layer_pattern": "M*-", "num_experts": None},
+        "captured attention of a hybrid model",
+        "HybridModel passes packs on as they are",
+        "type --cuda-graph-modules mlp",
+        graph={"cg_pack_sequences": 8},
     ),
     Case(
         "pack-sequences-least",
