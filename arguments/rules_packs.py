@@ -62,8 +62,8 @@ RULES: tuple[Rule, ...] = (
         "packed-sequences",
         lambda run: packs_sequences(run) and captures_attention(run),
         f"{_PACKS} with captured attention",
-        "a pack's boundaries reach the layer as PackedSeqParams, of which Megatron's graphs take "
-        "no tensor (cu_seqlens differs from step to step in length and values, max_seqlen is a "
+        "a pack's boundaries reach the layer in a PackedSeqParams, and Megatron's graphs take only "
+        "tensors (cu_seqlens differs from step to step in length and values, max_seqlen is a "
         "number)",
         "add --cg-pack-sequences N, where N is the most sequences of a pack; or leave attn out of "
         "--cuda-graph-modules",

@@ -1,12 +1,13 @@
 """Attention of packed sequences in graphs, ``--cg-pack-sequences``.
 
-A pack's boundaries reach a layer as ``PackedSeqParams``: a tensor of one element more than the pack
-has sequences, and the length of the longest as a number. A graph takes tensors of one shape alone.
+The boundaries of a pack reach a layer in a ``PackedSeqParams``: a tensor with one element more than
+the pack has sequences, and the length of the longest sequence as a number. A graph takes only
+tensors, each of one shape.
 
 Note [One form for all packs]
     ``GPTModel.forward`` repeats the last boundary until there are as many boundaries as the pack
     with the most sequences has. Repeated boundaries are sequences without tokens. The longest
-    sequence is said to be as long as the pack. Eager passes get this form too, so attention chooses
+    sequence is said to be as long as the pack. Eager passes get this form too. So attention chooses
     the same kernels there as in a graph, and the table of rotary angles has one shape.
 
 Note [A pack in a graph]
@@ -15,11 +16,11 @@ Note [A pack in a graph]
 
 Note [Positions in a pack]
     Megatron's unfused rotary embedding splits a pack at boundaries that it reads on the host. Here
-    a token's position is found on the device, and its angles are the same. It counts from the
-    begin of its sequence, as in Transformer Engine's fused kernel. Megatron's function counts from
-    the begin of the pack if the table has as many rows as the pack has tokens (megatron-core
-    0.19.2), which this form would always make so. The table of mRoPE has a row for each token of
-    the pack, so its models are refused.
+    a token's position is found on the device, and its angles are the same. Positions count from the
+    start of the sequence, as in Transformer Engine's fused kernel. Megatron's function counts from
+    the start of the pack if the table has as many rows as the pack has tokens (megatron-core
+    0.19.2). In this form that is always so. The table of mRoPE has a row for each token of the
+    pack, so models with mRoPE are refused.
 """
 
 from __future__ import annotations

@@ -215,16 +215,14 @@ def test_joined_samples_of_a_microbatch_are_never_replayed(one_rank: None) -> No
 
 
 @pytest.mark.parametrize(
-    ("packs", "fields"),
+    "packs",
     [
-        ((*PACKS[:BEFORE], (0, 1, 2, 3, 4, 16), *PACKS[3:]), {}),
-        ((*PACKS[:BEFORE], (), *PACKS[3:]), {}),
+        (*PACKS[:BEFORE], (0, 1, 2, 3, 4, 16), *PACKS[3:]),
+        (*PACKS[:BEFORE], (), *PACKS[3:]),
     ],
     ids=["more sequences", "no pack"],
 )
-def test_another_form_runs_eagerly(
-    one_rank: None, packs: Sequence[tuple[int, ...]], fields: dict[str, Any]
-) -> None:
+def test_another_form_runs_eagerly(one_rank: None, packs: Sequence[tuple[int, ...]]) -> None:
     eager, _ = train(("attn",), graphed=False, packs=packs, most=MOST)
     graphed, counters = train(("attn",), graphed=True, packs=packs, most=MOST)
     assert graphed == eager
