@@ -55,6 +55,7 @@ ELSEWHERE: Mapping[str, str] = {
     "sft": "of megatron.training's data loader; other loops pack sequences themselves",
     "rl_use_sequence_packing": "of megatron.training's reinforcement learning",
     "dataloader_inter_document_masking": "of megatron.training's data loader",
+    "micro_batch_size": "of megatron.training's data loader",
 }
 """The other fields, with the reason why neither config has them."""
 

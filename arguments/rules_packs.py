@@ -13,6 +13,7 @@ _PACKS = (
     "packed sequences (--sft, --rl-use-sequence-packing or --dataloader-inter-document-masking)"
 )
 _OR_NO_BOUND = "or drop --cg-pack-sequences"
+_BEHIND = "type --cuda-graph-modules mlp, or other scopes behind attention"
 
 
 def packs_sequences(run: RunArguments) -> bool:
@@ -25,10 +26,9 @@ def captures_attention(run: RunArguments) -> bool:
     return run.is_whole_layer or "attn" in run.cuda_graph_modules
 
 
-def _captures_mixers(run: RunArguments) -> bool:
-    """Whether a graph holds Mamba mixers, or attention of a model that may have them."""
-    hybrid = run.hybrid_layer_pattern is not None
-    return hybrid and (captures_attention(run) or "mamba" in run.cuda_graph_modules)
+def _captures_mamba(run: RunArguments) -> bool:
+    whole = run.is_whole_layer and run.hybrid_layer_pattern is not None
+    return whole or "mamba" in run.cuda_graph_modules
 
 
 def _has_bound(_run: RunArguments, graph: GraphArguments) -> bool:
@@ -62,20 +62,36 @@ RULES: tuple[Rule, ...] = (
         "packed-sequences",
         lambda run: packs_sequences(run) and captures_attention(run),
         f"{_PACKS} with captured attention",
-        "a pack's boundaries reach the layer as PackedSeqParams, of which Megatron's graphs take "
-        "no tensor (cu_seqlens differs from step to step in length and values, max_seqlen is a "
+        "a pack's boundaries reach the layer in a PackedSeqParams, and Megatron's graphs take only "
+        "tensors (cu_seqlens differs from step to step in length and values, max_seqlen is a "
         "number)",
         "add --cg-pack-sequences N, where N is the most sequences of a pack; or leave attn out of "
         "--cuda-graph-modules",
         where=_has_no_bound,
     ),
     Refusal(
-        "packed-hybrid",
-        lambda run: packs_sequences(run) and _captures_mixers(run),
-        f"{_PACKS} with captured attention or Mamba mixers of a hybrid model",
+        "packed-microbatches",
+        lambda run: packs_sequences(run) and (run.micro_batch_size or 1) > 1,
+        f"{_PACKS} with --micro-batch-size {{run.micro_batch_size}}",
+        "Megatron joins the samples of a microbatch into one, and its graphs have the shape of "
+        "separate samples: none would be replayed",
+        "type --micro-batch-size 1, and a longer --seq-length for as many tokens",
+    ),
+    Refusal(
+        "packed-mamba",
+        lambda run: packs_sequences(run) and _captures_mamba(run),
+        f"{_PACKS} with captured Mamba mixers",
         "a mixer reads from PackedSeqParams which sequence each token belongs to, and Megatron's "
         "graphs take no such object",
-        "leave attn and mamba out of --cuda-graph-modules",
+        _BEHIND,
+    ),
+    _bounded(
+        "pack-sequences-hybrid",
+        lambda run: run.hybrid_layer_pattern is not None and captures_attention(run),
+        "--cg-pack-sequences with captured attention of a hybrid model",
+        "the flag acts in GPTModel. HybridModel passes packs on as they are, with an index of "
+        "tokens for its Mamba mixers",
+        _BEHIND,
     ),
     _bounded(
         "pack-sequences-context-parallel",

@@ -128,7 +128,8 @@ class GraphArguments:
         None,
         "Graphs of attention take packs of up to N sequences. All packs then have N + 1 "
         "boundaries, in eager passes too, so give the flag to the eager run with which a run with "
-        "graphs is compared. Attention of a pack with more sequences runs eagerly.",
+        "graphs is compared. Attention of a pack with more sequences runs eagerly; if graphs hold "
+        "collectives, such a pack on one rank alone ends the run.",
         type=int,
         metavar="N",
     )
@@ -282,6 +283,7 @@ class RunArguments:
     dataloader_inter_document_masking: bool = _setting(
         False, "attention does not look across documents, as in a pack"
     )
+    micro_batch_size: int | None = _setting(None, "samples of a microbatch")
     context_parallel_size: int = _setting(1, "ranks that share each sequence")
     te_rng_tracker: bool = _setting(False, "the flag as given; Megatron sets it with graphs")
 

@@ -164,7 +164,8 @@ def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | Non
                 "not given",
                 described(value),
                 "A graph takes only tensors. Inference contexts run eagerly, and so do packed "
-                "sequences without --cg-pack-sequences, or of another form.",
+                "sequences without --cg-pack-sequences N, or a pack of more than N sequences or "
+                "with padding between them.",
             )
     return None
 

@@ -13,6 +13,7 @@ _OFFLOADED = "unit/arguments/test_offloading_reproduced.py"
 _FUSED = "unit/fsdp/test_accumulation_fusion.py"
 _SHARED = "unit/moe/test_shared_expert.py"
 _PACKED = "unit/runs/test_packed_sequences.py"
+_FORMS = "unit/integrations/megatron/test_packs.py"
 _IN_PACKS = "functional/test_packed.py::test_losses_norms_and_shards_are_those_of_eager"
 _ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
 _DELAYED = "unit/moe/test_delayed_gradients.py"
@@ -204,17 +205,29 @@ NOT_YET = (
         ),
     ),
     Row(
-        "`--cg-pack-sequences` with context parallelism or `--cg-precompile-dir`; packed sequences "
-        "with captured attention or Mamba mixers of a hybrid model",
+        "`--cg-pack-sequences` with context parallelism, mRoPE or `--cg-precompile-dir`, or with "
+        "captured attention of a hybrid model; packed sequences with captured Mamba mixers or "
+        "several samples in a microbatch",
         Status.HERE,
         "a context-parallel rank has two parts of each sequence, whose positions are computed on "
-        "the host; an artifact has no input for boundaries; a mixer reads an index of sequences "
-        "from the object that graphs do not take",
-        rules=("pack-sequences-context-parallel", "pack-sequences-compiled", "packed-hybrid"),
+        "the host; mRoPE's table has a row for each token of a pack; an artifact has no input for "
+        "boundaries; HybridModel's mixers read an index of sequences from the object that graphs "
+        "do not take; Megatron joins samples that its graphs have separate",
+        rules=(
+            "pack-sequences-context-parallel",
+            "pack-sequences-mrope",
+            "pack-sequences-compiled",
+            "pack-sequences-hybrid",
+            "packed-mamba",
+            "packed-microbatches",
+        ),
         tests=(
-            f"{_PACKED}::test_positions_of_a_context_parallel_rank_are_read_on_the_host",
+            f"{_FORMS}::test_packs_of_context_parallel_ranks_stay_as_they_are",
+            f"{_FORMS}::test_mrope_is_refused",
+            f"{_FORMS}::test_hybrid_models_pass_packs_on_as_they_are",
             f"{_PACKED}::test_compiled_code_takes_no_boundaries",
-            f"{_PACKED}::test_packs_that_a_graph_cannot_hold_stay_as_they_are[total_tokens]",
+            f"{_PACKED}::test_without_a_bound_a_graph_of_attention_would_never_be_replayed",
+            f"{_PACKED}::test_joined_samples_of_a_microbatch_are_never_replayed",
         ),
     ),
     Row(

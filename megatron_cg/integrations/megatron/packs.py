@@ -1,12 +1,13 @@
 """Attention of packed sequences in graphs, ``--cg-pack-sequences``.
 
-A pack's boundaries reach a layer as ``PackedSeqParams``: a tensor of one element more than the pack
-has sequences, and the length of the longest as a number. A graph takes tensors of one shape alone.
+The boundaries of a pack reach a layer in a ``PackedSeqParams``: a tensor with one element more than
+the pack has sequences, and the length of the longest sequence as a number. A graph takes only
+tensors, each of one shape.
 
 Note [One form for all packs]
     ``GPTModel.forward`` repeats the last boundary until there are as many boundaries as the pack
     with the most sequences has. Repeated boundaries are sequences without tokens. The longest
-    sequence is said to be as long as the pack. Eager passes get this form too, so attention chooses
+    sequence is said to be as long as the pack. Eager passes get this form too. So attention chooses
     the same kernels there as in a graph, and the table of rotary angles has one shape.
 
 Note [A pack in a graph]
@@ -15,10 +16,11 @@ Note [A pack in a graph]
 
 Note [Positions in a pack]
     Megatron's unfused rotary embedding splits a pack at boundaries that it reads on the host. Here
-    a token's position is found on the device, and its angles are the same. It counts from the
-    begin of its sequence, as in Transformer Engine's fused kernel. Megatron's function counts from
-    the begin of the pack if the table has as many rows as the pack has tokens (megatron-core
-    0.19.2), which this form would always make so.
+    a token's position is found on the device, and its angles are the same. Positions count from the
+    start of the sequence, as in Transformer Engine's fused kernel. Megatron's function counts from
+    the start of the pack if the table has as many rows as the pack has tokens (megatron-core
+    0.19.2). In this form that is always so. The table of mRoPE has a row for each token of the
+    pack, so models with mRoPE are refused.
 
 Note [Next tokens in a pack]
     Multi-token prediction shifts tokens by one in each sequence. Megatron's function reads two
@@ -42,6 +44,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.integrations.megatron.masks import Observations
 from megatron_cg.replay.attach import BOUNDARIES, PACK
 from megatron_cg.upstream.patch import Undo, all_of, put_over
@@ -80,6 +83,13 @@ _REGION = Symbol(
 )
 RELIES_ON = (_FORWARD, _OF_PACKS, _OF_SEQUENCES, _SHIFT, _SAMPLES, _REGION)
 
+_MROPE = Violation(
+    "pack-sequences-mrope",
+    "--cg-pack-sequences in a model with mRoPE",
+    "its table of angles has a row for each token of the pack, and with this flag positions begin "
+    "anew in each sequence",
+    "drop --cg-pack-sequences and leave attn out of --cuda-graph-modules",
+)
 _asked_for: list[int] = []
 """The most sequences of a pack, of each call of :func:`fix_packs` that is not undone."""
 
@@ -101,11 +111,13 @@ def fix_packs(most: int) -> Undo:
     A pack of more sequences stays as it is, and so does one with padding between sequences or
     spread over context-parallel ranks. Graphs do not hold their attention.
 
-    Raises UpstreamChangedError if a function of Megatron's that this replaces has another body.
+    Raises UpstreamChangedError if a function that this replaces has another body. A model
+    with mRoPE raises ConfigurationError when it is called with a pack.
     """
+    replaced = ((_OF_PACKS, _rotate), (_SHIFT, _shift))
     if not _asked_for:
-        _OF_PACKS.require_known_body()
-        _SHIFT.require_known_body()
+        for symbol, _ in replaced:
+            symbol.require_known_body()
     old = _FORWARD.find()
     parameters = signature(old)
 
@@ -113,14 +125,16 @@ def fix_packs(most: int) -> Undo:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(*args, **kwargs)
         pack, tokens = (given.arguments.get(name) for name in (PACK, "input_ids"))
-        whole = given.arguments["self"].config.context_parallel_size == 1
-        if whole and pack is not None and tokens is not None:
+        model = args[0]
+        if pack is not None and tokens is not None and model.config.context_parallel_size == 1:
+            if model.position_embedding_type == "mrope":
+                raise ConfigurationError([_MROPE])
             given.arguments[PACK] = _fixed(pack, tokens.numel(), most)
         return old(*given.args, **given.kwargs)
 
     with ExitStack() as undo:
         undo.callback(put_over(*_FORWARD.place(), forward))
-        for symbol, ours in ((_OF_PACKS, _rotate), (_SHIFT, _shift)):
+        for symbol, ours in replaced:
             undo.callback(put_over(*symbol.place(), partial(ours, symbol.find())))
         _asked_for.append(most)
         undo.callback(_asked_for.remove, most)
@@ -205,6 +219,8 @@ def _of(boundaries: torch.Tensor, tokens: int) -> FixedPack:
 
 
 def _fixed(pack: Any, tokens: int, most: int) -> Any:
+    if isinstance(pack, FixedPack):  # by a later call of fix_packs, which captures expect
+        return pack
     starts = pack.cu_seqlens_q
     padded = (pack.cu_seqlens_q_padded, pack.cu_seqlens_kv_padded)
     others = (pack.local_cp_size, pack.cp_group, pack.total_tokens)
@@ -224,15 +240,18 @@ def _fixed(pack: Any, tokens: int, most: int) -> Any:
 
 
 def _rotate(
-    theirs: Callable[..., torch.Tensor],
+    old: Callable[..., torch.Tensor],
     t: torch.Tensor,
     cu_seqlens: torch.Tensor,
     freqs: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """Rotate queries or keys of a pack, ``[tokens, heads, width]``, by ``[positions, 1, 1, d]``."""
+    """Rotate queries or keys of a pack, ``[tokens, heads, width]``, by ``[positions, 1, 1, d]``.
+
+    A context-parallel rank has two parts of each sequence; Megatron's function knows which.
+    """
     if options["cp_group"].size() > 1:
-        return theirs(t, cu_seqlens, freqs, **options)
+        return old(t, cu_seqlens, freqs, **options)
     del options["cp_group"]
     latent = options.pop("multi_latent_attention", None)  # the former name, deprecated
     if latent is not None:
@@ -245,7 +264,7 @@ def _rotate(
 
 
 def _shift(
-    theirs: Callable[..., tuple[torch.Tensor, torch.Tensor]], tensor: torch.Tensor, *how: Any
+    old: Callable[..., tuple[torch.Tensor, torch.Tensor]], tensor: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move ``[..., tokens]`` one token to the left in each sequence; a last token becomes 0.
 
@@ -253,7 +272,7 @@ def _shift(
     """
     shifts, dims, pack, group = how
     if group is not None and group.size() > 1:
-        return theirs(tensor, *how)
+        return old(tensor, *how)
     starts = pack.cu_seqlens_q
     places = torch.arange(tensor.shape[-1] + 1, device=tensor.device)
     sequence = torch.bucketize(places, starts, right=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count, cycle, pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ import torch
 from tests.functional.tampering.places import wrap
 
 STARTS = ((0.0, 0.3), (0.0,), (0.0, 0.1, 0.15, 0.7), (0.0, 0.5))
-"""Where the sequences of a pack begin, as parts of its length; each forward pass takes the next."""
+"""Where the sequences of a pack begin, as parts of its length; each forward pass takes the next.
+
+Data-parallel ranks begin with different ones.
+"""
 
 
 def boundaries(starts: Sequence[int], device: torch.device | str) -> Any:
@@ -35,14 +38,16 @@ def pack() -> None:
     The micro-batch size has to be 1.
     """
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.parallel_state import get_data_parallel_rank
 
-    packs, numbers = cycle(STARTS), count()
+    numbers = count()
 
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            length = tokens.shape[1]
-            starts = [int(part * length) for part in next(packs)] + [length]
-            if not next(numbers):
+            length, number = tokens.shape[1], next(numbers)
+            parts = STARTS[(number + get_data_parallel_rank()) % len(STARTS)]
+            starts = [int(part * length) for part in parts] + [length]
+            if not number:
                 print(f"packed: {starts}")
             given = boundaries(starts, tokens.device)
             return old(self, tokens, *args, **kwargs, packed_seq_params=given)

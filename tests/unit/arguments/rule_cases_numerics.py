@@ -285,19 +285,30 @@ NUMERICS = (
             ((), {"sft": True, "num_experts": None}),
         )
     ),
-    *(
-        Case(
-            "packed-hybrid",
-            {
-                **modules(scope),
-                **{"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None},
-            },
-            "of a hybrid model",
-            "which sequence each token belongs to",
-            "leave attn and mamba out of --cuda-graph-modules",
-            graph={"cg_pack_sequences": 8},
-        )
-        for scope in ("mamba", "attn")
+    Case(
+        "packed-mamba",
+        {
+            **modules("mamba"),
+            **{"sft": True, "hybrid_layer_pattern": "M*", "num_experts": None},
+        },
+        "with captured Mamba mixers",
+        "which sequence each token belongs to",
+        "type --cuda-graph-modules mlp",
+    ),
+    Case(
+        "packed-microbatches",
+        {**modules("moe_router"), "sft": True, "micro_batch_size": 2},
+        "with --micro-batch-size 2",
+        "joins the samples of a microbatch",
+        "type --micro-batch-size 1",
+    ),
+    Case(
+        "pack-sequences-hybrid",
+        {**modules("attn"), "hybrid_layer_pattern": "M*-", "num_experts": None},
+        "captured attention of a hybrid model",
+        "HybridModel passes packs on as they are",
+        "type --cuda-graph-modules mlp",
+        graph={"cg_pack_sequences": 8},
     ),
     Case(
         "pack-sequences-least",

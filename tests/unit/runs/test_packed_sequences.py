@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_cg
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ArgumentError, ReplayMismatchError
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
-from megatron_cg.integrations.megatron.packs import FixedPack, fix_packs, most_sequences
+from megatron_cg.integrations.megatron.packs import fix_packs, most_sequences
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.tampering.packs import boundaries
 from tests.unit.counted import expect
@@ -160,130 +159,74 @@ def test_layers_that_get_no_packs_are_captured_without(one_rank: None) -> None:
     expect(counters, replayed=LAYERS * AFTER, mismatched=0)
 
 
+def test_a_later_bound_holds(one_rank: None) -> None:
+    """Captures expect packs in the form that was asked for last, though it has fewer boundaries."""
+    undo = fix_packs(MOST + 1)
+    _, counters = train(("attn",), graphed=True, most=MOST)
+    undo()
+    expect(counters, replayed=LAYERS * AFTER, mismatched=0)
+
+
+def test_sequences_without_tokens_and_tokens_behind_the_last_sequence(one_rank: None) -> None:
+    packs = ((0, 5, 5, TOKENS), (0, TOKENS), (0, 3, 3, 11), (0, 8, 8, 8, TOKENS), (0, 0, 12))
+    eager, _ = train(("attn",), graphed=False, packs=packs, most=MOST)
+    graphed, counters = train(("attn",), graphed=True, packs=packs, most=MOST)
+    assert graphed == eager
+    expect(counters, replayed=LAYERS * AFTER, mismatched=0)
+
+
+def test_multi_token_prediction_replays(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also reads boundaries where it shifts tokens and labels."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from megatron_cg.tools.cpu import cpu_model
+
+    whole: Any = cpu_model.GPTModel  # type: ignore[attr-defined]
+
+    def predicting(config: Any, transformer_layer_spec: Any, **named: Any) -> Any:
+        spec = get_gpt_mtp_block_spec(config, transformer_layer_spec, use_transformer_engine=False)
+        return whole(config, transformer_layer_spec, mtp_block_spec=spec, **named)
+
+    monkeypatch.setattr(cpu_model, "GPTModel", predicting)
+    model = {"options": {"mtp_num_layers": 1}}
+    plain, _ = train(("attn",), graphed=False, model=model)
+    eager, _ = train(("attn",), graphed=False, model=model, most=MOST)
+    graphed, counters = train(("attn",), graphed=True, model=model, most=MOST)
+    assert graphed == eager == plain
+    expect(counters, replayed=(LAYERS + 1) * AFTER, mismatched=0)
+
+
+def test_joined_samples_of_a_microbatch_are_never_replayed(one_rank: None) -> None:
+    """Why ``packed-microbatches`` is refused."""
+    shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, graph_modules=("mlp",))
+    with trainer_of(shape, micro_batch_size=2) as trainer:
+        whole = trainer.model
+
+        def joined(*inputs: torch.Tensor, labels: torch.Tensor) -> Any:
+            tokens, positions = (one.reshape(1, -1) for one in inputs[:2])
+            mask = torch.ones(1, 1, 2 * TOKENS, 2 * TOKENS, dtype=torch.bool).triu(1)
+            return whole(tokens, positions, mask, labels=labels.reshape(1, -1))
+
+        trainer.step()
+        counters = trainer.capture(TapeBackend()).counters
+        trainer.model = joined
+        trainer.step()
+    expect(counters, replayed=0, mismatched=LAYERS, eager=LAYERS)
+
+
 @pytest.mark.parametrize(
-    ("packs", "fields"),
+    "packs",
     [
-        ((*PACKS[:BEFORE], (0, 1, 2, 3, 4, 16), *PACKS[3:]), {}),
-        ((*PACKS[:BEFORE], (), *PACKS[3:]), {}),
+        (*PACKS[:BEFORE], (0, 1, 2, 3, 4, 16), *PACKS[3:]),
+        (*PACKS[:BEFORE], (), *PACKS[3:]),
     ],
     ids=["more sequences", "no pack"],
 )
-def test_another_form_runs_eagerly(
-    one_rank: None, packs: Sequence[tuple[int, ...]], fields: dict[str, Any]
-) -> None:
+def test_another_form_runs_eagerly(one_rank: None, packs: Sequence[tuple[int, ...]]) -> None:
     eager, _ = train(("attn",), graphed=False, packs=packs, most=MOST)
     graphed, counters = train(("attn",), graphed=True, packs=packs, most=MOST)
     assert graphed == eager
     expect(counters, replayed=LAYERS * (AFTER - 1), mismatched=LAYERS, eager=LAYERS)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"qkv_format": "sbhd"},
-        {"cu_seqlens_kv": torch.tensor([0, 16])},
-        {"cu_seqlens_q_padded": torch.tensor([0, 16])},
-        {"pad_between_seqs": True},
-        {"local_cp_size": 1},
-        {"total_tokens": 16},
-        {"tokens_per_sample": 8},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_packs_that_a_graph_cannot_hold_stay_as_they_are(fields: dict[str, Any]) -> None:
-    from megatron_cg.integrations.megatron.packs import _fixed
-
-    pack = replace(boundaries((0, 8, 16), "cpu"), **fields)
-    assert _fixed(pack, TOKENS, MOST) is pack
-    plain = boundaries((0, 8, 16), "cpu")
-    fixed = _fixed(replace(plain, cu_seqlens_q_padded=plain.cu_seqlens_q), TOKENS, MOST)
-    assert isinstance(fixed, FixedPack) and fixed.boundaries.tolist() == [0, 8, 16, 16, 16]
-    assert fixed.boundaries.dtype == torch.int32 and fixed.max_seqlen_q == TOKENS
-    assert _fixed(fixed, TOKENS, MOST).boundaries.tolist() == fixed.boundaries.tolist()
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("latent", [False, True])
-def test_positions_begin_anew_in_each_sequence(
-    one_rank: None, interleaved: bool, latent: bool
-) -> None:
-    """As megatron-core rotates them with a table of fewer rows than the pack has tokens."""
-    import torch.distributed as dist
-    from megatron.core.models.common.embeddings import rope_utils
-
-    torch.manual_seed(1)
-    table = torch.randn(TOKENS, 1, 1, 8)
-    queries = torch.randn(TOKENS, 2, 8)
-    starts = torch.tensor([0, 3, 4, 11, TOKENS], dtype=torch.int32)
-    options = {
-        "rotary_interleaved": interleaved,
-        "mla_rotary_interleaved": latent,
-        "mscale": 1.3,
-        "cp_group": dist.group.WORLD,
-    }
-    theirs = rope_utils._apply_rotary_pos_emb_thd(queries, starts, table[:7], **options)
-    undo = fix_packs(MOST)
-    try:
-        assert most_sequences() == MOST
-        ours = rope_utils._apply_rotary_pos_emb_thd(queries, starts, table, **options)
-    finally:
-        undo()
-    assert torch.equal(ours, theirs) and most_sequences() is None
-
-
-@pytest.mark.parametrize(
-    "starts", [(0, 5, 16), (0, 16), (0, 3, 4, 11, 16, 16, 16), (0, 4, 4, 12), (0, 1, 2, 15, 16)]
-)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
-def test_tokens_are_shifted_as_megatron_shifts_them(
-    starts: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    from megatron.core.transformer import multi_token_prediction as prediction
-
-    torch.manual_seed(1)
-    pack, tokens = boundaries(starts, "cpu"), torch.randn(2, TOKENS).mul(9).to(dtype)
-
-    def shifted() -> tuple[torch.Tensor, torch.Tensor]:
-        moved, total = prediction.roll_tensor(tokens, packed_seq_params=pack)
-        return moved, total
-
-    theirs = shifted()
-    undo = fix_packs(MOST)
-    ours = shifted()
-    undo()
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-
-
-class ReadsOfTheHost(TorchDispatchMode):
-    """Counts values that the host reads."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_positions_of_a_context_parallel_rank_are_read_on_the_host(one_rank: None) -> None:
-    """Why ``pack-sequences-context-parallel`` is refused; such ranks have Megatron's functions."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    group, one = (
-        SimpleNamespace(size=lambda ranks=ranks: ranks, rank=lambda: 0) for ranks in (2, 1)
-    )
-    table, queries = torch.randn(TOKENS, 1, 1, 8), torch.randn(TOKENS // 2, 2, 8)
-    starts = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
-
-    def rotated(group: Any) -> tuple[torch.Tensor, int]:
-        with ReadsOfTheHost() as reads:  # type: ignore[no-untyped-call]
-            made = rope_utils._apply_rotary_pos_emb_thd(queries, starts, table, cp_group=group)
-        return made, reads.count
-
-    theirs, count = rotated(group)
-    undo = fix_packs(MOST)
-    (ours, same), (_, none) = rotated(group), rotated(one)
-    undo()
-    assert torch.equal(ours, theirs) and same == count > 0 and none == 0
 
 
 def test_compiled_code_takes_no_boundaries() -> None:

@@ -37,6 +37,7 @@ def with_a_tokenizer(name: str) -> Request:
     return Request("x", (*words[:at], *words[at + 2 :]), 2)
 
 
+PACKS = ["--sft", "--micro-batch-size", "1"]
 REQUESTS = {
     **{name: read_request(name, []) for name in preset_names()},
     "many ranks": on_preset("--global-batch-size 65536", nproc=32_768),
@@ -66,8 +67,8 @@ REQUESTS = {
     "recorded": read_request(
         "qwen3-moe-tiny", ["--moe-enable-routing-replay"], scopes=["moe_router"]
     ),
-    "packs": read_request("llama-tiny", ["--sft"], scopes=["mlp"]),
-    "packs in graphs": read_request("llama-tiny", ["--sft", "--cg-pack-sequences", "8"]),
+    "packs": read_request("llama-tiny", PACKS, scopes=["mlp"]),
+    "packs in graphs": read_request("llama-tiny", [*PACKS, "--cg-pack-sequences", "8"]),
     "again": read_request("deepseek-v3-tiny", []),
 }
 
