@@ -10,7 +10,7 @@ Note [What a graph does with its inputs]
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -207,8 +207,9 @@ def described(value: Any) -> str:
     """A short description of ``value``."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) < 60 else f"a {type(value).__name__}"
+    # The values of an object's tensors would be read on the host.
+    text = "" if is_dataclass(value) else repr(value)
+    return text if 0 < len(text) < 60 else f"a {type(value).__name__}"
 
 
 def _field(clause: str, spec: _Spec, expected: Any, actual: Any) -> Mismatch:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron.packs import FixedPack, fix_packs, most_sequences
+from megatron_cg.replay.guard.inputs import described
 from tests.functional.tampering.packs import boundaries
 
 TOKENS, MOST = 16, 4
@@ -189,3 +190,10 @@ def test_the_host_reads_no_boundary() -> None:
     after = reads()
     undo()
     assert before > 0 and after == 0
+
+
+def test_a_pack_is_named_without_reading_its_boundaries() -> None:
+    """A pass that a pack makes eager would wait for the GPU otherwise."""
+    with ReadsOfTheHost() as mode:  # type: ignore[no-untyped-call]
+        named = described(boundaries((0, 3, TOKENS), "cpu"))
+    assert named == "a PackedSeqParams" and mode.count == 0
