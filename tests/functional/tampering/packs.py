@@ -54,4 +54,5 @@ def pack() -> None:
 
         return forward
 
-    wrap(GPTModel, "forward", make)
+    # Around what --cg-pack-sequences puts around forward.
+    wrap(GPTModel, "__call__", make)
