@@ -14,10 +14,16 @@ from megatron_cg.tools.align.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[4]
 NAMES = preset_names()
-APART = ("moe_layer_freq", "te_rng_tracker", "fused_operations", "gradient_ranks")
+APART = (
+    "moe_layer_freq",
+    "te_rng_tracker",
+    "fused_operations",
+    "gradient_ranks",
+    "micro_batch_size",
+)
 """The first is compared as the scopes of each layer, which a model shows directly.
 Megatron does not pass the second from its flags to its config. The third is read of scripts alone,
-and the last of process groups."""
+the fourth of process groups, and a model does not have the last."""
 
 
 @pytest.fixture(scope="module")
