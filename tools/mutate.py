@@ -73,6 +73,8 @@ NEAR: dict[str, str] = {
     "capture/transaction.py": "capture/test_session.py memory/test_capture_memory.py "
     "capture/test_broken_captures.py capture/test_in_place.py "
     "capture/test_token_counts.py runs/test_some_layers.py backends/tape/test_training.py",
+    "integrations/megatron/packs.py": "integrations/megatron/test_packs.py "
+    "runs/test_packed_sequences.py",
     "memory/release.py": "memory/test_capture_memory.py capture/test_broken_captures.py",
     "upstream/copies.py": "upstream/test_copies.py integrations/standalone/test_copies.py",
     "replay/eager_passes.py": "replay/test_eager_passes.py replay/test_order_of_passes.py",

@@ -253,9 +253,6 @@ def _rotate(
     if options["cp_group"].size() > 1:
         return old(t, cu_seqlens, freqs, **options)
     del options["cp_group"]
-    latent = options.pop("multi_latent_attention", None)  # the former name, deprecated
-    if latent is not None:
-        options["mla_rotary_interleaved"] = latent
     places = torch.arange(t.shape[0], device=t.device)
     sequence = torch.bucketize(places, cu_seqlens, right=True) - 1
     angles = freqs[places - cu_seqlens[sequence]]

@@ -117,9 +117,10 @@ def test_graphs_behind_attention_replay(
     one_rank: None, scopes: tuple[str, ...], model: dict[str, Any]
 ) -> None:
     eager, _ = train(scopes, graphed=False, model=model)
-    graphed, counters = train(scopes, graphed=True, model=model)
-    assert graphed == eager and len(set(eager)) == len(PACKS)
-    expect(counters, replayed=LAYERS * AFTER, mismatched=0, eager=0)
+    for most in (None, MOST):
+        graphed, counters = train(scopes, graphed=True, model=model, most=most)
+        assert graphed == eager and len(set(eager)) == len(PACKS)
+        expect(counters, replayed=LAYERS * AFTER, mismatched=0, eager=0)
 
 
 @pytest.mark.parametrize(

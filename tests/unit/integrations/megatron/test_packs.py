@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.errors import ConfigurationError
+from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron.packs import FixedPack, fix_packs, most_sequences
 from megatron_cg.replay.guard.inputs import described
 from tests.functional.tampering.packs import boundaries
@@ -162,6 +162,44 @@ def test_tokens_are_shifted_as_megatron_shifts_them(
     ours = shifted()
     undo()
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+def test_a_context_parallel_rank_shifts_its_tokens_as_megatron_does() -> None:
+    from megatron.core.transformer import multi_token_prediction as prediction
+
+    given: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_cg.integrations.megatron.packs._asked_for", [MOST])
+        patch.setattr(prediction, "_roll_tensor_packed_seq", lambda *how: given.append(how))
+        undo = fix_packs(MOST)
+        pack = boundaries((0, 3, TOKENS), "cpu")
+        prediction.roll_tensor(torch.ones(1, TOKENS), packed_seq_params=pack, cp_group=Two())
+        prediction.roll_tensor(torch.ones(1, TOKENS), packed_seq_params=pack, cp_group=One())
+        undo()
+    assert len(given) == 1 and isinstance(given[0][-1], Two)
+
+
+@pytest.mark.parametrize(("parallel", "tokens"), [(False, TOKENS), (True, 2 * TOKENS)])
+def test_a_rank_of_a_sequence_has_a_part_of_the_packs_tokens(parallel: bool, tokens: int) -> None:
+    from megatron_cg.integrations.megatron.packs import _tokens
+
+    config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=parallel)
+    assert _tokens(SimpleNamespace(config=config), torch.zeros(TOKENS, 1, 4)) == tokens
+
+
+@pytest.mark.parametrize("name", ["_apply_rotary_pos_emb_thd", "_roll_tensor_packed_seq"])
+def test_functions_of_another_release_are_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import multi_token_prediction as prediction
+
+    for module in (rope_utils, prediction):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, lambda *_: None)
+    with pytest.raises(UpstreamChangedError, match=name):
+        fix_packs(MOST)
+    assert most_sequences() is None
 
 
 class ReadsOfTheHost(TorchDispatchMode):
