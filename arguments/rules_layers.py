@@ -43,7 +43,8 @@ def _captures_router(run: RunArguments, graph: GraphArguments) -> bool:
     return run.is_moe and (named or bool(whole_moe_layers(run, graph)))
 
 
-def _captures_attention(run: RunArguments) -> bool:
+def captures_attention(run: RunArguments) -> bool:
+    """Whether a graph holds attention."""
     return run.is_whole_layer or "attn" in run.cuda_graph_modules
 
 
@@ -115,7 +116,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Refusal(
         "largest-attention-logits",
-        lambda run: (run.qk_clip or run.log_max_attention_logit) and _captures_attention(run),
+        lambda run: (run.qk_clip or run.log_max_attention_logit) and captures_attention(run),
         "--qk-clip or --log-max-attention-logit with captured attention",
         "Python code of the attention hands the largest logits of a step over to the optimizer "
         "and the log, and a replay does not run it: nothing would be clipped or logged",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from megatron_cg.arguments.rule import Refusal, Rule
+from megatron_cg.arguments.rules_layers import captures_attention
 from megatron_cg.arguments.schema import Environment, GraphArguments, RunArguments
 from megatron_cg.errors import Violation
 
@@ -19,11 +20,6 @@ _BEHIND = "type --cuda-graph-modules mlp, or other scopes behind attention"
 def packs_sequences(run: RunArguments) -> bool:
     """Whether a flag of Megatron's packs several sequences into one."""
     return run.sft or run.rl_use_sequence_packing or run.dataloader_inter_document_masking
-
-
-def captures_attention(run: RunArguments) -> bool:
-    """Whether a graph holds attention, which depends on the boundaries of a pack."""
-    return run.is_whole_layer or "attn" in run.cuda_graph_modules
 
 
 def _captures_mamba(run: RunArguments) -> bool:

@@ -5,8 +5,8 @@ Sequences of a pack have other lengths, and other numbers, in every step; tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -58,6 +58,17 @@ def packed(attention: Any) -> Any:
     return Attention
 
 
+@contextmanager
+def attention_of_packs() -> Iterator[None]:
+    """Models that are built inside of the block have attention that takes packs."""
+    from megatron.core.models import backends
+
+    from megatron_cg.tools.cpu.fakes import replaced
+
+    with replaced(backends, "DotProductAttention", packed(backends.DotProductAttention)):
+        yield
+
+
 def train(
     scopes: tuple[str, ...],
     *,
@@ -73,19 +84,14 @@ def train(
     ``most`` is as ``--cg-pack-sequences``, ``model`` has other fields of the model's config, and
     ``fields`` are of the packs' objects. No pack is passed if ``packs`` are empty tuples.
     """
-    from megatron.core.models import backends
-
-    from megatron_cg.tools.cpu.fakes import replaced
-
     settings: dict[str, Any] = {"dropout": 0.1, "bf16": False} | dict(model or {})
     shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, graph_modules=scopes, **settings)
-    attention = packed(backends.DotProductAttention)
     with ExitStack() as undo:
         undo.callback(allow_full_recompute())
         if most is not None:
             undo.callback(fix_packs(most))
         with (
-            replaced(backends, "DotProductAttention", attention),
+            attention_of_packs(),
             trainer_of(shape, micro_batch_size=1, graphs=graphed) as trainer,
         ):
             whole = trainer.model
@@ -288,10 +294,8 @@ def test_megatrons_own_replay_takes_no_pack(one_rank: None) -> None:
 
 def test_megatrons_helper_captures_with_packs(one_rank: None) -> None:
     from megatron.core import num_microbatches_calculator as calculator
-    from megatron.core.models import backends
 
     from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
-    from megatron_cg.tools.cpu.fakes import replaced
     from megatron_cg.tools.cpu.train import Trainer
 
     shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, graph_modules=("attn", "mlp"))
@@ -299,7 +303,7 @@ def test_megatrons_helper_captures_with_packs(one_rank: None) -> None:
     calculator.init_num_microbatches_calculator(0, None, 1, 1, 1)
     undo = fix_packs(MOST)
     try:
-        with replaced(backends, "DotProductAttention", packed(backends.DotProductAttention)):
+        with attention_of_packs():
             trainer: Any = Trainer(TrainingPlan(shape, micro_batch_size=1))
         whole = trainer.model
         helper = kind([whole], whole.config, TOKENS, 1, [trainer._optimizer])

@@ -22,7 +22,7 @@ from tests.functional.tampering.packs import boundaries
 from tests.unit.moe.test_life import captured
 from tests.unit.ranks import on_ranks
 from tests.unit.runs.test_one_rank_failures import no_hang
-from tests.unit.runs.test_packed_sequences import packed
+from tests.unit.runs.test_packed_sequences import attention_of_packs
 from tests.unit.trainers import trainer_of
 
 LAYERS, LENGTH, MOST = 2, 8, 2
@@ -34,10 +34,7 @@ def train(scopes: tuple[str, ...], packs: tuple[tuple[int, ...], ...], graphs: b
 
     The two ranks share the experts.
     """
-    from megatron.core.models import backends
-
     from megatron_cg.moe.install import use_device_counts
-    from megatron_cg.tools.cpu.fakes import replaced
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
 
     shape = CpuModelConfig(
@@ -52,8 +49,7 @@ def train(scopes: tuple[str, ...], packs: tuple[tuple[int, ...], ...], graphs: b
         undo.enter_context(in_place_of_te())
         undo.callback(use_device_counts())
         undo.callback(fix_packs(MOST))
-        attention = packed(backends.DotProductAttention)
-        undo.enter_context(replaced(backends, "DotProductAttention", attention))
+        undo.enter_context(attention_of_packs())
         trainer = undo.enter_context(trainer_of(shape, graphs=graphs, micro_batch_size=1))
         whole = trainer.model
         numbers = []
