@@ -76,13 +76,20 @@ GRAPHS = (
 ).split()
 
 
-def test_a_run_with_graphs_gets_our_helper_with_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-    from megatron.training import arguments, training
+@pytest.fixture
+def our_rules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron accepts all flags, and Transformer Engine seems to be installed."""
+    from megatron.training import arguments
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
     monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda _name: "2.20.2")
+
+
+def test_a_run_with_graphs_gets_our_helper_with_its_flags(our_rules_alone: None) -> None:
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+    from megatron.training import arguments, training
+
     megatron_cg.enable()
     words = [*GRAPHS, "--cg-layers", "attn:1-2", "--cg-on-failure", "eager"]
     arguments.validate_args(parse(*words), {})
@@ -99,15 +106,12 @@ def test_a_run_with_graphs_gets_our_helper_with_its_flags(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("words", [GRAPHS, ("--use-megatron-fsdp",)], ids=["graphs", "eager"])
 def test_packs_have_one_form_in_runs_with_graphs_and_without(
-    monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
+    our_rules_alone: None, words: Sequence[str]
 ) -> None:
     from megatron.training import arguments
 
     from megatron_cg.integrations.megatron.packs import most_sequences
 
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
-    monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda _name: "2.20.2")
     megatron_cg.enable()
     arguments.validate_args(parse(*words, "--cg-pack-sequences", "8"), {})
     asked = most_sequences()
@@ -117,7 +121,7 @@ def test_packs_have_one_form_in_runs_with_graphs_and_without(
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_a_run_that_recomputes_layers_may_build_its_model(
-    monkeypatch: pytest.MonkeyPatch, granularity: str
+    our_rules_alone: None, granularity: str
 ) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training import arguments
@@ -133,8 +137,6 @@ def test_a_run_that_recomputes_layers_may_build_its_model(
             recompute_num_layers=1,
         )
 
-    monkeypatch.setattr(arguments, "validate_args", lambda args, defaults=None: args)
-    monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda _name: "2.20.2")
     megatron_cg.enable()
     words = [*GRAPHS, "mlp", "--recompute-granularity", granularity]
     arguments.validate_args(parse(*words), {})
