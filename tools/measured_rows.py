@@ -1,9 +1,9 @@
 """Write what ``megatron-cg plan`` compares a model with, from the results in ``benchmarks``.
 
 ``python -m tools.measured_rows`` writes ``megatron_cg/tools/plan/measured_rows.json``. For each
-shape and grouped GEMM it has the newest results in which Megatron-FSDP was run side by side eagerly
-and with graphs, with the same cuBLASLt cache on both sides if there are such results. With torch's
-grouped GEMM, graphs hold whole MoE layers.
+shape and grouped GEMM it has the newest of the results with most rounds in which Megatron-FSDP was
+run side by side eagerly and with graphs, with the same cuBLASLt cache on both sides if there are
+such results. With torch's grouped GEMM, graphs hold whole MoE layers.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return [max(found[key], key=_order) for key in sorted(found)]
 
 
-def _order(row: Mapping[str, Any]) -> tuple[bool, str, int]:
+def _order(row: Mapping[str, Any]) -> tuple[bool, int, str, int]:
     number = row["results"].rpartition("-")[2]
-    return row["same_cache"], row["began"], int(number)
+    return row["same_cache"], row["rounds"], row["began"], int(number)
 
 
 def _row(results: str, graphs: Row | None, eager: Row | None) -> dict[str, Any] | None:

@@ -7,8 +7,9 @@
 #   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/run.sh qwen3-moe-tiny
 #
 # The second tries it on made-up data. GRAPHS=0 is the same run without graphs. EXPERTS_IN_GRAPHS=1
-# captures whole MoE layers, which drop no token (docs/experts.md). Where each expert-parallel group
-# lies in one node, they exchange tokens through peer memory; PEER_EXCHANGE=0 uses NCCL instead.
+# captures whole MoE layers, which drop no token (docs/experts.md); it is the default where that was
+# measured to pay. Where each expert-parallel group lies in one node, they exchange tokens through
+# peer memory; PEER_EXCHANGE=0 uses NCCL instead.
 set -euo pipefail
 
 fail() { echo "$0: $*" >&2; exit 2; }
@@ -33,6 +34,14 @@ nodes=${NODES:-1}
 gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
 ((gpus > 0)) || fail "nvidia-smi finds no GPU: set GPUS_PER_NODE to how many this node has"
 iterations=${TRAIN_ITERS:-1000}
+# Whole MoE layers in graphs pay for many small experts. They need Hopper GPUs and BF16, and memory
+# for any routing: with two expert-parallel ranks twice the average, with more ranks more.
+whole=${EXPERTS_IN_GRAPHS:-0}
+if [[ -z ${EXPERTS_IN_GRAPHS:-} && $preset =~ ^(qwen3-moe|deepseek-v3)(-tiny)?$ &&
+    ${EXPERT_PARALLEL:-1} -le 2 && " $*" != *" --fp"[48]-* ]]; then
+    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>&1 | sort -u || true)
+    if [[ $capability == 9.0 ]]; then whole=1; fi
+fi
 global_batch=${GLOBAL_BATCH_SIZE:-$((nodes * gpus * 4))}
 
 # What is trained on.
@@ -86,14 +95,14 @@ parallel=(
 experts=()
 if [[ " ${model[*]} " == *" --num-experts "* ]]; then
     parallel+=(--expert-model-parallel-size "${EXPERT_PARALLEL:-1}")
-    if [[ ${EXPERTS_IN_GRAPHS:-0} == 1 ]]; then
+    if [[ $whole == 1 ]]; then
         mapfile -t scopes < <(printf '%s\n' "${scopes[@]}" moe | grep -v '^moe_')
         # One grouped GEMM for all experts, in a run with GRAPHS=0 too, so that its bits are equal.
         experts=(--cg-grouped-gemm torch --expert-tensor-parallel-size 1)
         # Ranks of a group are consecutive.
         peer=$((${EXPERT_PARALLEL:-1} > 1 && gpus % ${EXPERT_PARALLEL:-1} == 0))
     fi
-elif [[ ${EXPERTS_IN_GRAPHS:-0} == 1 ]]; then
+elif [[ $whole == 1 ]]; then
     fail "EXPERTS_IN_GRAPHS=1 needs a MoE model, and $preset is none"
 fi
 if ((${TENSOR_PARALLEL:-1} > 1)); then parallel+=(--sequence-parallel); fi

@@ -37,6 +37,30 @@ ROWS = (
         ),
     ),
     Row(
+        "`--qk-clip`, `--log-max-attention-logit` with captured attention",
+        Status.UPSTREAM,
+        "under Megatron-FSDP, `clip_qk` does not find the layers of a BF16 model, without graphs "
+        "too: it looks below two wrappers, and there are three. In fp32, the largest logits reach "
+        "the log by an attribute that Python code of the attention sets, and a replay runs none",
+        rules=("largest-attention-logits",),
+        tests=(
+            f"{_SHOWN}::test_largest_logits_of_a_bf16_model_are_not_found_under_megatron_fsdp",
+            f"{_SHOWN}::test_a_replay_leaves_no_largest_logits",
+        ),
+        lines=(
+            Line(
+                CORE,
+                "megatron/core/extensions/transformer_engine.py",
+                "self.current_max_attn_logits = batch_max_attention_logits",
+            ),
+            Line(
+                CORE,
+                "megatron/core/optimizer/qk_clip.py",
+                "in model_chunk.module.module.decoder.layers:",
+            ),
+        ),
+    ),
+    Row(
         "`--pipeline-model-parallel-size` above 1",
         Status.UPSTREAM,
         "Megatron-FSDP divides all ranks among data, expert and tensor parallelism alone, so "

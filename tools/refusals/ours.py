@@ -18,7 +18,6 @@ _IN_PACKS = "functional/test_packed.py::test_losses_norms_and_shards_are_those_o
 _ALIGNED = "functional/test_align.py::test_losses_norms_and_shards_are_bit_equal"
 _DELAYED = "unit/moe/test_delayed_gradients.py"
 _LOGGED = "unit/moe/test_logged_passes.py"
-_NOT_ON_GPUS = "not run on a GPU yet"
 
 SUPPORTED = (
     Row(
@@ -55,8 +54,7 @@ SUPPORTED = (
         "packed sequences (`--sft`, `--rl-use-sequence-packing`, "
         "`--dataloader-inter-document-masking`) with scopes behind attention",
         Status.SUPPORTED,
-        "attention runs eagerly, on any lengths; tokens of a pack are as many in each step. Scope "
-        "`mlp` ran on GPUs, those of MoE layers did not yet",
+        "attention runs eagerly, on any lengths; tokens of a pack are as many in each step",
         tests=(
             f"{_PACKED}::test_graphs_behind_attention_replay",
             f"{_PACKED}::test_samples_that_a_pack_joins_are_not_balanced_as_one",
@@ -68,8 +66,8 @@ SUPPORTED = (
         "packed sequences with captured attention",
         Status.SETTING,
         "add `--cg-pack-sequences N` to the run and to the eager run that it is compared with "
-        f"([below](#packed-sequences)); {_NOT_ON_GPUS}. Megatron alone passes a pack's boundaries "
-        "as an object, and its graphs take tensors alone (NVIDIA/Megatron-LM#5619, #3869)",
+        "([below](#packed-sequences)). Megatron alone passes a pack's boundaries as an object, and "
+        "its graphs take tensors alone (NVIDIA/Megatron-LM#5619, #3869)",
         rules=("packed-sequences", "pack-sequences-least"),
         tests=(
             f"{_PACKED}::test_attention_replays",
@@ -77,6 +75,8 @@ SUPPORTED = (
             f"{_PACKED}::test_without_a_bound_a_graph_of_attention_would_never_be_replayed",
             f"{_PACKED}::test_megatrons_own_replay_takes_no_pack",
             f"{_IN_PACKS}[packed-attention]",
+            f"{_IN_PACKS}[packed-whole-layers]",
+            f"{_IN_PACKS}[packed-moe]",
             f"{_IN_PACKS}[packed-experts]",
         ),
         lines=(
@@ -117,7 +117,7 @@ SUPPORTED = (
     Row(
         "`--overlap-dispatch-backward-with-experts-wgrad` with experts outside of the graphs",
         Status.SUPPORTED,
-        "their weight gradients are computed as without graphs; " + _NOT_ON_GPUS,
+        "their weight gradients are computed as without graphs",
         tests=(
             f"{_DELAYED}::test_beside_graphs_of_routers_gradients_are_those_of_eager",
             f"{_ALIGNED}[delayed-gradients…]",
@@ -127,9 +127,8 @@ SUPPORTED = (
         "`--save-activations-interval`, `--save-dgrads-interval`",
         Status.SUPPORTED,
         "Megatron puts hooks on the modules in the graphs for such a step, so it runs eagerly, "
-        "also with `--cg-moe-rows`; the other steps replay; "
-        f"{_NOT_ON_GPUS}. `--save-tokens-per-expert-interval` saves nothing under Megatron-FSDP, "
-        "without graphs as well",
+        "also with `--cg-moe-rows`; the other steps replay. `--save-tokens-per-expert-interval` "
+        "saves nothing under Megatron-FSDP, without graphs as well",
         tests=(
             f"{_LOGGED}::test_a_step_whose_passes_are_saved_runs_eagerly_once[…]",
             f"{_LOGGED}::test_tokens_of_experts_are_not_saved_under_megatron_fsdp",
@@ -228,21 +227,6 @@ NOT_YET = (
             f"{_PACKED}::test_compiled_code_takes_no_boundaries",
             f"{_PACKED}::test_without_a_bound_a_graph_of_attention_would_never_be_replayed",
             f"{_PACKED}::test_joined_samples_of_a_microbatch_are_never_replayed",
-        ),
-    ),
-    Row(
-        "`--qk-clip`, `--log-max-attention-logit` with captured attention",
-        Status.HERE,
-        "the largest logits reach the optimizer and the log by an attribute that Python code of "
-        "the attention sets, and a replay runs none: nothing would be clipped or logged",
-        rules=("largest-attention-logits",),
-        tests=(f"{_SHOWN}::test_a_replay_leaves_no_largest_logits",),
-        lines=(
-            Line(
-                CORE,
-                "megatron/core/extensions/transformer_engine.py",
-                "self.current_max_attn_logits = batch_max_attention_logits",
-            ),
         ),
     ),
     Row(

@@ -19,7 +19,7 @@ SUPPORTED = (
         "`--recompute-granularity full` with whole layers in graphs",
         Status.SUPPORTED,
         "each layer recomputes itself inside its graph ([memory](memory.md#full-recompute)). With "
-        "`--cg-precompile-dir` it runs the loaded code twice (not run on a GPU yet)",
+        "`--cg-precompile-dir` it runs the loaded code twice",
         tests=(
             f"{_FULL}::test_graphs_train_bit_for_bit_as_eager",
             f"{_LOADED}::test_graphs_of_compiled_layers_train_the_eager_numbers[recomputed]",

@@ -338,6 +338,19 @@ def test_a_replay_leaves_no_largest_logits(
             expect(session.counters, replayed=2, mismatched=0)
 
 
+def test_largest_logits_of_a_bf16_model_are_not_found_under_megatron_fsdp(
+    largest_logits: None, one_rank: None
+) -> None:
+    """Megatron looks for the layers below two wrappers, and there are three. It runs no graph."""
+    from megatron.core.optimizer.qk_clip import clip_qk
+
+    shape = CpuModelConfig(layers=1, bf16=True, graph_modules=("attn",))
+    with trainer_of(shape, graphs=False) as trainer:
+        trainer.step()
+        with pytest.raises(AttributeError, match="'Float16Module' object has no attribute 'deco"):
+            clip_qk([trainer.model], log_max_only=True)
+
+
 def grouped(dtype: torch.dtype, **options: Any) -> torch.Tensor:
     """torch's grouped GEMM on the meta device, whose checks are those of the GPU's kernel."""
     rows = torch.empty(32, 16, dtype=dtype, device="meta")

@@ -244,6 +244,44 @@ def test_groups_of_one_node_exchange_tokens_through_peer_memory(
     assert ("--cg-moe-exchange" in words) is peer
 
 
+@pytest.mark.parametrize(
+    ("preset", "capability", "words", "settings", "whole"),
+    [
+        ("qwen3-moe-tiny", "9.0", (), {}, True),
+        ("qwen3-moe", "9.0", (), {}, True),
+        ("deepseek-v3-tiny", "9.0", (), {"EXPERT_PARALLEL": "2"}, True),
+        ("deepseek-v3-tiny", "9.0", (), {"EXPERT_PARALLEL": "4"}, False),
+        ("qwen3-moe-tiny", "10.0", (), {}, False),
+        ("qwen3-moe-tiny", "", (), {}, False),
+        ("qwen3-moe-tiny", "9.0", ("--fp8-format", "hybrid"), {}, False),
+        ("qwen3-moe-tiny", "9.0", ("--seed", "7"), {}, True),
+        ("qwen3-moe-tiny", "9.0", (), {"EXPERTS_IN_GRAPHS": "0"}, False),
+        ("qwen3-moe-tiny", "10.0", (), {"EXPERTS_IN_GRAPHS": "1"}, True),
+        ("mixtral-tiny", "9.0", (), {}, False),
+        ("llama-tiny", "9.0", (), {}, False),
+    ],
+)
+def test_whole_moe_layers_are_captured_by_default_where_that_was_measured_to_pay(
+    shell: Any,
+    tmp_path: Path,
+    preset: str,
+    capability: str,
+    words: tuple[str, ...],
+    settings: dict[str, str],
+    whole: bool,
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    answer = f"printf '{capability}\\n{capability}\\n'" if capability else "exit 9"
+    driver.write_text(f"#!/bin/sh\n{answer}\n")
+    driver.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    found = shell(RUN, preset, *words, MOCK_DATA="1", PATH=path, **settings)
+    assert found.returncode == 0, found.stderr
+    given, _ = recorded(tmp_path)
+    assert ("--cg-grouped-gemm" in given) is whole
+    assert ("moe" in given) is whole
+
+
 def test_a_dense_preset_has_no_experts_to_capture(shell: Any, tmp_path: Path) -> None:
     found = shell(RUN, "llama-tiny", MOCK_DATA="1", EXPERTS_IN_GRAPHS="1")
     assert found.returncode == 2 and "needs a MoE model, and llama-tiny is none" in found.stderr
