@@ -25,6 +25,9 @@ _KEEP_ADDRESSES = (
         "a unit that does not fit the double buffers falls back to a buffer that moves",
     ),
 )
+_GATHERED_ONCE = ("optim", "optim_grads")
+"""Where unsharded weights stay until ``finish_grad_sync`` forgets them, which it does only with
+``overlap_param_gather`` (megatron-fsdp 0.6.1). Megatron's own optimizer gathers them itself."""
 
 
 def unit_hooks(unit: Unit) -> UnitHooks:
@@ -51,15 +54,26 @@ class MegatronFsdp(Sharding):
         self.wrapped, self.network = fsdp, fsdp.module
 
     def refusals(self, units: Mapping[str, nn.Module]) -> Iterator[Violation]:
-        """Units that are no FSDP units, or that would move."""
+        """Units that are no FSDP units, that would move, or that keep old weights."""
+        config = self.megatron_fsdp.ddp_config
         for name, reason in _KEEP_ADDRESSES:
-            if not getattr(self.megatron_fsdp.ddp_config, name):
+            if not getattr(config, name):
                 yield Violation(
                     name.replace("_", "-"),
                     f"fully_shard_model was called without {name}=True",
                     f"{reason}, and a replayed graph reads memory that was freed",
                     f"fully_shard_model(..., {name}=True)",
                 )
+        strategy = config.data_parallel_sharding_strategy
+        if strategy in _GATHERED_ONCE and not config.overlap_param_gather:
+            yield Violation(
+                "old-weights",
+                f"fully_shard_model was called with zero_dp_strategy={strategy!r} and "
+                "overlap_param_gather=False",
+                "megatron-fsdp 0.6.1 then never gathers what the optimizer has changed: each rank "
+                "computes with old weights of the others, without graphs too",
+                "fully_shard_model(..., overlap_param_gather=True)",
+            )
         for name, module in units.items():
             if not self.is_unit(module):
                 yield Violation(
