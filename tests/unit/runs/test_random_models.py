@@ -1,0 +1,59 @@
+"""Random models and lives: a few seeds of ``tools.random_models``, which tries as many as asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import random_models
+from tools.random_models import EVENTS, LATER, STRATEGIES, compare, draw, tried
+
+SEEDS = range(300)
+
+
+def test_a_seed_always_stands_for_the_same() -> None:
+    assert [draw(seed) for seed in SEEDS] == [draw(seed) for seed in SEEDS]
+    assert len({repr(draw(seed)) for seed in SEEDS}) == len(SEEDS)
+
+
+def test_seeds_draw_everything_that_can_be_drawn() -> None:
+    drawn = [draw(seed) for seed in SEEDS]
+    assert {event for one in drawn for event in one.events.values()} == {*EVENTS, *LATER}
+    strategies = {one.model.fsdp_options["data_parallel_sharding_strategy"] for one in drawn}
+    assert strategies == set(STRATEGIES)
+    for name in ("processes", "fast_path", "torch_gemm", "peers"):
+        assert len({getattr(one, name) for one in drawn}) == 2
+    for name in ("tensor_parallel", "expert_parallel", "bf16", "grouped"):
+        assert len({getattr(one.model, name) for one in drawn}) == 2
+    assert len({one.model.graph_modules for one in drawn}) == 10
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_its_runs_are_equal(seed: int) -> None:
+    """Whole layers with experts of two ranks, and one of two layers of a dense model."""
+    equal, line = tried(seed)
+    assert equal, line
+    assert int(line.split()[-2]) > 5
+
+
+def test_one_bit_is_seen(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(_drawn: Any, *, graphs: bool) -> tuple[list[Any], int]:
+        return [(0.5).hex(), [(1.0 + graphs * 2.0**-52).hex(), (2.0).hex()]], 7
+
+    monkeypatch.setattr(random_models, "train", train)
+    compare(draw(0), tmp_path)
+    assert json.loads((tmp_path / "0.json").read_text()) == {"differ": [1], "replayed": 7}
+
+
+def test_a_run_that_fails_is_not_equal(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(_drawn: Any, *, graphs: bool) -> tuple[list[Any], int]:
+        raise ValueError("in the run with graphs" if graphs else "in the eager run")
+
+    monkeypatch.setattr(random_models, "train", train)
+    compare(draw(0), tmp_path)
+    assert "in the eager run" in json.loads((tmp_path / "0.json").read_text())["error"]

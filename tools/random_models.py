@@ -1,0 +1,312 @@
+"""Train random models through random lives, eagerly and with tapes as graphs, and compare the bits.
+
+``python -m tools.random_models --seeds 0 100`` draws a model, a way of sharding, scopes, and events
+between the steps from each seed. One or two processes train it on the real Megatron-FSDP over gloo.
+Every loss, evaluation, gradient norm and final weight has to be that of Megatron without graphs.
+Exit code 1: one was not, or a run failed. A line that is printed has what the seed drew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_cg.tools.cpu import launch
+from megatron_cg.tools.cpu.training_plan import CpuModelConfig
+
+STEPS = 7
+EVENTS = ("evaluation", "pass without gradients", "half a batch", "one more microbatch")
+LATER = ("captured again", "graphs deleted")
+"""Events of the run with graphs alone, after its first capture."""
+STRATEGIES = ("optim_grads_params",) * 3 + ("optim_grads", "optim", "no_shard")
+ROUTER = ("moe_router", "moe_preprocess")
+IMPORTED = ("launch", "fakes", "train")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a seed stands for."""
+
+    model: CpuModelConfig
+    processes: int
+    microbatches: int
+    captured_after: int
+    events: dict[int, str]
+    only: tuple[int, ...] | None
+    """The captured layers; None means all."""
+    fast_path: bool
+    torch_gemm: bool
+    """Whether experts compute by torch's grouped GEMM, in both runs."""
+    peers: bool
+    """Whether tokens are exchanged by peer memory."""
+
+
+def draw(seed: int) -> Draw:
+    """The model and life of a seed; the same in each process."""
+    chance = random.Random(seed)
+    processes = chance.choice((1, 2, 2))
+    moe = chance.random() < 0.6
+    made = _experts(chance, processes) if moe else _dense(chance, processes)
+    model = replace(made, fsdp_options=_sharding(chance))
+    whole = model.grouped and "moe" in (model.graph_modules or ("moe",))
+    device = model.grouped and (whole or chance.random() < 0.3)
+    layers = range(model.layers)
+    some = chance.sample(layers, chance.randint(1, max(1, model.layers - 1)))
+    is_full = "recompute_method" in model.options
+    return Draw(
+        model=replace(model, bf16=device or chance.random() < 0.7),
+        processes=processes,
+        microbatches=chance.choice((1, 2, 3)),
+        captured_after=chance.choice((1, 2, 3)),
+        events={n: chance.choice(EVENTS + LATER) for n in range(STEPS) if chance.random() < 0.4},
+        only=tuple(sorted(some)) if not is_full and chance.random() < 0.2 else None,
+        fast_path=chance.random() < 0.75,
+        torch_gemm=device,
+        peers=device and model.expert_parallel > 1 and chance.random() < 0.4,
+    )
+
+
+def _dense(chance: random.Random, processes: int) -> CpuModelConfig:
+    scopes = chance.choice((("attn",), ("mlp",), ("attn", "mlp"), ()))
+    options = _layers(chance, scopes)
+    if chance.random() < 0.2:
+        options["add_bias_linear"] = True
+    return CpuModelConfig(
+        layers=chance.choice((1, 2, 3)),
+        tensor_parallel=chance.choice((1, processes)),
+        dropout=0.0 if "recompute_granularity" in options else chance.choice((0.0, 0.1)),
+        graph_modules=scopes,
+        options=options,
+    )
+
+
+def _experts(chance: random.Random, processes: int) -> CpuModelConfig:
+    padded = chance.random() < 0.2
+    scopes = chance.choice(
+        (("attn",), ("attn", "moe_router"), ("moe_router",), ("attn", *ROUTER), ROUTER)
+        + (("attn", "moe"), ("moe",), ()) * 2
+    )
+    experts = chance.choice((2, 4, 8))
+    topk = min(experts, chance.choice((1, 2, 3)))
+    options = _layers(chance, scopes) | _router(chance, experts, topk)
+    if padded:
+        options |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    if chance.random() < 0.3:
+        options["moe_shared_expert_intermediate_size"] = 32
+        options["moe_shared_expert_overlap"] = chance.random() < 0.5
+        options["moe_shared_expert_gate"] = chance.random() < 0.5
+    if "recompute_method" in options:
+        options.pop("moe_input_jitter_eps", None)
+    whole = not scopes or "moe" in scopes
+    return CpuModelConfig(
+        layers=chance.choice((1, 2, 3)),
+        experts=experts,
+        topk=topk,
+        # On the CPU a grouped GEMM of padded experts reads their counts.
+        grouped=not padded and (whole or chance.random() < 0.5),
+        expert_parallel=chance.choice((1, processes)),
+        dropout=0.0 if "recompute_granularity" in options else chance.choice((0.0, 0.1)),
+        graph_modules=scopes,
+        options=options,
+    )
+
+
+def _layers(chance: random.Random, scopes: Sequence[str]) -> dict[str, object]:
+    options: dict[str, object] = {"num_query_groups": chance.choice((2, 4))}
+    for name in ("qk_layernorm", "apply_residual_connection_post_layernorm", "add_qkv_bias"):
+        options[name] = chance.random() < 0.25
+    kind = chance.random()
+    if kind < 0.15:
+        options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif kind < 0.35 and not scopes:
+        options |= {"recompute_granularity": "full", "recompute_num_layers": 1}
+        options["recompute_method"] = chance.choice(("uniform", "block"))
+    return options
+
+
+def _router(chance: random.Random, experts: int, topk: int) -> dict[str, object]:
+    options: dict[str, object] = {"moe_router_pre_softmax": topk == 1}
+    balancing = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+    options["moe_router_load_balancing_type"] = chance.choice(balancing)
+    if chance.random() < 0.3:
+        options |= {"moe_router_score_function": "sigmoid", "moe_router_dtype": "fp32"}
+        options |= {"moe_router_enable_expert_bias": True, "moe_router_pre_softmax": False}
+    if chance.random() < 0.3:
+        options["moe_z_loss_coeff"] = 1e-3
+    if chance.random() < 0.2:
+        options["moe_input_jitter_eps"] = 0.01
+    if chance.random() < 0.2 and experts > 2:
+        options |= {"moe_router_num_groups": 2}
+        options["moe_router_group_topk"] = 1 if topk <= experts // 2 else 2
+    return options
+
+
+def _sharding(chance: random.Random) -> dict[str, object]:
+    strategy = chance.choice(STRATEGIES)
+    options: dict[str, object] = {"data_parallel_sharding_strategy": strategy}
+    options["overlap_grad_reduce"] = chance.random() < 0.8
+    options["grad_reduce_in_fp32"] = chance.random() < 0.2
+    if strategy == "optim_grads_params":
+        options["overlap_param_gather"] = chance.random() < 0.8
+        options["megatron_fsdp_enable_fine_grained_param_gather"] = chance.random() < 0.2
+    if chance.random() < 0.2:
+        options["suggested_communication_unit_size"] = chance.choice((1, 10**9))
+    return options
+
+
+@contextmanager
+def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
+    """The model's shape, with what its config and its experts need for as long as the block."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
+    from megatron_cg.moe.install import exchange_by_peers, use_device_counts
+    from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+
+    destroy_moe_metrics_tracker()
+    with ExitStack() as undo:
+        if drawn.torch_gemm:
+            undo.enter_context(in_place_of_te())
+            undo.callback(use_device_counts())
+        if graphs and drawn.peers:
+            undo.callback(exchange_by_peers())
+        if graphs:
+            undo.callback(allow_full_recompute())
+            yield drawn.model
+        else:
+            options = {**drawn.model.options, "cuda_graph_impl": "none"}
+            yield replace(drawn.model, graph_modules=(), options=options)
+
+
+def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
+    """Each number of the run to the last bit, a digest of the weights, and how many replays."""
+    from tests.unit.trainers import half_a_batch, trainer_of
+
+    found: list[Any] = []
+    replayed = 0
+    with (
+        settings(drawn, graphs=graphs) as shape,
+        trainer_of(shape, graphs=graphs, microbatches=drawn.microbatches) as trainer,
+    ):
+
+        def close() -> None:
+            nonlocal replayed
+            if trainer.session is not None:
+                trainer.session.close()
+                replayed += trainer.session.counters.replayed
+                trainer.session = None
+
+        for step in range(STEPS):
+            event = drawn.events.get(step, "")
+            if graphs:
+                _capture(trainer, drawn, step, event, close)
+            found += _passes(trainer, event)
+            more = drawn.microbatches + (event == "one more microbatch")
+            trainer.plan = replace(trainer.plan, microbatches=more)
+            with half_a_batch(trainer, event == "half a batch"):
+                found.append([number.hex() for number in trainer.step()])
+        close()
+        return [*found, _digest(trainer.model)], replayed
+
+
+def _capture(trainer: Any, drawn: Draw, step: int, event: str, close: Any) -> None:
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+    from megatron_cg.consensus.exchange import Agreement
+
+    if step > drawn.captured_after and event in LATER:
+        close()
+    if step == drawn.captured_after or (step > drawn.captured_after and event == LATER[0]):
+        trainer.capture(TapeBackend(), Agreement(), only=drawn.only, fast_path=drawn.fast_path)
+
+
+def _passes(trainer: Any, event: str) -> Iterator[str]:
+    """The losses of passes outside of the steps."""
+    if event in EVENTS[:2]:
+        trainer.model.train(event != "evaluation")
+        with torch.no_grad():
+            yield float(trainer._forward().double().mean()).hex()
+        trainer.model.train()
+
+
+def _digest(model: torch.nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        part: Any = parameter.detach()
+        part = part.to_local() if hasattr(part, "to_local") else part
+        found.update(name.encode())
+        found.update(part.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def compare(drawn: Draw, folder: Path) -> None:
+    """Train both runs in this process of several; writes what was found as JSON."""
+    # What Megatron's router compiles takes longer than the steps.
+    torch.compiler.set_stance("force_eager")
+    try:
+        eager, _ = train(drawn, graphs=False)
+        graphed, replayed = train(drawn, graphs=True)
+        places = [
+            n
+            for n, pair in enumerate(zip(eager, graphed, strict=True))
+            if len({*map(str, pair)}) > 1
+        ]
+        found = {"differ": places, "replayed": replayed}
+    except Exception:
+        found = {"error": traceback.format_exc()}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def tried(seed: int) -> tuple[bool, str]:
+    """Whether the seed's runs were equal, and a line about them."""
+    drawn = draw(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            launch.run_processes(partial(compare, drawn, Path(folder)), drawn.processes)
+        except Exception as error:
+            return False, f"{seed}: {error}\n  {asdict(drawn)}"
+        found = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+    if all(one.get("differ") == [] for one in found):
+        return True, f"{seed}: equal, {found[0]['replayed']} replays"
+    return False, f"{seed}: {found[0].get('error') or found}\n  {asdict(drawn)}"
+
+
+def main() -> int:
+    """Try the seeds that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "END"), default=(0, 20))
+    seeds = range(*parser.parse_args().seeds)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    torch.set_num_threads(1)
+    launch.START = "forkserver"
+    names = [f"megatron_cg.tools.cpu.{name}" for name in IMPORTED]
+    multiprocessing.set_forkserver_preload([*names, "megatron.core.models.gpt"])
+    equal = 0
+    for seed in seeds:
+        good, line = tried(seed)
+        equal += good
+        print(line, flush=True)
+    print(f"{equal} of {len(seeds)} equal")
+    return int(equal < len(seeds))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    raise SystemExit(main())
