@@ -7,9 +7,9 @@
 #   MOCK_DATA=1 TRAIN_ITERS=20 bash examples/recipes/run.sh qwen3-moe-tiny
 #
 # The second tries it on made-up data. GRAPHS=0 is the same run without graphs. EXPERTS_IN_GRAPHS=1
-# captures whole MoE layers, which drop no token (docs/experts.md); it is the default where that was
-# measured to pay. Where each expert-parallel group lies in one node, they exchange tokens through
-# peer memory; PEER_EXCHANGE=0 uses NCCL instead.
+# captures whole MoE layers, which drop no token (docs/experts.md); docs/recipes.md says where it is
+# the default. Where each expert-parallel group lies in one node, ranks exchange tokens through peer
+# memory; PEER_EXCHANGE=0 uses NCCL instead.
 set -euo pipefail
 
 fail() { echo "$0: $*" >&2; exit 2; }
@@ -34,8 +34,8 @@ nodes=${NODES:-1}
 gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
 ((gpus > 0)) || fail "nvidia-smi finds no GPU: set GPUS_PER_NODE to how many this node has"
 iterations=${TRAIN_ITERS:-1000}
-# Whole MoE layers in graphs pay for many small experts. They need Hopper GPUs and BF16, and memory
-# for any routing: with two expert-parallel ranks twice the average, with more ranks more.
+# Whole MoE layers in graphs pay if a model has many small experts. They need Hopper GPUs and BF16, and
+# memory for any routing: with two expert-parallel ranks twice the average, with more ranks more.
 whole=${EXPERTS_IN_GRAPHS:-0}
 if [[ -z ${EXPERTS_IN_GRAPHS:-} && $preset =~ ^(qwen3-moe|deepseek-v3)(-tiny)?$ &&
     ${EXPERT_PARALLEL:-1} -le 2 && " $*" != *" --fp"[48]-* ]]; then
