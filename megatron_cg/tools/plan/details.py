@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.rules_packs import packs_sequences
 from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.errors import HostSyncError, MegatronCGError
+from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.install import peer_memory_of
 from megatron_cg.tools.plan.capture import TORCH_GEMM_WORKSPACE, Capture, LayerCapture, simulate
 from megatron_cg.tools.plan.experts import bits_note, experts_of
@@ -52,7 +54,8 @@ def details(settings: Settings, notes: list[str]) -> dict[str, Any]:
             "layers": describe_layers(settings.run, selection, decoder),
         }
         try:
-            with helper.prepared():
+            with helper.prepared(), ExitStack() as stack:
+                stack.callback(weight_gradients_returned(model, decoder))  # as a capture does
                 samples, options = helper.samples()
                 captured = simulate(samples, model, options)
         except HostSyncError:
@@ -79,6 +82,11 @@ def _limits(settings: Settings) -> Iterator[str]:
             "the size of the vocabulary is the tokenizer's, which a plan does not open: counted as "
             f"{_VOCABULARY:,}, unless --vocab-size says otherwise. No graph holds the embedding or "
             "the output layer."
+        )
+    if args.gradient_accumulation_fusion:
+        yield (
+            "gradient-accumulation fusion: Megatron's output layer needs Apex for it on the "
+            "machine that trains. Without Apex, add --no-gradient-accumulation-fusion."
         )
     if settings.graph.cg_grouped_gemm == "torch":
         yield bits_note(args)

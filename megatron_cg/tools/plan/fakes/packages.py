@@ -1,4 +1,4 @@
-"""Installs the fakes under the names ``transformer_engine`` and ``mamba_ssm``.
+"""Installs the fakes under the names of ``transformer_engine``, ``mamba_ssm`` and Apex's kernel.
 
 Only in a separate process (``worker.py``) and before Megatron is imported, because Megatron's
 classes derive from TE's when they are defined. The fakes are installed whether or not the packages
@@ -136,6 +136,8 @@ FAKES: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch.router": _all_absent(
         "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss fused_moe_aux_loss"
     ),
+    # Apex's. Megatron builds no output layer with gradient-accumulation fusion without it.
+    "fused_weight_gradient_mlp_cuda": _all_absent("wgrad_gemm_accum_fp32 wgrad_gemm_accum_fp16"),
     "mamba_ssm": {"__version__": MAMBA_VERSION},
     "mamba_ssm.ops": {},
     "mamba_ssm.ops.triton": {},

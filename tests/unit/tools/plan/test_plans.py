@@ -37,6 +37,7 @@ def with_a_tokenizer(name: str) -> Request:
     return Request("x", (*words[:at], *words[at + 2 :]), 2)
 
 
+NOT_FUSED = "--no-gradient-accumulation-fusion"
 PACKS = ["--sft", "--micro-batch-size", "1"]
 REQUESTS = {
     **{name: read_request(name, []) for name in preset_names()},
@@ -70,6 +71,7 @@ REQUESTS = {
     "packs": read_request("llama-tiny", PACKS, scopes=["mlp"]),
     "packs in graphs": read_request("llama-tiny", [*PACKS, "--cg-pack-sequences", "8"]),
     "again": read_request("deepseek-v3-tiny", []),
+    "fused": Request("x", tuple(w for w in on_preset("").words if w != NOT_FUSED), 2),
 }
 
 
@@ -105,6 +107,15 @@ def test_terms_of_the_memory_add_up(plans: dict[str, Plan], name: str) -> None:
     outside = memory["static_inputs"] + memory["output_gradients"] + memory["peer_memory"]
     assert memory["total"] == memory["pool_reserved"] + outside
     assert all(value >= 0 for value in memory.values())
+
+
+def test_gradient_accumulation_fusion_is_off_while_graphs_live(plans: dict[str, Plan]) -> None:
+    """So a plan counts what it counts without the fusion, and needs no Apex."""
+    fused, plain = plans["fused"], plans["llama-tiny"]
+    assert [row["memory"] for row in fused["layers"]] == [row["memory"] for row in plain["layers"]]
+    assert fused["graph_memory"] == plain["graph_memory"]
+    assert any("needs Apex" in note for note in fused["notes"])
+    assert not any("Apex" in note for note in plain["notes"])
 
 
 def test_every_term_of_the_memory_is_in_the_docs() -> None:
