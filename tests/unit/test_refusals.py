@@ -57,6 +57,7 @@ def test_a_plan_names_every_refusal_of_a_feature() -> None:
         "rows-outside-schedule",
         "rows-second-call",
         "pack-sequences-mrope",
+        "full-recompute-lost-gradients",
     }
     assert named - {case.rule for case in ALL} == others
 

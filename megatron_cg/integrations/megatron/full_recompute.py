@@ -29,6 +29,12 @@ Note [Gathered as often]
     for the backward pass that follows. Here the hooks run once around the layer, and the handler of
     its backward pass gathers the weights, for the second pass too. Either way weights are gathered
     twice.
+
+Note [Lost gradients]
+    Megatron's checkpoint is an autograd function of a layer's input alone. If the input needs no
+    gradient, as behind a frozen embedding, neither does the output, and the layer's weights get
+    none (``tensor_parallel/random.py``, ``CheckpointFunction``). A replay is a function of the
+    weights too, and gives them their gradients. So the two would train other numbers.
 """
 
 from __future__ import annotations
@@ -45,6 +51,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.arguments.schema import recomputes_layers
+from megatron_cg.errors import ConfigurationError, Violation
+from megatron_cg.integrations.megatron.masks import Observations
 from megatron_cg.replay.region import is_capturing, not_capturing
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.layer_config import LayerConfig
@@ -65,6 +73,14 @@ _PREDICTION = Symbol(
     fingerprints=("d9391af079bd5b25",),
 )
 RELIES_ON = (_CHECKPOINTS, _PREDICTION)
+_LOST = Violation(
+    "full-recompute-lost-gradients",
+    "--recompute-granularity full, and a first layer whose input needs no gradient",
+    "Megatron's checkpoint gives no gradients to the weights of such a layer, without graphs too, "
+    "and a graph gives them theirs",
+    "train the embedding, call requires_grad_() on its output in a forward hook, or type "
+    "--recompute-granularity selective",
+)
 _CALLERS = (TransformerBlock, MultiTokenPredictionLayer)
 """They ask their config whether to put checkpoints around the layers that they call."""
 
@@ -109,18 +125,28 @@ def _goes_into_layers(config: Any) -> bool:
     )
 
 
-def recompute_in_layers(model: nn.Module) -> Callable[[], None]:
+def recompute_in_layers(model: nn.Module, inputs: Observations | None = None) -> Callable[[], None]:
     """Move the checkpoints of full recompute into the layers of ``model``; returns the undo.
 
     Does nothing to a model that does not recompute whole layers. Call it before a capture, between
     two steps, and undo it after the graphs are deleted.
+
+    Args:
+        model: the whole model.
+        inputs: what its layers were called with in the steps before.
+
+    Raises ConfigurationError where eager training loses gradients; see Note [Lost gradients].
     """
-    return all_of(
-        undo
+    callers: list[Any] = [
+        caller
         for caller in model.modules()
         if isinstance(caller, _CALLERS) and recomputes_layers(caller.config)
-        for undo in _moved(caller)
-    )
+    ]
+    for caller in callers:
+        first = next(iter(_recomputed(caller)), None)
+        if inputs is not None and first is not None and inputs.never_differentiated(first):
+            raise ConfigurationError([_LOST])
+    return all_of(undo for caller in callers for undo in _moved(caller))
 
 
 def _moved(caller: Any) -> Iterator[Undo]:

@@ -280,7 +280,7 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
             scopes.callback(shared_experts_resume(self.flattened_callables))
             returned = weight_gradients_returned(self.model[0], self.flattened_callables)
             scopes.callback(returned)
-            scopes.callback(recompute_in_layers(self.model[0]))
+            scopes.callback(recompute_in_layers(self.model[0], self._static_inputs))
             if self.code is not None:
                 scopes.callback(self.code.captured_in(self.flattened_callables))
             for layer in self.flattened_callables:

@@ -37,7 +37,7 @@ from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.upstream.patch import Undo, all_of, put_over
 from megatron_cg.upstream.symbols import Symbol
 
-MASK = "attention_mask"
+MASK, HIDDEN = "attention_mask", "hidden_states"
 
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _SAMPLES = Symbol(
@@ -71,6 +71,7 @@ class ObservedInputs(StaticInputs):
         super().__init__(layers)
         self._none: set[tuple[nn.Module, str]] = set()
         self._given: set[tuple[nn.Module, str]] = set()
+        self._differentiated: set[nn.Module] = set()
 
     def forget(self) -> None:
         """Also forget which keywords were never given."""
@@ -81,8 +82,15 @@ class ObservedInputs(StaticInputs):
         """Whether a layer was called with that keyword and its value was always None."""
         return (layer, name) in self._none - self._given
 
+    def never_differentiated(self, layer: nn.Module) -> bool:
+        """Whether a layer was called, and its hidden states never needed a gradient."""
+        return (layer, HIDDEN) in self._given and layer not in self._differentiated
+
     def _look(self, layer: nn.Module, inputs: Mapping[str, Any]) -> None:
         super()._look(layer, inputs)
+        hidden = inputs.get(HIDDEN)
+        if hidden is not None and hidden.requires_grad:
+            self._differentiated.add(layer)
         for name, value in inputs.items():
             (self._none if value is None else self._given).add((layer, name))
 
@@ -92,6 +100,9 @@ class Observations(Protocol):
 
     def is_never_given(self, layer: Any, name: str) -> bool:
         """See :meth:`ObservedInputs.is_never_given`."""
+
+    def never_differentiated(self, layer: Any) -> bool:
+        """See :meth:`ObservedInputs.never_differentiated`."""
 
 
 def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> Callable[[], None]:

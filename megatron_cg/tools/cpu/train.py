@@ -126,7 +126,7 @@ class Trainer:
             args, kwargs = zip(*(self._samples(layer) for layer in layers), strict=True)
             lasting.callback(shared_experts_resume(layers))
             lasting.callback(weight_gradients_returned(self.model, layers))
-            lasting.callback(recompute_in_layers(self.model))
+            lasting.callback(recompute_in_layers(self.model, self._static_inputs))
             with session.capturing(), capturing_flag():
                 graphs = session.capture(
                     tuple(layers),

@@ -17,13 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.errors import ConfigurationError
 from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
 from megatron_cg.tools.align.compare import compare, read_run
 from megatron_cg.tools.cpu.launch import run_processes
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig, TrainingPlan
 from tests.functional.loops import RECOMPUTE
 from tests.unit.moe.test_training import DROP_AND_PAD, SIGMOID
-from tests.unit.trainers import half_a_batch
+from tests.unit.trainers import half_a_batch, trainer_of
 
 STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2
 """``block`` recomputes the first two layers."""
@@ -244,3 +245,76 @@ def test_weights_are_gathered_as_often_as_in_an_eager_run(lives: list[dict[str, 
     for life in lives:
         gathers = {way: [step["gathers"] for step in steps[:AGAIN]] for way, steps in life.items()}
         assert gathers["graphs"] == gathers["eager"] and gathers["eager"][0] > 2 * LAYERS
+
+
+def frozen_embedding(monkeypatch: pytest.MonkeyPatch, *, needed: bool) -> None:
+    """Models have it from now on; ``needed``: its output needs a gradient nevertheless."""
+    from megatron_cg.tools.cpu import cpu_model
+
+    made = cpu_model.gpt_model
+
+    def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
+        gpt: Any = made(model)
+        embedding = next(one for name, one in gpt.named_modules() if name.endswith("embedding"))
+        embedding.requires_grad_(False)
+        if needed:
+            embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_())
+        return gpt
+
+    monkeypatch.setattr(cpu_model, "gpt_model", gpt_model)
+
+
+def steps(*, recompute: bool, graphs: bool) -> list[Any]:
+    """Three steps; a capture that is refused leaves the last two eager."""
+    from megatron_cg.backends.tape.tape_backend import TapeBackend
+
+    plan = with_model(options=BLOCK if recompute else {}, bf16=False)
+    with allowed(), trainer_of(plan.model, graphs=graphs) as trainer:
+        found = [trainer.step()]
+        if graphs:
+            found.append(refused_rules(partial(trainer.capture, TapeBackend())))
+        return [*found, trainer.step(), trainer.step()]
+
+
+def refused_rules(capture: Any) -> list[str]:
+    try:
+        capture()
+    except ConfigurationError as error:
+        return [violation.rule for violation in error.violations]
+    return []
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    undo = allow_full_recompute()
+    yield
+    undo()
+
+
+def test_behind_a_frozen_embedding_megatrons_checkpoint_loses_gradients(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No graph is involved."""
+    frozen_embedding(monkeypatch, needed=False)
+    (loss, norm), *_ = steps(recompute=True, graphs=False)
+    (plain_loss, plain_norm), *_ = steps(recompute=False, graphs=False)
+    assert loss == plain_loss and norm < plain_norm
+
+
+def test_so_such_a_capture_is_refused_and_training_goes_on(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen_embedding(monkeypatch, needed=False)
+    first, rules, *others = steps(recompute=True, graphs=True)
+    assert rules == ["full-recompute-lost-gradients"]
+    assert [first, *others] == steps(recompute=True, graphs=False)
+
+
+def test_behind_an_output_that_needs_a_gradient_it_is_not(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen_embedding(monkeypatch, needed=True)
+    first, rules, *others = steps(recompute=True, graphs=True)
+    assert rules == []
+    assert [first, *others] == steps(recompute=True, graphs=False)
+    assert [first, *others] == steps(recompute=False, graphs=False)
