@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -297,6 +299,22 @@ class Idle(TapeBackend):
 
     def capture(self, callables: Any, *args: Any, **kwargs: Any) -> Any:
         return list(callables)
+
+
+@pytest.mark.parametrize("how", ["a failed capture", "closing"])
+def test_samples_are_let_go_when_no_capture_follows(runs: Any, how: str) -> None:
+    backend = Broken() if how == "a failed capture" else TapeBackend()
+    _, graphed = runs({"backend": backend, "on_failure": "eager"})
+    graphed.step()
+    seen = graphed.graphs._observer.in_order().values()
+    samples = [weakref.ref(tensor) for call in seen for tensor in call.args]
+    del seen
+    assert samples and all(sample() is not None for sample in samples)
+    graphed.step()
+    if how == "closing":
+        graphed.graphs.close()
+    gc.collect()
+    assert all(sample() is None for sample in samples)
 
 
 def test_a_capture_that_ran_no_pass_ends_the_run(runs: Any) -> None:
