@@ -139,12 +139,13 @@ class Session:
         restored and the session can try again.
 
         Raises:
-            PhaseError: graphs exist already, or the session is closed.
+            PhaseError: graphs exist already, also of another session, or the session is closed.
             EarlierWorkError: the GPU was in an error state already.
             HookError, UnknownFsdpHookError: a hook cannot be carried over; nothing was changed.
             CaptureError: the body ended without a graph for some unit.
         """
         self._require(Phase.EAGER)
+        self._require_no_other_graphs()
         self._wait_for_earlier_work()
         votes = self._agreement.time if self._agreement is not None else None
         emit(CaptureBegan(self._sharding.wrapped, self._units, votes))
@@ -306,6 +307,14 @@ class Session:
             raise PhaseError(
                 f"this session is {self.phase.value}, and has to be {phase.value} for that. To "
                 "capture again, delete its graphs and open a new session"
+            )
+
+    def _require_no_other_graphs(self) -> None:
+        taken = [unit.name for unit in self._units if _graphs(unit.layer)]
+        if taken:
+            raise PhaseError(
+                f"{', '.join(taken)} has graphs of another session. Delete those first, or capture "
+                "each layer in one session only"
             )
 
     def _wait_for_earlier_work(self) -> None:

@@ -216,16 +216,15 @@ class Agreement:
         self._require_next(Kind.CAPTURE_START)
         self._vote_on_capture(Kind.CAPTURE_START, vote or Vote())
 
-    def confirm(self, vote: Vote | None = None) -> None:
+    def confirm(self) -> None:
         """Vote that this rank's capture is complete; returns when all ranks' captures are.
 
-        If :meth:`ready` was not called before, it runs here with the same vote. Arguments and
-        exceptions are those of :meth:`ready`.
+        :meth:`ready` runs here if it was not called before. Exceptions are those of :meth:`ready`.
         """
         if self._next is Kind.CAPTURE_START:
-            self.ready(vote)
+            self.ready()
         self._require_next(Kind.CAPTURE_END)
-        self._vote_on_capture(Kind.CAPTURE_END, vote or Vote())
+        self._vote_on_capture(Kind.CAPTURE_END, Vote())
 
     def report_failure(self) -> None:
         """Report in the capture's next vote that it failed on this rank, so that all give up.

@@ -121,12 +121,10 @@ class Tally:
         return tuple(self._rows.values())
 
 
-def report(session: Session, optimizers: Iterable[Any] = ()) -> MemoryReport:
-    """Count the memory of a session's graphs, its Megatron-FSDP, and the given optimizers.
+def report(session: Session) -> MemoryReport:
+    """Count the memory of a session's graphs and of its Megatron-FSDP.
 
-    Args:
-        session: in any phase; without graphs, only the buffers are counted.
-        optimizers: Megatron's or torch's; their states are counted.
+    The session may be in any phase; without graphs, only the buffers are counted.
     """
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
     tally = Tally(held_addresses(segments) if segments else None)
@@ -142,15 +140,13 @@ def report(session: Session, optimizers: Iterable[Any] = ()) -> MemoryReport:
                 # Graphs do not own the parameters among them.
                 own = (t for t in tensors if t is not None and not isinstance(t, nn.Parameter))
                 tally.add(unit.name, kind, own)
-    for optimizer in optimizers:
-        tally.add("optimizer", "states", optimizer_tensors(optimizer))
     return MemoryReport(tally.rows(), tuple(pools(segments)))
 
 
-def log_report(session: Session, when: str, level: int = logging.DEBUG) -> None:
-    """Log a report; does nothing if that level is not logged."""
-    if logger.isEnabledFor(level):
-        logger.log(level, "memory %s:\n%s", when, report(session).text())
+def log_report(session: Session, when: str) -> None:
+    """Log a report, if debug messages are logged."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("memory %s:\n%s", when, report(session).text())
 
 
 def static_tensors(graph: Any) -> dict[str, Sequence[torch.Tensor | None]]:

@@ -83,9 +83,10 @@ class _Copied(torch.autograd.Function):
     """Passes a tensor on, and a copy of its gradient."""
 
     @staticmethod
-    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].clone()
+    def backward(_ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None if gradients[0] is None else gradients[0].clone()

@@ -40,7 +40,7 @@ def _lazy(tensor: Any) -> tuple[bool, bool]:
 def copies(memories: Sequence[StaticMemory | None], values: Sequence[Any]) -> tuple[int, int]:
     """How many of ``values`` are copied into their static memory, and the bytes of these.
 
-    A value None is a gradient that autograd replaces by zeros elsewhere, so it is copied too.
+    None is the gradient of an output that nothing uses: zeros are written, which counts as a copy.
     """
     number = nbytes = 0
     for memory, value in zip(memories, values, strict=True):

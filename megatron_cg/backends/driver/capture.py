@@ -12,6 +12,13 @@ Note [How long a result lives]
     shared (``_reuse_graph_input_output_buffers``), outputs are released then too, and gradients of
     inputs before the backward pass after the next one. Otherwise both live as long as the graph.
     What no caller reads, such as activations, is released by Python itself.
+
+Note [Gradients of one output]
+    A backward graph computes the gradients of all outputs together. If a step does not use an
+    output, autograd leaves what only that output depends on without a gradient, and an optimizer
+    does not touch such a parameter. So the first warmup finds what each output depends on, by one
+    more forward and backward pass for each output. It does that between the hooks of the forward
+    pass, where the parameters are there.
 """
 
 from __future__ import annotations
@@ -126,6 +133,8 @@ class _Capture:
             if step.forward:
                 self._run_hooks(step, "forward_pre_hooks")
                 outputs = self._call(step)
+                if iteration == 0:
+                    self._find_reached(step, tree_flatten(outputs)[0])
                 self._run_hooks(step, "forward_hooks")
                 alive[step.sample] = tree_flatten(outputs)[0]
                 continue
@@ -135,6 +144,19 @@ class _Capture:
             found = self._gradients(step, tuple(outputs), grads, retain_graph=False)
             self._run_hooks(step, "backward_hooks")
             self._keep_used_parameters(step, found, iteration)
+
+    def _find_reached(self, step: Step, outputs: Sequence[Any]) -> None:
+        """See Note [Gradients of one output]."""
+        item = self.recorded[step.sample]
+        numbers = [n for n, o in enumerate(outputs) if o is not None and o.requires_grad]
+        if len(numbers) < 2:
+            return
+        needing = [id(tensor) for tensor in item.inputs if tensor.requires_grad]
+        for number in numbers:
+            output = tree_flatten(self._call(step))[0][number]
+            found = self._gradients(step, (output,), (torch.empty_like(output),), False)
+            pairs = zip(needing, found, strict=True)
+            item.reached[number] = {key for key, gradient in pairs if gradient is not None}
 
     def record(self, recorder: Recorder) -> None:
         """Record every pass in order, and let the recorder settle the memory of all."""

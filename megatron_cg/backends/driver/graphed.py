@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.backends.driver.copies import copy_together
-from megatron_cg.backends.driver.recorder import Recorded, Recording
+from megatron_cg.backends.driver.recorder import Recorded, Recording, Tensors
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.replay.static_memory import StaticMemory
@@ -36,6 +36,7 @@ class _Replay(torch.autograd.Function):
         forward.finished(())
         recorded.replays += 1
         ctx.recorded, ctx.replay = recorded, recorded.replays
+        ctx.set_materialize_grads(False)
         return tuple(None if output is None else output.detach() for output in recorded.outputs)
 
     @staticmethod
@@ -49,16 +50,32 @@ class _Replay(torch.autograd.Function):
                 "activations it needs are overwritten. Run the backward first, or capture one "
                 "graph a microbatch in flight."
             )
-        pairs = zip(recorded.grad_outputs, grads, strict=True)
-        copy_together((s, g) for s, g in pairs if s is not None and g is not None)
+        pairs = [(s, g) for s, g in zip(recorded.grad_outputs, grads, strict=True) if s is not None]
+        copy_together((s, g) for s, g in pairs if g is not None)
+        for static in (s for s, g in pairs if g is None):
+            static.zero_()
         backward.replay()
-        clones = len(recorded.grad_inputs) if recorded.gradients_borrowed else recorded.user_args
+        found = _reached(recorded, grads)
+        clones = len(found) if recorded.gradients_borrowed else recorded.user_args
         returned = tuple(
             None if grad is None else grad.clone() if index >= clones else grad.detach()
-            for index, grad in enumerate(recorded.grad_inputs)
+            for index, grad in enumerate(found)
         )
         backward.finished(recorded.grad_inputs[recorded.user_args : clones])
         return (None, *returned)
+
+
+def _reached(recorded: Recorded, grads: Sequence[torch.Tensor | None]) -> Tensors:
+    """The gradients of inputs that an output with a gradient depends on; None for the others.
+
+    See Note [Gradients of one output] in ``capture.py``.
+    """
+    if all(grads[number] is not None for number in recorded.reached):
+        return recorded.grad_inputs
+    used = (keys for number, keys in recorded.reached.items() if grads[number] is not None)
+    reached = set().union(*used)
+    pairs = zip(recorded.inputs, recorded.grad_inputs, strict=True)
+    return tuple(grad if id(one) in reached else None for one, grad in pairs)
 
 
 def _live_passes(recorded: Recorded) -> tuple[Recording, Recording]:

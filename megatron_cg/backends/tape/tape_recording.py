@@ -47,6 +47,9 @@ class Tape:
     used: set[int] = field(default_factory=set)
     dead_before: frozenset[int] = frozenset()
     dead_after: frozenset[int] = frozenset()
+    grad_mode: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether gradients were on when it was recorded. Some kernels of a CPU depend on it (torch
+    2.11, ``mkldnn_rnn_layer``, for an LSTM)."""
 
     def replay(self) -> None:
         """Run the operations again, in order, on the memory that they were recorded on.
@@ -56,7 +59,7 @@ class Tape:
         self.pool.poison(self.dead_before)
         self.pool.poison_borrowed()
         self.pool.poison(self.made)
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd():
             for entry in self.entries:
                 if isinstance(entry, _Operation):
                     self._run(entry)

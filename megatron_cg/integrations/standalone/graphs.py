@@ -132,6 +132,7 @@ class GraphedUnits:
         self._observer = Observer(self._units, self._sharding)
         follow_captures()
         with ExitStack() as undo:
+            undo.callback(self._observer.forget)
             undo.callback(graphs_close_in_time())
             self._agreement = Agreement()
             self._controller = GraphController(
@@ -174,6 +175,8 @@ class GraphedUnits:
         self._controller.before_step()
         if self._controller.awaits_capture and self._observer.steps >= self._warmup_steps:
             self._controller.capture()
+        if self._controller.gave_up:
+            self._observer.forget()
         with ExitStack() as stack:
             if self.session is not None:
                 self.session.mismatches.begin_step()

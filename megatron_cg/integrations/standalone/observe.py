@@ -69,6 +69,10 @@ class Observer:
         """The units that were called in the last whole step, in the order of their first calls."""
         return dict(self._seen)
 
+    def forget(self) -> None:
+        """Let the samples go, when no capture follows."""
+        self._seen, self._now = {}, {}
+
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return

@@ -182,7 +182,7 @@ def test_a_session_is_walked_from_graphs_to_buffers(
     trainer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = trainer.capture(TapeBackend())
-    found = report(session, [trainer._optimizer])
+    found = report(session)
     shape = trainer.plan.model
     tokens = shape.sequence_length * trainer.plan.micro_batch_size
     hidden = tokens * shape.hidden_size * 2
@@ -196,7 +196,6 @@ def test_a_session_is_walked_from_graphs_to_buffers(
     numel = sum(group.main_grad_buffer.data_size for group in store.parameter_groups)
     assert held(found, "weights") == held(found, "main gradients") == 2 * numel
     assert held(found, "main weights") == 4 * numel
-    assert held(found, "states") >= 8 * numel
     text = found.text()
     assert "graphs" in text and "layer 1" not in text
     with caplog.at_level(logging.INFO, "megatron_cg.memory.usage"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +14,14 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.session import open_sessions
-from megatron_cg.errors import CaptureError, ConfigurationError, UpstreamChangedError
+from megatron_cg.errors import (
+    CaptureError,
+    ConfigurationError,
+    PhaseError,
+    UpstreamChangedError,
+)
 from megatron_cg.events import PassEnded, subscribe
+from megatron_cg.integrations.standalone import graph_units
 from tests.unit.counted import expect
 from tests.unit.integrations.standalone.networks import BATCH, WIDTH, Run, assert_equal
 
@@ -127,6 +135,21 @@ def test_models_are_closed_in_any_order(one_rank: None) -> None:
     second.close()
     second.close()
     assert torch.distributed.destroy_process_group is destroy
+
+
+def test_a_unit_has_graphs_of_one_session(one_rank: None) -> None:
+    run = Run()
+    with run.with_graphs(["layers.0", "layers.1"]) as first:
+        run.step()
+        run.step()
+        second = graph_units(run.model, ["layers.1", "layers.2"], warmup_steps=1, backend="tape")
+        with second.step():
+            run.step()
+        with pytest.raises(PhaseError, match=r"layers\.1 has graphs"), second.step():
+            pass
+        second.close()
+        run.step()
+        expect(first.counters, replayed=2 * 3, eager=0, mismatched=0)
 
 
 def another_flag(run: Run) -> None:
@@ -276,6 +299,22 @@ class Idle(TapeBackend):
 
     def capture(self, callables: Any, *args: Any, **kwargs: Any) -> Any:
         return list(callables)
+
+
+@pytest.mark.parametrize("how", ["a failed capture", "closing"])
+def test_samples_are_let_go_when_no_capture_follows(runs: Any, how: str) -> None:
+    backend = Broken() if how == "a failed capture" else TapeBackend()
+    _, graphed = runs({"backend": backend, "on_failure": "eager"})
+    graphed.step()
+    seen = graphed.graphs._observer.in_order().values()
+    samples = [weakref.ref(tensor) for call in seen for tensor in call.args]
+    del seen
+    assert samples and all(sample() is not None for sample in samples)
+    graphed.step()
+    if how == "closing":
+        graphed.graphs.close()
+    gc.collect()
+    assert all(sample() is None for sample in samples)
 
 
 def test_a_capture_that_ran_no_pass_ends_the_run(runs: Any) -> None:
