@@ -34,6 +34,15 @@ STEPS = 7
 EVENTS = ("evaluation", "pass without gradients", "half a batch", "one more microbatch")
 LATER = ("captured again", "graphs deleted")
 """Events of the run with graphs alone, after its first capture."""
+FROZEN = (
+    "embedding",
+    "layernorm",
+    "linear_qkv",
+    "linear_fc1",
+    "layers.0.",
+    "router",
+    "output_layer",
+)
 STRATEGIES = ("optim_grads_params",) * 3 + ("optim_grads", "optim", "no_shard")
 ROUTER = ("moe_router", "moe_preprocess")
 IMPORTED = ("launch", "fakes", "train")
@@ -55,6 +64,8 @@ class Draw:
     """Whether experts compute by torch's grouped GEMM, in both runs."""
     peers: bool
     """Whether tokens are exchanged by peer memory."""
+    frozen: tuple[str, ...]
+    """Weights whose names have one of these are frozen."""
 
 
 def draw(seed: int) -> Draw:
@@ -79,7 +90,17 @@ def draw(seed: int) -> Draw:
         fast_path=chance.random() < 0.75,
         torch_gemm=device,
         peers=device and model.expert_parallel > 1 and chance.random() < 0.4,
+        frozen=_frozen(chance, model, is_full=is_full),
     )
+
+
+def _frozen(chance: random.Random, model: CpuModelConfig, *, is_full: bool) -> tuple[str, ...]:
+    names = chance.sample(FROZEN, chance.choice((1, 1, 2))) if chance.random() < 0.3 else []
+    if is_full and "embedding" in names:
+        names.remove("embedding")  # Megatron's checkpoint loses gradients then.
+    # megatron-core 0.19.2 ends with an AttributeError in this case, without graphs too.
+    apart = not model.fsdp_options["overlap_grad_reduce"]
+    return () if apart else tuple(names)
 
 
 def _dense(chance: random.Random, processes: int) -> CpuModelConfig:
@@ -177,10 +198,21 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
 
     from megatron_cg.integrations.megatron.full_recompute import allow_full_recompute
     from megatron_cg.moe.install import exchange_by_peers, use_device_counts
+    from megatron_cg.tools.cpu import cpu_model
+    from megatron_cg.tools.cpu.fakes import replaced
     from megatron_cg.tools.cpu.grouped_linear import in_place_of_te
+
+    make = cpu_model.gpt_model
+
+    def gpt_model(shape: CpuModelConfig) -> torch.nn.Module:
+        made = make(shape)
+        for name, weight in made.named_parameters():
+            weight.requires_grad_(not any(part in name for part in drawn.frozen))
+        return made
 
     destroy_moe_metrics_tracker()
     with ExitStack() as undo:
+        undo.enter_context(replaced(cpu_model, "gpt_model", gpt_model))
         if drawn.torch_gemm:
             undo.enter_context(in_place_of_te())
             undo.callback(use_device_counts())

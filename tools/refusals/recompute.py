@@ -72,9 +72,9 @@ NOT_YET = (
     Row(
         "`--recompute-granularity full` behind a frozen embedding",
         Status.UPSTREAM,
-        "Megatron's checkpoint is an autograd function of a layer's input alone. If the input needs "
-        "no gradient, the layer's weights get none, without graphs too. A capture that has seen "
-        "such a step is refused",
+        "Megatron's checkpoint is an autograd function of a layer's input alone. If the input "
+        "needs no gradient, the layer's weights get none, without graphs too. A capture that has "
+        "seen such a step is refused",
         rules=("full-recompute-lost-gradients",),
         tests=(
             f"{_FULL}::test_behind_a_frozen_embedding_megatrons_checkpoint_loses_gradients",

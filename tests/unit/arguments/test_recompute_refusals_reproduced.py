@@ -80,7 +80,7 @@ def test_a_graph_inside_of_megatrons_checkpoint_is_not_replayed_in_the_first_pas
 ) -> None:
     """As a HybridStack, whose layers get no checkpoint of their own."""
     with (
-        patch("megatron_cg.tools.cpu.train.recompute_in_layers", lambda _: lambda: None),
+        patch("megatron_cg.tools.cpu.train.recompute_in_layers", lambda *_: lambda: None),
         training(()) as trainer,
     ):
         session = trainer.capture(TapeBackend(), policy=ReplayPolicy("eager"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tools import random_models
-from tools.random_models import EVENTS, LATER, STRATEGIES, compare, draw, tried
+from tools.random_models import EVENTS, FROZEN, LATER, STRATEGIES, compare, draw, tried
 
 SEEDS = range(300)
 
@@ -24,6 +24,7 @@ def test_seeds_draw_everything_that_can_be_drawn() -> None:
     assert {event for one in drawn for event in one.events.values()} == {*EVENTS, *LATER}
     strategies = {one.model.fsdp_options["data_parallel_sharding_strategy"] for one in drawn}
     assert strategies == set(STRATEGIES)
+    assert {name for one in drawn for name in one.frozen} == set(FROZEN)
     for name in ("processes", "fast_path", "torch_gemm", "peers"):
         assert len({getattr(one, name) for one in drawn}) == 2
     for name in ("tensor_parallel", "expert_parallel", "bf16", "grouped"):
