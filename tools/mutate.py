@@ -39,6 +39,7 @@ _TAPE = (
     "backends/tape/test_replay.py "
     "backends/tape/test_fakes.py backends/tape/test_training.py backends/test_every_backend.py"
 )
+_OUTPUTS = "integrations/standalone/test_unused_outputs.py"
 _NATIVE = (
     "backends/test_every_backend.py backends/test_native.py backends/test_native_refusals.py "
     "backends/test_native_training.py backends/test_cuda_cleanup.py"
@@ -53,10 +54,10 @@ NEAR: dict[str, str] = {
     "backends/tape/test_training.py",
     "consensus/exchange.py": "consensus/test_mutants_of_agreement.py consensus/test_agreement.py",
     "backends/cuda_cleanup.py": _NATIVE,
-    "backends/driver/capture.py": f"{_TAPE} {_NATIVE}",
+    "backends/driver/capture.py": f"{_OUTPUTS} {_TAPE} {_NATIVE}",
     "backends/driver/checks.py": _NATIVE,
     "backends/driver/copies.py": _NATIVE,
-    "backends/driver/graphed.py": f"{_TAPE} {_NATIVE}",
+    "backends/driver/graphed.py": f"{_OUTPUTS} {_TAPE} {_NATIVE}",
     "backends/native/cuda_recorder.py": _NATIVE,
     "backends/native/native_backend.py": f"{_NATIVE} integrations/test_call_arguments.py",
     "backends/native/native_refusals.py": _NATIVE,
