@@ -298,13 +298,13 @@ class FsdpCudaGraphHelper(TECudaGraphHelper):  # type: ignore[misc]
                         "one call of that module's make_graphed_callables for all layers",
                     )
             session.on_close(scopes.pop_all().close)
+        with ExitStack() as failed:
+            failed.callback(session.close)
             if (peers := peer_memory_of(self.model[0])) is not None:
                 session.on_close(peers.hold())
             session.on_close(self._graphs_are_gone)
             if self._optimizer_graph is not None:
                 self._optimizer_graph.follow(session)
-        with ExitStack() as failed:
-            failed.callback(session.close)
             log_report(session, "after capture")
             failed.pop_all()
         return session
