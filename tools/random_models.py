@@ -66,6 +66,8 @@ class Draw:
     """Whether tokens are exchanged by peer memory."""
     frozen: tuple[str, ...]
     """Weights whose names have one of these are frozen."""
+    verify_interval: int
+    """As ``--cg-verify-interval``: how often each graph is compared with an eager pass."""
 
 
 def draw(seed: int) -> Draw:
@@ -91,6 +93,7 @@ def draw(seed: int) -> Draw:
         torch_gemm=device,
         peers=device and model.expert_parallel > 1 and chance.random() < 0.4,
         frozen=_frozen(chance, model, is_full=is_full),
+        verify_interval=chance.choice((0, 0, 1, 2)),
     )
 
 
@@ -260,11 +263,14 @@ def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
 def _capture(trainer: Any, drawn: Draw, step: int, event: str, close: Any) -> None:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
     from megatron_cg.consensus.exchange import Agreement
+    from megatron_cg.replay.mismatch_policy import ReplayPolicy
 
     if step > drawn.captured_after and event in LATER:
         close()
     if step == drawn.captured_after or (step > drawn.captured_after and event == LATER[0]):
-        trainer.capture(TapeBackend(), Agreement(), only=drawn.only, fast_path=drawn.fast_path)
+        policy = ReplayPolicy(verify_interval=drawn.verify_interval)
+        only, fast = drawn.only, drawn.fast_path
+        trainer.capture(TapeBackend(), Agreement(), only=only, fast_path=fast, policy=policy)
 
 
 def _passes(trainer: Any, event: str) -> Iterator[str]:
