@@ -52,7 +52,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.arguments.schema import recomputes_layers
 from megatron_cg.errors import ConfigurationError, Violation
-from megatron_cg.integrations.megatron.masks import Observations
+from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.replay.region import is_capturing, not_capturing
 from megatron_cg.upstream.config_rules import relax_rules
 from megatron_cg.upstream.layer_config import LayerConfig
@@ -125,7 +125,9 @@ def _goes_into_layers(config: Any) -> bool:
     )
 
 
-def recompute_in_layers(model: nn.Module, inputs: Observations | None = None) -> Callable[[], None]:
+def recompute_in_layers(
+    model: nn.Module, inputs: ObservedInputs | None = None
+) -> Callable[[], None]:
     """Move the checkpoints of full recompute into the layers of ``model``; returns the undo.
 
     Does nothing to a model that does not recompute whole layers. Call it before a capture, between

@@ -101,9 +101,6 @@ class Observations(Protocol):
     def is_never_given(self, layer: Any, name: str) -> bool:
         """See :meth:`ObservedInputs.is_never_given`."""
 
-    def never_differentiated(self, layer: Any) -> bool:
-        """See :meth:`ObservedInputs.never_differentiated`."""
-
 
 def without_unused_masks(layers: Sequence[nn.Module], inputs: Observations) -> Callable[[], None]:
     """Capture layers without a mask that they never received, and replay with no made-up one.

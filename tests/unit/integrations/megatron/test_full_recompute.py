@@ -254,7 +254,7 @@ def frozen_embedding(monkeypatch: pytest.MonkeyPatch, *, needed: bool) -> None:
     made = cpu_model.gpt_model
 
     def gpt_model(model: CpuModelConfig) -> torch.nn.Module:
-        gpt: Any = made(model)
+        gpt: torch.nn.Module = made(model)
         embedding = next(one for name, one in gpt.named_modules() if name.endswith("embedding"))
         embedding.requires_grad_(False)
         if needed:
