@@ -75,7 +75,7 @@ _PREDICTION = Symbol(
 RELIES_ON = (_CHECKPOINTS, _PREDICTION)
 _LOST = Violation(
     "full-recompute-lost-gradients",
-    "--recompute-granularity full, and a first layer whose input needs no gradient",
+    "--recompute-granularity full, and a layer whose input needs no gradient",
     "Megatron's checkpoint gives no gradients to the weights of such a layer, without graphs too, "
     "and a graph gives them theirs",
     "train the embedding, call requires_grad_() on its output in a forward hook, or type "
@@ -144,9 +144,9 @@ def recompute_in_layers(
         for caller in model.modules()
         if isinstance(caller, _CALLERS) and recomputes_layers(caller.config)
     ]
-    for caller in callers:
-        first = next(iter(_recomputed(caller)), None)
-        if inputs is not None and first is not None and inputs.never_differentiated(first):
+    if inputs is not None:
+        begins = (layer for caller in callers for layer in _begins(caller))
+        if any(map(inputs.never_differentiated, begins)):
             raise ConfigurationError([_LOST])
     return all_of(undo for caller in callers for undo in _moved(caller))
 
@@ -164,6 +164,12 @@ def _recomputed(caller: Any) -> list[nn.Module]:
         return [caller.mtp_model_layer] if every else []
     layers = list(caller.layers)
     return layers if every else layers[: caller.config.recompute_num_layers]
+
+
+def _begins(caller: Any) -> list[nn.Module]:
+    """The layers that Megatron's checkpoints begin with, whose inputs they differentiate."""
+    every = caller.config.recompute_method == "uniform"
+    return _recomputed(caller)[:: caller.config.recompute_num_layers if every else 1]
 
 
 def _recompute(layer: Any) -> Callable[[], None]:

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_cg
-from megatron_cg.errors import UpstreamChangedError
+from megatron_cg.errors import ConfigurationError, UpstreamChangedError
 from megatron_cg.integrations.megatron import full_recompute
 from megatron_cg.integrations.megatron.full_recompute import (
     allow_full_recompute,
@@ -140,6 +140,32 @@ def test_a_prediction_layer_is_recomputed_by_uniform_alone(
     undo()
     assert prediction.config.recompute_granularity == "full"
     assert "forward" not in vars(prediction.mtp_model_layer)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "refused"),
+    [(RECOMPUTE, {0, 1, 2, 3}), (CHUNKS, {0, 2}), ({**BLOCK, "recompute_num_layers": 2}, {0, 1})],
+    ids=str,
+)
+def test_inputs_without_gradients_are_refused_where_a_checkpoint_begins(
+    one_rank: None, allowed: None, recompute: dict[str, Any], refused: set[int]
+) -> None:
+    """Inside a chunk, no input needs a gradient in the first pass."""
+    from megatron_cg.integrations.megatron.masks import ObservedInputs
+    from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
+
+    model = build(CpuModelConfig(layers=4, graph_modules=(), options=recompute))
+    found = set()
+    for number, layer in enumerate(transformer_layers(model)):
+        inputs = ObservedInputs([layer])
+        inputs._look(layer, {"hidden_states": torch.zeros(1)})
+        try:
+            recompute_in_layers(model, inputs)()
+        except ConfigurationError:
+            found.add(number)
+        inputs._look(layer, {"hidden_states": torch.zeros(1, requires_grad=True)})
+        recompute_in_layers(model, inputs)()
+    assert found == refused
 
 
 def test_a_model_without_it_is_left_alone(block: Any) -> None:
