@@ -167,7 +167,12 @@ def _recomputed(caller: Any) -> list[nn.Module]:
 
 
 def _begins(caller: Any) -> list[nn.Module]:
-    """The layers that Megatron's checkpoints begin with, whose inputs they differentiate."""
+    """The layers that Megatron's checkpoints begin with, whose inputs they differentiate.
+
+    Those of multi-token prediction begin with the projection before the layer.
+    """
+    if isinstance(caller, MultiTokenPredictionLayer):
+        return []
     every = caller.config.recompute_method == "uniform"
     return _recomputed(caller)[:: caller.config.recompute_num_layers if every else 1]
 

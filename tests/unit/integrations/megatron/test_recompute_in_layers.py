@@ -18,6 +18,7 @@ from megatron_cg.integrations.megatron.full_recompute import (
     allow_full_recompute,
     recompute_in_layers,
 )
+from megatron_cg.integrations.megatron.masks import ObservedInputs
 from megatron_cg.replay.region import capturing_flag, is_capturing, run_region
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
@@ -134,7 +135,10 @@ def test_a_prediction_layer_is_recomputed_by_uniform_alone(
     group = replace(GROUPS["mtp"], config={**GROUPS["mtp"].config, **recompute})
     model: Any = make_model(group, make_config(group, Run("fp32")))
     (prediction,) = model.mtp.layers
-    undo = recompute_in_layers(model)
+    # In the first pass of its checkpoint, no input of the layer needs a gradient.
+    inputs = ObservedInputs([prediction.mtp_model_layer])
+    inputs._look(prediction.mtp_model_layer, {"hidden_states": torch.zeros(1)})
+    undo = recompute_in_layers(model, inputs)
     assert prediction.config.recompute_granularity is None
     assert ("forward" in vars(prediction.mtp_model_layer)) is recomputed
     undo()
@@ -151,7 +155,6 @@ def test_inputs_without_gradients_are_refused_where_a_checkpoint_begins(
     one_rank: None, allowed: None, recompute: dict[str, Any], refused: set[int]
 ) -> None:
     """Inside a chunk, no input needs a gradient in the first pass."""
-    from megatron_cg.integrations.megatron.masks import ObservedInputs
     from megatron_cg.tools.cpu.cpu_model import build, transformer_layers
 
     model = build(CpuModelConfig(layers=4, graph_modules=(), options=recompute))
