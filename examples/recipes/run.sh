@@ -34,8 +34,8 @@ nodes=${NODES:-1}
 gpus=${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l || true)}
 ((gpus > 0)) || fail "nvidia-smi finds no GPU: set GPUS_PER_NODE to how many this node has"
 iterations=${TRAIN_ITERS:-1000}
-# Whole MoE layers in graphs pay if a model has many small experts. They need Hopper GPUs and BF16, and
-# memory for any routing: with two expert-parallel ranks twice the average, with more ranks more.
+# Whole MoE layers in graphs pay if a model has many small experts. They need Hopper GPUs and BF16,
+# and memory for any routing: with two expert-parallel ranks twice the average, with more ranks more.
 whole=${EXPERTS_IN_GRAPHS:-0}
 if [[ -z ${EXPERTS_IN_GRAPHS:-} && $preset =~ ^(qwen3-moe|deepseek-v3)(-tiny)?$ &&
     ${EXPERT_PARALLEL:-1} -le 2 && " $*" != *" --fp"[48]-* ]]; then
