@@ -9,23 +9,18 @@ Exit code 1: one was not, or a run failed. A line that is printed has what the s
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import multiprocessing
 import os
 import random
-import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_cg.tools.cpu import launch
 from megatron_cg.tools.cpu.training_plan import CpuModelConfig
@@ -230,7 +225,8 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
 
 
 def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
-    """Each number of the run to the last bit, a digest of the weights, and how many replays."""
+    """Each number of the run to the last bit, digests of the weights, and how many replays."""
+    from megatron_cg.telemetry.record_shards import parameter_digests
     from tests.unit.trainers import half_a_batch, trainer_of
 
     found: list[Any] = []
@@ -257,7 +253,7 @@ def train(drawn: Draw, *, graphs: bool) -> tuple[list[Any], int]:
             with half_a_batch(trainer, event == "half a batch"):
                 found.append([number.hex() for number in trainer.step()])
         close()
-        return [*found, _digest(trainer.model)], replayed
+        return [*found, parameter_digests(trainer.model)], replayed
 
 
 def _capture(trainer: Any, drawn: Draw, step: int, event: str, close: Any) -> None:
@@ -282,43 +278,28 @@ def _passes(trainer: Any, event: str) -> Iterator[str]:
         trainer.model.train()
 
 
-def _digest(model: torch.nn.Module) -> str:
-    found = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        part: Any = parameter.detach()
-        part = part.to_local() if hasattr(part, "to_local") else part
-        found.update(name.encode())
-        found.update(part.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def compare(drawn: Draw, folder: Path) -> None:
-    """Train both runs in this process of several; writes what was found as JSON."""
+def compare(drawn: Draw) -> dict[str, Any]:
+    """Train both runs in this process of several: where they differ, or the error."""
     # What Megatron's router compiles takes longer than the steps.
-    torch.compiler.set_stance("force_eager")
     try:
-        eager, _ = train(drawn, graphs=False)
-        graphed, replayed = train(drawn, graphs=True)
-        places = [
-            n
-            for n, pair in enumerate(zip(eager, graphed, strict=True))
-            if len({*map(str, pair)}) > 1
-        ]
-        found = {"differ": places, "replayed": replayed}
+        with torch.compiler.set_stance("force_eager"):
+            eager, _ = train(drawn, graphs=False)
+            graphed, replayed = train(drawn, graphs=True)
     except Exception:
-        found = {"error": traceback.format_exc()}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+        return {"error": traceback.format_exc()}
+    pairs = enumerate(zip(eager, graphed, strict=True))
+    return {"differ": [number for number, (a, b) in pairs if a != b], "replayed": replayed}
 
 
 def tried(seed: int) -> tuple[bool, str]:
     """Whether the seed's runs were equal, and a line about them."""
+    from tests.unit.ranks import on_ranks
+
     drawn = draw(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            launch.run_processes(partial(compare, drawn, Path(folder)), drawn.processes)
-        except Exception as error:
-            return False, f"{seed}: {error}\n  {asdict(drawn)}"
-        found = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+    try:
+        found = on_ranks(partial(compare, drawn), drawn.processes)
+    except Exception as error:
+        return False, f"{seed}: {error}\n  {asdict(drawn)}"
     if all(one.get("differ") == [] for one in found):
         return True, f"{seed}: equal, {found[0]['replayed']} replays"
     return False, f"{seed}: {found[0].get('error') or found}\n  {asdict(drawn)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.rules_packs import packs_sequences
 from megatron_cg.arguments.schema import WHOLE_LAYER, prediction_is_repeated
 from megatron_cg.errors import HostSyncError, MegatronCGError
-from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 from megatron_cg.moe.install import peer_memory_of
 from megatron_cg.tools.plan.capture import TORCH_GEMM_WORKSPACE, Capture, LayerCapture, simulate
 from megatron_cg.tools.plan.experts import bits_note, experts_of
@@ -54,8 +52,7 @@ def details(settings: Settings, notes: list[str]) -> dict[str, Any]:
             "layers": describe_layers(settings.run, selection, decoder),
         }
         try:
-            with helper.prepared(), ExitStack() as stack:
-                stack.callback(weight_gradients_returned(model, decoder))  # as a capture does
+            with helper.prepared():
                 samples, options = helper.samples()
                 captured = simulate(samples, model, options)
         except HostSyncError:

@@ -21,6 +21,7 @@ from megatron_cg.integrations.megatron.full_recompute import recompute_in_layers
 from megatron_cg.integrations.megatron.helper import FsdpCudaGraphHelper
 from megatron_cg.integrations.megatron.layer_scopes import give_scopes
 from megatron_cg.integrations.megatron.masks import MASK, without_unused_masks
+from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
 
 IN_PLACE = frozenset({"rotary_pos_emb"})
 """Inputs that are the same tensor for all layers and steps, so graphs read them in place."""
@@ -89,8 +90,10 @@ class PlannedHelper(FsdpCudaGraphHelper):
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Change the layers in the block as a capture does: their scopes, and recompute."""
+        """Change the layers in the block as a capture does: gradients, scopes, and recompute."""
         with ExitStack() as undo:
+            returned = weight_gradients_returned(self.model[0], self.flattened_callables)
+            undo.callback(returned)
             undo.callback(recompute_in_layers(self.model[0]))
             for layer in self.flattened_callables:
                 if self._layer_scopes(layer) != self._run_scopes():

@@ -269,7 +269,9 @@ def steps(*, recompute: bool, graphs: bool) -> list[Any]:
     from megatron_cg.backends.tape.tape_backend import TapeBackend
 
     plan = with_model(options=BLOCK if recompute else {}, bf16=False)
-    with allowed(), trainer_of(plan.model, graphs=graphs) as trainer:
+    with ExitStack() as undo:
+        undo.callback(allow_full_recompute())
+        trainer = undo.enter_context(trainer_of(plan.model, graphs=graphs))
         found = [trainer.step()]
         if graphs:
             found.append(refused_rules(partial(trainer.capture, TapeBackend())))
@@ -282,13 +284,6 @@ def refused_rules(capture: Any) -> list[str]:
     except ConfigurationError as error:
         return [violation.rule for violation in error.violations]
     return []
-
-
-@contextmanager
-def allowed() -> Iterator[None]:
-    undo = allow_full_recompute()
-    yield
-    undo()
 
 
 def test_behind_a_frozen_embedding_megatrons_checkpoint_loses_gradients(
