@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_cg.fsdp.transform import CaptureTimeHooks
 from megatron_cg.memory.scratch import IdlePool, ScratchMemory
-from megatron_cg.replay.guard.objects import Entry
+from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
 
 

@@ -18,7 +18,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = Path(__file__).parents[1]
 _NOT_THE_MODEL = (
     _TORCH,
-    *(str(_PACKAGE / name) for name in ("backends", "tools/cpu", "tools/plan")),
+    *(str(_PACKAGE / name) for name in ("backends", "capture", "replay")),
+    *(str(_PACKAGE / name) for name in ("integrations/standalone", "tools/cpu", "tools/plan")),
 )
 """Prefixes of files with code that a model calls but that is not part of the model."""
 

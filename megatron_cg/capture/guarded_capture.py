@@ -18,21 +18,26 @@ import torch
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
-from megatron_cg.capture.in_place import InPlace
-from megatron_cg.capture.marked_weights import refuse_marked_weights
+from megatron_cg.capture.observer import Observer
 from megatron_cg.capture.other_parameters import other_parameters_refused
 from megatron_cg.capture.recomputed_draws import RecomputedDraws
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import buffers_kept, frozen_kept, without_gradients
-from megatron_cg.capture.unit_guard import UnitGuard
 from megatron_cg.errors import CaptureError
 from megatron_cg.events import PassBegan, PassEnded, PassesBegin, PassesDone, emit
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
+from megatron_cg.replay.depends_on import (
+    DependsOn,
+    entries_of,
+    frozen_of,
+    hooks_of,
+    key_sets_of,
+    modes_of,
+)
 from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard.inputs import Inputs
-from megatron_cg.replay.guard.moe_metrics import metric_entries, metrics_kept
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
@@ -65,8 +70,7 @@ class GuardedCapture:
     ) -> None:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs
-        self._guards = tuple(UnitGuard(unit) for unit in self._units)
-        self._in_place: tuple[InPlace, ...] = ()
+        self._observers: tuple[Observer, ...] = ()
         self._leaves: OtherLeaves | None = None
         self._draws = RecomputedDraws(self._units, "cpu")
         self.eager_passes: tuple[EagerPasses, ...] = ()
@@ -109,13 +113,13 @@ class GuardedCapture:
                 f"{len(args)} sample_args for {len(self._units)} units: a unit has one graph"
             )
         borrowed = self._borrow(kwargs)
-        self._in_place = tuple(
-            InPlace(unit, own, named, borrowed)
+        self._observers = tuple(
+            Observer(unit, own, named, borrowed)
             for unit, own, named in zip(self._units, args, kwargs, strict=True)
         )
         self._draws = RecomputedDraws(self._units, args[0][0].device.type)
-        for guard in self._guards:
-            guard.watch_memory(self._sharding)
+        for observer in self._observers:
+            observer.prepare(self._sharding)
         if self._sharding.renews_accumulators:
             self._forget_accumulators()
         else:
@@ -136,8 +140,8 @@ class GuardedCapture:
             if self._sharding.renews_accumulators:
                 self._forget_accumulators()
         self.eager_passes = tuple(
-            EagerPasses(unit.name, self._mismatches, collectives=guard.collectives)
-            for unit, guard in zip(self._units, self._guards, strict=True)
+            EagerPasses(unit.name, self._mismatches, collectives=observer.collectives)
+            for unit, observer in zip(self._units, self._observers, strict=True)
         )
         return self._guarded_graphs(graphs, args, kwargs, borrowed=borrowed, options=options)
 
@@ -163,9 +167,8 @@ class GuardedCapture:
                     layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
                 )
             finally:
-                in_place, self._in_place = self._in_place, ()  # They hold the samples.
-                for unit in in_place:
-                    unit.restore()
+                for observer in self._observers:
+                    observer.restore()
         if self._leaves is not None:
             for graph in graphs:
                 self._leaves.replays(self._backend.replay_function(graph))
@@ -173,23 +176,17 @@ class GuardedCapture:
         emit(PassesDone())
         return graphs
 
-    def _pass_begun(self, index: int, forward: bool) -> None:
-        if forward:
-            self._in_place[index].begun()
-        else:
+    def _pass_begun(self, index: int, forward: bool, warmup: bool) -> None:
+        if not forward:
             self._draws.begun(index)
         emit(PassBegan(self._units[index].name, forward))
-        self._guards[index].pass_begins(forward=forward)
+        self._observers[index].begun(forward=forward, warmup=warmup)
 
-    def _pass_ended(self, index: int, forward: bool) -> None:
+    def _pass_ended(self, index: int, forward: bool, _warmup: bool) -> None:
+        self._observers[index].ended(forward=forward)
         if not forward:
-            refuse_marked_weights(self._units[index])
             self._draws.ended(index)
-        self._guards[index].pass_ended()
         emit(PassEnded(self._units[index].name, forward))
-        if forward:
-            self._in_place[index].restore()
-            self._in_place[index].refuse()
 
     def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
         """What CUDA refused, by module and line; None for any other error.
@@ -227,37 +224,55 @@ class GuardedCapture:
         in_flight = InFlight()
         made = []
         for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
-            guard = self._guards[index].guard(
-                Inputs(args[index], kwargs[index], borrowed, unit.inputs),
-                args[index][0].device.type,
-                self._backend.numerics,
-                self._backend.captured_numerics(index, options),
-                [*metric_entries(), *self._backend.entries(unit.graphed)],
-            )
+            table = self._table(index, args[index], kwargs[index], borrowed, options)
             made.append(
                 GuardedGraph(
                     graph,
-                    guard,
+                    table,
                     unit,
                     self._mismatches,
                     index=index,
                     in_flight=in_flight,
                     eager_passes=self.eager_passes[index],
                     replay=self._backend.replay_function(graph),
-                    kept=partial(self._kept, unit),
+                    kept=partial(self._kept, unit, self._observers[index]),
                 )
             )
         return tuple(made)
 
+    def _table(
+        self,
+        index: int,
+        args: Sequence[torch.Tensor],
+        kwargs: Mapping[str, torch.Tensor],
+        borrowed: Sequence[torch.Tensor],
+        options: Mapping[str, Any],
+    ) -> DependsOn:
+        unit, observer = self._units[index], self._observers[index]
+        layer, graphed = unit.layer, unit.graphed
+        numerics = self._backend.captured_numerics(index, options)
+        more = [*unit.entries(graphed), *self._backend.entries(graphed)]
+        observer.let_go()
+        return DependsOn(
+            Inputs(args, kwargs, borrowed, unit.inputs),
+            observer.addresses,
+            objects=[*entries_of(layer, graphed), *observer.entries, *more],
+            key_sets=[*key_sets_of(layer, graphed), *observer.key_sets()],
+            hooks=hooks_of(layer, graphed),
+            frozen=frozen_of(layer, graphed),
+            modes=modes_of(args[0].device.type, numerics, self._backend.numerics),
+        )
+
     @contextmanager
-    def _kept(self, unit: Unit) -> Iterator[None]:
+    def _kept(self, unit: Unit, observer: Observer) -> Iterator[None]:
         """Restore everything that one pass through ``unit`` changes."""
         modules = list(unit.layer.modules())
         with ExitStack() as stack:
             stack.enter_context(self._sharding.states_kept(modules))
             stack.enter_context(buffers_kept(modules))
             stack.enter_context(frozen_kept(unit.graphed))
-            stack.enter_context(metrics_kept())
+            stack.enter_context(unit.kept())
+            stack.enter_context(observer.kept())
             if self._leaves is not None:
                 stack.enter_context(self._leaves.held())
             stack.enter_context(without_gradients(list(unit.layer.parameters())))

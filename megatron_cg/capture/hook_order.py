@@ -44,8 +44,8 @@ _OF_FORWARD = CAPTURE_TIME_KEYS[:2]
 _WARMUP_ITERS = 3
 """TE 2.20.2's default of ``num_warmup_iters``."""
 
-AroundPass = Callable[[int, bool], None]
-"""Takes the index of the callable, and whether the pass is a forward one."""
+AroundPass = Callable[[int, bool, bool], None]
+"""Takes the index of the callable, whether the pass is a forward one, and whether it warms up."""
 
 
 class OutOfStepError(CaptureError):
@@ -79,8 +79,8 @@ class HookOrder:
         hooks: Sequence[CaptureTimeHooks],
         options: Mapping[str, Any],
         *,
-        begun: AroundPass = lambda _layer, _forward: None,
-        ended: AroundPass = lambda _layer, _forward: None,
+        begun: AroundPass = lambda _layer, _forward, _warmup: None,
+        ended: AroundPass = lambda _layer, _forward, _warmup: None,
     ) -> None:
         steps = schedule(
             len(callables), samples, options.get("_order"), options.get("_num_layers_per_chunk")
@@ -114,6 +114,11 @@ class HookOrder:
         layer, key = self._entries[self._position]
         return (layer, key == "backward_hooks") if key in _AFTER_A_PASS else None
 
+    @property
+    def is_warmup(self) -> bool:
+        """Whether passes are those of the warmup."""
+        return self._position < len(self._entries) * self.warmup_passes // self.passes
+
     def check_finished(self) -> None:
         """Raise UpstreamChangedError if capture ended before all hooks had run."""
         if not self.finished:
@@ -137,10 +142,10 @@ class HookOrder:
         if self.finished or self._entries[self._position] != (layer, key):
             raise self._other_order(f"{key} of callable {layer}")
         if key in _AFTER_A_PASS:
-            self._ended(layer, key in _OF_FORWARD)
+            self._ended(layer, key in _OF_FORWARD, self.is_warmup)
         self._run(layer, key, module)
         if key not in _AFTER_A_PASS:
-            self._begun(layer, key in _OF_FORWARD)
+            self._begun(layer, key in _OF_FORWARD, self.is_warmup)
 
     def _run(self, layer: int, key: str, module: nn.Module) -> None:
         try:

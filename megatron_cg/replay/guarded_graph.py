@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron_cg.replay.depends_on import DependsOn
 from megatron_cg.replay.eager_passes import EagerPasses
-from megatron_cg.replay.guard import Guard, Mismatch
+from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.in_flight import InFlight
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.replay_function import ReplayFunction
@@ -25,7 +26,7 @@ class GuardedGraph:
 
     Args:
         graph: a backend's graphed callable.
-        guard: the conditions of a replay.
+        depends_on: what the graph depends on.
         unit: the layer.
         mismatches: the mismatch policy.
         index: the unit's index in the order of forward passes.
@@ -38,7 +39,7 @@ class GuardedGraph:
     def __init__(
         self,
         graph: Any,
-        guard: Guard,
+        depends_on: DependsOn,
         unit: Unit,
         mismatches: MismatchPolicy,
         *,
@@ -49,7 +50,7 @@ class GuardedGraph:
         kept: Kept,
     ) -> None:
         self.eager_passes = eager_passes
-        self.graph, self._guard = graph, guard
+        self.graph, self._guard = graph, depends_on
         self._unit, self._index = unit, index
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
@@ -64,7 +65,7 @@ class GuardedGraph:
         """
         if self._mismatches.repeats:
             self.eager_passes.for_repeat()
-            return self._unit.run(self._unit.layer, args, kwargs)
+            return self._run_eagerly(args, kwargs)
         counters = self._mismatches.counters
         began = time.perf_counter_ns()
         mismatch = self._guard.broken(args, kwargs)
@@ -77,7 +78,7 @@ class GuardedGraph:
                 mismatch = None
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, fresh=not self._replayed)
-            return self._unit.run(self._unit.layer, args, kwargs)
+            return self._run_eagerly(args, kwargs)
         is_first, self._replayed = not self._replayed, True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
         if self._returns_inputs:
@@ -110,6 +111,10 @@ class GuardedGraph:
     def reset(self) -> None:
         """Release the graph."""
         self.graph.reset()
+
+    def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        run = self._unit.eager or self._unit.run
+        return run(self._unit.layer, args, kwargs)
 
     def _as_captured(self, outputs: Any) -> Any:
         """``outputs`` that needed no gradient at capture need none.

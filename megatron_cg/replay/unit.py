@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.region import capturing_flag, run_region
 
 
 def _leave_out_unit(_module: nn.Module | None) -> str:
     return "Leave the unit out of graph_units."
+
+
+def _no_entries(_graphed: Sequence[nn.Module]) -> list[Entry]:
+    return []
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,17 @@ class Unit:
     """Whether the graph is known to contain collectives; capture detects others."""
     inputs: tuple[str, ...] = ("hidden_states",)
     """Names of the positional inputs, for messages."""
+    sets_attributes: bool = False
+    """Whether ``run`` returns the tensors too that modules get as attributes in a pass, so that a
+    replay can set them."""
+    entries: Callable[[Sequence[nn.Module]], list[Entry]] = _no_entries
+    """More rows for the table of what its graph depends on, given ``graphed``."""
+    kept: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context that restores what a pass changes outside of the layer's modules."""
     run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_region
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
+    eager: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] | None = None
+    """The same for a pass that must not be a replay; None means ``run``."""
     in_backward: Callable[[], AbstractContextManager[None]] = capturing_flag
     """Returns a context for the backward pass of ``run``."""
     attach: Callable[..., Callable[[], None]] | None = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cg.backends.aten import written
 from megatron_cg.backends.driver.recorder import Tensors
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):
         given = _leaves([args, *kwargs.values()])
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         collective = func.namespace == "c10d"
-        writes = tensors if collective else _written(func, args, kwargs)
+        writes = tensors if collective else written(func, args, kwargs)
         if self._is_of_host(func, tensors, writes):
             result = func(*args, **kwargs)
             self._host.add(_leaves(result))
@@ -260,27 +260,6 @@ def _mapped(
         return [one(inner) for inner in value] if isinstance(value, list | tuple) else change(value)
 
     return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}
-
-
-def _written(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Return the tensor arguments that the op writes, according to its schema."""
-    written: list[Any] = []
-    for position, name in _written_arguments(func):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        written.extend(_leaves(value))
-    return [value for value in written if isinstance(value, torch.Tensor)]
-
-
-@cache
-def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Positions and names; cached, since reading a schema takes longer than most kernels here."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
 
 
 def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:

@@ -23,7 +23,7 @@ from megatron_cg.backends.te.te_if_loaded import (
 )
 from megatron_cg.backends.te.te_replay import replay_function
 from megatron_cg.fsdp.transform import CaptureTimeHooks
-from megatron_cg.replay.guard.objects import Entry
+from megatron_cg.replay.depends_on import Entry
 from megatron_cg.replay.replay_function import ReplayFunction
 from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute, undone_after
 from megatron_cg.upstream.symbols import Symbol
@@ -110,9 +110,9 @@ class TransformerEngineBackend(Backend):
         for module in _with_delayed_scaling(modules):
             for key in ("scaling_fwd", "scaling_bwd"):
                 what = f"{key} of a {type(module).__name__}"
-                found.append((module.fp8_meta, key, "fp8 state", what))
+                found.append(Entry(module.fp8_meta, key, "fp8 state", what))
                 found += [
-                    (vars(module.fp8_meta[key]), name, "fp8 state", f"{name} of {what}")
+                    Entry(vars(module.fp8_meta[key]), name, "fp8 state", f"{name} of {what}")
                     for name in ("scale", "amax_history")
                 ]
         return found

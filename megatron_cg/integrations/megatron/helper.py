@@ -34,6 +34,7 @@ from megatron_cg.integrations.megatron.loss_scale import make_loss_scale
 from megatron_cg.integrations.megatron.masks import ObservedInputs, without_unused_masks
 from megatron_cg.integrations.megatron.optimizer_graph import follow_optimizer_graph
 from megatron_cg.integrations.megatron.packs import packs_as_inputs
+from megatron_cg.integrations.megatron.region_state import metrics_kept, region_entries
 from megatron_cg.integrations.megatron.sample_types import hidden_type, in_type
 from megatron_cg.integrations.megatron.steps import StepRoutine
 from megatron_cg.integrations.megatron.weight_gradients import weight_gradients_returned
@@ -353,6 +354,8 @@ def units_of(layers: Sequence[Any]) -> list[Unit]:
             direct=_is_direct(layer),
             collectives=_has_collectives(layer.config),
             leave_out=partial(leave_out, layer),
+            entries=region_entries,
+            kept=metrics_kept,
         )
         for layer in layers
     ]

@@ -8,8 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from megatron_cg.errors import CaptureError
 from megatron_cg.integrations.standalone.call import CallForm
 from megatron_cg.integrations.standalone.recompute import not_recomputed
+from megatron_cg.integrations.standalone.results import (
+    Results,
+    attributes_set,
+    containers_of,
+    refuse_filled,
+)
 from megatron_cg.replay.attach import ManualHook, Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.own_gradients import own_gradient
@@ -29,6 +36,9 @@ class Attachment:
     def __init__(self, name: str, module: nn.Module, form: CallForm) -> None:
         self._name, self._module, self._form = name, module, form
         self._eager: Callable[..., Any] = module.forward
+        self._modules = tuple(module.modules())
+        self._results: Results | None = None
+        """The form of the passes of the capture."""
 
     def unit(self) -> Unit:
         """The unit of a capture; its graph covers the whole module."""
@@ -37,14 +47,16 @@ class Attachment:
             self._module,
             tuple(self._module.modules()),
             inputs=self._form.names,
+            sets_attributes=True,
             run=self._run,
+            eager=self._run_eagerly,
             in_backward=nullcontext,
             attach=self._attach,
         )
 
     @contextmanager
     def taking_tensors(self) -> Iterator[None]:
-        """Inside the block the module takes only its tensors, as capture calls it."""
+        """Inside the block the module takes and returns only tensors, as capture calls it."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(self._module, args, kwargs)
@@ -52,15 +64,36 @@ class Attachment:
         with undone_after(put_over(self._module, "forward", forward)):
             yield
 
-    def _run(self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One pass, as its graph returns it: see ``results.py``."""
         positional, by_name = self._form.join(args, kwargs)
-        return self._eager(*positional, **by_name)
+        containers = containers_of((positional, by_name))
+        with attributes_set(self._modules) as found:
+            value = self._eager(*positional, **by_name)
+        leave_out = f"Leave the unit {self._name} out of units."
+        refuse_filled(self._name, containers, leave_out)
+        results, tensors = Results.of(value, found(), self._form.by_name(args, kwargs))
+        problem = results.problem()
+        if problem is None and self._results is not None and not results.is_like(self._results):
+            problem = "returns, or sets as attributes, something else in each pass"
+        if problem is not None:
+            raise CaptureError(f"{self._name} {problem}; a graph returns only tensors. {leave_out}")
+        self._results = results
+        return tuple(tensors)
+
+    def _run_eagerly(
+        self, _layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        positional, by_name = self._form.join(args, kwargs)
+        return _Eager(self._eager(*positional, **by_name))
 
     def _attach(
         self, unit: Unit, before_replay: Sequence[ManualHook], mismatches: MismatchPolicy
     ) -> Callable[[], None]:
         """See ``attach`` of :class:`megatron_cg.replay.unit.Unit`."""
         target: Any = unit.layer
+        results = self._results
+        assert results is not None
 
         def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
             graph = target.cuda_graphs[0]
@@ -71,8 +104,18 @@ class Attachment:
                     hook(*arguments)
                 args = [own_gradient(value, graph.is_replay) for value in inputs]
                 named = {n: own_gradient(v, graph.is_replay) for n, v in by_name.items()}
-                return graph(*args, **named)
+                made = graph(*args, **named)
+                if isinstance(made, _Eager):
+                    return made.value
+                return results.rebuild(made, self._form.by_name(inputs, by_name))
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay
 
         return replay_instead(target, prepare, mismatches)
+
+
+class _Eager:
+    """What an eager pass returned."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

@@ -29,6 +29,7 @@ import torch
 from megatron_cg.capture.static_inputs import positional_names
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
+from megatron_cg.replay.plain import same_value
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 """Types that compare by value and cannot change in place."""
@@ -144,6 +145,13 @@ class CallForm:
             {name: _filled(name, old, tensors) for name, old in self.kwargs.items()},
         )
 
+    def by_name(
+        self, args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of :meth:`split` under their names, but for those that are expanded."""
+        named = {**dict(zip(self.names, args, strict=True)), **kwargs}
+        return {name: one for name, one in named.items() if not self._is_expanded(name)}
+
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
         found = [
@@ -170,6 +178,15 @@ class CallForm:
                 yield from _inside(name, old, value)
             else:
                 yield name, old, value
+
+    def _is_expanded(self, name: str) -> bool:
+        return name in self._expanded
+
+    @cached_property
+    def _expanded(self) -> frozenset[str]:
+        given = [*zip(self.positions, self.args, strict=True), *self.kwargs.items()]
+        leaves = chain.from_iterable(_inside(name, old, old) for name, old in given)
+        return frozenset(name for name, old, _ in leaves if isinstance(old, _Expanded))
 
     def _left_out(self, name: str) -> Any:
         return self.defaults.get(name, _ABSENT)
@@ -231,8 +248,7 @@ def _same(expected: Any, actual: Any) -> bool:
     # Only containers that differ are compared as a whole. 1 == True, but a module may treat them
     # differently.
     same_type = type(expected) is type(actual) and type(expected) not in _CONTAINERS
-    # An observed call is compared with itself, and two arrays of numpy compare to no bool.
-    return same_type and (expected is actual or bool(expected == actual))
+    return same_type and same_value(expected, actual)
 
 
 def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:

@@ -1,6 +1,5 @@
-"""The conditions of a replay: recorded at capture, checked before each replay."""
+"""The rows of a graph's inputs and memory, and what they find; see ``replay/depends_on.py``."""
 
-from megatron_cg.replay.guard.guard import Guard
 from megatron_cg.replay.guard.mismatch import Mismatch
 
-__all__ = ["Guard", "Mismatch"]
+__all__ = ["Mismatch"]

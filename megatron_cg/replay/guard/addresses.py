@@ -14,7 +14,7 @@ Note [Twice a pass]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +38,29 @@ class Addresses:
     """The tensors of one unit, and their addresses in capture's forward and backward passes."""
 
     def __init__(self, watched: Sequence[Watched]) -> None:
-        self._watched = tuple(watched)
-        self._read: tuple[Callable[[], object], ...] = tuple(
-            _reader(item.tensor) for item in self._watched
-        )
+        self._watched: list[Watched] = []
+        self._tensors: list[torch.Tensor] = []
+        self._read: list[Callable[[], object]] = []
         self._at: dict[bool, list[object]] = {True: [], False: []}
         """The addresses in the forward pass, and in the backward pass."""
+        self._layout: list[object] = []
+        """Strides and shapes in the forward pass."""
+        self.add(watched)
+
+    def add(self, watched: Iterable[Watched]) -> None:
+        """Watch more tensors, of which none is watched already."""
+        known = {id(item.tensor) for item in self._watched}
+        new = [item for item in watched if id(item.tensor) not in known]
+        self._watched += new
+        self._tensors += [item.tensor for item in new]
+        on_device = any(tensor.device.type != "cpu" for tensor in self._tensors)
+        self._read = [_reader(tensor, on_device=on_device) for tensor in self._tensors]
 
     def note(self, *, forward: bool) -> None:
         """Record all addresses as a forward or a backward pass begins; the last call counts."""
         self._at[forward] = self._now()
+        if forward:
+            self._layout = self._layout_now()
 
     def are_as_in_backward(self) -> bool:
         """Whether all weights are already at the addresses that the backward pass reads.
@@ -62,7 +75,7 @@ class Addresses:
         """The first tensor that has moved, before a replay of that pass."""
         expected, now = self._at[forward], self._now()
         if now == expected:
-            return None
+            return self._moved_in_place() if forward else None
         index = next(n for n, (a, b) in enumerate(zip(expected, now, strict=True)) if a != b)
         item, phase = self._watched[index], "forward" if forward else "backward"
         return Mismatch(
@@ -73,8 +86,25 @@ class Addresses:
             item.cause,
         )
 
+    def _moved_in_place(self) -> Mismatch | None:
+        """The first tensor that reads the same memory in another layout (``w.data = w.data.t()``).
+
+        A graph reads memory in the layout of capture.
+        """
+        now = self._layout_now()
+        if now == self._layout:
+            return None
+        pairs = zip(self._watched * 2, self._layout, now, strict=True)
+        item, before, after = next((w, a, b) for w, a, b in pairs if a != b)
+        return Mismatch(
+            "address", f"the layout of {item.name}", str(before), str(after), item.cause
+        )
+
     def _now(self) -> list[object]:
         return [read() for read in self._read]
+
+    def _layout_now(self) -> list[object]:
+        return [*map(torch.Tensor.stride, self._tensors), *map(torch.Tensor.size, self._tensors)]
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -82,8 +112,11 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return any(isinstance(getattr(tensor, name, None), torch.Tensor) for name in _RAW)
 
 
-def _reader(tensor: torch.Tensor) -> Callable[[], object]:
+def _reader(tensor: torch.Tensor, *, on_device: bool) -> Callable[[], object]:
     """Return a function that reads the address of ``tensor``, or all addresses if quantized."""
+    if on_device and tensor.device.type == "cpu":
+        # Kernels of the device got its value at capture, so a change in place counts too.
+        return lambda: (tensor.data_ptr(), tensor._version)
     if not is_quantized(tensor):
         return tensor.data_ptr
 

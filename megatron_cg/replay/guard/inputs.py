@@ -92,8 +92,32 @@ class Inputs:
         found = self._structure(args, kwargs)
         if found is not None:
             return found
-        tensors = self._flat(args, kwargs)
-        return self._metadata(tensors) or self._gradients(tensors) or self._borrowed(tensors)
+        for tensor, spec in zip(self._flat(args, kwargs), self._specs, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                return Mismatch(
+                    "structure",
+                    f"argument {spec.name}",
+                    "a tensor",
+                    described(tensor),
+                    "A graph takes only tensors.",
+                )
+            now = fields(tensor)
+            if now != spec.fields:
+                triples = zip(FIELDS, spec.fields, now, strict=True)
+                return next(_field(name, spec, a, b) for name, a, b in triples if a != b)
+            # The opposite case is correct; it only computes a gradient that nobody reads.
+            if not spec.requires_grad and tensor.requires_grad:
+                return _field("requires_grad", spec, False, True)
+            if spec.borrowed and tensor.data_ptr() != spec.address:
+                return Mismatch(
+                    STATIC_INPUT,
+                    f"the memory of argument {spec.name}",
+                    hex(spec.address),
+                    hex(tensor.data_ptr()),
+                    "It was one tensor in all steps before capture, so the graph reads it in "
+                    "place. Copying another tensor there would overwrite the model's own.",
+                )
+        return None
 
     def are_returned(self, outputs: Iterable[Any]) -> bool:
         """Whether an output of the graph lies in the memory of its inputs, of which it has two."""
@@ -164,42 +188,6 @@ class Inputs:
                         described(value),
                         "The graph would silently ignore this input.",
                     )
-        return None
-
-    def _metadata(self, tensors: Sequence[Any]) -> Mismatch | None:
-        for tensor, spec in zip(tensors, self._specs, strict=True):
-            if not isinstance(tensor, torch.Tensor):
-                return Mismatch(
-                    "structure",
-                    f"argument {spec.name}",
-                    "a tensor",
-                    described(tensor),
-                    "A graph takes only tensors.",
-                )
-            now = fields(tensor)
-            if now != spec.fields:
-                triples = zip(FIELDS, spec.fields, now, strict=True)
-                return next(_field(name, spec, a, b) for name, a, b in triples if a != b)
-        return None
-
-    def _borrowed(self, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
-        for tensor, spec in zip(tensors, self._specs, strict=True):
-            if spec.borrowed and tensor.data_ptr() != spec.address:
-                return Mismatch(
-                    STATIC_INPUT,
-                    f"the memory of argument {spec.name}",
-                    hex(spec.address),
-                    hex(tensor.data_ptr()),
-                    "It was one tensor in all steps before capture, so the graph reads it in "
-                    "place. Copying another tensor there would overwrite the model's own.",
-                )
-        return None
-
-    def _gradients(self, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
-        for tensor, spec in zip(tensors, self._specs, strict=True):
-            # The opposite case is correct; it only computes a gradient that nobody reads.
-            if tensor.requires_grad and not spec.requires_grad:
-                return _field("requires_grad", spec, False, True)
         return None
 
 

@@ -1,0 +1,39 @@
+"""What an ATen call gets and writes, read from its arguments and its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of lists and tuples; an ATen call nests nothing else.
+
+    torch's general tree functions take several times as long, for each argument.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from tensors_in(inner)
+
+
+def written(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """The tensor arguments that the operation writes."""
+    given = (args[at] if at < len(args) else kwargs.get(name) for at, name in _places(func))
+    return [tensor for value in given for tensor in tensors_in(value)]
+
+
+@cache
+def _places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Positions and names; cached, since reading a schema takes longer than most kernels here."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

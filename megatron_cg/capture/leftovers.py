@@ -1,0 +1,47 @@
+"""Who holds a tensor that a pass has made and that outlived the pass."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from types import CellType, FrameType
+from typing import Any
+
+import torch
+
+from megatron_cg.capture.operations import key_of
+
+
+def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
+    """What holds a tensor on one of these storages, in words; None if no Python object does.
+
+    Frames do not count, nor what only frames hold: those are the variables of a backend that runs
+    the passes.
+    """
+    keys = {storage._cdata for storage in memory}
+    if not keys:
+        return None
+    found = [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.Tensor) and key_of(one) in keys
+    ]
+    for tensor in found:
+        for holder in gc.get_referrers(tensor):
+            if holder is not found and _counts(holder):
+                return _named(holder)
+    return None
+
+
+def _counts(holder: Any) -> bool:
+    if isinstance(holder, FrameType):
+        return False
+    if isinstance(holder, list | tuple | dict | set):
+        return not any(isinstance(one, FrameType) for one in gc.get_referrers(holder))
+    return True
+
+
+def _named(holder: Any) -> str:
+    if isinstance(holder, CellType):
+        return "a variable of a function"
+    return f"a {type(holder).__name__}"

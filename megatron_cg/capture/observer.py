@@ -1,0 +1,342 @@
+"""What a unit's passes depend on and leave behind, observed while the backend warms it up.
+
+Every pass is observed by what is cheap: collectives, the memory of parameters, inputs written in
+place, buffers replaced. A module of a class that this package does not know is a stranger: then
+the passes of the warmup run under a dispatch mode (``operations.py``) and a profile function
+(``python_state.py``), and each thing they read, write or leave has a row in the table of
+``replay/depends_on.py``, or the capture ends with its name.
+
+Note [A made-up pass must leave no trace]
+    Warmup and capture run the unit's own code on made-up inputs. All memory that it writes is
+    restored after the capture, and so is Python state. Frozen parameters may be as large as the
+    model, so those of one unit at a time are copied, and restored right after its pass.
+
+Note [What a graph cannot write]
+    A graph writes to addresses. If a module makes another tensor its buffer, the graph writes to
+    the tensor of the capture, and the module never sees the new values. If a module writes into an
+    input, the graph writes into its own copy, and the caller never sees the new values.
+
+Note [Which warmup pass counts]
+    Code may behave differently in its first pass, such as when it fills a cache. So the last pass
+    before the capture shows what replays would miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from megatron_cg.capture.leftovers import holder_of
+from megatron_cg.capture.operations import Operations, Use, key_of, overlap, writes_restored
+from megatron_cg.capture.python_state import KNOWN, Change, PythonState, is_known
+from megatron_cg.capture.seeds import seeds_refused
+from megatron_cg.capture.static_inputs import version_of
+from megatron_cg.capture.transaction import frozen_kept
+from megatron_cg.consensus.collectives import collectives_so_far
+from megatron_cg.errors import CaptureError
+from megatron_cg.fsdp.sharding import REPLACED, Sharding
+from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet
+from megatron_cg.replay.guard.addresses import Addresses, Watched
+from megatron_cg.replay.unit import Unit
+
+_MARK = "grad_added_to_main_grad"
+
+
+class Observer:
+    """Observes the passes of one unit in a capture.
+
+    Args:
+        unit: the layer.
+        args: its positional samples.
+        kwargs: its keyword samples.
+        borrowed: the samples that are the model's own tensors, which a graph writes itself.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        args: Sequence[torch.Tensor],
+        kwargs: Mapping[str, torch.Tensor],
+        borrowed: Iterable[torch.Tensor],
+    ) -> None:
+        self._unit, self._device_type = unit, args[0].device.type
+        own = {id(tensor) for tensor in borrowed}
+        labels = [f"number {index}" for index in range(len(args))]
+        labels[: len(unit.inputs)] = unit.inputs[: len(args)]
+        self._samples = dict([*zip(labels, args, strict=True), *kwargs.items()])
+        self._inputs = {name: one for name, one in self._samples.items() if id(one) not in own}
+        self._paths = {module: path for path, module in unit.layer.named_modules()}
+        self._buffers = [
+            (owner._buffers, name, buffer, f"{_dotted(path)}{name}")
+            for owner, path in self._paths.items()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self._versions: dict[str, int] = {}
+        self._pass, self._undo = ExitStack(), ExitStack()
+        self._before = 0
+        self._changes: list[Change] = []
+        self._state: PythonState | None = None
+        self._operations = Operations(unit.layer)
+        self.addresses = Addresses(())
+        self.collectives = unit.collectives
+        """Whether the unit's graph contains collectives; final once it is captured."""
+        self.entries: list[Entry] = []
+        """The rows for all that the code of strange modules reads."""
+        self._writes: list[torch.UntypedStorage] = []
+        if is_strange(unit):
+            graphed = {self._paths.get(module, "?"): module for module in unit.graphed}
+            self._state = PythonState(graphed)
+
+    def prepare(self, sharding: Sharding) -> None:
+        """Find the memory that the graph will address directly; called before the first pass.
+
+        The modules must already hold their unsharded parameters: the sharded parameters that they
+        hold between steps are in no graph.
+        """
+        self.addresses.add(sharding.watched_memory(self._unit.layer, self._unit.graphed))
+        if self._state is not None:
+            self._refuse_global_hooks()
+
+    def key_sets(self) -> list[KeySet]:
+        """The attributes that strange modules may not get later."""
+        if self._state is None:
+            return []
+        return [
+            KeySet(vars(one), "attribute", f"attribute {_dotted(self._paths[one])}", names)
+            for one, names in ((m, self._state.names) for m in self._unit.graphed)
+            if one in self._paths and not is_known(one)
+        ]
+
+    def begun(self, *, forward: bool, warmup: bool) -> None:
+        """A pass begins, after the hooks that come before it."""
+        self.addresses.note(forward=forward)
+        if self._state is not None and forward and not warmup:
+            self._conclude(self._state)
+        if forward:
+            self._versions = {name: version_of(t) for name, t in self._inputs.items()}
+            self._pass.enter_context(frozen_kept(self._unit.graphed))
+        if self._state is not None and warmup:
+            self._pass.enter_context(self._observed(self._state, forward))
+        self._before = collectives_so_far()
+
+    def ended(self, *, forward: bool) -> None:
+        """It has ended. Raises CaptureError for what a graph cannot do."""
+        self.collectives = self.collectives or collectives_so_far() > self._before
+        self._pass.close()
+        if forward:
+            self._refuse_writes()
+        else:
+            self._refuse_marked_weights()
+
+    def restore(self) -> None:
+        """Restore what passes have changed. Safe to call twice, and after a pass that failed."""
+        with self._undo:
+            self._pass.close()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore on exit what a pass changes besides buffers and frozen parameters."""
+        with ExitStack() as stack:
+            if self._state is not None:
+                stack.enter_context(self._state.kept())
+                stack.enter_context(writes_restored(self._writes))
+            yield
+
+    def let_go(self) -> None:
+        """Hold samples and notes no longer: the unit is captured."""
+        self._samples, self._inputs, self._changes = {}, {}, []
+        self._operations = Operations(self._unit.layer)
+
+    @contextmanager
+    def _observed(self, state: PythonState, forward: bool) -> Iterator[None]:
+        """See Note [Which warmup pass counts]: each pass replaces what the last one showed."""
+        is_first = not state.names
+        if is_first:
+            # Restored after each pass: their memory may hold other parameters by the next.
+            parameters = {key_of(one) for one in self._unit.layer.parameters()}
+            self._operations = Operations(self._unit.layer, parameters)
+            self._undo.callback(self._operations.restore)
+        with ExitStack() as stack:
+            if forward:
+                self._operations.forget()
+                stack.enter_context(seeds_refused(self._unit, self._device_type))
+            self._operations.notes_reads = forward
+            stack.enter_context(self._operations)
+            state.begin()
+            try:
+                yield
+            finally:
+                state.end()
+                if is_first:
+                    self._undo.callback(state.restorer())
+        if forward:
+            self._changes = list(state.changes())
+
+    def _conclude(self, state: PythonState) -> None:
+        """The warmup is over: refuse what has no row, and make the rows."""
+        self._refuse_changes()
+        self._refuse_leftovers()
+        self.entries = list(state.entries())
+        replaced = {(id(one.holder), one.key) for one in self._changes}
+        self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
+        for use in self._foreign():
+            key = key_of(use.tensor)
+            ways = list(state.ways(lambda tensor, key=key: key_of(tensor) == key))
+            if not ways and use.package in KNOWN:
+                continue
+            self._refuse_foreign(use, reached=bool(ways))
+            self.entries += [entry for way in ways for entry in way]
+            names = [(way[-1].holder.get(way[-1].key), way[-1].what) for way in ways]
+            self.addresses.add(Watched(tensor, what, REPLACED) for tensor, what in names)
+        self.addresses.note(forward=True)
+        written = {key_of(use.tensor): use.tensor for use in self._operations.writes}
+        reached = {key_of(tensor) for tensor in self._reached()}
+        self._writes = [
+            tensor.untyped_storage() for key, tensor in written.items() if key not in reached
+        ]
+
+    def _foreign(self) -> list[Use]:
+        """What the last forward pass read that is no sample, parameter or buffer."""
+        known = {key_of(tensor) for tensor in self._reached()}
+        return [use for key, use in self._operations.reads.items() if key not in known]
+
+    def _reached(self) -> Iterator[torch.Tensor]:
+        yield from self._samples.values()
+        yield from self._unit.layer.parameters()
+        yield from self._unit.layer.buffers()
+
+    def _refuse_foreign(self, use: Use, *, reached: bool) -> None:
+        where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
+        replaced = [c for c in self._changes if _holds(c.before, key_of(use.tensor))]
+        if replaced:
+            raise self._error(
+                f"keeps state in {replaced[0].what}: it reads what an earlier pass has set there",
+                "Keep it in a buffer and write into that, such as self.state.copy_(...), or pass "
+                "it as an argument and return the new one.",
+            )
+        if use.requires_grad:
+            raise self._error(
+                f"uses a tensor that needs a gradient and is no parameter of it {where}",
+                "A graph returns no gradient for it. Pass it as an argument, or make it a "
+                "parameter of the unit.",
+            )
+        on_host = use.tensor.device.type == "cpu" and self._device_type != "cpu"
+        if on_host and use.tensor.dim():
+            raise self._error(f"reads a tensor of the host {where}", "Keep it on the device.")
+        if not reached:
+            raise self._error(
+                f"reads a tensor of shape {tuple(use.tensor.shape)} that is no argument, parameter "
+                f"or buffer {where}, and where its code gets it from is unknown",
+                "Pass it as an argument, or keep it in a buffer.",
+            )
+
+    def _refuse_changes(self) -> None:
+        owners = {id(vars(module)) for module in self._unit.graphed}
+        for one in self._changes:
+            if not isinstance(one.after, torch.Tensor) or id(one.holder) not in owners:
+                raise self._error(
+                    f"changes {one.what} in its forward pass",
+                    "A replay runs no Python, so it would stay as it was at capture. Return the "
+                    "value, set a tensor as an attribute of the module, or count outside of the "
+                    "unit.",
+                )
+            if not self._unit.sets_attributes:
+                raise self._error(
+                    f"sets {one.what} in its forward pass",
+                    "A replay would not set it. Return the value, or write into a buffer.",
+                )
+
+    def _refuse_leftovers(self) -> None:
+        kept = {
+            key_of(value)
+            for module in self._unit.graphed
+            for value in vars(module).values()
+            if isinstance(value, torch.Tensor)
+        }
+        left = [one for one in self._operations.left() if one._cdata not in kept]
+        held = holder_of(left)
+        if held is not None:
+            raise self._error(
+                f"keeps a tensor of its forward pass in {held}",
+                "A replay would not put its own there. Return it, or set it as an attribute of "
+                "the module.",
+            )
+
+    def _refuse_writes(self) -> None:
+        """See Note [What a graph cannot write]."""
+        for owner, name, buffer, label in self._buffers:
+            if owner.get(name) is not buffer:
+                raise self._error(
+                    f"replaces its buffer {label} by another tensor in its forward pass, but a "
+                    "graph always writes to the tensor of the capture",
+                    f"Write into the buffer instead, such as self.{name}.copy_(...).",
+                )
+        writes = [use.tensor for use in self._operations.writes]
+        for label, tensor in self._inputs.items():
+            counted = version_of(tensor) != self._versions[label]
+            if counted or any(overlap(tensor, one) for one in writes):
+                raise self._error(
+                    f"writes into its argument {label}, but a graph would write into its own copy",
+                    "Return the new values instead, keep them in a buffer, or write into a clone.",
+                )
+        for label, weight in self._unit.layer.named_parameters():
+            if weight.requires_grad and any(overlap(weight, one) for one in writes):
+                raise self._error(
+                    f"writes into its trainable parameter {label} in its forward pass",
+                    "Passes on made-up inputs would change it. Write after the optimizer's step.",
+                )
+
+    def _refuse_marked_weights(self) -> None:
+        """Refuse a layer that writes a weight's gradient somewhere itself, and says so from Python.
+
+        With gradient-accumulation fusion a layer writes into ``main_grad`` and sets a mark, at
+        which Megatron's and Megatron-FSDP's hooks look. A replay would not set it, and what its
+        graph returns as the gradient is a placeholder.
+        """
+        named = self._unit.layer.named_parameters()
+        marked = [(name, one) for name, one in named if getattr(one, _MARK, False)]
+        for _, weight in marked:
+            setattr(weight, _MARK, False)
+        if marked:
+            raise CaptureError(
+                f"{self._unit.name} writes the gradient of {marked[0][0]} into main_grad by itself "
+                f"(gradient-accumulation fusion; {len(marked)} such weights), so a replay would "
+                "return a placeholder instead. Add --no-gradient-accumulation-fusion, or build the "
+                "layer with fuse_wgrad_accumulation=False."
+            )
+
+    def _refuse_global_hooks(self) -> None:
+        if len(self._unit.graphed) == 1 and self._unit.graphed[0] is self._unit.layer:
+            return  # Hooks run around the layer itself.
+        for name in GLOBAL_HOOKS:
+            for hook in getattr(torch_module, name).values():
+                label = getattr(hook, "__qualname__", type(hook).__name__)
+                raise self._error(
+                    f"has modules inside, for which the hook {label} on all modules "
+                    f"(torch's {name}) would not be called",
+                    "Register it on the modules that need it, or remove it before the capture.",
+                )
+
+    def _error(self, found: str, instead: str) -> CaptureError:
+        return CaptureError(
+            f"{self._unit.name} {found}. {instead} Or: {self._unit.leave_out(None)}"
+        )
+
+
+def is_strange(unit: Unit) -> bool:
+    """Whether code runs inside the graph that this package does not know."""
+    packages = KNOWN if unit.sets_attributes else KNOWN | {"torch"}
+    return any(not is_known(module, packages) for module in unit.graphed)
+
+
+def _holds(value: Any, key: int | None) -> bool:
+    return isinstance(value, torch.Tensor) and key_of(value) == key
+
+
+def _dotted(path: str) -> str:
+    return f"{path}." if path else ""

@@ -1,0 +1,171 @@
+"""The operations of a unit's passes: which memory they read and write besides their own results.
+
+A :class:`Operations` is a dispatch mode, so it sees what torch's dispatcher sees. The kernels of
+Transformer Engine are called past it, and so are those of compiled code: what they read is known
+from the module tree and the arguments only.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_cg.backends.aten import tensors_in, written
+from megatron_cg.backends.places import place_of
+from megatron_cg.memory.storage_reference import StorageReference
+
+
+@dataclass(frozen=True)
+class Use:
+    """The first operation that used some memory."""
+
+    tensor: torch.Tensor
+    """What it got, on memory that no operation of the pass has made."""
+    operation: str
+    place: str
+    """The module, file and line of the call."""
+    package: str
+    """Whose code called it."""
+    requires_grad: bool
+
+
+_BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
+"""Packages whose frames lie between an operation and the code that called it."""
+
+
+_PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+"""What classes of tensors have that add no operations of their own, such as Parameter."""
+
+
+class Operations(TorchDispatchMode):
+    """Notes in its block what operations use; restores nothing by itself.
+
+    Args:
+        root: the module whose passes run, for the places of calls.
+        elsewhere: the keys of memory that others restore.
+    """
+
+    def __init__(self, root: nn.Module, elsewhere: Collection[int | None] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._root, self._elsewhere = root, frozenset(elsewhere)
+        self.made: dict[int, StorageReference] = {}
+        """Memory that operations have made, by its key."""
+        self.reads: dict[int, Use] = {}
+        """Other memory that operations of a forward pass got, by its key."""
+        self.writes: list[Use] = []
+        """Other memory that operations wrote to, one item for each tensor."""
+        self.notes_reads = True
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, Dynamo would give up for good on code that is first called in the block."""
+        return True
+
+    def forget(self) -> None:
+        """Begin with another pass; what restores memory is kept."""
+        self.made, self.reads, self.writes = {}, {}, []
+
+    def restore(self) -> None:
+        """Restore all memory that was written to and that the block has not made."""
+        with torch.no_grad():
+            for memory, before in self._saved.values():
+                memory.copy_(before)
+        self._saved.clear()
+
+    def left(self) -> list[torch.UntypedStorage]:
+        """The memory made in the block that is still in use."""
+        alive = (reference.storage() for reference in self.made.values())
+        return [storage for storage in alive if storage is not None]
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(kind.__torch_dispatch__ not in _PLAIN for kind in types):
+            return NotImplemented  # The subclass calls operations on its own tensors, seen here.
+        kwargs = kwargs or {}
+        given = list(tensors_in([args, *kwargs.values()]))
+        writes = given if func.namespace == "c10d" else written(func, args, kwargs)
+        for tensor in writes:
+            self._note_write(tensor, func)
+        if self.notes_reads:
+            for tensor in given:
+                self._note_read(tensor, func)
+        result = func(*args, **kwargs)
+        keys = {key_of(tensor) for tensor in given}
+        for tensor in tensors_in(result):
+            key = key_of(tensor)
+            if key is not None and key not in keys and key not in self.made:
+                self.made[key] = StorageReference(tensor.untyped_storage())
+        return result
+
+    def _note_read(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> None:
+        key = key_of(tensor)
+        if key is not None and key not in self.made and key not in self.reads:
+            self.reads[key] = self._use(tensor, func)
+
+    def _note_write(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> None:
+        key = key_of(tensor)
+        if key is None or key in self.made:
+            return
+        self.writes.append(self._use(tensor, func))
+        if key not in self._saved and key not in self._elsewhere:
+            memory = bytes_in(tensor.untyped_storage())
+            self._saved[key] = memory, memory.clone()
+
+    def _use(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> Use:
+        frames = list(traceback.walk_stack(sys._getframe(2)))
+        place = place_of(frames, self._root)
+        packages = (str(f.f_globals.get("__name__")).partition(".")[0] for f, _ in frames)
+        package = next((name for name in packages if name not in _BETWEEN), "")
+        at = str(place) if place is not None else ""
+        return Use(tensor, str(func), at, package, tensor.requires_grad)
+
+
+def key_of(tensor: torch.Tensor) -> int | None:
+    """The key of the tensor's memory; None if it has none, as sparse and meta tensors have."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors may share memory, by the ranges of their addresses."""
+    (begin, end), (first, last) = _range(one), _range(two)
+    return begin < last and first < end
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + span * tensor.element_size() * (tensor.numel() > 0)
+
+
+@contextmanager
+def writes_restored(memory: Sequence[torch.UntypedStorage]) -> Iterator[None]:
+    """Restore all bytes of some storages on exit."""
+    saved = [(one, one.clone()) for one in map(bytes_in, memory)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in saved:
+                tensor.copy_(before)

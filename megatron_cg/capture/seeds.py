@@ -1,0 +1,98 @@
+"""Refuses a unit that sets a seed, or draws random numbers in Python, while its pass runs.
+
+A graph is given the seed and offset of its generators at each replay, whatever was set when it was
+captured. And what Python drew then, such as which layers to skip, is in the graph for good.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_cg.backends.cuda_cleanup import device_generator
+from megatron_cg.backends.rng_tracker import generators_of
+from megatron_cg.errors import CaptureError
+from megatron_cg.replay.unit import Unit
+from megatron_cg.upstream.patch import put_over
+
+_MARK = 0x5EED_CA97
+"""The seed of all generators while a pass is observed."""
+_SETTERS = (
+    *((owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed")),
+    *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")),
+)
+
+
+@contextmanager
+def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
+    """Observe one forward pass of ``unit``; the caller restores torch's generators.
+
+    Raises CaptureError, from the pass or after it.
+    """
+    of_modules = generators_of([unit.layer], device_type)
+    generators = [torch.default_generator, *device_generator(), *of_modules]
+    for generator in generators:
+        generator.manual_seed(_MARK)
+    python = _python_generators(unit)
+    states = [read() for _, read, _ in python]
+    with ExitStack() as undo:
+        for owner, name in _SETTERS:
+            refuse = _refusing(getattr(owner, name), unit, f"torch.{name}")
+            undo.callback(put_over(owner, name, refuse))
+        yield
+    if any(generator.initial_seed() != _MARK for generator in generators):
+        raise _refusal(unit, "manual_seed of a torch.Generator")
+    for (name, read, write), before in zip(python, states, strict=True):
+        if repr(read()) != repr(before):
+            write(before)
+            raise CaptureError(
+                f"{unit.name} draws from {name} in its forward pass. A replay runs no Python, so "
+                "what was drawn at capture would hold for all steps. Draw outside of the unit and "
+                f"pass the result as an argument. Or: {unit.leave_out(None)}"
+            )
+
+
+def _refusing(original: Callable[..., Any], unit: Unit, name: str) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise _refusal(unit, name)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _refusal(unit: Unit, name: str) -> CaptureError:
+    return CaptureError(
+        f"{unit.name} sets a seed in its forward pass ({name}). A replay draws from the state that "
+        "the generator then has, whatever seed was set. Set it outside of the unit, or keep a "
+        f"torch.Generator as an attribute and seed it once. Or: {unit.leave_out(None)}"
+    )
+
+
+def _python_generators(unit: Unit) -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    """Name, reader and writer of the states of Python's and NumPy's generators."""
+    found: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+        ("Python's random", random.getstate, random.setstate)
+    ]
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        found.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
+    for path, module in unit.layer.named_modules():
+        for name, value in vars(module).items():
+            label = f"{path}.{name}" if path else name
+            if isinstance(value, random.Random):
+                found.append((label, value.getstate, value.setstate))
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                bits = value.bit_generator
+                write = partial(setattr, bits, "state")
+                found.append((label, lambda bits=bits: bits.state, write))
+    return found

@@ -1,0 +1,353 @@
+"""What one graph depends on: a table whose rows are compared before each replay.
+
+A graph holds addresses, and the operations that Python code led to when it was captured. An eager
+pass follows whatever has changed since; a replay does not. The rows are what the capture observed
+(``capture/observer.py``), the cheap ones first:
+
+=============  ==============================================================================
+inputs         structure, shape, strides, dtype, device, requires_grad (``guard/inputs.py``)
+modes          grad mode, autocast, determinism, default dtype, the backend's numerics
+objects        modules, parameters, buffers, tensors and plain values that the unit's code reads
+               anywhere, and whether its modules train: (holder, key, object), the same objects
+key sets       how many modules, parameters, buffers, attributes and hooks there are
+frozen         parameters that needed no gradient still need none
+memory         addresses and strides of all that the graph reads in place (``guard/addresses.py``)
+=============  ==============================================================================
+
+Note [The same object, or the same value]
+    A row is compared by identity first, at about 40 ns. A plain value that was set again to the
+    same value, also of a container, is the same (``plain.py``). Containers may be changed in
+    place, so their contents are compared too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from megatron_cg.hooks import HookKind
+from megatron_cg.replay.guard.addresses import Addresses
+from megatron_cg.replay.guard.inputs import Inputs, described
+from megatron_cg.replay.guard.mismatch import Mismatch
+from megatron_cg.replay.plain import contents, is_container, is_plain, same_value
+from megatron_cg.upstream.symbols import Symbol
+
+GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+"""Registries of hooks on every module; torch 2.11, ``torch/nn/modules/module.py``."""
+RELIES_ON = tuple(
+    Symbol("torch", f"torch.nn.modules.module:{name}", "hooks on every module")
+    for name in GLOBAL_HOOKS
+)
+
+_REPLACED = (
+    "It was replaced after capture, and the graph still uses the old one. Replace it before "
+    "training begins, or delete the graphs and capture again."
+)
+_CAUSES = {
+    "training": "It was switched alone, but the graph would run it in the old mode. Switch the "
+    "whole model with model.train() and model.eval().",
+    "state": "Python code of the unit reads it, and a replay runs no Python. Set it before "
+    "training begins, or keep it in a tensor that is written in place.",
+    "routing": "Python code of the router records or repeats its choice of experts, and a replay "
+    "does not run it. Graphs are replayed where the action is none at capture and in the pass "
+    "(RouterReplay.clear_global_router_replay_action()).",
+    "frozen": "It was unfrozen after capture, and the graph computes no gradient for it. Set "
+    "requires_grad before training begins, or delete the graphs and capture again.",
+    "grad mode": "The layer runs in training under torch.no_grad() (activation recompute of whole "
+    "layers does so): a replay would overwrite activations that a backward still needs.",
+    "autocast": "The graph computes in the precision of capture. Let Megatron choose the precision "
+    "(--bf16), or train without graphs.",
+    "determinism": "The graph holds the kernels of capture. Set it before training begins.",
+    "default dtype": "The graph makes tensors of the dtype of capture. Set it before training "
+    "begins.",
+    "fp8": "The graph quantizes as it did at capture. Keep --fp8-format and --fp8-recipe for the "
+    "whole run, and call the layer inside Megatron's own FP8 context.",
+    "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
+    "called. Put it on the layer itself, where it runs around every replay.",
+}
+_MODES = ("grad mode", "autocast", "determinism", "default dtype", "fp8")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object that must stay the same, or plain value."""
+
+    holder: Any
+    """A dictionary, or another object whose ``get(key)`` returns the object or None."""
+    key: Any
+    clause: str
+    what: str
+    """What it is, in words."""
+
+
+@dataclass(frozen=True)
+class KeySet:
+    """A dictionary of a module to which nothing may be added."""
+
+    keys: Mapping[Any, Any]
+    clause: str
+    what: str
+    reads: Collection[str] | None = None
+    """The keys that matter; None means all."""
+
+
+class DependsOn:
+    """The table of one graph.
+
+    Args:
+        inputs: the rows of its inputs.
+        addresses: the rows of memory.
+        objects: the rows of objects and values.
+        key_sets: the rows of dictionaries.
+        hooks: the registries of hooks inside the graph, by what they belong to.
+        frozen: the parameters that need no gradient, by name.
+        modes: returns the current modes, comparable with ``==``, in the order of ``_MODES``.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        addresses: Addresses,
+        *,
+        objects: Iterable[Entry],
+        key_sets: Iterable[KeySet],
+        hooks: Iterable[tuple[Mapping[Any, Any], str]],
+        frozen: Iterable[tuple[nn.Parameter, str]],
+        modes: Callable[[], tuple[Any, ...]],
+    ) -> None:
+        self.inputs, self.addresses = inputs, addresses
+        self._entries = tuple(objects)
+        self._objects = [(e.holder, e.key, e.holder.get(e.key)) for e in self._entries]
+        self._contents = [
+            (number, contents(value))
+            for number, (_, _, value) in enumerate(self._objects)
+            if is_container(value)
+        ]
+        self._key_sets = list(key_sets)
+        self._keys = [one.keys for one in self._key_sets]
+        self._sizes = [len(keys) for keys in self._keys]
+        self._known = [frozenset(keys) for keys in self._keys]
+        registries = list(hooks)
+        # Most registries are empty, and any() over empty dictionaries is the cheapest check.
+        self._quiet = [registry for registry, _ in registries if not registry]
+        self._quiet_names = [name for registry, name in registries if not registry]
+        self._hooked = [(r, tuple(r), name) for r, name in registries if r]
+        self._frozen = list(frozen)
+        self._modes, self._read_modes = modes(), modes
+
+    def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        """What forbids a forward replay with these arguments, or None."""
+        found = self.inputs.broken(args, kwargs)
+        if found is not None:
+            return found
+        if (now := self._read_modes()) != self._modes:
+            return self._other_mode(now)
+        for number, (holder, key, same) in enumerate(self._objects):
+            if holder.get(key) is not same and (found := self._other_object(number)) is not None:
+                return found
+        for number, before in self._contents:
+            value = self._objects[number][2]
+            if contents(value) != before:
+                return self._changed(number, value, "with other contents")
+        if list(map(len, self._keys)) != self._sizes and (found := self._other_keys()) is not None:
+            return found
+        if any(self._quiet) or self._hooked:
+            found = self._other_hooks()
+        for parameter, name in self._frozen:
+            if parameter.requires_grad:
+                found = _mismatch("frozen", name, "without requires_grad", "with it")
+        return found or self.addresses.broken(forward=True)
+
+    def broken_in_backward(self) -> Mismatch | None:
+        """What forbids the backward replay that is about to begin, or None."""
+        return self.addresses.broken(forward=False)
+
+    def _other_mode(self, now: tuple[Any, ...]) -> Mismatch | None:
+        for name, before, after in zip(_MODES, self._modes, now, strict=True):
+            if before != after:
+                subject = {"autocast": "torch.autocast", "fp8": "the FP8 state"}.get(name, name)
+                return _mismatch(name, subject, _switch(before), _switch(after))
+        return None
+
+    def _other_object(self, number: int) -> Mismatch | None:
+        """Whether it matters that an object is another one."""
+        holder, key, same = self._objects[number]
+        now = holder.get(key)
+        if same_value(same, now):
+            self._objects[number] = holder, key, now
+            return None
+        return self._changed(number, now, _named(now))
+
+    def _changed(self, number: int, now: Any, actual: str) -> Mismatch:
+        entry, same = self._entries[number], self._objects[number][2]
+        if entry.clause == "training":
+            return _mismatch("training", entry.what, _mode(same), _mode(now))
+        if entry.clause in ("state", "routing") and is_plain(same):
+            return _mismatch(entry.clause, entry.what, _named(same), _named(now))
+        expected = f"the {type(same).__name__} that was captured"
+        if type(same) is type(now) and actual == _named(now):
+            actual = f"another {type(now).__name__}"
+        return _mismatch(entry.clause, entry.what, expected, actual)
+
+    def _other_keys(self) -> Mismatch | None:
+        for number, one in enumerate(self._key_sets):
+            if len(one.keys) == self._sizes[number]:
+                continue
+            changed = self._known[number] ^ set(one.keys)
+            named = sorted(str(k) for k in changed if one.reads is None or k in one.reads)
+            if named:
+                is_there = named[0] in one.keys
+                was, now = ("absent", "there") if is_there else ("there", "absent")
+                return _mismatch(one.clause, f"{one.what}{named[0]}", was, now)
+            self._sizes[number], self._known[number] = len(one.keys), frozenset(one.keys)
+        return None
+
+    def _other_hooks(self) -> Mismatch | None:
+        for registry, name in zip(self._quiet, self._quiet_names, strict=True):
+            if registry:
+                return _mismatch("hooks", f"module {name}", "without hooks", "with a hook")
+        for registry, keys, name in self._hooked:
+            if tuple(registry) != keys:
+                was, now = f"with {len(keys)} hooks", f"with {len(registry)} others"
+                return _mismatch("hooks", f"module {name}", was, now)
+        return None
+
+
+def modes_of(device_type: str, numerics: Any, read: Callable[[], Any]) -> Callable[[], Any]:
+    """Reads the modes that a layer's Python code follows and a replay does not.
+
+    Args:
+        device_type: where the unit runs, for autocast.
+        numerics: the backend's numerics state at capture, such as TE's FP8 recipe.
+        read: returns the current numerics state. The first call returns ``numerics`` instead: a
+            capture may run in another state than replays.
+    """
+    captured = [numerics]
+
+    def modes() -> tuple[Any, ...]:
+        enabled = torch.is_autocast_enabled(device_type)
+        return (
+            torch.is_grad_enabled(),
+            torch.get_autocast_dtype(device_type) if enabled else None,
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+            captured.pop() if captured else read(),
+        )
+
+    return modes
+
+
+def entries_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Entry]:
+    """The modules, parameters and buffers inside the graph of ``layer``, and their modes.
+
+    ``graphed`` are the modules of ``layer`` inside its graph.
+    """
+    found: list[Entry] = []
+    inside = {id(module) for module in graphed}
+    for path, owner in layer.named_modules():
+        prefix = f"{path}." if path else ""
+        if id(owner) in inside or owner is layer:
+            mode = f"the mode of a {type(owner).__name__}"
+            found.append(Entry(vars(owner), "training", "training", mode))
+        found += [
+            Entry(owner._modules, name, "module", f"module {prefix}{name}")
+            for name, child in owner._modules.items()
+            if id(child) in inside
+        ]
+        if id(owner) not in inside:
+            continue
+        for clause, held in (("parameter", owner._parameters), ("buffer", owner._buffers)):
+            found += [Entry(held, name, clause, f"{clause} {prefix}{name}") for name in held]
+        if owner is not layer:  # the replay replaces the layer's own forward
+            found.append(Entry(vars(owner), "forward", "forward", f"forward of {path}"))
+    # A compiled module has its mode, as all else, in the module below it.
+    return [e for e in found if e.clause != "training" or "training" in e.holder]
+
+
+def key_sets_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[KeySet]:
+    """The modules, parameters and buffers to which none may be added."""
+    names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
+    return [
+        KeySet(keys, clause, f"{clause} {names[id(owner)]}")
+        for owner in graphed
+        for clause, keys in (
+            ("module", owner._modules),
+            ("parameter", owner._parameters),
+            ("buffer", owner._buffers),
+        )
+    ]
+
+
+def hooks_of(layer: nn.Module, graphed: Iterable[nn.Module]) -> list[tuple[Mapping[Any, Any], str]]:
+    """The registries of hooks that a replay would not run.
+
+    Those of the layer itself run around the replay, but for a hook in the old form of
+    ``register_backward_hook``, which torch keeps apart by a flag.
+    """
+    names = {id(module): name for name, module in layer.named_modules()}
+    found = [
+        (getattr(module, kind.value), names.get(id(module), type(module).__name__))
+        for module in graphed
+        for kind in HookKind
+        if module is not layer
+    ]
+    found += [(getattr(torch_module, name), f"torch's {name}") for name in GLOBAL_HOOKS]
+    return [*found, (_OldForm(layer), "the layer itself (register_backward_hook)")]
+
+
+def frozen_of(layer: nn.Module, graphed: Iterable[nn.Module]) -> list[tuple[nn.Parameter, str]]:
+    """The parameters inside the graph that need no gradient, by name.
+
+    The reverse is allowed: a gradient that the graph computes and nobody needs is discarded.
+    """
+    names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
+    return [
+        (parameter, f"parameter {names.get(id(module), '')}{name}")
+        for module in graphed
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if not parameter.requires_grad
+    ]
+
+
+class _OldForm:
+    """True while a layer has backward hooks in the old form; used like a registry."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __bool__(self) -> bool:
+        return self._layer._is_full_backward_hook is False
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return int(bool(self))
+
+
+def _mismatch(clause: str, subject: str, expected: str, actual: str) -> Mismatch:
+    return Mismatch(clause, subject, expected, actual, _CAUSES.get(clause, _REPLACED))
+
+
+def _named(value: Any) -> str:
+    return "none" if value is None else str(getattr(value, "name", "")) or described(value)
+
+
+def _switch(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "off" if value is None else str(value)
+
+
+def _mode(training: Any) -> str:
+    return "training" if training else "evaluation"
