@@ -30,9 +30,9 @@ from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.depends_on import (
     DependsOn,
+    Hooks,
     entries_of,
     frozen_of,
-    hooks_of,
     key_sets_of,
     modes_of,
 )
@@ -70,6 +70,7 @@ class GuardedCapture:
     ) -> None:
         self._sharding, self._units, self._backend = sharding, tuple(units), backend
         self._mismatches, self._static_inputs = mismatches, static_inputs
+        self._hooks = tuple(Hooks(unit.layer, unit.graphed) for unit in self._units)
         self._observers: tuple[Observer, ...] = ()
         self._leaves: OtherLeaves | None = None
         self._draws = RecomputedDraws(self._units, "cpu")
@@ -258,7 +259,7 @@ class GuardedCapture:
             observer.addresses,
             objects=[*entries_of(layer, graphed), *observer.entries, *more],
             key_sets=[*key_sets_of(layer, graphed), *observer.key_sets()],
-            hooks=hooks_of(layer, graphed),
+            hooks=self._hooks[index],
             frozen=frozen_of(layer, graphed),
             modes=modes_of(args[0].device.type, numerics, self._backend.numerics),
         )

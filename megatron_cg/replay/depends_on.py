@@ -101,6 +101,47 @@ class KeySet:
     """The keys that matter; None means all."""
 
 
+class Hooks:
+    """Since a capture, no hook was added to a module inside the graph or removed from one.
+
+    To be made while the unit's hooks are installed. Its own run around the replay and may change,
+    but for one in the old form of ``register_backward_hook``.
+
+    Args:
+        layer: the unit.
+        graphed: the modules inside its graph; a replay does not run their hooks.
+    """
+
+    def __init__(self, layer: nn.Module, graphed: Iterable[nn.Module]) -> None:
+        self._layer = layer
+        names = {id(module): name for name, module in layer.named_modules()}
+        registries = [
+            (getattr(module, kind.value), names.get(id(module), type(module).__name__))
+            for module in graphed
+            for kind in HookKind
+            if module is not layer
+        ]
+        registries += [(getattr(torch_module, name), f"torch's {name}") for name in GLOBAL_HOOKS]
+        # Most registries are empty, and any() over empty dictionaries is the cheapest check.
+        self._empty = [(registry, name) for registry, name in registries if not registry]
+        self._quiet = [registry for registry, _ in self._empty]
+        self._kept = [(r, tuple(r), name) for r, name in registries if r]
+
+    def broken(self) -> Mismatch | None:
+        """The first module whose hooks have changed."""
+        if any(self._quiet):
+            name = next(name for registry, name in self._empty if registry)
+            return _mismatch("hooks", f"module {name}", "without hooks", "with a hook")
+        for registry, keys, name in self._kept:
+            if tuple(registry) != keys:
+                was, now = f"with {len(keys)} hooks", f"with {len(registry)} others"
+                return _mismatch("hooks", f"module {name}", was, now)
+        if self._layer._is_full_backward_hook is False:
+            was = "without register_backward_hook"
+            return _mismatch("hooks", "module the layer", was, "with one")
+        return None
+
+
 class DependsOn:
     """The table of one graph.
 
@@ -109,7 +150,7 @@ class DependsOn:
         addresses: the rows of memory.
         objects: the rows of objects and values.
         key_sets: the rows of dictionaries.
-        hooks: the registries of hooks inside the graph, by what they belong to.
+        hooks: the hooks inside the graph.
         frozen: the parameters that need no gradient, by name.
         modes: returns the current modes, comparable with ``==``, in the order of ``_MODES``.
     """
@@ -121,7 +162,7 @@ class DependsOn:
         *,
         objects: Iterable[Entry],
         key_sets: Iterable[KeySet],
-        hooks: Iterable[tuple[Mapping[Any, Any], str]],
+        hooks: Hooks,
         frozen: Iterable[tuple[nn.Parameter, str]],
         modes: Callable[[], tuple[Any, ...]],
     ) -> None:
@@ -137,21 +178,22 @@ class DependsOn:
         self._keys = [one.keys for one in self._key_sets]
         self._sizes = [len(keys) for keys in self._keys]
         self._known = [frozenset(keys) for keys in self._keys]
-        registries = list(hooks)
-        # Most registries are empty, and any() over empty dictionaries is the cheapest check.
-        self._quiet = [registry for registry, _ in registries if not registry]
-        self._quiet_names = [name for registry, name in registries if not registry]
-        self._hooked = [(r, tuple(r), name) for r, name in registries if r]
+        self._hooks = hooks
         self._frozen = list(frozen)
         self._modes, self._read_modes = modes(), modes
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a forward replay with these arguments, or None."""
         found = self.inputs.broken(args, kwargs)
-        if found is not None:
-            return found
-        if (now := self._read_modes()) != self._modes:
-            return self._other_mode(now)
+        if found is None and (now := self._read_modes()) != self._modes:
+            found = self._other_mode(now)
+        return found or self._broken_object() or self.addresses.broken(forward=True)
+
+    def broken_in_backward(self) -> Mismatch | None:
+        """What forbids the backward replay that is about to begin, or None."""
+        return self.addresses.broken(forward=False)
+
+    def _broken_object(self) -> Mismatch | None:
         for number, (holder, key, same) in enumerate(self._objects):
             if holder.get(key) is not same and (found := self._other_object(number)) is not None:
                 return found
@@ -161,16 +203,10 @@ class DependsOn:
                 return self._changed(number, value, "with other contents")
         if list(map(len, self._keys)) != self._sizes and (found := self._other_keys()) is not None:
             return found
-        if any(self._quiet) or self._hooked:
-            found = self._other_hooks()
         for parameter, name in self._frozen:
             if parameter.requires_grad:
-                found = _mismatch("frozen", name, "without requires_grad", "with it")
-        return found or self.addresses.broken(forward=True)
-
-    def broken_in_backward(self) -> Mismatch | None:
-        """What forbids the backward replay that is about to begin, or None."""
-        return self.addresses.broken(forward=False)
+                return _mismatch("frozen", name, "without requires_grad", "with it")
+        return self._hooks.broken()
 
     def _other_mode(self, now: tuple[Any, ...]) -> Mismatch | None:
         for name, before, after in zip(_MODES, self._modes, now, strict=True):
@@ -192,7 +228,7 @@ class DependsOn:
         entry, same = self._entries[number], self._objects[number][2]
         if entry.clause == "training":
             return _mismatch("training", entry.what, _mode(same), _mode(now))
-        if entry.clause in ("state", "routing") and is_plain(same):
+        if entry.clause == "routing" or (entry.clause == "state" and is_plain(same)):
             return _mismatch(entry.clause, entry.what, _named(same), _named(now))
         expected = f"the {type(same).__name__} that was captured"
         if type(same) is type(now) and actual == _named(now):
@@ -210,16 +246,6 @@ class DependsOn:
                 was, now = ("absent", "there") if is_there else ("there", "absent")
                 return _mismatch(one.clause, f"{one.what}{named[0]}", was, now)
             self._sizes[number], self._known[number] = len(one.keys), frozenset(one.keys)
-        return None
-
-    def _other_hooks(self) -> Mismatch | None:
-        for registry, name in zip(self._quiet, self._quiet_names, strict=True):
-            if registry:
-                return _mismatch("hooks", f"module {name}", "without hooks", "with a hook")
-        for registry, keys, name in self._hooked:
-            if tuple(registry) != keys:
-                was, now = f"with {len(keys)} hooks", f"with {len(registry)} others"
-                return _mismatch("hooks", f"module {name}", was, now)
         return None
 
 
@@ -288,23 +314,6 @@ def key_sets_of(layer: nn.Module, graphed: Sequence[nn.Module]) -> list[KeySet]:
     ]
 
 
-def hooks_of(layer: nn.Module, graphed: Iterable[nn.Module]) -> list[tuple[Mapping[Any, Any], str]]:
-    """The registries of hooks that a replay would not run.
-
-    Those of the layer itself run around the replay, but for a hook in the old form of
-    ``register_backward_hook``, which torch keeps apart by a flag.
-    """
-    names = {id(module): name for name, module in layer.named_modules()}
-    found = [
-        (getattr(module, kind.value), names.get(id(module), type(module).__name__))
-        for module in graphed
-        for kind in HookKind
-        if module is not layer
-    ]
-    found += [(getattr(torch_module, name), f"torch's {name}") for name in GLOBAL_HOOKS]
-    return [*found, (_OldForm(layer), "the layer itself (register_backward_hook)")]
-
-
 def frozen_of(layer: nn.Module, graphed: Iterable[nn.Module]) -> list[tuple[nn.Parameter, str]]:
     """The parameters inside the graph that need no gradient, by name.
 
@@ -317,22 +326,6 @@ def frozen_of(layer: nn.Module, graphed: Iterable[nn.Module]) -> list[tuple[nn.P
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if not parameter.requires_grad
     ]
-
-
-class _OldForm:
-    """True while a layer has backward hooks in the old form; used like a registry."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __bool__(self) -> bool:
-        return self._layer._is_full_backward_hook is False
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __len__(self) -> int:
-        return int(bool(self))
 
 
 def _mismatch(clause: str, subject: str, expected: str, actual: str) -> Mismatch:

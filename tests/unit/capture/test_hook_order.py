@@ -234,8 +234,8 @@ def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it(
         1,
         [hooks],
         {"num_warmup_iters": 0},
-        begun=lambda layer, forward: calls.append(("begins", layer, forward, order.under_way)),
-        ended=lambda layer, forward: calls.append(("ended", layer, forward)),
+        begun=lambda layer, forward, _warmup: calls.append(("begins", layer, forward, order.under_way)),
+        ended=lambda layer, forward, _warmup: calls.append(("ended", layer, forward)),
     )
     for key in CAPTURE_TIME_KEYS:
         call(order, 0, key)
