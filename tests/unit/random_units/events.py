@@ -1,0 +1,126 @@
+"""What happens between the steps of random units, and what the model does between its units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.unit.random_units.features import HOOKS, WORLD, W, counted, hook_node, linear, set_
+
+
+def _trained(run: Any, weight: nn.Parameter) -> nn.Parameter:
+    run.optimizer.add_param_group({"params": [weight]})
+    return weight
+
+
+def _grow(run: Any, u: Any) -> None:
+    torch.manual_seed(run.s)
+    u.extra.append(linear())
+    for weight in u.extra[-1].parameters():
+        _trained(run, weight)
+
+
+def _toggle(parameter: nn.Parameter) -> None:
+    parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _way(**options: Any) -> Callable[..., Any]:
+    return lambda run, u: vars(run.way).update(options)
+
+
+def _hook(register: Callable[[Any], Any], name: str, then: Any = lambda *_: None) -> Any:
+    return lambda run, u: WORLD.handles.append(register(u)(counted(name, then)))
+
+
+def _loaded(run: Any, u: Any) -> None:
+    run.net.load_state_dict({name: one * 0.9 for name, one in run.net.state_dict().items()})
+
+
+_WAYS = {
+    "fewer rows": _way(rows=3),
+    "two microbatches": _way(micro=2),
+    "evaluation": _way(after=torch.no_grad, training=False),
+    "evaluation with grad": _way(after=torch.enable_grad, training=False),
+    "pass without grad": _way(after=torch.no_grad),
+    "inference mode": _way(after=torch.inference_mode, training=False),
+    "forward alone": _way(abandoned=True),
+    "outputs kept": _way(kept=True),
+    "anomaly mode": _way(anomaly=True),
+    "zeroed": _way(to_none=False),
+    "autocast for a step": _way(autocast=True),
+    "two backward passes": _way(retain=True),
+    "gradients returned": _way(by_grad=True),
+    "detached inputs": _way(detached=True),
+    "named": _way(style="names"),
+    "trained in eval mode": lambda run, u: run.net.eval(),
+    "train mode": lambda run, u: run.net.train(),
+    "seed": lambda run, u: torch.manual_seed(run.s),
+    "deepcopy": lambda run, u: run.copied(),
+    "state loaded": _loaded,
+    "deterministic": lambda run, u: torch.use_deterministic_algorithms(True),
+}
+_CHANGES = {
+    "submodule added": _grow,
+    "parameter added": lambda run, u: set_(u, "late", _trained(run, nn.Parameter(torch.ones(W)))),
+    "parameter replaced": lambda run, u: set_(
+        u.a, "weight", _trained(run, nn.Parameter(torch.full((W, W), 0.1)))
+    ),
+    "module replaced": lambda run, u: set_(u, "act", nn.Sigmoid()),
+    "buffer added": lambda run, u: set_(u, "bonus", nn.Buffer(torch.full((W,), 0.5))),
+    "gain": lambda run, u: set_(u, "gain", torch.full((W,), 0.5 + run.s / 10)),
+    "no gain": lambda run, u: set_(u, "gain", None),
+    "early exit": lambda run, u: set_(u, "skips", not u.skips),
+    "scale": lambda run, u: set_(u, "scale", u.scale * 0.5),
+    "minus zero": lambda run, u: set_(u, "zero", -u.zero),
+    "True": lambda run, u: set_(u, "one", True),
+    "dropout rate": lambda run, u: set_(u.drop, "p", 0.3),
+    "part in eval mode": lambda run, u: u.drop.train(not u.drop.training),
+    "weight data transposed": lambda run, u: set_(u.a.weight, "data", u.a.weight.data.t()),
+    "weight data replaced": lambda run, u: set_(u.a.weight, "data", u.a.weight.data.clone()),
+    "weight written": lambda run, u: u.a.weight.data.mul_(0.5),
+    "weight frozen or not": lambda run, u: _toggle(u.a.weight),
+    "bias frozen or not": lambda run, u: _toggle(u.a.bias),
+    "forward patched": lambda run, u: set_(u.a, "forward", lambda y: F.linear(y, u.a.weight)),
+    "hook added": _hook(lambda u: u.register_forward_hook, "unit", lambda *a: a[2] * 0.9),
+    "pre-hook added": _hook(lambda u: u.register_forward_pre_hook, "pre"),
+    "hook added inside": _hook(lambda u: u.a.register_forward_hook, "in", lambda *a: a[2] * 0.9),
+    "backward hook added": _hook(lambda u: u.register_full_backward_hook, "backward"),
+    "parameter hook added": _hook(lambda u: u.a.weight.register_hook, "weight", lambda g: g / 2),
+    "global hook added": _hook(lambda u: nn.modules.module.register_module_forward_hook, "all"),
+    "node hook added": lambda run, u: WORLD.handles.append(hook_node(u)),
+}
+EVENTS: dict[str, Callable[..., Any]] = {**_WAYS, **_CHANGES}
+"""Any of them may happen in any program."""
+_TABLES = {
+    "table replaced": lambda run, u: set_(u, "table", u.table * 0.5),
+    "table written": lambda run, u: u.table.mul_(0.5),
+}
+_NO_HOOKS = {"hooks removed": lambda run, u: [one.remove() for one in WORLD.handles]}
+AFTER: dict[str, dict[str, Callable[..., Any]]] = {
+    "buffer read": _TABLES,
+    "attribute read": _TABLES,
+    "same table": {"table written": lambda run, u: run.table.mul_(0.5)},
+    "global read": {"mask replaced": lambda run, u: set_(WORLD, "mask", WORLD.mask * 0.9)},
+    "closure read": {"closure replaced": lambda run, u: u.swap(torch.full((W,), 0.25))},
+    "list attribute read": {"entry": lambda run, u: u.tensors.__setitem__(0, torch.ones(W))},
+    "object read": {"object replaced": lambda run, u: set_(u.box, "inner", u.box.inner * 0.5)},
+    "class attribute read": {"class changed": lambda run, u: set_(type(u), "common", u.common / 2)},
+    **dict.fromkeys(HOOKS, _NO_HOOKS),
+}
+"""What may happen in programs that have the feature."""
+BETWEEN: dict[str, Callable[..., Any]] = {
+    "nothing": lambda run, x, out: out,
+    "skip": lambda run, x, out: out + x,
+    "skip of a product": lambda run, x, out: out * 0.5 + x.sin() + x,
+    "written": lambda run, x, out: out.mul_(0.9),
+    "a view written": lambda run, x, out: (out[:, :1].add_(1), out)[1],
+    "detached": lambda run, x, out: (run.add(out.square().mean()), out.detach())[1],
+    "all summed": lambda run, x, out: (run.add(out.sin().mean()), out)[1],
+    "read": lambda run, x, out: (run.see("between", out), out)[1],
+    "strided": lambda run, x, out: torch.stack([out, out.sin()], -1)[..., 0],
+}
+"""What the model does between its units."""

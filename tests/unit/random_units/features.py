@@ -1,0 +1,489 @@
+"""What random units do.
+
+A feature knows nothing of graphs. Those of :data:`HARD` may be refused by name; all others are what
+models do every day, and are replayed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+W = 8
+"""The width of everything."""
+
+
+class World:
+    """What units read and fill outside of themselves; :meth:`reset` makes it as at import."""
+
+    calls: Counter[str]
+    kept: list[Any]
+    handles: list[Any]
+    mask: Tensor
+
+    def reset(self) -> None:
+        """Make everything anew."""
+        self.calls, self.kept, self.handles = Counter(), [], []
+        self.mask = torch.linspace(0.5, 1, W)
+
+
+WORLD = World()
+
+
+def counted(name: str, result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    """A hook that counts its calls."""
+
+    def hook(*arguments: Any) -> Any:
+        WORLD.calls[name] += 1
+        return result(*arguments)
+
+    return hook
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing that a unit does; ``u`` is the unit, ``x`` its input, ``y`` what it computes."""
+
+    inside: Callable[..., Any] = lambda u, y, v: y
+    """The next ``y``; ``v`` is the argument that :attr:`give` made."""
+    give: Callable[..., Any] = lambda run, x: None
+    wrap: Callable[..., Any] = lambda u, x, y: y
+    """Makes the unit's result of ``y``."""
+    unwrap: Callable[..., Any] = lambda run, u, out: out
+    """Takes ``y`` out of the result, in the caller."""
+    build: Callable[[Any], Any] = lambda u: None
+    before: Callable[..., Any] = lambda run, u: None
+    """Runs in the loop before each step."""
+    made: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """Attributes of the unit."""
+
+
+class Pair(NamedTuple):
+    """Two results with names."""
+
+    main: Any
+    more: Any
+
+
+@dataclass
+class Record:
+    """The same as a dataclass."""
+
+    main: Any
+    more: Any
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a backward pass of its own, and one argument that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(y)
+        ctx.factor = factor
+        return y * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.factor + ctx.saved_tensors[0] * 0.01, None
+
+
+class Clamped(torch.autograd.Function):
+    """Writes into what it is given, and passes gradients straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.mark_dirty(y)
+        return y.clamp_(-0.5, 0.5)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Tagged(Tensor):
+    """A subclass of tensors."""
+
+
+def set_(owner: Any, name: str, value: Any) -> Any:
+    """``setattr`` that returns the value."""
+    setattr(owner, name, value)
+    return value
+
+
+def first(value: Any, *_others: Any) -> Any:
+    """The first of what a lambda did."""
+    return value
+
+
+def linear() -> nn.Linear:
+    """A layer with weights."""
+    return nn.Linear(W, W)
+
+
+def hook_node(u: Any) -> Any:
+    """Hook the node that accumulates a gradient, as wrappers for data parallelism do."""
+    node = u.a.weight.expand_as(u.a.weight).grad_fn.next_functions[0][0]
+    WORLD.kept.append(node)
+    return node.register_hook(counted("node"))
+
+
+def _route(u: Any, y: Tensor) -> Tensor:
+    values, index = u.router(y).softmax(-1).topk(2)
+    return y * y.new_zeros(len(y), 4).scatter(1, index, values.to(y.dtype)).sum(-1, keepdim=True)
+
+
+def _island(u: Any, y: Tensor, **options: Any) -> Tensor:
+    with torch.autocast("cpu", **options):
+        return F.linear(y if "dtype" in options else y.float(), u.b.weight).to(y.dtype)
+
+
+def _no_grad(write: Callable[[], Any]) -> Any:
+    with torch.no_grad():
+        write()
+
+
+def _mean(u: Any, y: Tensor, name: str) -> Any:
+    value = getattr(u, name)
+    _no_grad(lambda: value.mul_(0.9).add_(y.float().mean(0), alpha=0.1))
+    return y + value
+
+
+def _next(u: Any, y: Tensor, name: str) -> Any:
+    return y + set_(u, name, getattr(u, name) * 0.9 + y.detach().mean(0) * 0.1)
+
+
+def _forked(y: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return y + torch.rand_like(y)
+
+
+def _cached(u: Any, y: Tensor) -> Any:
+    if u.cached is None or len(u.cached) < len(y):
+        u.cached = torch.arange(0.0, len(y), device=y.device)[:, None].cos()
+    return y * u.cached[: len(y)]
+
+
+def _penalty(u: Any, y: Tensor) -> Tensor:
+    z = y.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(u.b(z).square().sum(), z, create_graph=True)
+    return y + grad
+
+
+def _saved(u: Any, y: Tensor) -> Any:
+    with save_on_cpu():
+        return u.b(y).sin()
+
+
+def _hooked(y: Tensor) -> Tensor:
+    y = y * 1.0
+    if y.requires_grad:
+        y.register_hook(counted("tensor", lambda grad: grad * 0.5))
+    return y
+
+
+def _closure(u: Any) -> None:
+    held = [torch.full((W,), 0.5)]
+    u.closed, u.swap = lambda y: y * held[0], lambda value: held.__setitem__(0, value)
+
+
+def _tagged(run: Any) -> Any:
+    tensor: Any = run.rand(W)
+    tensor.tag = 2 + run.s // 4
+    return tensor
+
+
+def _checkpointed(u: Any, y: Tensor, rate: float = 0.0, **options: Any) -> Any:
+    return checkpoint(lambda z: F.dropout(u.b(z), rate) if rate else u.b(z).tanh(), y, **options)
+
+
+def _normal(u: Any, y: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
+    """Keep a loss somewhere."""
+    loss(y.float().square().mean())
+    return y
+
+
+def do(inside: Callable[..., Any], give: Any = None, **made: Any) -> Feature:
+    """A feature that computes, with an argument if ``give`` makes one."""
+    return Feature(inside, give or (lambda run, x: None), made=made)
+
+
+def result(wrap: Any, unwrap: Any = lambda run, u, out: out[0], loss: Any = None) -> Feature:
+    """A feature that returns more; ``loss`` takes a term of the loss out of it."""
+    if loss is None:
+        return Feature(wrap=wrap, unwrap=unwrap)
+    return Feature(
+        wrap=wrap, unwrap=lambda run, u, out: first(unwrap(run, u, out), run.add(loss(out)))
+    )
+
+
+def hooked(build: Callable[[Any], Any]) -> Feature:
+    """A feature that registers a hook."""
+    return Feature(build=lambda u: WORLD.handles.append(build(u)))
+
+
+COMPUTE = {
+    "plain": Feature(),
+    "mlp": do(lambda u, y, v: u.down(F.gelu(u.up(y))), up=linear, down=linear),
+    "layer norm": do(lambda u, y, v: u.norm(y), norm=lambda: nn.LayerNorm(W)),
+    "attention": do(
+        lambda u, y, v: y + u.heads(y[None], y[None], y[None])[0][0],
+        heads=lambda: nn.MultiheadAttention(W, 2, batch_first=True),
+    ),
+    "router": do(lambda u, y, v: _route(u, y), router=lambda: nn.Linear(W, 4)),
+    "weight norm": do(lambda u, y, v: u.wn(y), wn=lambda: weight_norm(linear())),
+    "spectral norm": do(lambda u, y, v: u.sn(y), sn=lambda: spectral_norm(linear())),
+    "sorted": do(lambda u, y, v: y.sort(-1).values.cumsum(-1)),
+    "doubles": do(lambda u, y, v: (y.double() * 3).to(y.dtype)),
+    "made inside": do(lambda u, y, v: y * torch.arange(0.0, W, device=y.device) + y.new_ones(W)),
+    "from a list": do(lambda u, y, v: y + torch.tensor([0.25] * W)),
+    "cached by shape": do(lambda u, y, v: _cached(u, y), cached=lambda: None),
+    "function": do(lambda u, y, v: Doubled.apply(y, 1.5)),  # type: ignore[no-untyped-call]
+    "function in place": do(lambda u, y, v: Clamped.apply(y * 2)),  # type: ignore[no-untyped-call]
+    "functional call": do(
+        lambda u, y, v: torch.func.functional_call(u.b, {"weight": u.b.weight / 2}, y),
+        b=linear,
+    ),
+    "gradient inside": do(lambda u, y, v: _penalty(u, y), b=linear),
+    "saved elsewhere": do(lambda u, y, v: _saved(u, y), b=linear),
+    "read on the host": do(lambda u, y, v: y * (2.0 if y.sum().item() > 0 else 1.0)),
+    "rows by mask": do(lambda u, y, v: y + y[y[:, 0] > 0].sum(0)),
+    "island off": do(lambda u, y, v: _island(u, y, enabled=False), b=linear),
+    "island bf16": do(lambda u, y, v: _island(u, y, dtype=torch.bfloat16), b=linear),
+    "no grad": do(lambda u, y, v: y + torch.no_grad()(u.b)(y), b=linear),
+    "detached": do(lambda u, y, v: y + y.detach().square()),
+    "dropout": do(lambda u, y, v: F.dropout(y, 0.3, u.training)),
+    "rand": do(lambda u, y, v: y + torch.rand_like(y) + torch.randn(W, device=y.device)),
+    "bernoulli": do(lambda u, y, v: y * torch.empty_like(y).bernoulli_(0.5)),
+    "own generator": do(
+        lambda u, y, v: y + torch.rand(W, generator=u.generator, device=y.device),
+        generator=lambda: torch.Generator().manual_seed(3),
+    ),
+    "seed inside": do(lambda u, y, v: [torch.manual_seed(1), F.dropout(y)][1]),
+    "fork rng": do(lambda u, y, v: _forked(y)),
+    "python random": do(lambda u, y, v: y * (2 if random.random() < 0.5 else 1)),
+    "numpy random": do(lambda u, y, v: y * float(np.random.rand())),
+    "checkpoint": do(lambda u, y, v: _checkpointed(u, y, 0.2, use_reentrant=False), b=linear),
+    "checkpoint without rng": do(
+        lambda u, y, v: _checkpointed(u, y, use_reentrant=False, preserve_rng_state=False), b=linear
+    ),
+    "reentrant checkpoint": do(lambda u, y, v: _checkpointed(u, y, use_reentrant=True), b=linear),
+    "clone written": do(lambda u, y, v: first(z := y.clone(), z.mul_(2), z[:, 1].zero_())),
+    "relu in place": do(lambda u, y, v: F.leaky_relu(y * 2, 0.1, inplace=True)),
+    "input written": Feature(lambda u, y, v: y * 1.0, wrap=lambda u, x, y: y + x.mul_(0.5)),
+    "input data written": Feature(wrap=lambda u, x, y: first(y, x.data.mul_(0.5))),
+}
+STATE = {
+    "weight twice": do(lambda u, y, v: torch.tanh(y @ u.a.weight) @ u.a.weight.t()),
+    "module twice": do(lambda u, y, v: u.b(torch.tanh(u.b(y))), b=linear),
+    "weight detached": do(lambda u, y, v: y * u.a.weight.detach().mean()),
+    "frozen": do(lambda u, y, v: u.c(y), c=lambda: linear().requires_grad_(False)),
+    "unused weight": do(lambda u, y, v: y, unused=linear),
+    "hidden module": do(lambda u, y, v: u.hidden[0](y), hidden=lambda: [linear()]),
+    "weight written": do(lambda u, y, v: first(y, _no_grad(lambda: u.a.weight.mul_(0.99)))),
+    "frozen weight written": do(
+        lambda u, y, v: first(u.d(y), _no_grad(lambda: u.d.weight.lerp_(u.a.weight, 0.1))),
+        d=lambda: linear().requires_grad_(False),
+    ),
+    "batch norm": do(lambda u, y, v: u.bn(y), bn=lambda: nn.BatchNorm1d(W)),
+    "buffer read": do(lambda u, y, v: y * u.table, table=lambda: nn.Buffer(torch.ones(W))),
+    "buffer in place": do(
+        lambda u, y, v: _mean(u, y, "mean"), mean=lambda: nn.Buffer(torch.zeros(W))
+    ),
+    "buffer replaced": do(
+        lambda u, y, v: _next(u, y, "past"), past=lambda: nn.Buffer(torch.zeros(W))
+    ),
+    "attribute read": do(lambda u, y, v: y * u.table, table=lambda: torch.ones(W)),
+    "attribute in place": do(lambda u, y, v: _mean(u, y, "ema"), ema=lambda: torch.zeros(W)),
+    "attribute replaced": do(lambda u, y, v: _next(u, y, "state"), state=lambda: torch.zeros(W)),
+    "metric kept": Feature(
+        lambda u, y, v: first(y, set_(u, "metric", y.detach().square().mean())),
+        unwrap=lambda run, u, out: first(out, run.see("metric", u.metric)),
+    ),
+    "loss kept": Feature(
+        lambda u, y, v: _normal(u, y, lambda loss: set_(u, "aux", loss)),
+        unwrap=lambda run, u, out: first(out, run.add(u.aux)),
+    ),
+    "list attribute filled": do(
+        lambda u, y, v: _normal(u, y, u.history.append), history=lambda: []
+    ),
+    "dict attribute filled": Feature(
+        lambda u, y, v: _normal(u, y, lambda loss: u.memo.update(loss=loss)),
+        unwrap=lambda run, u, out: first(out, run.add(u.memo["loss"])),
+        made={"memo": dict},
+    ),
+    "list attribute read": do(
+        lambda u, y, v: y * u.tensors[0], tensors=lambda: [torch.full((W,), 0.5)]
+    ),
+    "object read": do(
+        lambda u, y, v: y * u.box.inner, box=lambda: SimpleNamespace(inner=torch.ones(W))
+    ),
+    "class attribute read": Feature(
+        lambda u, y, v: y * u.common, build=lambda u: set_(type(u), "common", torch.ones(W))
+    ),
+    "global read": do(lambda u, y, v: y * WORLD.mask),
+    "global filled": do(lambda u, y, v: _normal(u, y, WORLD.kept.append)),
+    "closure read": Feature(lambda u, y, v: u.closed(y), build=_closure),
+    "counter": do(lambda u, y, v: y * (1 + set_(u, "count", u.count + 1) % 2), count=lambda: 0),
+    "call count": do(lambda u, y, v: first(y, set_(u, "n", u.n + 1)), n=lambda: 0),
+    "temperature": Feature(
+        lambda u, y, v: y / u.warmth,
+        before=lambda run, u: set_(u, "warmth", 1.0 + run.s // 4),
+        made={"warmth": lambda: 1.0},
+    ),
+    "dropout schedule": Feature(before=lambda run, u: set_(u.drop, "p", run.s // 4 / 10)),
+    "warmup by the loop": Feature(
+        lambda u, y, v: y * u.factor,
+        before=lambda run, u: set_(u, "factor", run.s / 10),
+        made={"factor": lambda: 0.0},
+    ),
+}
+ARGUMENTS = {
+    "mask": do(lambda u, y, v: y.masked_fill(v, 0.0), lambda run, x: run.rand(W) > 0.8),
+    "index": do(
+        lambda u, y, v: y + u.embedding(v),
+        lambda run, x: (run.rand(len(x)) * 5).long(),
+        embedding=lambda: nn.Embedding(5, W),
+    ),
+    "nested argument": do(
+        lambda u, y, v: y * v[0][0] * v[0][1] + v[1]["k"][0],
+        lambda run, x: ((run.rand(W), 2), {"k": [run.rand(len(x), W), None]}),
+    ),
+    "constants": do(
+        lambda u, y, v: getattr(torch, v[1])(y * v[0]) if v[2] and v[3] is None else y,
+        lambda run, x: (1.5, "tanh", True, None),
+    ),
+    "number that changes": do(
+        lambda u, y, v: y + y.new_ones(W).div(v).clamp(-1, 1),
+        lambda run, x: 0.0 if run.s < 5 else -0.0,
+    ),
+    "one and True": do(
+        lambda u, y, v: y * (2 if v is True else 1), lambda run, x: 1 if run.s < 5 else True
+    ),
+    "tensor or None": do(
+        lambda u, y, v: y if v is None else y * v, lambda run, x: run.rand(W) if run.s < 5 else None
+    ),
+    "None or tensor": do(
+        lambda u, y, v: y if v is None else y * v, lambda run, x: None if run.s < 5 else run.rand(W)
+    ),
+    "input twice": do(lambda u, y, v: y * v, lambda run, x: x),
+    "view of the input": do(lambda u, y, v: y * v, lambda run, x: x[:, :1]),
+    "expanded": do(lambda u, y, v: y * v, lambda run, x: run.rand(1, W).expand(len(x), W)),
+    "transposed": do(lambda u, y, v: y * v, lambda run, x: run.rand(W, len(x)).t()),
+    "scalar and empty": do(
+        lambda u, y, v: y * v[0] + v[1].sum(), lambda run, x: (run.rand(), run.rand(0))
+    ),
+    "same table": do(lambda u, y, v: y * v, lambda run, x: run.table),
+    "leaf": do(lambda u, y, v: y * v, lambda run, x: run.leaf),
+    "weight as argument": do(lambda u, y, v: F.linear(y, v), lambda run, x: run.net.head.weight),
+    "dtype and shape": do(
+        lambda u, y, v: y.to(v[0]).view(v[1]), lambda run, x: (torch.float32, x.shape)
+    ),
+    "NamedTuple given": do(lambda u, y, v: y * v.main, lambda run, x: Pair(run.rand(W), 1)),
+    "dataclass given": do(lambda u, y, v: y * v.main, lambda run, x: Record(run.rand(W), 1)),
+    "argument written": do(lambda u, y, v: y * v.add_(1), lambda run, x: run.tally),
+    "list filled": do(lambda u, y, v: _normal(u, y, v.append), lambda run, x: run.terms),
+    "dict filled": Feature(
+        lambda u, y, v: _normal(u, y, lambda loss: v.update(loss=loss)),
+        lambda run, x: set_(run, "into", {}),
+        unwrap=lambda run, u, out: first(out, run.add(run.into["loss"])),
+    ),
+    "sparse": do(
+        lambda u, y, v: torch.sparse.mm(v, y), lambda run, x: torch.eye(len(x)).to_sparse()
+    ),
+    "tagged": do(lambda u, y, v: y * v.tag, lambda run, x: _tagged(run)),
+    "subclass": do(
+        lambda u, y, v: y * v.as_subclass(Tensor), lambda run, x: run.rand(W).as_subclass(Tagged)
+    ),
+}
+RESULTS = {
+    "tuple": result(lambda u, x, y: (y, y.square().mean()), loss=lambda out: out[1]),
+    "dict": result(
+        lambda u, x, y: {"main": y, "more": {"loss": y.abs().mean()}},
+        lambda run, u, out: out["main"],
+        lambda out: out["more"]["loss"],
+    ),
+    "NamedTuple": result(
+        lambda u, x, y: Pair(y, y.mean()), lambda run, u, out: out.main, lambda out: out.more
+    ),
+    "dataclass": result(
+        lambda u, x, y: Record(y, (y.mean(), 1)),
+        lambda run, u, out: out.main,
+        lambda out: out.more[0] * out.more[1],
+    ),
+    "unused result": result(lambda u, x, y: (y, y * 2)),
+    "metric returned": result(
+        lambda u, x, y: [y, y.detach().mean(), y.argmax(-1)],
+        lambda run, u, out: first(out[0], run.see("returned", out[1:])),
+    ),
+    "None and numbers": result(
+        lambda u, x, y: [None, y, 1, 2.5, "text", True, len(y), u.scale],
+        lambda run, u, out: first(out[1], run.see("constants", [out[0], *out[2:]])),
+    ),
+    "weight returned": result(
+        lambda u, x, y: (y, u.a.weight), loss=lambda out: out[1].square().mean()
+    ),
+    "input returned": result(lambda u, x, y: (y, x), lambda run, u, out: out[0] + out[1].sin()),
+    "view of the input returned": result(
+        lambda u, x, y: (y, x[:, :1]), lambda run, u, out: out[0] * out[1]
+    ),
+    "same twice": result(
+        lambda u, x, y: (z := y * 1.0, z), lambda run, u, out: out[0].mul_(0.5) + out[1]
+    ),
+    "two views": result(
+        lambda u, x, y: (y[:, :4], y[:, 4:]), lambda run, u, out: torch.cat(out, 1)
+    ),
+    "transposed result": result(lambda u, x, y: y.t(), lambda run, u, out: out.t()),
+    "result written": result(
+        lambda u, x, y: y * 1.0, lambda run, u, out: first(out, out[:1].mul_(0.5))
+    ),
+    "returned view written": Feature(
+        lambda u, y, v: y * 1.0,
+        wrap=lambda u, x, y: (y * 1.0, x.view_as(x)),
+        unwrap=lambda run, u, out: first(out[0] + out[1].mul_(0.5), run.see("written", out[1])),
+    ),
+}
+HOOKS = {
+    "hook": hooked(lambda u: u.register_forward_hook(counted("unit", lambda *a: a[2]))),
+    "pre-hook": hooked(
+        lambda u: u.register_forward_pre_hook(counted("pre", lambda u, a: (a[0] * 0.9, *a[1:])))
+    ),
+    "backward hook": hooked(lambda u: u.register_full_backward_hook(counted("backward"))),
+    "parameter hook": hooked(
+        lambda u: u.a.weight.register_hook(counted("weight", lambda grad: grad * 0.5))
+    ),
+    "after accumulation": hooked(
+        lambda u: u.a.bias.register_post_accumulate_grad_hook(
+            counted("bias", lambda p: first(None, p.grad.mul_(0.5)))
+        )
+    ),
+    "hook inside": hooked(
+        lambda u: u.a.register_forward_hook(counted("inside", lambda *a: a[2] * 0.9))
+    ),
+    "backward hook inside": hooked(lambda u: u.a.register_full_backward_hook(counted("inner"))),
+    "node hook": hooked(hook_node),
+    "tensor hook": do(lambda u, y, v: _hooked(y)),
+    "global hook": hooked(lambda u: nn.modules.module.register_module_forward_hook(counted("all"))),
+}
+FEATURES: dict[str, Feature] = {**COMPUTE, **STATE, **ARGUMENTS, **RESULTS, **HOOKS}
+HARD = (
+    "from a list|gradient inside|saved elsewhere|read on the host|rows by mask|own generator"
+    "|seed inside|fork rng|python random|numpy random|reentrant checkpoint|input written"
+    "|input data written|hidden module|weight written|frozen weight written|buffer replaced"
+    "|attribute replaced|list attribute filled|dict attribute filled|list attribute read"
+    "|object read|class attribute read|global read|global filled|closure read|counter|call count"
+    "|warmup by the loop|NamedTuple given|dataclass given|argument written|list filled|dict filled"
+    "|sparse|tagged|subclass|hook inside|backward hook inside|node hook|tensor hook|global hook"
+).split("|")

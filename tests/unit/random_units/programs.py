@@ -1,0 +1,178 @@
+"""Random programs: a model of units, and what happens while it is trained."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.unit.random_units.events import AFTER, BETWEEN, EVENTS
+from tests.unit.random_units.features import FEATURES, HARD, Feature, W
+
+STEPS, ROWS = 8, 5
+"""Steps of a program, and rows of a batch."""
+SHARED = ("", "", "", "units", "head")
+FROZEN = ("", "", "", "embed", "units.0.", ".bias", "units.0.a.weight", "head")
+EASY = [name for name in FEATURES if name not in HARD]
+HAPPENS = EVENTS | {name: event for events in AFTER.values() for name, event in events.items()}
+"""All events by name."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a seed stands for. The defaults are the simplest."""
+
+    seed: int
+    units: tuple[tuple[str, ...], ...] = (("plain",),)
+    events: tuple[tuple[int, str, int], ...] = ()
+    """Step, name, and the unit that is changed."""
+    order: tuple[int, ...] = (0,)
+    between: str = "nothing"
+    shared: str = ""
+    """Whose weights are one: those of two units, or of a unit and the head."""
+    frozen: str = ""
+    style: str = "positions"
+    autocast: str = ""
+    """Around the forward pass, or around the whole step."""
+    sharding: str = ""
+    optimizer: str = "SGD"
+    embed: bool = True
+    input_grad: bool = False
+    around: str = ""
+    """Activation checkpointing around the first unit."""
+    warmup: int = 2
+    verify_interval: int = 0
+    on_mismatch: str = "eager"
+
+    def __str__(self) -> str:
+        default = Program(self.seed)
+        given = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return ", ".join(
+            f"{name}={value!r}" for name, value in given if value != getattr(default, name)
+        )
+
+
+def draw(seed: int, attempt: int = 0) -> Program:
+    """The program of a seed; eager training may reject it, and the next attempt follows."""
+    chance = random.Random(f"{seed}/{attempt}")
+    count = chance.choice((1, 1, 2, 2, 3))
+    units = [chance.sample(EASY, chance.randint(1, 4)) for _ in range(count)]
+    if chance.random() < 0.35:
+        hard = chance.choice(units)
+        hard[chance.randrange(len(hard))] = chance.choice(HARD)
+    names, steps = [*EVENTS], range(STEPS)
+    events = [
+        (chance.choice(steps), chance.choice(names), chance.randrange(count))
+        for _ in range(chance.choice((0, 0, 1, 1, 2, 3)))
+    ]
+    for number, features in enumerate(units):
+        for name in (one for one in features if one in AFTER and chance.random() < 0.4):
+            events.append((chance.choice(steps[2:]), chance.choice([*AFTER[name]]), number))
+    order = [*range(count)]
+    if chance.random() < 0.12:
+        order.insert(chance.randrange(count + 1), chance.randrange(count))
+    rare = chance.random()
+    return Program(
+        seed,
+        tuple(map(tuple, units)),
+        tuple(sorted(events)),
+        tuple(order),
+        chance.choice(["nothing"] * 6 + [*BETWEEN]),
+        chance.choice(SHARED) if chance.random() < 0.5 else "",
+        chance.choice(FROZEN) if chance.random() < 0.5 else "",
+        chance.choice(("positions", "names", "all names") * 12 + ("forward",)),
+        chance.choice(("", "", "", "forward", "step")),
+        "fsdp" if rare < 0.06 else "ddp" if rare < 0.12 else "",
+        chance.choice(("SGD", "AdamW")),
+        chance.random() < 0.85,
+        chance.random() < 0.15,
+        chance.choice(("use_reentrant", "not")) if chance.random() < 0.02 else "",
+        chance.choice((2, 2, 3)),
+        chance.choice((0, 0, 0, 1, 2)),
+        chance.choice(("eager", "eager", "eager", "recapture")),
+    )
+
+
+class Unit(nn.Module):
+    """A linear layer with a residual; its class has its features."""
+
+    features: ClassVar[tuple[Feature, ...]] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.drop = nn.Linear(W, W), nn.Tanh(), nn.Dropout(0.0)
+        self.extra = nn.ModuleList()
+        self.register_parameter("late", None)
+        self.gain = self.bonus = None
+        self.scale, self.zero, self.one, self.skips = 1.0, 0.0, 1, False
+        for feature in self.features:
+            for name, make in feature.made.items():
+                if not hasattr(self, name):
+                    setattr(self, name, make())
+            feature.build(self)
+
+    def forward(self, x: Any, a: Any = None, b: Any = None, c: Any = None, d: Any = None) -> Any:
+        if self.skips:
+            return self._result(x, x * 0.5)
+        y = x
+        for feature, given in zip(self.features, (a, b, c, d), strict=False):
+            y = feature.inside(self, y, given)
+        for module in self.extra:
+            y = module(y)
+        y = self.drop(self.act(self.a(y))) * self.scale
+        for scale in (self.gain, self.bonus, self.late):
+            y = y if scale is None else y * scale
+        if self.one is True or str(self.zero) == "-0.0":
+            y = y * 0.5
+        return self._result(x, x + y)
+
+    def _result(self, x: Any, y: Any) -> Any:
+        for feature in self.features:
+            y = feature.wrap(self, x, y)
+        return y
+
+
+class Net(nn.Module):
+    """Units between two linear layers."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+        self.embed = nn.Linear(W, W) if program.embed else nn.Identity()
+        self.units = nn.ModuleList(
+            type("Unit", (Unit,), {"features": tuple(FEATURES[name] for name in names)})()
+            for names in program.units
+        )
+        self.head = nn.Linear(W, W)
+        first: Any = self.units[0]
+        others: dict[str, Any] = {"units": self.units[-1].a, "head": self.head}
+        if program.shared:
+            others[program.shared].weight = first.a.weight
+        for name, parameter in self.named_parameters():
+            if program.frozen and program.frozen in name:
+                parameter.requires_grad_(False)
+
+    def forward(self, x: Any, run: Any) -> Any:
+        x = self.embed(x)
+        for number in self.program.order:
+            unit: Any = self.units[number]
+            x = x.detach() if run.way.detached else x
+            given = [one.give(run, x) for one in unit.features]
+            out = self._call(unit, x, given, run.way.style, number == 0)
+            for one in reversed(unit.features):
+                out = one.unwrap(run, unit, out)
+            x = BETWEEN[self.program.between](run, x, out)
+        return self.head(x)
+
+    def _call(self, unit: Any, x: Any, given: list[Any], style: str, first: bool) -> Any:
+        if first and self.program.around:
+            return checkpoint(unit, x, *given, use_reentrant=self.program.around == "use_reentrant")
+        if style in ("positions", "forward"):
+            return (unit.forward if style == "forward" else unit)(x, *given)
+        named = {
+            name: value for name, value in zip("abcd", given, strict=False) if value is not None
+        }
+        return unit(x, **named) if style == "names" else unit(x=x, **named)

@@ -1,0 +1,122 @@
+"""Tries many programs, in several processes, and finds the smallest of those that fail."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from tests.unit.random_units.programs import Program, draw
+from tests.unit.random_units.training import LIMIT, Outcome, clean, eager_trace, outcome_of, tried
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs with one thing less."""
+    default = Program(program.seed)
+    for number in range(len(program.events)):
+        rest = program.events[:number] + program.events[number + 1 :]
+        yield replace(program, events=rest)
+    if len(program.units) > 1:
+        for number in range(len(program.units)):
+            yield without_unit(program, number)
+    for number, names in enumerate(program.units):
+        for name in names if len(names) > 1 else set(names) - {"plain"}:
+            left = tuple(one for one in names if one != name) or ("plain",)
+            units = (*program.units[:number], left, *program.units[number + 1 :])
+            yield replace(program, units=units)
+    for one in fields(program):
+        value: Any = getattr(default, one.name)
+        is_plain = one.name not in ("seed", "units", "events", "order")
+        if is_plain and value != getattr(program, one.name):
+            yield replace(program, **{one.name: value})
+    if len(program.order) > len(program.units):
+        yield replace(program, order=tuple(range(len(program.units))))
+
+
+def without_unit(program: Program, number: int) -> Program:
+    """The program without one of its units, and without what happens to it."""
+    kept = [old for old in range(len(program.units)) if old != number]
+    place = {old: new for new, old in enumerate(kept)}
+    return replace(
+        program,
+        units=tuple(program.units[old] for old in kept),
+        events=tuple((s, name, place[old]) for s, name, old in program.events if old in place),
+        order=tuple(place[old] for old in program.order if old in place),
+    )
+
+
+def smallest(program: Program, outcome: Outcome) -> tuple[Program, Outcome]:
+    """What is left of a program that fails when each part that is not needed is gone."""
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for one in smaller(program):
+            expected = eager_trace(one)
+            if expected is None:
+                continue
+            found = tried(one, expected)
+            if found.kind == outcome.kind:
+                program, outcome, is_smaller = one, found, True
+                break
+    clean()
+    return program, outcome
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron_cg").propagate = False
+
+
+def _work(seeds: list[int], sent: Connection, shrinks: bool) -> None:
+    """Try all seeds; a message before and after each."""
+    _quiet()
+    for seed in seeds:
+        sent.send((seed, "", None))
+        program, outcome = outcome_of(seed)
+        if outcome.fails and outcome.kind != "hanging" and shrinks:
+            program, outcome = smallest(program, outcome)
+        sent.send((seed, str(program), outcome))
+
+
+def outcomes(seeds: list[int], jobs: int, shrinks: bool) -> Iterator[tuple[int, str, Outcome]]:
+    """Seed, program and outcome of all seeds, of so many processes; a dead one is replaced."""
+    context = multiprocessing.get_context("spawn")
+    running: dict[Any, tuple[Any, list[int]]] = {}
+
+    def start(left: list[int]) -> None:
+        mine, theirs = context.Pipe(duplex=False)
+        worker = context.Process(target=_work, args=(left, theirs, shrinks), daemon=True)
+        worker.start()
+        theirs.close()
+        running[mine] = worker, left
+
+    for job in range(jobs):
+        start(seeds[job::jobs])
+    while running:
+        ready: Any = wait([*running], timeout=20 * LIMIT)
+        for pipe in ready or [*running]:
+            worker, left = running[pipe]
+            try:
+                if not ready:
+                    raise EOFError
+                seed, text, outcome = pipe.recv()
+            except EOFError:
+                worker.kill()
+                worker.join()
+                del running[pipe]
+                if left:
+                    ended = Outcome("crashed" if ready else "hanging", f"exit {worker.exitcode}")
+                    yield left[0], str(draw(left[0])), ended
+                    if left[1:]:
+                        start(left[1:])
+                continue
+            if outcome is not None:
+                left.remove(seed)
+                yield seed, text, outcome

@@ -1,0 +1,363 @@
+"""Trains a program eagerly and with graphs, and compares the bits of all that can be seen."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import re
+import signal
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_cg import graph_units
+from megatron_cg.capture.session import close_all_sessions
+from megatron_cg.errors import ConfigurationError, MegatronCGError
+from tests.unit.random_units.features import WORLD, W
+from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw
+
+LIMIT = 60
+"""Seconds until a program hangs."""
+WAYS = ("abandoned", "kept", "anomaly", "autocast", "retain", "by_grad", "detached", "after")
+"""What only some steps do."""
+
+
+class Run:
+    """One training run of a program, eager or with graphs."""
+
+    def __init__(self, program: Program) -> None:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(program.seed)
+        self.program, self.trace = program, list[tuple[str, Any]]()
+        self.values = torch.Generator().manual_seed(program.seed)
+        self.kept: list[Any] = []
+        self.s, self.terms, self.into = 0, list[Any](), dict[str, Any]()
+        self.way = self._new_way()
+        self.net = Net(program)
+        self.model: Any = _wrapped(self.net, program.sharding)
+        kinds: dict[str, Any] = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+        weights = list(dict.fromkeys(self.net.parameters()))
+        self.optimizer = kinds[program.optimizer](weights, lr=0.02)
+        self.tally, self.table = torch.zeros(W), torch.linspace(0.5, 1, W)
+        self.leaf = torch.ones(W, requires_grad=True)
+        self.graphs: Any = None
+        self.refused: MegatronCGError | None = None
+
+    def see(self, name: str, value: Any) -> None:
+        """Note the bits of what the loop reads."""
+        self.trace.append((f"step {self.s}: {name}", bits(value)))
+
+    def add(self, term: Any) -> None:
+        """Add a term to the loss."""
+        self.terms.append(term)
+
+    def rand(self, *shape: int) -> torch.Tensor:
+        """Random numbers of the loop, which draw nothing from torch's own generator."""
+        return torch.rand(shape, generator=self.values)
+
+    def copied(self) -> None:
+        """Train a copy of the model for one pass, and drop it."""
+        copied = copy.deepcopy(self.net)
+        self.terms = []
+        copied(self.rand(ROWS, W), self).sum().backward()
+        self.see("copy", [one.grad for one in copied.parameters()])
+
+    def with_graphs(self) -> int:
+        """Train with graphs; returns how many passes were replayed."""
+        self.graphs = graphs = graph_units(
+            self.model,
+            ["units.*"],
+            backend="tape",
+            warmup_steps=self.program.warmup,
+            on_mismatch=self.program.on_mismatch,  # type: ignore[arg-type]
+            verify_interval=self.program.verify_interval,
+        )
+        self.train()
+        return graphs.counters.replayed
+
+    def close(self) -> None:
+        """End the graphs, if there are any."""
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
+
+    def train(self) -> None:
+        """All steps; a refused capture leaves the run as an eager one."""
+        for self.s in range(STEPS):
+            self.way = self._new_way()
+            for step, name, number in self.program.events:
+                if step == self.s:
+                    HAPPENS[name](self, self.net.units[number])
+            for unit in self.net.units:
+                for feature in unit.features:  # type: ignore[union-attr]
+                    feature.before(self, unit)
+            with ExitStack() as stack:
+                if self.graphs is not None:
+                    try:
+                        stack.enter_context(self.graphs.step())
+                    except MegatronCGError as error:
+                        self.refused = error
+                        self.close()
+                self._step()
+            self._look()
+        self.see("python", [short(random.getstate()), short(np.random.get_state())])
+
+    def _step(self) -> None:
+        way = self.way
+        if way.abandoned:
+            self._forward()
+        with _autocast(self.program.autocast == "step" or way.autocast):
+            for _ in range(way.micro):
+                with torch.autograd.detect_anomaly() if way.anomaly else nullcontext():
+                    y, loss = self._forward()
+                    self._backward(loss)
+                self.kept = [*self.kept[-1:], y] if way.kept else self.kept
+        self.see("kept", self.kept)
+        for name, parameter in self.net.named_parameters():
+            self.see(f"gradient of {name}", parameter.grad)
+        self.see("gradient of the leaf", self.leaf.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=way.to_none)
+        self.leaf.grad = None
+        if way.after is not None:
+            was = self.net.training
+            self.net.train(way.training)
+            with way.after():
+                self._forward()
+            self.net.train(was)
+
+    def _backward(self, loss: Any) -> None:
+        if self.way.by_grad:
+            weights = [one for one in self.net.parameters() if one.requires_grad]
+            grads = torch.autograd.grad(loss, weights, allow_unused=True)
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = grad
+            return
+        loss.backward(retain_graph=self.way.retain)
+        if self.way.retain:
+            loss.backward()
+
+    def _forward(self) -> tuple[Any, Any]:
+        x = self.rand(self.way.rows, W).sub(0.5).requires_grad_(self.program.input_grad)
+        self.terms = []
+        with _autocast(self.program.autocast == "forward"):
+            y = self.model(x, self)
+            self.see("output", y)
+        loss = y.float().square().mean() + sum(term.float() for term in self.terms)
+        self.see("loss", loss)
+        return y, loss
+
+    def _look(self) -> None:
+        """Note everything that lasts."""
+        for name, module in self.net.named_modules():
+            for key, value in sorted(vars(module).items()):
+                if (
+                    key[0] != "_"
+                    and key != "cuda_graphs"
+                    and isinstance(value, torch.Tensor | float | int | list | dict)
+                ):
+                    self.see(f"{name}.{key}", value)
+        for name, value in (*self.net.named_parameters(), *self.net.named_buffers()):
+            self.see(name, value)
+        self.see("world", [WORLD.mask, self.tally, self.table, *WORLD.kept])
+        self.trace.append((f"step {self.s}: calls of hooks", dict(WORLD.calls)))
+        self.see("random numbers", torch.get_rng_state())
+
+    def _new_way(self) -> Any:
+        way = SimpleNamespace(**dict.fromkeys(WAYS), rows=ROWS, micro=1, to_none=True)
+        way.style, way.training = self.program.style, True
+        return way
+
+
+def _autocast(is_on: bool | None) -> Any:
+    return torch.autocast("cpu", torch.bfloat16) if is_on else nullcontext()
+
+
+def short(value: Any) -> int:
+    """A short number for a long state."""
+    return zlib.crc32(repr(value).encode())
+
+
+def bits(value: Any) -> Any:
+    """What is compared: the bytes of tensors, also inside of containers, and values as text."""
+    if isinstance(value, torch.Tensor):
+        value = value.to_local() if hasattr(value, "to_local") else value  # FSDP2's DTensor
+        plain = value.detach().as_subclass(torch.Tensor).contiguous()
+        raw = plain.flatten().view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), value.requires_grad, raw
+    if isinstance(value, dict):
+        return {key: bits(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(inner) for inner in value]
+    return repr(value) if isinstance(value, float | int | str | None) else type(value).__name__
+
+
+def _wrapped(net: Net, sharding: str) -> Any:
+    if not sharding:
+        return net
+    dist.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
+    if sharding == "ddp":
+        return DistributedDataParallel(net)
+    mesh = init_device_mesh("cpu", (1,))
+    for unit in net.units:
+        fully_shard(unit, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def clean() -> None:
+    """Everything that programs change in this process is as at its start."""
+    close_all_sessions()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name, registry in vars(nn.modules.module).items():
+        if name.startswith("_global_") and isinstance(registry, dict):
+            registry.clear()
+    torch.set_autocast_enabled("cpu", False)
+    torch.clear_autocast_cache()
+    torch.autograd.set_detect_anomaly(False)
+    torch.use_deterministic_algorithms(False)
+    torch.set_grad_enabled(True)
+    WORLD.reset()
+
+
+class Hangs(BaseException):
+    """A program took longer than :data:`LIMIT`."""
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Raise :class:`Hangs` in a block that takes longer."""
+
+    def ring(*_: Any) -> None:
+        raise Hangs
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(LIMIT)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Reasons(logging.Handler):
+    """Keeps the clauses of the mismatches that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clauses: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.clauses += re.findall(r"no replay of .* now \(([\w -]+)\)", record.getMessage())
+
+
+@contextmanager
+def _logged() -> Iterator[Reasons]:
+    logger, reasons = logging.getLogger("megatron_cg"), Reasons()
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(reasons)
+    try:
+        yield reasons
+    finally:
+        logger.removeHandler(reasons)
+        logger.propagate = propagates
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended: ``equal``, ``refused``, ``different``, ``hanging`` or ``crashed``."""
+
+    kind: str
+    reason: str = ""
+
+    @property
+    def fails(self) -> bool:
+        """Whether no program may end so."""
+        return self.kind not in ("equal", "refused")
+
+
+def eager_trace(program: Program) -> list[Any] | None:
+    """What eager training gives; None if it raises, or gives something else the second time."""
+    traces = []
+    for _ in range(2):
+        clean()
+        try:
+            run = Run(program)
+            run.train()
+        except Exception:
+            return None
+        traces.append(run.trace)
+    return traces[0] if traces[0] == traces[1] else None
+
+
+def tried(program: Program, expected: list[Any]) -> Outcome:
+    """How the program ends with graphs."""
+    clean()
+    run = Run(program)
+    with _logged() as reasons:
+        try:
+            with time_limit():
+                replayed = run.with_graphs()
+            raised = run.refused
+        except MegatronCGError as error:
+            raised = error
+        except (Exception, Hangs) as error:
+            name = type(error).__name__
+            return Outcome("hanging" if name == "Hangs" else "crashed", f"{name}: {error}")
+        finally:
+            run.close()
+    pairs = zip(expected, run.trace, strict=False)
+    first = next((one[0] for one, two in pairs if one != two), None)
+    if first is None and raised is run.refused and len(expected) != len(run.trace):
+        first = "the number of results"
+    if first is not None:
+        return Outcome("different", f"{first}{' after a refusal' if run.refused else ''}")
+    if raised is not None:
+        return _refusal(raised, "" if run.refused else "in a step: ")
+    if not replayed and not reasons.clauses:
+        return Outcome("crashed", "nothing was replayed, and nothing says why")
+    clause = f"eager by mismatch: {reasons.clauses[0]}" if not replayed else ""
+    return Outcome("refused", clause) if clause else Outcome("equal")
+
+
+def _refusal(error: MegatronCGError, where: str) -> Outcome:
+    if "capture failed with" in str(error):
+        return Outcome("crashed", f"without a reason that helps: {error}")
+    if isinstance(error, ConfigurationError):
+        return Outcome(
+            "refused", where + " + ".join(sorted({one.rule for one in error.violations}))
+        )
+    text = re.sub(r"[0-9.]+", "#", str(error))
+    return Outcome("refused", f"{where}{type(error).__name__}: {text[:60]}")
+
+
+def program_of(seed: int) -> tuple[Program, list[Any]]:
+    """The first program of a seed that trains eagerly, twice with the same bits; and these."""
+    for attempt in range(50):
+        program = draw(seed, attempt)
+        expected = eager_trace(program)
+        if expected is not None:
+            return program, expected
+    raise AssertionError(f"seed {seed} draws nothing that trains eagerly")
+
+
+def outcome_of(seed: int) -> tuple[Program, Outcome]:
+    """The program of a seed and how it ends."""
+    program, expected = program_of(seed)
+    outcome = tried(program, expected)
+    clean()
+    return program, outcome
