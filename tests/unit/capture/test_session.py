@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -192,14 +192,49 @@ def test_ranks_vote_on_lost_graphs_also_if_one_cannot_be_released(trainer: Any) 
     votes.close()
 
 
-def test_a_closed_session_has_released_its_graphs(trainer: Any) -> None:
+@pytest.mark.parametrize("error", [None, Forced()])
+def test_a_closed_session_has_released_its_graphs_once_the_gpu_was_done(
+    trainer: Any, error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And also where the wait for the GPU tells of an error of its work."""
     session = trainer.capture(TapeBackend())
     graphs = [graph.graph for layer in layers_of(trainer) for graph in layer.cuda_graphs]
     assert len(graphs) == 2
-    session.close()
-    for graph in graphs:
-        with pytest.raises(GraphResetError):
-            graph.backward_dw()
+    waits: list[list[bool]] = []
+
+    def wait(_backend: TapeBackend) -> None:
+        waits.append([is_reset(graph) for graph in graphs])
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(TapeBackend, "synchronize", wait)
+    with nullcontext() if error is None else pytest.raises(Forced):
+        session.close()
+    assert waits == [[False, False]] and all(map(is_reset, graphs))
+
+
+def is_reset(graph: Any) -> bool:
+    try:
+        graph.backward_dw()
+    except GraphResetError:
+        return True
+    return False
+
+
+class LeavesHooks(TapeBackend):
+    """Fails with hooks of its own on all modules of the units, as TE in its warmup."""
+
+    def capture(self, callables: Any, *_args: Any, **_options: Any) -> Any:
+        for module in (m for layer in callables for m in layer.modules()):
+            module.register_forward_hook(lambda *_: None)
+        raise Forced
+
+
+def test_hooks_that_a_backend_leaves_below_the_units_are_taken_off(trainer: Any) -> None:
+    before = state(trainer)
+    with pytest.raises(Forced):
+        trainer.capture(LeavesHooks())
+    assert_same(before, state(trainer))
 
 
 def test_a_guarded_graph_has_the_methods_of_the_backends_graph(trainer: Any) -> None:
