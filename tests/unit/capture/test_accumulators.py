@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.replay_function import ReplayFunction
-from megatron_cg.tools.cpu.training_plan import CpuModelConfig
-from tests.unit.trainers import trainer_of
 
 
 def accumulator(parameter: nn.Parameter) -> Any:
@@ -44,26 +41,6 @@ def test_a_loss_that_is_still_held_no_longer_decides(dtype: torch.dtype) -> None
     model(torch.ones(1, 2, dtype=dtype)).sum().backward()
     assert {id(p) for p in seen} == {id(p) for p in model.parameters()}
     assert held.grad_fn is not None
-
-
-class Holding(TapeBackend):
-    """Its graphs hold on to the accumulators of their capture, as CUDA's do."""
-
-    def capture(self, callables: Any, *args: Any, **options: Any) -> Any:
-        graphs = super().capture(callables, *args, **options)
-        self.held = [(p, accumulator(p)) for layer in callables for p in layer.parameters()]
-        return graphs
-
-
-def test_passes_after_a_capture_do_not_use_its_accumulators(one_rank: None) -> None:
-    """They were made on the capture's stream, on which an eager backward pass would run."""
-    shape = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))
-    with trainer_of(shape, graphs=True) as trainer:
-        trainer.step()
-        backend = Holding()
-        trainer.capture(backend)
-        assert backend.held
-        assert not any(accumulator(parameter) is node for parameter, node in backend.held)
 
 
 class Shared(nn.Module):
