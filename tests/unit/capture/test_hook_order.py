@@ -222,11 +222,11 @@ def test_another_order_names_te_and_both_calls() -> None:
         call(order, 0, "forward_hooks")
 
 
-def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it() -> None:
-    calls: list[Any] = []
+def observed(seen: list[Any]) -> HookOrder:
+    """The order of one callable, which notes its hooks and its passes."""
 
     def noting(key: str) -> Callable[[nn.Module], None]:
-        return lambda _module: calls.append(key)
+        return lambda _module: seen.append(key)
 
     hooks: CaptureTimeHooks = {key: {0: noting(key)} for key in CAPTURE_TIME_KEYS}
     order = HookOrder(
@@ -234,16 +234,30 @@ def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it(
         1,
         [hooks],
         {"num_warmup_iters": 0},
-        begun=lambda layer, forward: calls.append(("begins", layer, forward, order.under_way)),
-        ended=lambda layer, forward: calls.append(("ended", layer, forward)),
+        begun=lambda layer, forward: seen.append(("begins", layer, forward, order.under_way)),
+        ended=lambda layer, forward: seen.append(("ended", layer, forward)),
     )
+    return order
+
+
+def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it() -> None:
+    seen: list[Any] = []
+    order = observed(seen)
     for key in CAPTURE_TIME_KEYS:
         call(order, 0, key)
     before, after, before_backward, after_backward = CAPTURE_TIME_KEYS
     forward = [before, ("begins", 0, True, (0, False)), ("ended", 0, True), after]
     begins = ("begins", 0, False, (0, True))
     backward = [before_backward, begins, ("ended", 0, False), after_backward]
-    assert calls == [*forward, *backward] and order.finished and order.under_way is None
+    assert seen == [*forward, *backward] and order.finished and order.under_way is None
+
+
+def test_hooks_that_a_failed_rank_runs_for_the_others_are_no_passes() -> None:
+    seen: list[Any] = []
+    order = observed(seen)
+    call(order, 0, "forward_pre_hooks")
+    order.run_rest()
+    assert seen == [CAPTURE_TIME_KEYS[0], ("begins", 0, True, (0, False)), *CAPTURE_TIME_KEYS[1:]]
 
 
 def test_samples_that_do_not_fit_are_refused_before_any_hook_runs() -> None:
