@@ -31,22 +31,7 @@ ALL_SCHEDULES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "no order": (3, 3, {}),
     "no warmup given": (2, 2, {"_order": [1, -1], "_num_layers_per_chunk": [2]}),
     "one warmup": (2, 2, {"_order": [1, -1], "num_warmup_iters": 1}),
-    "two microbatches": (
-        2,
-        4,
-        {
-            "_order": [1, 1, -1, -1],
-            "_num_layers_per_chunk": [2],
-            "_reuse_graph_input_output_buffers": True,
-        },
-    ),
-    "one by one": (2, 4, {"_order": [1, -1, 1, -1], "_num_layers_per_chunk": [2]}),
     "unequal chunks": (3, 3, {"_order": [1, 2, -2, -1], "_num_layers_per_chunk": [1, 2]}),
-    "chunks and microbatches": (
-        3,
-        6,
-        {"_order": [1, 2, -2, 1, -1, 2, -2, -1], "_num_layers_per_chunk": [1, 2]},
-    ),
 }
 """Callables, samples and options of make_graphed_callables."""
 
@@ -294,9 +279,7 @@ def test_a_rank_whose_hook_raised_is_out_of_step() -> None:
     "options",
     [
         {"_order": [1, -1], "_num_layers_per_chunk": [3]},
-        {"_order": [1, 1, -1, -1], "_num_layers_per_chunk": [3]},
-        {"_order": [1, -1, 1, -1], "_num_layers_per_chunk": [3]},
-        {"_order": [1, 2, -2, 1, -1, 2, -2, -1], "_num_layers_per_chunk": [1, 2]},
+        {"_order": [1, 2, -2, -1], "_num_layers_per_chunk": [1, 2]},
     ],
     ids=lambda options: str(options["_order"]),
 )
