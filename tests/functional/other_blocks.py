@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from examples import standalone_transformer as example
+from megatron_cg.examples import standalone_transformer as example
 
 
 class Recomputed(example.Block):
