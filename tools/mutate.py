@@ -113,7 +113,8 @@ NEAR: dict[str, str] = {
     "replay/guarded_graph.py": f"{_REPLAY} upstream/test_copies.py "
     "integrations/standalone/test_graphs.py runs/test_moved_buffers.py",
     "replay/in_flight.py": "replay/test_in_flight.py replay/test_order_of_passes.py",
-    "replay/guard/addresses.py": "replay/guard runs/test_moved_buffers.py",
+    "replay/guard/addresses.py": "replay/guard capture/test_unit_guard.py "
+    "runs/test_moved_buffers.py",
     "replay/guard/guard.py": "replay/guard",
     "replay/guard/inputs.py": "replay/guard",
     "replay/guard/mismatch.py": "replay/guard",
@@ -132,10 +133,10 @@ NEAR: dict[str, str] = {
     "capture/session.py": "capture/test_session.py runs/test_life.py "
     "capture/test_broken_captures.py runs/test_one_rank_failures.py",
     "capture/static_inputs.py": "capture/test_static_inputs.py "
-    "capture/test_session.py replay/guard/test_inputs.py backends/tape/test_training.py",
+    "capture/test_session.py replay/guard backends/tape/test_training.py",
     "upstream/patch.py": "upstream/test_undo.py integrations/megatron/test_patches.py "
     "capture/test_session.py",
-    "capture/unit_guard.py": "capture/test_session.py replay/guard",
+    "capture/unit_guard.py": "capture/test_session.py capture/test_unit_guard.py replay/guard",
     "consensus/decision.py": "consensus/test_decision.py consensus/test_mutants_of_pure_modules.py",
     "integrations/megatron/optimizer_graph.py": "integrations/megatron/test_optimizer_graph.py",
     "replay/verify.py": "replay/test_verify.py",

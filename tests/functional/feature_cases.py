@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.functional.cases import (
     CAPACITY,
+    CASES,
     EP2,
     EVALUATED,
     EXPERTS,
@@ -17,6 +20,7 @@ from tests.functional.cases import (
     Case,
     batch,
 )
+from tests.functional.life_cases import META
 
 SAVES = "--save-activations-interval"
 """Steps whose activations are saved run eagerly."""
@@ -57,8 +61,64 @@ def _whole_moe_layers() -> list[Case]:
     ]
 
 
+_PROFILED = (
+    *("--profile", "--use-pytorch-profiler", "--record-memory-history"),
+    *("--profile-step-start", "2", "--profile-step-end", "8"),
+    *("--tensorboard-dir", "{directory}/{run}/tensorboard"),
+    *("--memory-snapshot-path", "{directory}/{run}/snapshot.pickle"),
+)
+"""From before the capture until after some replays."""
+_MOMENTS = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+_GRADIENTS = ("--megatron-fsdp-main-grads-dtype", "bf16", "--megatron-fsdp-grad-comm-dtype", "bf16")
+_REGISTERED = ("--use-nccl-ub", "--fsdp-manual-registration")
+_ALLOCATOR, _NCCL = "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_AVOID_RECORD_STREAMS"
+
+
+def _with_settings() -> list[Case]:
+    """Other cases once more, each with settings of Megatron's or torch's that no case has."""
+    families = (
+        *("dense", "attn-tp2", "preprocess-ep2", "latent-attention", "overlapped-capacity"),
+        *("dropless-ep2", "peers-ep2", "dropless-ep2-rows", "full-recompute-dropless-ep2"),
+        *("hybrid-sharding", "fp8", "fp8-delayed-weights", "native-ep2", "native-local-dense"),
+        "mamba",
+    )
+    both = ("dense", "dropless-ep2")
+    evaluated = ("evaluation", "dropless-ep2-evaluation")
+    streams = ("attn-tp2", "dropless-ep2", "native-tp2")
+    recomputed = ("moe_act", "layernorm", "mla_up_proj")
+    rows = (
+        ("meta", families, META, ()),
+        ("moments", both, ("--use-precision-aware-optimizer", *_MOMENTS), ()),
+        ("bf16-gradients", both, _GRADIENTS, ()),
+        ("profiled", both, _PROFILED, ()),
+        ("emptied", evaluated, ("--empty-unused-memory-level", "2"), ()),
+        (
+            "recomputed",
+            ("latent-attention", "dropless-ep2-shared-experts", "overlapped-capacity"),
+            ("--recompute-granularity", "selective", "--recompute-modules", *recomputed),
+            (),
+        ),
+        ("streams", streams, (), ((_ALLOCATOR, "graph_capture_record_stream_reuse:True"),)),
+        ("held", streams, (), ((_NCCL, "1"),)),
+        ("registered", both, _REGISTERED, ()),
+        ("registered-here", ("dense",), (*_REGISTERED, "--disable-symmetric-registration"), ()),
+    )
+    known = {case.name: case for case in (*CASES, *_whole_moe_layers())}
+    return [
+        replace(
+            known[name],
+            name=f"{prefix}-{name}",
+            flags=(*known[name].flags, *flags),
+            env=(*known[name].env, *env),
+        )
+        for prefix, names, flags, env in rows
+        for name in names
+    ]
+
+
 FEATURES = [
     *_whole_moe_layers(),
+    *_with_settings(),
     Case("delayed-gradients", MOE, ROUTER, (*batch(8), *EP2, *_DELAYED)),
     Case("delayed-gradients-preprocess", MOE, PREPROCESS, (*batch(8), *EP2, *_DELAYED)),
     Case("saved-passes", MOE, ROUTER, (*batch(8), *_SAVED)),

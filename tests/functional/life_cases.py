@@ -19,6 +19,7 @@ from tests.functional.cases import (
     batch,
 )
 
+META = ("--init-model-with-meta-device",)
 SAVED = ("--save", "{directory}/{run}/checkpoints")
 LIFE = {
     "dense": Case("dense", DENSE, ("attn", "mlp"), (*batch(8), *DROPOUT)),
@@ -34,6 +35,13 @@ LIFE = {
     ),
     "bounded": Case(
         "bounded", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1")
+    ),
+    "bounded-meta": Case(
+        "bounded-meta",
+        MOE,
+        EXPERTS,
+        (*batch(8), *EP2, *META),
+        graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1"),
     ),
     "saved-experts": Case(
         "saved-experts",

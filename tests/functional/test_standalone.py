@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.functional.conftest import skip_without
+from tests.functional.other_blocks import BLOCKS
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "standalone_transformer.py"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "standalone_transformer.py"
+OTHER = "-m tests.functional.other_blocks"
 
 
 @pytest.mark.parametrize("backend", ["native", "te"])
@@ -19,8 +22,25 @@ def test_the_example_trains_the_eager_numbers_though_its_loop_keeps_the_loss(
     sharding: str, backend: str
 ) -> None:
     ended = run([str(EXAMPLE), "--compare", "--sharding", sharding, "--backend", backend])
+    assert_equal(ended)
+
+
+def assert_equal(ended: subprocess.CompletedProcess[str]) -> None:
     assert "all parameter shards: bitwise equal" in ended.stdout
     assert "'eager': 0," in ended.stdout and "'replayed': 0" not in ended.stdout
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_units_that_recompute_themselves_or_hold_compiled_code_train_the_eager_numbers(
+    block: str,
+) -> None:
+    assert_equal(run([*OTHER.split(), block, "--compare", "--sharding", "ddp", "--dropout", "0"]))
+
+
+def test_dropout_in_what_a_unit_recomputes_is_refused_by_name() -> None:
+    words = [*OTHER.split(), "recomputed", "--compare", "--sharding", "ddp", "--dropout", "0.1"]
+    ended = run(words, status=1)
+    assert "recomputes activations and draws random numbers in that" in ended.stderr
 
 
 def test_a_model_of_torchtitan_trains_the_eager_numbers() -> None:
@@ -31,11 +51,13 @@ def test_a_model_of_torchtitan_trains_the_eager_numbers() -> None:
     assert "'captured': 3, 'replayed': 54, 'eager': 3, 'mismatched': 0" in ended.stdout
 
 
-def run(script: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a script on two GPUs."""
+def run(script: list[str], status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a script on two GPUs, which has to exit with ``status``."""
     skip_without(2)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words += script
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == status, ended.stderr[-3000:]
     return ended

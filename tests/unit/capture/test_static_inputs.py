@@ -65,40 +65,6 @@ def test_a_table_unlike_the_sample_is_not_read_in_place() -> None:
         assert replaced((inputs, layer), sample) is sample
 
 
-def test_a_table_given_by_position_is_known_by_its_name() -> None:
-    class ByPosition(nn.Module):
-        def forward(self, x: torch.Tensor, table: torch.Tensor, /, *more: object) -> torch.Tensor:
-            return x
-
-    class Named(nn.Module):
-        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            return x
-
-    table, sample = torch.ones(3), torch.zeros(3)
-    for layer, name in ((ByPosition(), "number 1"), (Named(), "table")):
-        inputs = StaticInputs([layer])
-        for _ in range(2):
-            stop = inputs.observe_step()
-            layer(torch.ones(1), table)
-            stop()
-        assert inputs.replace_in(layer, {name: sample})[name] is table
-
-
-def test_a_tensor_that_a_layer_writes_to_stays_a_sample() -> None:
-    class Counts(nn.Module):
-        def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-            seen += 1
-            return x
-
-    state, sample, layer = torch.zeros(()), torch.ones(()), Counts()
-    inputs = StaticInputs([layer])
-    for _ in range(2):
-        stop = inputs.observe_step()
-        layer(torch.ones(1), state)
-        stop()
-    assert inputs.replace_in(layer, {"seen": sample})["seen"] is sample
-
-
 def test_a_table_is_the_same_where_a_recomputation_has_a_detached_one() -> None:
     table, sample, layer = torch.ones(3), torch.zeros(3), Layer()
     inputs = StaticInputs([layer])

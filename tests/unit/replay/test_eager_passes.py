@@ -22,7 +22,6 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.tools.cpu.launch import run_processes
-from tests.unit.counted import expect
 from tests.unit.ranks import on_ranks
 from tests.unit.runs.test_one_rank_failures import no_hang
 
@@ -166,18 +165,6 @@ def test_a_turn_waits_long_and_a_mismatch_does_not(turn: bool, waits: timedelta 
     else:
         passes.for_mismatch(WRONG)
     assert [given[1] for given in asked] == [waits] * (2 if turn else 1)
-
-
-def test_each_eager_pass_is_counted() -> None:
-    mismatches = MismatchPolicy(ReplayPolicy(), Counters())
-    passes = EagerPasses(UNIT, mismatches, collectives=False)
-    for eager in (1, 2):
-        passes.for_no_replay("it is in evaluation mode")
-        expect(mismatches.counters, eager=eager, mismatched=0)
-    passes.replay_follows()
-    for mismatched in (1, 2):
-        passes.for_mismatch(WRONG)
-        expect(mismatches.counters, eager=2 + mismatched, mismatched=mismatched)
 
 
 def alone(root: Path, change: Callable[[Any], None]) -> None:

@@ -1,22 +1,16 @@
-"""What follows a mismatch, and how ranks leave graphs that hold collectives."""
+"""What follows a mismatch."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
-from megatron_cg.consensus import exchange as agreement
-from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from tests.unit.counted import expect
-from tests.unit.ranks import on_ranks
 
 SHAPE = Mismatch("shape", "shape of argument x", "(2,)", "(3,)", "Cause.")
 
@@ -76,33 +70,3 @@ def test_verification_is_due_at_its_interval() -> None:
     never = MismatchPolicy(ReplayPolicy(), Counters())
     never.begin_step()
     assert not never.verifies
-
-
-def leave() -> list[str]:
-    """Both ranks find the same; then each something else; then, with new votes, one alone."""
-    outcomes = []
-    for layers in (("layer 0", "layer 0"), ("layer 0", "layer 1"), ("layer 0", None)):
-        votes = Agreement()
-        mismatches = MismatchPolicy(ReplayPolicy(), Counters(), votes.fall_back_together)
-        layer = layers[dist.get_rank()]
-        outcome = "stayed"
-        # Only who votes alone is to wait in vain, and not for long.
-        waits = timedelta(seconds=1) if None in layers else timedelta(minutes=10)
-        if layer is not None:
-            try:
-                with patch.object(agreement, "FALLING_BACK", waits):
-                    mismatches.mismatched(SHAPE, layer, collectives=True, fresh=False)
-                outcome = "eager"
-            except ReplayMismatchError as error:
-                outcome = str(error)
-        outcomes.append(outcome)
-        dist.barrier()
-    return outcomes
-
-
-def test_a_graph_with_collectives_is_left_by_all_ranks_or_by_none() -> None:
-    first, second = on_ranks(leave)
-    assert first[0] == second[0] == "eager"
-    for text in (first[1], second[1], first[2]):
-        assert "holds collectives" in text and "--cg-layers" in text
-    assert "another mismatch" in first[1] and second[2] == "stayed"

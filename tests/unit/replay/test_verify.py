@@ -251,26 +251,6 @@ def test_gradients_that_differ_by_themselves_are_no_mismatch(
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_arguments_that_are_no_tensors_are_passed_on() -> None:
-    layer = nn.Linear(4, 4)
-    given: list[Any] = []
-
-    def run(_module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
-        given.append((args[1], kwargs["flag"]))
-        out: torch.Tensor = layer(args[0]) * args[1]
-        return out
-
-    unit = Unit("layer 0", layer, (), run=run, in_backward=nullcontext)
-
-    def replay(*args: Any, **kwargs: Any) -> Any:
-        return run(layer, args, kwargs)
-
-    args, kwargs = [torch.ones(2, 4, requires_grad=True), 3.0], {"flag": "a flag"}
-    kept = partial(without_gradients, list(layer.parameters()))
-    assert verify(unit, replay, args, kwargs, kept) is None
-    assert len(given) >= 2 and set(given) == {(3.0, "a flag")}
-
-
 def twice(weight: torch.Tensor) -> torch.Tensor:
     """The weight, and twice its gradient."""
     return weight + weight - weight.detach()

@@ -1,0 +1,59 @@
+"""What a unit's guard notes in its capture: memory that is in other tensors, and collectives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_cg.capture.unit_guard import UnitGuard
+from megatron_cg.replay.guard.addresses import Addresses, Watched
+from megatron_cg.replay.unit import Unit
+
+
+class Quantized:
+    """A tensor whose memory is in others, as TE's are."""
+
+    def __init__(self) -> None:
+        self._data, self._transpose = torch.zeros(4), torch.zeros(4)
+        self._scale_inv = None
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("moved", ["_data", "_transpose"])
+def test_all_memory_of_a_quantized_tensor_is_followed_and_told_in_hex(moved: str) -> None:
+    weight = Quantized()
+    where = Addresses([Watched(weight, "a weight", "It moved.")])  # type: ignore[arg-type]
+    before = [weight._data, weight._transpose]
+    where.note(forward=True)
+    assert where.broken(forward=True) is None
+    setattr(weight, moved, torch.zeros(4))
+    found = where.broken(forward=True)
+    assert found is not None
+    words = found.text("layer 0")
+    assert f"was {hex(before[0].data_ptr())}, {hex(before[1].data_ptr())} at capture" in words
+    assert hex(getattr(weight, moved).data_ptr()) in words
+
+
+@pytest.mark.parametrize(
+    ("in_forward", "in_backward", "known", "held"),
+    [(0, 0, False, False), (1, 0, False, True), (0, 1, False, True), (0, 0, True, True)],
+)
+def test_collectives_of_a_capture_are_counted_in_each_of_its_passes(
+    monkeypatch: pytest.MonkeyPatch, in_forward: int, in_backward: int, known: bool, held: bool
+) -> None:
+    so_far = 5
+    monkeypatch.setattr("megatron_cg.capture.unit_guard.collectives_so_far", lambda: so_far)
+    layer = nn.Linear(1, 1)
+    guard = UnitGuard(Unit("layer 0", layer, (layer,), collectives=known))
+    so_far += 1  # before the capture, as FSDP's gathers are
+    guard.pass_begins(forward=True)
+    so_far += in_forward
+    guard.pass_ended()
+    so_far += 1  # between the passes
+    guard.pass_begins(forward=False)
+    so_far += in_backward
+    guard.pass_ended()
+    assert guard.collectives is held
