@@ -163,6 +163,7 @@ class GuardedCapture:
                     layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
                 )
             finally:
+                torch.clear_autocast_cache()
                 in_place, self._in_place = self._in_place, ()  # They hold the samples.
                 for unit in in_place:
                     unit.restore()
@@ -178,6 +179,7 @@ class GuardedCapture:
             self._in_place[index].begun()
         else:
             self._draws.begun(index)
+        torch.clear_autocast_cache()  # No graph may read the casts of another pass.
         emit(PassBegan(self._units[index].name, forward))
         self._guards[index].pass_begins(forward=forward)
 

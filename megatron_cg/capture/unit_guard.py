@@ -71,9 +71,11 @@ class UnitGuard:
         layer, graphed = self._unit.layer, self._unit.graphed
         kept = [entry for entry, tensor in self._attributes if entry[0].get(entry[1]) is tensor]
         table = [*entries(layer, graphed), *kept, *more]
+        with self._unit.in_forward():
+            autocast = Autocast(device_type)
         unit = (
             Autograd(),
-            Autocast(device_type),
+            autocast,
             Numerics(numerics, read_numerics),
             Training([layer, *graphed]),
             Frozen(layer, graphed),
@@ -81,4 +83,5 @@ class UnitGuard:
             Objects(table),
             self._hooks,
         )
-        return Guard(inputs, self._addresses, unit)
+        in_backward = Autocast(device_type, " in its backward pass")
+        return Guard(inputs, self._addresses, unit, in_backward)

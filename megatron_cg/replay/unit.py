@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Unit:
     """Names of the positional inputs, for messages."""
     run: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] = run_region
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
+    in_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context for what surrounds the layer's forward passes in training."""
     in_backward: Callable[[], AbstractContextManager[None]] = capturing_flag
     """Returns a context for the backward pass of ``run``."""
     attach: Callable[..., Callable[[], None]] | None = None

@@ -123,7 +123,8 @@ class _Pass:
 
     def outputs(self) -> _Named:
         """Run the forward pass; returns copies of the outputs that outlive the backward pass."""
-        self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
+        with self._unit.in_forward():
+            self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
         return [
             (f"output {index}", None if tensor is None else tensor.detach().clone())
             for index, tensor in enumerate(self._made)

@@ -23,10 +23,12 @@ class Guard:
         inputs: Inputs,
         addresses: Addresses,
         unit: Sequence[UnitClause],
+        in_backward: Autocast,
     ) -> None:
         self.inputs = inputs
         self.addresses = addresses
         self._unit = tuple(unit)
+        self._in_backward = in_backward
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a forward replay with these arguments, or None."""
@@ -41,4 +43,4 @@ class Guard:
 
     def broken_in_backward(self) -> Mismatch | None:
         """What forbids the backward replay that is about to begin, or None."""
-        return self.addresses.broken(forward=False)
+        return self._in_backward.broken() or self.addresses.broken(forward=False)

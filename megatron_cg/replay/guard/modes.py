@@ -91,10 +91,15 @@ class Autograd:
 
 
 class Autocast:
-    """``torch.autocast`` is as in the model's forward passes: on or off, and its dtype."""
+    """``torch.autocast`` is as it is now: on or off, and its dtype.
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    Args:
+        device_type: where the unit runs.
+        where: ends its name in messages.
+    """
+
+    def __init__(self, device_type: str, where: str = "") -> None:
+        self._device_type, self._where = device_type, where
         self._state = self._now()
 
     def broken(self) -> Mismatch | None:
@@ -104,11 +109,11 @@ class Autocast:
             return None
         return Mismatch(
             "autocast",
-            f"torch.autocast for {self._device_type}",
+            f"torch.autocast for {self._device_type}{self._where}",
             _autocast(self._state),
             _autocast(now),
-            "The graph computes in the precision of capture. Let Megatron choose the precision "
-            "(--bf16), or train without graphs.",
+            "The graph computes in the precision of capture. Keep one torch.autocast around the "
+            "same passes in all steps (with Megatron: none, but --bf16), or train without graphs.",
         )
 
     def _now(self) -> torch.dtype | None:
