@@ -130,15 +130,13 @@ def test_what_a_failed_capture_leaves_is_put_back(monkeypatch: pytest.MonkeyPatc
     assert gc.isenabled() and not vars(graph)["capturing"]
 
 
-def test_a_capture_that_fails_is_over_before_it_is_undone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_capture_that_fails_is_over_before_it_is_undone() -> None:
     def make(modules: Any, samples: Any, pool: Any = None, capture_time_hooks: Any = None) -> Any:
         with torch.cuda.stream(torch.cuda.Stream()):
             raise LookupError("in the warmup")
 
-    with cuda_double() as cuda:
-        fake_te(monkeypatch, make)
+    with cuda_double() as cuda, pytest.MonkeyPatch.context() as patch:
+        fake_te(patch, make)
         with pytest.raises(LookupError):
             transformer_engine.TransformerEngineBackend().capture((), (), capture_time_hooks=())
         assert not cuda.running
