@@ -156,6 +156,8 @@ class GuardedCapture:
         with (
             self._leaves.held() if self._leaves is not None else nullcontext(),
             self._draws.watched(),
+            # It reads on the host. At a replay, autograd looks at what the graph returns.
+            torch.autograd.set_detect_anomaly(False),
             other_parameters_refused(self._sharding.wrapped, self._units, lambda: order.under_way),
         ):
             try:

@@ -138,7 +138,8 @@ class _Pass:
         """Gradients of inputs and parameters, from synthetic gradients of the outputs ``needs``."""
         chosen = [tensor for tensor, need in zip(self._made, needs, strict=True) if need]
         self._made = []
-        with self._unit.in_backward():
+        # Synthetic gradients may reach what training masks.
+        with self._unit.in_backward(), torch.autograd.set_detect_anomaly(False):
             torch.autograd.backward(chosen, [synthetic_gradient(tensor) for tensor in chosen])
         return [(f"the gradient of {name}", tensor.grad) for name, tensor in self._leaves()]
 
