@@ -71,6 +71,21 @@ def leave_pool(pool: tuple[int, int]) -> None:
 
 
 @contextmanager
+def waited_for() -> Iterator[None]:
+    """Wait for the device after the block: what follows may undo what its kernels still change.
+
+    If the block raises, an error of the wait does not hide its own.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
+        raise
+    torch.cuda.synchronize()
+
+
+@contextmanager
 def stream_kept() -> Iterator[None]:
     """Restore the stream: ``torch.cuda.graph`` stays on its own if ending a capture raises.
 

@@ -31,6 +31,7 @@ from megatron_cg.fsdp.transform import UnitHooks
 from megatron_cg.replay.depends_on import (
     DependsOn,
     Hooks,
+    autocast_of,
     entries_of,
     frozen_of,
     key_sets_of,
@@ -161,6 +162,8 @@ class GuardedCapture:
         with (
             self._leaves.held() if self._leaves is not None else nullcontext(),
             self._draws.watched(),
+            # It reads on the host. At a replay, autograd looks at what the graph returns.
+            torch.autograd.set_detect_anomaly(False),
             other_parameters_refused(self._sharding.wrapped, self._units, lambda: order.under_way),
         ):
             try:
@@ -168,6 +171,7 @@ class GuardedCapture:
                     layers, args, sample_kwargs=kwargs, capture_time_hooks=order.wrapped, **options
                 )
             finally:
+                torch.clear_autocast_cache()
                 for observer in self._observers:
                     observer.restore()
         if self._leaves is not None:
@@ -180,6 +184,7 @@ class GuardedCapture:
     def _pass_begun(self, index: int, forward: bool, warmup: bool) -> None:
         if not forward:
             self._draws.begun(index)
+        torch.clear_autocast_cache()  # No graph may read the casts of another pass.
         emit(PassBegan(self._units[index].name, forward))
         self._observers[index].begun(forward=forward, warmup=warmup)
 
@@ -254,15 +259,21 @@ class GuardedCapture:
         numerics = self._backend.captured_numerics(index, options)
         more = [*unit.entries(graphed), *self._backend.entries(graphed)]
         observer.let_go()
-        return DependsOn(
-            Inputs(args, kwargs, borrowed, unit.inputs),
-            observer.addresses,
-            objects=[*entries_of(layer, graphed), *observer.entries, *more],
-            key_sets=[*key_sets_of(layer, graphed), *observer.key_sets()],
-            hooks=self._hooks[index],
-            frozen=frozen_of(layer, graphed),
-            modes=modes_of(args[0].device.type, numerics, self._backend.numerics),
-        )
+        device_type = args[0].device.type
+        with unit.in_backward():
+            in_backward = autocast_of(device_type)
+        with unit.in_forward():
+            return DependsOn(
+                Inputs(args, kwargs, borrowed, unit.inputs),
+                observer.addresses,
+                objects=[*entries_of(layer, graphed), *observer.entries, *more],
+                key_sets=[*key_sets_of(layer, graphed), *observer.key_sets()],
+                hooks=self._hooks[index],
+                frozen=frozen_of(layer, graphed),
+                modes=modes_of(device_type, numerics, self._backend.numerics),
+                device_type=device_type,
+                autocast=in_backward,
+            )
 
     @contextmanager
     def _kept(self, unit: Unit, observer: Observer) -> Iterator[None]:

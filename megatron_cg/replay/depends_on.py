@@ -65,8 +65,8 @@ _CAUSES = {
     "requires_grad before training begins, or delete the graphs and capture again.",
     "grad mode": "The layer runs in training under torch.no_grad() (activation recompute of whole "
     "layers does so): a replay would overwrite activations that a backward still needs.",
-    "autocast": "The graph computes in the precision of capture. Let Megatron choose the precision "
-    "(--bf16), or train without graphs.",
+    "autocast": "The graph computes in the precision of capture. Keep one torch.autocast around "
+    "the same passes in all steps (with Megatron: none, but --bf16), or train without graphs.",
     "determinism": "The graph holds the kernels of capture. Set it before training begins.",
     "default dtype": "The graph makes tensors of the dtype of capture. Set it before training "
     "begins.",
@@ -152,7 +152,10 @@ class DependsOn:
         key_sets: the rows of dictionaries.
         hooks: the hooks inside the graph.
         frozen: the parameters that need no gradient, by name.
-        modes: returns the current modes, comparable with ``==``, in the order of ``_MODES``.
+        modes: returns the current modes, comparable with ``==``, in the order of ``_MODES``. They
+            must now be those of forward passes.
+        device_type: where the unit runs.
+        autocast: :func:`autocast_of` backward passes.
     """
 
     def __init__(
@@ -165,6 +168,8 @@ class DependsOn:
         hooks: Hooks,
         frozen: Iterable[tuple[nn.Parameter, str]],
         modes: Callable[[], tuple[Any, ...]],
+        device_type: str,
+        autocast: torch.dtype | None,
     ) -> None:
         self.inputs, self.addresses = inputs, addresses
         self._entries = tuple(objects)
@@ -181,6 +186,7 @@ class DependsOn:
         self._hooks = hooks
         self._frozen = list(frozen)
         self._modes, self._read_modes = modes(), modes
+        self._device_type, self._autocast = device_type, autocast
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a forward replay with these arguments, or None."""
@@ -191,6 +197,10 @@ class DependsOn:
 
     def broken_in_backward(self) -> Mismatch | None:
         """What forbids the backward replay that is about to begin, or None."""
+        now = autocast_of(self._device_type)
+        if now != self._autocast:
+            subject = "torch.autocast in the backward pass"
+            return _mismatch("autocast", subject, _switch(self._autocast), _switch(now))
         return self.addresses.broken(forward=False)
 
     def _broken_object(self) -> Mismatch | None:
@@ -249,6 +259,13 @@ class DependsOn:
         return None
 
 
+def autocast_of(device_type: str) -> torch.dtype | None:
+    """The dtype of ``torch.autocast`` now; None if it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def modes_of(device_type: str, numerics: Any, read: Callable[[], Any]) -> Callable[[], Any]:
     """Reads the modes that a layer's Python code follows and a replay does not.
 
@@ -261,10 +278,9 @@ def modes_of(device_type: str, numerics: Any, read: Callable[[], Any]) -> Callab
     captured = [numerics]
 
     def modes() -> tuple[Any, ...]:
-        enabled = torch.is_autocast_enabled(device_type)
         return (
             torch.is_grad_enabled(),
-            torch.get_autocast_dtype(device_type) if enabled else None,
+            autocast_of(device_type),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_default_dtype(),
             captured.pop() if captured else read(),

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten
 
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.second_order import refuse_second_derivatives
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.symbols import Symbol
 
@@ -135,6 +136,8 @@ class InFlight:
                 f"over the whole pass. Or: {this.unit.leave_out(None)}"
             )
         del self._waiting[index]
+        if torch.is_grad_enabled():
+            refuse_second_derivatives(this.node(), this.unit)
         before_backward(gradients)
 
 

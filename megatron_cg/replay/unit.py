@@ -46,6 +46,8 @@ class Unit:
     """``run(layer, args, kwargs)`` is what the graph would return, as plain Python."""
     eager: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Any] | None = None
     """The same for a pass that must not be a replay; None means ``run``."""
+    in_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context for what surrounds the layer's forward passes in training."""
     in_backward: Callable[[], AbstractContextManager[None]] = capturing_flag
     """Returns a context for the backward pass of ``run``."""
     attach: Callable[..., Callable[[], None]] | None = None

@@ -123,7 +123,8 @@ class _Pass:
 
     def outputs(self) -> _Named:
         """Run the forward pass; returns copies of the outputs that outlive the backward pass."""
-        self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
+        with self._unit.in_forward():
+            self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
         return [
             (f"output {index}", None if tensor is None else tensor.detach().clone())
             for index, tensor in enumerate(self._made)
@@ -137,7 +138,8 @@ class _Pass:
         """Gradients of inputs and parameters, from synthetic gradients of the outputs ``needs``."""
         chosen = [tensor for tensor, need in zip(self._made, needs, strict=True) if need]
         self._made = []
-        with self._unit.in_backward():
+        # Synthetic gradients may reach what training masks.
+        with self._unit.in_backward(), torch.autograd.set_detect_anomaly(False):
             torch.autograd.backward(chosen, [synthetic_gradient(tensor) for tensor in chosen])
         return [(f"the gradient of {name}", tensor.grad) for name, tensor in self._leaves()]
 

@@ -18,11 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 ABSENT: Any = object()
 """Stands for an attribute that an object's own dictionary does not have."""
 _REDUCE = "__reduce_ex__"
-_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
 
 
 class _Reduce:
@@ -79,7 +80,15 @@ def look_before(module: nn.Module, hook: Callable[..., None]) -> Callable[[], No
 
     Returns the undo.
     """
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    return _left_out(module, module.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def look_after(module: nn.Module, hook: Callable[..., None]) -> Callable[[], None]:
+    """Register a forward hook that is left out of copies; returns the undo."""
+    return _left_out(module, module.register_forward_hook(hook))
+
+
+def _left_out(module: nn.Module, handle: RemovableHandle) -> Callable[[], None]:
     _reduce_of(module).hooks.add(handle.id)
 
     def undo() -> None:

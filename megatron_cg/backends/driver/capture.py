@@ -139,7 +139,7 @@ class _Capture:
                 alive[step.sample] = tree_flatten(outputs)[0]
                 continue
             outputs = [o for o in alive.pop(step.sample) if o is not None and o.requires_grad]
-            grads = tuple(torch.empty_like(output) for output in outputs)
+            grads = tuple(torch.zeros_like(output) for output in outputs)
             self._run_hooks(step, "backward_pre_hooks")
             found = self._gradients(step, tuple(outputs), grads, retain_graph=False)
             self._run_hooks(step, "backward_hooks")
@@ -154,7 +154,7 @@ class _Capture:
         needing = [id(tensor) for tensor in item.inputs if tensor.requires_grad]
         for number in numbers:
             output = tree_flatten(self._call(step))[0][number]
-            found = self._gradients(step, (output,), (torch.empty_like(output),), False)
+            found = self._gradients(step, (output,), (torch.zeros_like(output),), False)
             pairs = zip(needing, found, strict=True)
             item.reached[number] = {key for key, gradient in pairs if gradient is not None}
 

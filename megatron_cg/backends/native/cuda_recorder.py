@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.backends.cuda_cleanup import leave_pool
+from megatron_cg.backends.cuda_cleanup import leave_pool, waited_for
 from megatron_cg.backends.driver.recorder import Recorded, Tensors
 from megatron_cg.backends.native.weak_tensors import without_owner
 from megatron_cg.backends.places import place_of
@@ -73,9 +73,8 @@ class CudaRecorder:
         with self._captured(self._keeper):  # See Note [What keeps the pool].
             torch.zeros((), device="cuda")
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with waited_for(), torch.cuda.stream(torch.cuda.Stream()):
             yield
-        torch.cuda.synchronize()
 
     @contextmanager
     def recording(self, module: nn.Module, label: str) -> Iterator[CudaRecording]:

@@ -59,7 +59,12 @@ class Tape:
         self.pool.poison(self.dead_before)
         self.pool.poison_borrowed()
         self.pool.poison(self.made)
-        with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd():
+        with (
+            torch.set_grad_enabled(self.grad_mode),
+            # The operations were recorded behind the casts of autocast.
+            torch._C._DisableAutocast(),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
             for entry in self.entries:
                 if isinstance(entry, _Operation):
                     self._run(entry)

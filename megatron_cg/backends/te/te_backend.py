@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept
+from megatron_cg.backends.cuda_cleanup import leave_pool, stream_kept, waited_for
 from megatron_cg.backends.rng_tracker import random_states_kept
 from megatron_cg.backends.te.te_if_loaded import (
     END_CAPTURING,
@@ -75,7 +75,7 @@ class TransformerEngineBackend(Backend):
         """See :class:`megatron_cg.backends.base.Backend`."""
         pool = options.setdefault("pool", torch.cuda.graph_pool_handle())
         # Here too, since a failed rank runs other hooks before its state is restored.
-        with stream_kept():
+        with stream_kept(), waited_for():
             try:
                 graphs: tuple[Callable[..., Any], ...] = self._make(
                     callables,

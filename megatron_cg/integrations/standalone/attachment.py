@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.errors import CaptureError
-from megatron_cg.integrations.standalone.call import CallForm
+from megatron_cg.integrations.standalone.autocast import AutocastState
+from megatron_cg.integrations.standalone.observe import Seen
 from megatron_cg.integrations.standalone.recompute import not_recomputed
 from megatron_cg.integrations.standalone.results import (
     Results,
@@ -30,11 +32,13 @@ class Attachment:
     Args:
         name: the unit's name.
         module: the unit.
-        form: the form of its calls.
+        seen: its calls.
+        backward: the autocast around its backward passes.
     """
 
-    def __init__(self, name: str, module: nn.Module, form: CallForm) -> None:
-        self._name, self._module, self._form = name, module, form
+    def __init__(self, name: str, module: nn.Module, seen: Seen, backward: AutocastState) -> None:
+        self._name, self._module, self._form = name, module, seen.form
+        self._forward, self._backward = seen.autocast, backward
         self._eager: Callable[..., Any] = module.forward
         self._modules = tuple(module.modules())
         self._results: Results | None = None
@@ -50,16 +54,21 @@ class Attachment:
             sets_attributes=True,
             run=self._run,
             eager=self._run_eagerly,
-            in_backward=nullcontext,
+            in_forward=self._forward.entered,
+            in_backward=partial(self._backward.entered, has_cache=False),
             attach=self._attach,
         )
 
     @contextmanager
     def taking_tensors(self) -> Iterator[None]:
-        """Inside the block the module takes and returns only tensors, as capture calls it."""
+        """Inside the block the module takes and returns only tensors, as capture calls it.
+
+        Capture calls it under the autocast of backward passes.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(self._module, args, kwargs)
+            with self._forward.entered():
+                return self._run(self._module, args, kwargs)
 
         with undone_after(put_over(self._module, "forward", forward)):
             yield

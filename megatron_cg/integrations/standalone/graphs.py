@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from megatron_cg.backends.base import Backend
@@ -28,6 +27,7 @@ from megatron_cg.integrations.call_arguments import (
 from megatron_cg.integrations.megatron.teardown import graphs_close_in_time
 from megatron_cg.integrations.reminder import remind_of_steps
 from megatron_cg.integrations.standalone.attachment import Attachment
+from megatron_cg.integrations.standalone.autocast import AutocastState
 from megatron_cg.integrations.standalone.observe import Observer, Seen
 from megatron_cg.integrations.standalone.units import UnitName, check_seen, find_units
 from megatron_cg.replay.counters import Counters
@@ -201,8 +201,9 @@ class GraphedUnits:
     def _capture(self) -> Session:
         seen = self._observer.in_order()
         check_seen(self._units, seen)
+        backward = _autocast_in_backward(list(seen.values()))
         attachments = [
-            Attachment(name, self._units[name], call.form) for name, call in seen.items()
+            Attachment(name, self._units[name], call, backward) for name, call in seen.items()
         ]
         session = Session(
             self._model,
@@ -216,7 +217,7 @@ class GraphedUnits:
             sharding=self._sharding,
         )
         with session.capturing(), ExitStack() as stack:
-            stack.enter_context(_autocast(list(seen.values())))
+            stack.enter_context(backward.entered(has_cache=False))
             for attachment in attachments:
                 stack.enter_context(attachment.taking_tensors())
             graphs = session.capture(
@@ -235,12 +236,7 @@ class GraphedUnits:
         return session
 
 
-def _autocast(seen: list[Seen]) -> Any:
-    """The autocast of the units, without its cache: a graph must not keep cached casts.
-
-    It is off where theirs was, also if a whole step runs under one.
-    """
-    if not seen:
-        return nullcontext()
-    dtype, device_type = seen[0].autocast, seen[0].args[0].device.type
-    return torch.autocast(device_type, dtype, enabled=dtype is not None, cache_enabled=False)
+def _autocast_in_backward(seen: Sequence[Seen]) -> AutocastState:
+    """The autocast around all backward passes; off if none was seen."""
+    known = [call.autocast_in_backward for call in seen if call.autocast_in_backward is not None]
+    return known[0] if known else AutocastState(seen[0].autocast.device_type, None, False)

@@ -1,35 +1,44 @@
 """Observes the steps before capture: the order of units, their arguments and their autocast.
 
+Autocast is observed twice: a training loop may run the backward pass outside of the autocast around
+its forward pass, or inside.
+
 Sample inputs are made from this, so users need not know the shapes of inner modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.integrations.standalone.autocast import AutocastState
 from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
 from megatron_cg.integrations.standalone.recompute import recompute_around
-from megatron_cg.upstream.copies import look_before
+from megatron_cg.upstream.copies import look_after, look_before
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The last training call of one unit, with fakes of its tensors, and its autocast."""
+    """The last training call of one unit, with fakes of its tensors."""
 
     form: CallForm
     args: tuple[torch.Tensor, ...]
     kwargs: Mapping[str, torch.Tensor]
-    autocast: torch.dtype | None
+    autocast: AutocastState
+    """Around its forward pass."""
     recompute: str | None
     """Where a call of the step was made, if activation checkpointing may have made it."""
+    autocast_in_backward: AutocastState | None = None
+    """Around its backward pass; None if no backward pass reached it."""
 
 
 class Observer:
@@ -59,6 +68,7 @@ class Observer:
                     self._look(name, owner, args, kwargs)
 
                 stack.callback(look_before(module, look))
+                stack.callback(look_after(module, partial(self._look_back, name)))
             if self.steps:
                 stack.callback(self.static_inputs.observe_step())
             yield
@@ -78,16 +88,29 @@ class Observer:
             return
         form = CallForm.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
-        device_type = tensors[0].device.type if tensors else "cpu"
-        enabled = torch.is_autocast_enabled(device_type)
         before = self._now.get(name)
         self._now[name] = Seen(
             form,
             tuple(_sample(tensor) for tensor in tensors),
             {key: _sample(tensor) for key, tensor in by_name.items()},
-            torch.get_autocast_dtype(device_type) if enabled else None,
+            AutocastState.now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
         )
+
+    def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> None:
+        """Observe the backward pass that may follow, with the nodes that it begins with."""
+        if not module.training or not torch.is_grad_enabled():
+            return
+
+        def look(_gradients: Sequence[torch.Tensor | None]) -> None:
+            seen = self._now.get(name)
+            if seen is not None:
+                now = AutocastState.now(seen.autocast.device_type)
+                self._now[name] = replace(seen, autocast_in_backward=now)
+
+        for value in tree_leaves(outputs):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(look)
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -85,14 +85,15 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
         for name, call in seen.items()
         if call.recompute is not None
     ]
-    if len({call.autocast for call in seen.values()}) > 1:
-        dtypes = ", ".join(f"{name} {call.autocast or 'off'}" for name, call in seen.items())
+    around = {name: call.autocast_in_backward for name, call in seen.items()}
+    if len({str(state) for state in around.values() if state is not None}) > 1:
+        dtypes = ", ".join(f"{name} {state}" for name, state in around.items() if state)
         broken.append(
             Violation(
                 "unit-autocast",
-                f"units run under different torch.autocast: {dtypes}",
-                "all units are captured together, under one",
-                "put the whole forward pass under one autocast, or leave some units out",
+                f"backward passes of units run under different torch.autocast: {dtypes}",
+                "all of them are captured together, under one",
+                "call backward() outside of torch.autocast, or leave some units out",
             )
         )
     if broken:

@@ -3,7 +3,7 @@
 Torch's own ``torch.cuda.graph`` runs on it. As CUDA and torch 2.11 do, a capture that was
 invalidated raises at its end, before the stream, the allocator and the generators are told. As the
 allocator does, it gives memory of a pool that nobody owns to the graphs that are captured next:
-their replays overwrite it.
+their replays overwrite it. Work runs on a stream from when it is used until the host waits.
 """
 
 from __future__ import annotations
@@ -69,6 +69,12 @@ class CudaDouble:
         self.memory: dict[tuple[int, int], Pool] = {}
         self.invalid = False
         self.graphs: list[Graph] = []
+        self.running: set[Any] = set()
+        """Streams with work for which the host has not waited."""
+
+    def synchronize(self, *_device: object) -> None:
+        self.refuse()
+        self.running.clear()
 
     def refuse(self) -> None:
         """What a host read does in a capture: it invalidates the capture and raises."""
@@ -115,6 +121,7 @@ class OnStream:
 
     def __enter__(self) -> None:
         self._before, self._cuda.stream = self._cuda.stream, self._stream
+        self._cuda.running.add(self._stream)
 
     def __exit__(self, *_error: object) -> None:
         self._cuda.stream = self._before
@@ -133,6 +140,8 @@ class Graph:
         self.overwrites: list[int] = []
         """Storages of earlier graphs that nobody owned when this one was captured."""
         self.resets = 0
+        self.reset_among: set[Any] = set()
+        """The streams on which work ran when it was reset."""
         cuda.graphs.append(self)
 
     def register_generator_state(self, generator: Any) -> None:
@@ -145,6 +154,7 @@ class Graph:
         cuda = self._cuda
         assert cuda.stream != DEFAULT and cuda.underway is None and self.tape is None
         cuda.underway, self.mode, self.stream = pool, capture_error_mode, cuda.stream
+        cuda.running.discard(cuda.stream)  # Nothing runs in a capture.
         cuda.users[pool] = cuda.users.get(pool, 0) + 1
         made = {key for graph in cuda.graphs if graph.pool == pool for key in graph.tape.made}
         self.overwrites = [key for key in made if torch._C._storage_Use_Count(key) == 1]
@@ -161,6 +171,7 @@ class Graph:
 
     def replay(self) -> None:
         assert self.pool is not None and not self.resets and self._cuda.users[self.pool]
+        self._cuda.running.add(self._cuda.stream)
         self._cuda.memory[self.pool].poison(self.overwrites)
         self.tape.replay()
 
@@ -173,7 +184,7 @@ class Graph:
         if not cuda.users[self.pool]:
             for storage in cuda.memory[self.pool]._own.values():
                 window(storage).fill_(0xFF)
-        self.pool, self.resets = None, self.resets + 1
+        self.pool, self.resets, self.reset_among = None, self.resets + 1, {*cuda.running}
 
 
 @contextmanager
@@ -193,7 +204,7 @@ def cuda_double(*, fakes: bool = True, seen: bool = True) -> Iterator[CudaDouble
             "stream": cuda.on,
             "set_stream": cuda.set_stream,
             "current_stream": lambda *_: cuda.stream,
-            "synchronize": lambda *_: cuda.refuse(),
+            "synchronize": cuda.synchronize,
             "CUDAGraph": lambda: Graph(cuda),
             "graph_pool_handle": cuda.handle,
             "memory_snapshot": cuda.snapshot,

@@ -290,3 +290,36 @@ def test_arguments_that_were_returned_may_come_back_in_another_order(backend: Ba
         expected, one, two = module(x, one, two)
         assert torch.equal(replayed, expected)
         one, two, given, other = two, one, other, given
+
+
+class _Incoming(torch.autograd.Function):
+    seen: list[torch.Tensor]
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _Incoming.seen.append(gradient.clone())
+        return gradient
+
+
+def test_made_up_gradients_are_numbers(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory that nobody has written, deterministic algorithms make NaN."""
+
+    class Two(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            x = _Incoming.apply(x)  # type: ignore[no-untyped-call]
+            return super().forward(x), x * 2
+
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(_Incoming, "seen", seen, raising=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        small(backend, Two(4, 4), num_warmup_iters=1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    # One pass for each output, one of the warmup, and that of the capture, whose memory is the
+    # tape's: it is overwritten.
+    assert len(seen) == 4 and all(one.eq(0).all() for one in seen[:3])

@@ -81,6 +81,37 @@ def test_the_pool_is_held_until_the_last_graph_is_reset(cuda: CudaDouble) -> Non
         one(torch.ones(2, 4))
 
 
+def test_the_warmup_is_over_before_the_hooks_of_the_capture(cuda: CudaDouble) -> None:
+    """FSDP's hooks free and write weights that kernels of the warmup may still read."""
+    running = []
+
+    def hook(_module: nn.Module) -> None:
+        running.append(bool(cuda.running))
+
+    capture(nn.Linear(4, 4), hooks=[{"forward_pre_hooks": {0: hook}}])
+    assert running == [True] * WARMUPS + [False]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_warmup_that_fails_is_over_before_it_is_undone(
+    cuda: CudaDouble, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        if not waits:  # The device has failed too.
+            monkeypatch.setattr(torch.cuda, "synchronize", device_failed)
+        raise LookupError("the first error")
+
+    def device_failed() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    backend, layers = OnCpu(), (nn.Linear(4, 4), Calling(fail, 2))
+    samples = [(torch.ones(2, 4, requires_grad=True),) for _ in layers]
+    with backend.preserved(layers):
+        with pytest.raises(LookupError, match="the first error"):
+            backend.capture(layers, samples, capture_time_hooks=[{}, {}])
+        assert bool(cuda.running) is not waits
+
+
 @pytest.mark.parametrize("stage", ["warmup", "forward", "backward", "in the second module"])
 @pytest.mark.parametrize("how", ["refused by CUDA", "an error of the model"])
 def test_a_capture_that_fails_leaves_no_stream_pool_or_graph(

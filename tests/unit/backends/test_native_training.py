@@ -67,7 +67,7 @@ def test_units_of_a_plain_module_train_the_same_numbers(one_rank: None, verify: 
 
     numbers: dict[bool, list[Any]] = {}
     for graphed in (False, True):
-        with cuda_double(fakes=False):
+        with cuda_double(fakes=False) as cuda:
             model = Stack()
             made: Any = nullcontext()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -88,5 +88,7 @@ def test_units_of_a_plain_module_train_the_same_numbers(one_rank: None, verify: 
                     numbers[graphed].append(loss.detach().clone())
             if graphed:
                 expect(graphs.counters, captured=3, replayed=9, eager=0, verified=9 * verify)
+                # No graph may be destroyed while one replays.
+                assert all(graph.resets and not graph.reset_among for graph in cuda.graphs)
             numbers[graphed] += [p.detach().clone() for p in model.parameters()]
     assert all(map(torch.equal, numbers[True], numbers[False]))

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_cg.replay.guard.objects import Objects
 from torch import nn
 
 from megatron_cg.backends.te import te_backend as transformer_engine
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.replay.guard.objects import Objects
 from megatron_cg.upstream.patch import garbage_collection_kept, set_attribute
+from tests.unit.backends.cuda_double import cuda_double
 
 
 class QuantizationState:
@@ -127,6 +128,18 @@ def test_what_a_failed_capture_leaves_is_put_back(monkeypatch: pytest.MonkeyPatc
     assert "__call__" not in vars(Plain) and Own.__call__ is own
     assert torch.equal(torch.get_rng_state(), rng)
     assert gc.isenabled() and not vars(graph)["capturing"]
+
+
+def test_a_capture_that_fails_is_over_before_it_is_undone() -> None:
+    def make(modules: Any, samples: Any, pool: Any = None, capture_time_hooks: Any = None) -> Any:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            raise LookupError("in the warmup")
+
+    with cuda_double() as cuda, pytest.MonkeyPatch.context() as patch:
+        fake_te(patch, make)
+        with pytest.raises(LookupError):
+            transformer_engine.TransformerEngineBackend().capture((), (), capture_time_hooks=())
+        assert not cuda.running
 
 
 def test_megatrons_own_tracker_holds_its_states_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,9 @@ def observed(seen: list[Any]) -> HookOrder:
         1,
         [hooks],
         {"num_warmup_iters": 0},
-        begun=lambda layer, forward, _warmup: seen.append(("begins", layer, forward, order.under_way)),
+        begun=lambda layer, forward, _warmup: seen.append(
+            ("begins", layer, forward, order.under_way)
+        ),
         ended=lambda layer, forward, _warmup: seen.append(("ended", layer, forward)),
     )
     return order

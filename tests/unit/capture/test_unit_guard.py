@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron_cg.capture.unit_guard import UnitGuard
 from torch import nn
 
-from megatron_cg.capture.unit_guard import UnitGuard
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 
