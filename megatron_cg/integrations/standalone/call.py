@@ -77,6 +77,19 @@ class _Expanded(_Mark):
         return tensor.expand(self._shape)
 
 
+class _Attributed(_Mark):
+    """An input of the graph that has Python attributes, which the unit may read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.attributes = dict(vars(tensor))
+        super().__init__(f"a tensor with {', '.join(map(str, self.attributes))}")
+        self._contents = contents(self.attributes)
+
+    def is_like(self, value: Any) -> bool:
+        """Whether ``value`` is a tensor with the same attributes."""
+        return isinstance(value, torch.Tensor) and contents(vars(value)) == self._contents
+
+
 @dataclass(frozen=True)
 class CallForm:
     """The form of one unit's calls.
@@ -128,7 +141,7 @@ class CallForm:
         for name, expected, actual in self._leaves(args, kwargs):
             if not _same(expected, actual):
                 return (), {}, _mismatch(name, expected, actual)
-            if expected is _TENSOR:
+            if expected is _TENSOR or isinstance(expected, _Attributed):
                 tensors[name] = actual
             elif isinstance(expected, _Expanded):
                 tensors[name] = expected.reduce(actual)
@@ -197,10 +210,18 @@ def _marked(value: Any) -> Any:
         return {key: _marked(inner) for key, inner in value.items()}
     if type(value) in _CONTAINERS:
         return type(value)(_marked(inner) for inner in value)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or is_odd(value):
         return value
+    if not isinstance(value, nn.Parameter) and vars(value):
+        return _Attributed(value)
     dims = [] if value.requires_grad else expanded_dims(value)
     return _Expanded(value, dims) if dims else _TENSOR
+
+
+def is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is more than values in memory: of a subclass, or sparse."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return not plain
 
 
 def expanded_dims(tensor: torch.Tensor) -> list[int]:
@@ -210,7 +231,7 @@ def expanded_dims(tensor: torch.Tensor) -> list[int]:
 
 
 def _is_input(mark: Any) -> bool:
-    return mark is _TENSOR or isinstance(mark, _Expanded)
+    return mark is _TENSOR or isinstance(mark, _Expanded | _Attributed)
 
 
 def _inside(name: str, expected: Any, actual: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -237,14 +258,21 @@ def _filled(name: str, expected: Any, tensors: Mapping[str, torch.Tensor]) -> An
         return type(expected)(inner)
     if isinstance(expected, _Expanded):
         return expected.expand(tensors[name])
-    return tensors[name] if expected is _TENSOR else expected
+    if isinstance(expected, _Attributed):
+        vars(tensors[name]).update(expected.attributes)
+    return tensors[name] if _is_input(expected) else expected
 
 
 def _same(expected: Any, actual: Any) -> bool:
     if isinstance(expected, _Mark) or isinstance(actual, torch.Tensor):
-        if isinstance(expected, _Expanded):
+        if isinstance(expected, _Expanded | _Attributed):
             return expected.is_like(actual)
-        return expected is _TENSOR and isinstance(actual, torch.Tensor)
+        if expected is actual:  # An observed call, of what no graph can take.
+            return True
+        has_more = type(actual) not in _TENSOR_TYPES or actual.layout is not torch.strided
+        return expected is _TENSOR and not has_more and (
+            type(actual) is nn.Parameter or not vars(actual)
+        )
     # Only containers that differ are compared as a whole. 1 == True, but a module may treat them
     # differently.
     same_type = type(expected) is type(actual) and type(expected) not in _CONTAINERS

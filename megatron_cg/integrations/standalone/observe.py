@@ -8,6 +8,7 @@ Sample inputs are made from this, so users need not know the shapes of inner mod
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,19 +17,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.autocast import AutocastState
 from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
 from megatron_cg.integrations.standalone.recompute import recompute_around
+from megatron_cg.integrations.standalone.results import tensors_of
+from megatron_cg.integrations.standalone.sums import Sums
 from megatron_cg.upstream.copies import look_after, look_before
+
+
+_REMEMBERED = 8
+"""How many steps are remembered."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The last training call of one unit, with fakes of its tensors."""
+    """One training call of a unit, with fakes of its tensors."""
 
     form: CallForm
     args: tuple[torch.Tensor, ...]
@@ -39,6 +45,11 @@ class Seen:
     """Where a call of the step was made, if activation checkpointing may have made it."""
     autocast_in_backward: AutocastState | None = None
     """Around its backward pass; None if no backward pass reached it."""
+
+    @property
+    def signature(self) -> Any:
+        """Equal for calls that one graph can replay."""
+        return self.form.signature, [_layout(t) for t in (*self.args, *self.kwargs.values())]
 
 
 class Observer:
@@ -51,8 +62,9 @@ class Observer:
 
     def __init__(self, units: Mapping[str, nn.Module], sharding: Sharding) -> None:
         self._units, self._sharding = dict(units), sharding
-        self._seen: dict[str, Seen] = {}
+        self._steps: deque[dict[str, Seen]] = deque(maxlen=_REMEMBERED)
         self._now: dict[str, Seen] = {}
+        self._sums = Sums()
         self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
 
@@ -62,6 +74,7 @@ class Observer:
         self._now = {}
         with ExitStack() as stack:
             stack.callback(self._sharding.observe_step(self._units.values()))
+            stack.callback(self._sums.observe_step())
             for name, module in self._units.items():
 
                 def look(owner: Any, args: Any, kwargs: Any, name: str = name) -> None:
@@ -73,15 +86,28 @@ class Observer:
                 stack.callback(self.static_inputs.observe_step())
             yield
         self.steps += 1
-        self._seen = self._now
+        self._steps.append(self._now)
 
     def in_order(self) -> dict[str, Seen]:
-        """The units that were called in the last whole step, in the order of their first calls."""
-        return dict(self._seen)
+        """The units that were called in a step, in the order of their first calls.
+
+        It is the last whole step whose calls came more than once, if there is one: a last batch may
+        be shorter than all others.
+        """
+        signatures = [[(n, one.signature) for n, one in step.items()] for step in self._steps]
+        often = [n for n, one in enumerate(signatures) if signatures.count(one) > 1]
+        chosen = (often or [len(signatures) - 1])[-1]
+        found = self._steps[chosen] if signatures else {}
+        return {name: _with_memory(one) for name, one in found.items()}
+
+    def summed(self) -> Mapping[str, str]:
+        """By unit: a gradient that is summed over its border; see ``sums.py``."""
+        return self._sums.found
 
     def forget(self) -> None:
-        """Let the samples go, when no capture follows."""
-        self._seen, self._now = {}, {}
+        """Let go of what was seen, when no capture follows."""
+        self._steps.clear()
+        self._now = {}
 
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
@@ -91,11 +117,12 @@ class Observer:
         before = self._now.get(name)
         self._now[name] = Seen(
             form,
-            tuple(_sample(tensor) for tensor in tensors),
-            {key: _sample(tensor) for key, tensor in by_name.items()},
+            tuple(_noted(tensor) for tensor in tensors),
+            {key: _noted(tensor) for key, tensor in by_name.items()},
             AutocastState.now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
         )
+        self._sums.begun(name, form.by_name(tensors, by_name))
 
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> None:
         """Observe the backward pass that may follow, with the nodes that it begins with."""
@@ -108,9 +135,12 @@ class Observer:
                 now = AutocastState.now(seen.autocast.device_type)
                 self._now[name] = replace(seen, autocast_in_backward=now)
 
-        for value in tree_leaves(outputs):
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        attributes = [vars(one).values() for one in module.modules()]
+        set_or_returned = tensors_of((outputs, *map(tuple, attributes)))
+        for value in set_or_returned:
+            if value.grad_fn is not None:
                 value.grad_fn.register_prehook(look)
+        self._sums.ended(name, set_or_returned)
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
@@ -118,19 +148,34 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return bool(expanded_dims(tensor))
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a graph's input, with the layout of ``tensor``.
+def _noted(tensor: torch.Tensor) -> torch.Tensor:
+    """The layout of ``tensor``, on no memory; indices and masks keep their values.
 
-    Indices and masks keep their values, because made-up values may be out of range.
+    Made-up values of those may be out of range.
     """
-    if overlaps(tensor):
-        return tensor.detach()
-    sample = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    with torch.no_grad():
-        if tensor.is_floating_point():
-            sample.zero_()
-        else:
-            sample.copy_(tensor)
-    return sample.requires_grad_(tensor.requires_grad)
+    if overlaps(tensor) or not tensor.is_floating_point():
+        return tensor.detach() if overlaps(tensor) else _like(tensor, tensor.device).copy_(tensor)
+    noted = _like(tensor, torch.device("meta")).requires_grad_(tensor.requires_grad)
+    noted.device_of_sample = tensor.device  # type: ignore[attr-defined]
+    return noted
+
+
+def _with_memory(seen: Seen) -> Seen:
+    args = tuple(_sample(one) for one in seen.args)
+    return replace(seen, args=args, kwargs={n: _sample(t) for n, t in seen.kwargs.items()})
+
+
+def _sample(noted: torch.Tensor) -> torch.Tensor:
+    """Memory for a graph's input, with the layout of ``noted``."""
+    if not noted.is_meta:
+        return noted
+    sample = _like(noted, noted.device_of_sample).zero_()  # type: ignore[attr-defined]
+    return sample.requires_grad_(noted.requires_grad)
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad

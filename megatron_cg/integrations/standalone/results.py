@@ -7,8 +7,8 @@ outputs of the graph too, and each replay sets them again.
 
 Note [The same tensor]
     A unit may return its own argument, or one tensor twice, or set what it returns as an attribute.
-    Each replay then gives one tensor too: the caller's own, for an argument. So its gradients are
-    summed where they are in eager training.
+    Each replay then gives one tensor too: the caller's own, for an argument without a gradient. The
+    gradient of an argument is summed in the graph, with those of the unit's other uses.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Results:
             arguments: the tensors that it was given, by name.
         """
         tensors: list[torch.Tensor] = []
-        marks: dict[int, Any] = {id(one): _Argument(name) for name, one in arguments.items()}
+        marks: dict[int, Any] = {
+            id(one): _Argument(name) for name, one in arguments.items() if not one.requires_grad
+        }
 
         def marked(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -134,6 +136,13 @@ def attributes_set(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[_
         ]
 
     yield found
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a pass's result, at any depth."""
+    found: list[torch.Tensor] = []
+    _mapped(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, value)
+    return found
 
 
 def containers_of(arguments: Any) -> list[tuple[Any, Any]]:

@@ -1,0 +1,160 @@
+"""Gradients that are summed over uses inside a unit and uses outside of it.
+
+Autograd adds up the gradients of all uses of a tensor in the order in which it meets them. A
+graph's backward pass sums the uses inside the unit first, and autograd adds only that sum to the
+others. With three uses or more the order of additions is another one then, and the last bits
+differ. So the graphs of autograd of the steps before capture are looked at, and such a unit is
+refused.
+
+Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
+started from Python goes through ``torch.autograd._engine_run_backward``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_cg.upstream.patch import Undo, put_over
+from megatron_cg.upstream.symbols import Symbol
+
+_RUN = Symbol(
+    "torch", "torch.autograd:_engine_run_backward", "what every backward pass from Python calls"
+)
+_NUMBER = Symbol(
+    "torch", "torch.autograd:_get_sequence_nr", "the number of the next node of this thread"
+)
+RELIES_ON = (_RUN, _NUMBER)
+_Edge = tuple[Any, int]
+
+
+@dataclass
+class _Call:
+    """One call of a unit in a forward pass."""
+
+    unit: str
+    first: int
+    """The number that the first node of the call gets."""
+    inputs: Mapping[str, _Edge]
+    outputs: Sequence[_Edge] = ()
+
+
+class Sums:
+    """Looks at the backward passes of steps, for sums across the borders of units."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self.found: dict[str, str] = {}
+        """By unit: what is summed across its border, in words."""
+
+    def observe_step(self) -> Undo:
+        """Look at every backward pass until the returned function is called."""
+        self._calls, self.found = [], {}
+        original = _RUN.find()
+
+        def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
+            self._look(roots)
+            return original(roots, *args, **kwargs)
+
+        return put_over(*_RUN.place(), run)
+
+    def begun(self, unit: str, inputs: Mapping[str, torch.Tensor]) -> None:
+        """A forward pass of ``unit`` begins."""
+        edges = {name: _edge(one) for name, one in inputs.items() if one.requires_grad}
+        self._calls.append(_Call(unit, _NUMBER.find()(), edges))
+
+    def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> None:
+        """It has returned or set these tensors."""
+        call = next((one for one in reversed(self._calls) if one.unit == unit), None)
+        if call is not None and not call.outputs:
+            call.outputs = [_edge(one) for one in outputs if one.grad_fn is not None]
+
+    def _look(self, roots: Any) -> None:
+        if not self._calls:
+            return
+        roots = [roots] if isinstance(roots, torch.Tensor) else roots
+        users = _users([root for root in map(_root, roots) if root is not None])
+        for call in self._calls:
+            what = _crossing(call, users)
+            if what is not None:
+                self.found.setdefault(call.unit, what)
+        # Passes without a backward pass so far may have a later one, together with others.
+        self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
+
+
+def name_of(leaf: torch.Tensor, module: nn.Module) -> str | None:
+    """The name of a parameter below ``module``."""
+    return next((name for name, one in module.named_parameters() if one is leaf), None)
+
+
+def _users(roots: Sequence[_Edge]) -> dict[_Edge, list[Any]]:
+    """The nodes that give a gradient to each edge of the graph below ``roots``."""
+    users: dict[_Edge, list[Any]] = {root: [] for root in roots}
+    ahead, seen = [node for node, _ in roots], set()
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                users.setdefault(edge, []).append(node)
+                ahead.append(edge[0])
+    return users
+
+
+def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]]) -> str | None:
+    """What is summed over uses inside and outside of a call, or None."""
+    inside: set[Any] = set()
+    borders: Counter[_Edge] = Counter()
+    ahead = [node for node, _ in call.outputs if (node, _) in users]
+    while ahead:
+        node = ahead.pop()
+        if node in inside or not _is_new(node, call):
+            continue
+        inside.add(node)
+        for edge in node.next_functions:
+            if edge[0] is not None and _is_new(edge[0], call):
+                ahead.append(edge[0])
+            elif edge[0] is not None:
+                borders[edge] += 1
+    names = {edge: name for name, edge in call.inputs.items()}
+    several = {edge for edge, n in Counter(call.inputs.values()).items() if n > 1}
+    for edge, count in borders.items():
+        others = len(users[edge]) - count
+        what = names.get(edge) or _leaf_name(edge[0])
+        if what is None:
+            return "a tensor that an operation outside of the unit has made"
+        if (count > 1 and others) or (edge in several and count > 2):
+            return f"{what}, used {count} times inside and {others} times outside"
+    given = set(call.outputs)
+    for edge, by in users.items():
+        if edge[0] in inside and edge not in given and any(node not in inside for node in by):
+            return f"a result of {edge[0].name()}, used inside and outside (a cast of autocast?)"
+    return None
+
+
+def _is_new(node: Any, call: _Call) -> bool:
+    """Whether a node was made in the call; leaves belong to no call."""
+    return not hasattr(node, "variable") and node._sequence_nr() >= call.first
+
+
+def _leaf_name(node: Any) -> str | None:
+    leaf = getattr(node, "variable", None)
+    return None if leaf is None else f"a parameter of shape {tuple(leaf.shape)}"
+
+
+def _edge(tensor: torch.Tensor) -> _Edge:
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _root(root: Any) -> _Edge | None:
+    if isinstance(root, torch.Tensor):
+        return _edge(root) if root.grad_fn is not None else None
+    return (root.node, root.output_nr) if hasattr(root, "node") else None
