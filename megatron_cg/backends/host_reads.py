@@ -69,13 +69,14 @@ class HostReads:
 
     def error(self, what: str) -> HostSyncError:
         """The error for a read or a wait by ``what``, with the place of the call."""
-        return HostSyncError(f"{what} in {self._place()}")
+        return HostSyncError(f"{what} in {self.place()}")
 
     def upload_error(self, what: str) -> HostSyncError:
         """The same for a host tensor that ``what`` copies to the device."""
-        return HostSyncError(f"{what} on a tensor of the host in {self._place()}", upload=True)
+        return HostSyncError(f"{what} on a tensor of the host in {self.place()}", upload=True)
 
-    def _place(self) -> str:
+    def place(self) -> str:
+        """The module and line that run now, and the pass."""
         place = place_of(traceback.walk_stack(sys._getframe(1)), self._root)
         owner = place.owner if place is not None else type(self._root).__name__
         at = f" at {place.source}" if place is not None and place.source else ""

@@ -124,6 +124,7 @@ class GuardedCapture:
         try:
             graphs = self._capture(order, args, kwargs, options)
         except Exception as error:
+            self._name_units_in(error)
             refused = self._refusal(error, order)
             if joins:
                 # The frames hold incomplete graphs, and the hooks may need their memory.
@@ -194,6 +195,16 @@ class GuardedCapture:
         if forward:
             self._in_place[index].restore()
             self._in_place[index].refuse()
+
+    def _name_units_in(self, error: Exception) -> None:
+        """A backend knows no names of units, but only their numbers."""
+        if not isinstance(error, CaptureError):
+            return
+        text = str(error)
+        for index, unit in enumerate(self._units):
+            kind = f"({type(unit.layer).__name__})"
+            text = text.replace(f"callable {index} {kind}", f"{unit.name} {kind}")
+        error.args = (text,)
 
     def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
         """What CUDA refused, by module and line; None for any other error.

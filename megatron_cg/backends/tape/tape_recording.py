@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cg.backends.driver.recorder import Tensors
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
+from megatron_cg.errors import CaptureError
+from megatron_cg.memory.dense import is_dense
 
 #: ATen factories that do not initialise their result: a replay has nothing to do for them.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -167,6 +169,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _leaves([args, *kwargs.values()])
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        self._check_dense(func, tensors)
         collective = func.namespace == "c10d"
         writes = tensors if collective else _written(func, args, kwargs)
         if self._is_of_host(func, tensors, writes):
@@ -179,6 +182,7 @@ class _Recorder(TorchDispatchMode):
         self._save_outside(writes)
         result = func(*args, **kwargs)
         flat = _leaves(result)
+        self._check_dense(func, flat)
         _wait_for_collectives(func, flat)
         inputs = {t.untyped_storage()._cdata for t in tensors}
         results = tuple(self._result_slot(value, inputs, func) for value in flat)
@@ -189,6 +193,15 @@ class _Recorder(TorchDispatchMode):
             operation = _Operation(func, *slots, results, collective or functional)
             self._tape.entries.append(operation)
         return result
+
+    def _check_dense(self, func: torch._ops.OpOverload, values: Sequence[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and not is_dense(value):
+                raise CaptureError(
+                    f"{func} in {self._reads.place()} uses a tensor that is not dense "
+                    f"({value.layout}), and a tape records dense memory. Keep what is sparse "
+                    "outside of the captured module, or leave the module out."
+                )
 
     def _is_of_host(
         self,

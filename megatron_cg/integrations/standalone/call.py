@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megatron_cg.capture.static_inputs import positional_names
+from megatron_cg.memory.dense import is_dense
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 
@@ -61,7 +62,7 @@ class _Expanded(_Mark):
 
     def is_like(self, value: Any) -> bool:
         """Whether ``value`` is a tensor that is expanded in the same way."""
-        if not isinstance(value, torch.Tensor) or value.shape != self._shape:
+        if not _is_dense(value) or value.shape != self._shape:
             return False
         return all(value.stride(dim) == 0 for dim in self._dims)
 
@@ -147,7 +148,7 @@ class CallForm:
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
         found = [
-            f"argument {name} is {described(value)}"
+            f"argument {name} is {_in_words(value)}"
             for name, value, _ in self._leaves(self.args, self.kwargs)
             if not _is_input(value) and not isinstance(value, _CONSTANTS)
         ]
@@ -180,10 +181,21 @@ def _marked(value: Any) -> Any:
         return {key: _marked(inner) for key, inner in value.items()}
     if type(value) in _CONTAINERS:
         return type(value)(_marked(inner) for inner in value)
-    if not isinstance(value, torch.Tensor):
+    if not _is_dense(value):
         return value
     dims = [] if value.requires_grad else expanded_dims(value)
     return _Expanded(value, dims) if dims else _TENSOR
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_dense(value)
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return described(value)
+    kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+    return f"a {kind} tensor and not dense"
 
 
 def expanded_dims(tensor: torch.Tensor) -> list[int]:
@@ -224,15 +236,16 @@ def _filled(name: str, expected: Any, tensors: Mapping[str, torch.Tensor]) -> An
 
 
 def _same(expected: Any, actual: Any) -> bool:
+    if expected is actual:  # An observed call is compared with itself.
+        return True
     if isinstance(expected, _Mark) or isinstance(actual, torch.Tensor):
         if isinstance(expected, _Expanded):
             return expected.is_like(actual)
-        return expected is _TENSOR and isinstance(actual, torch.Tensor)
+        return expected is _TENSOR and _is_dense(actual)
     # Only containers that differ are compared as a whole. 1 == True, but a module may treat them
     # differently.
     same_type = type(expected) is type(actual) and type(expected) not in _CONTAINERS
-    # An observed call is compared with itself, and two arrays of numpy compare to no bool.
-    return same_type and (expected is actual or bool(expected == actual))
+    return same_type and bool(expected == actual)
 
 
 def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:

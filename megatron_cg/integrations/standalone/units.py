@@ -16,6 +16,7 @@ from megatron_cg.arguments.schema import VARIABLES, Environment, GraphArguments,
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.observe import Seen, overlaps
+from megatron_cg.memory.dense import is_dense
 
 UnitName = str | nn.Module | type[nn.Module]
 
@@ -65,11 +66,12 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
         Violation(
             "unit-arguments",
             f"unit {name}: {problem}",
-            "a graph takes tensors, also in tuples, lists and dicts; other arguments must be None, "
-            "numbers, strings, dtypes or shapes",
+            "a graph takes dense tensors, also in tuples, lists and dicts; other arguments must be "
+            "None, numbers, strings, dtypes or shapes",
             "call the model with use_cache=False"
             if problem.startswith("argument past_key_value")
-            else "pass the tensors themselves, or take the unit out of units",
+            else "pass the tensors themselves, of a sparse one its indices and values, or take the "
+            "unit out of units",
         )
         for name, call in seen.items()
         for problem in [*call.form.problems(), *_overlapping(call)]
@@ -145,6 +147,15 @@ def _unit_violations(
                 "in its buffer; a replay runs no Python",
                 "fuse_wgrad_accumulation=False",
             )
+        for key, value in {**below._parameters, **below._buffers}.items():
+            if value is not None and not is_dense(value):
+                label = ".".join(part for part in (name, child, key) if part)
+                yield Violation(
+                    "unit-not-dense",
+                    f"{label} is a {value.layout} tensor and not dense",
+                    "a graph knows memory by its address, and such a tensor has none",
+                    "keep its indices and values, or take the unit out of units",
+                )
         limited = isinstance(below, nn.Embedding | nn.EmbeddingBag) and below.max_norm is not None
         if limited and below.weight.requires_grad:
             yield Violation(
