@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,7 +107,14 @@ def storage_keys(tensors: Tensors) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
-_recording: list[Tape] = []
+class _OfThread(threading.local):
+    """The tapes that the current thread records; its operations alone are recorded."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+
+
+_here = _OfThread()
 
 
 def recorded_action(action: Callable[[], None]) -> None:
@@ -116,13 +124,13 @@ def recorded_action(action: Callable[[], None]) -> None:
     (``CUDAGraph.register_generator_state``).
     """
     action()
-    if _recording:
-        _recording[-1].entries.append(action)
+    if _here.tapes:
+        _here.tapes[-1].entries.append(action)
 
 
 def is_recording() -> bool:
     """Return whether a tape is being recorded, as ``torch.cuda.is_current_stream_capturing``."""
-    return bool(_recording)
+    return bool(_here.tapes)
 
 
 @contextmanager
@@ -136,7 +144,7 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
     tape = Tape(pool, label)
     reads = HostReads(module, label)
     recorder = _Recorder(tape, reads)
-    _recording.append(tape)
+    _here.tapes.append(tape)
     try:
         with (
             reads.waits_refused(),
@@ -145,7 +153,7 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
         ):
             yield tape
     finally:
-        _recording.pop()
+        _here.tapes.pop()
         recorder.put_back()
 
 
