@@ -2,11 +2,15 @@
 
 The tape and a plan see the ATen operations of the captured module. torch's own tags and the
 arguments show which of them a GPU could not run in a capture. The error names the operation.
+
+A tape refuses the thread that captures. Others may read tensors meanwhile, such as one that loads
+data or writes a checkpoint. On a CPU, autograd runs a backward pass in its caller's thread.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +30,16 @@ _SOMETIMES = frozenset(
 )
 #: Methods that read memory on the host without calling an ATen operation.
 _METHODS = ("tolist", "numpy", "__array__")
-_refusing: list[HostReads] = []
+
+
+class _OfThread(threading.local):
+    """What the current thread must not read, the innermost capture last."""
+
+    def __init__(self) -> None:
+        self.refusing: list[HostReads] = []
+
+
+_here = _OfThread()
 
 
 class HostReads:
@@ -45,11 +58,11 @@ class HostReads:
     @contextmanager
     def waits_refused(self) -> Iterator[None]:
         """Make :func:`host_waits` raise HostSyncError in the block."""
-        _refusing.append(self)
+        _here.refusing.append(self)
         try:
             yield
         finally:
-            _refusing.pop()
+            _here.refusing.pop()
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -69,13 +82,14 @@ class HostReads:
 
     def error(self, what: str) -> HostSyncError:
         """The error for a read or a wait by ``what``, with the place of the call."""
-        return HostSyncError(f"{what} in {self._place()}")
+        return HostSyncError(f"{what} in {self.place()}")
 
     def upload_error(self, what: str) -> HostSyncError:
         """The same for a host tensor that ``what`` copies to the device."""
-        return HostSyncError(f"{what} on a tensor of the host in {self._place()}", upload=True)
+        return HostSyncError(f"{what} on a tensor of the host in {self.place()}", upload=True)
 
-    def _place(self) -> str:
+    def place(self) -> str:
+        """The module and line that run now, and the pass."""
         place = place_of(traceback.walk_stack(sys._getframe(1)), self._root)
         owner = place.owner if place is not None else type(self._root).__name__
         at = f" at {place.source}" if place is not None and place.source else ""
@@ -99,8 +113,18 @@ class HostReads:
 
 def host_waits(what: str) -> None:
     """Note that the host waits for all work of a stream; raises HostSyncError in a capture."""
-    if _refusing:
-        raise _refusing[-1].error(what)
+    if _here.refusing:
+        raise _here.refusing[-1].error(what)
+
+
+def in_this_thread(original: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does ``other`` in the current thread, and ``original`` in all others."""
+    this = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (other if threading.get_ident() == this else original)(*args, **kwargs)
+
+    return call
 
 
 def _reads(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

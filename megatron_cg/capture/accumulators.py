@@ -23,9 +23,11 @@ Note [A captured graph of autograd keeps its stream]
 Note [DDP finds parameters by their accumulators]
     DistributedDataParallel registers its hooks on the accumulators that parameters have when it is
     created (torch 2.11, ``reducer.cpp``), and keeps these accumulators. They belong to the stream
-    of that moment, and their hooks count gradients. So while a module of it is captured or
-    verified, it holds other leaves of autograd: parameters on the same memory with accumulators of
-    their own. Replays give their gradients to the parameters themselves.
+    of that moment, and their hooks count gradients. Other wrappers do the same and may not even be
+    in the module tree. So while a module of a model that is not sharded is captured or verified,
+    and somebody holds its accumulators, it holds other leaves of autograd: parameters on the same
+    memory with accumulators of their own. Replays give their gradients to the parameters
+    themselves.
 """
 
 from __future__ import annotations

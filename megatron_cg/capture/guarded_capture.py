@@ -122,14 +122,16 @@ class GuardedCapture:
         self._draws = RecomputedDraws(self._units, args[0][0].device.type)
         for observer in self._observers:
             observer.prepare(self._sharding)
-        if self._sharding.renews_accumulators:
+        layers = [unit.layer for unit in self._units]
+        if self._sharding.may_renew_accumulators(layers):
             self._forget_accumulators()
         else:
-            self._leaves = OtherLeaves(unit.layer for unit in self._units)
+            self._leaves = OtherLeaves(layers)
         begin()
         try:
             graphs = self._capture(order, args, kwargs, options)
         except Exception as error:
+            self._name_units_in(error)
             refused = self._refusal(error, order)
             if joins:
                 # The frames hold incomplete graphs, and the hooks may need their memory.
@@ -139,7 +141,7 @@ class GuardedCapture:
                 raise
             raise refused from error
         finally:
-            if self._sharding.renews_accumulators:
+            if self._leaves is None:
                 self._forget_accumulators()
         self.eager_passes = tuple(
             EagerPasses(unit.name, self._mismatches, collectives=observer.collectives)
@@ -193,6 +195,16 @@ class GuardedCapture:
         if not forward:
             self._draws.ended(index)
         emit(PassEnded(self._units[index].name, forward))
+
+    def _name_units_in(self, error: Exception) -> None:
+        """A backend knows no names of units, but only their numbers."""
+        if not isinstance(error, CaptureError):
+            return
+        text = str(error)
+        for index, unit in enumerate(self._units):
+            kind = f"({type(unit.layer).__name__})"
+            text = text.replace(f"callable {index} {kind}", f"{unit.name} {kind}")
+        error.args = (text,)
 
     def _refusal(self, error: Exception, order: HookOrder) -> CaptureError | None:
         """What CUDA refused, by module and line; None for any other error.

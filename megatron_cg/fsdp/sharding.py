@@ -42,9 +42,6 @@ class Sharding:
     """The module in which units are named."""
     megatron_fsdp: Any = None
     """The ``MegatronFSDP``, whose bookkeeping the fast path shortens; None for anything else."""
-    renews_accumulators = True
-    """Whether parameters may get new gradient accumulators for a capture. Otherwise modules hold
-    other leaves meanwhile; see ``capture/accumulators.py``."""
     moved = REPLACED
     """Why a parameter may have moved after capture, and what to do instead."""
 
@@ -92,6 +89,14 @@ class Sharding:
         Issues no collective on entry.
         """
         return nullcontext()
+
+    def may_renew_accumulators(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether parameters of ``layers`` may get new gradient accumulators for a capture.
+
+        Otherwise modules hold other leaves meanwhile; see ``capture/accumulators.py``. A sharding
+        reduces gradients by hooks of its own, elsewhere.
+        """
+        return True
 
     def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
         """Parameters and buffers of ``graphed`` whose addresses the layer's graph holds.

@@ -24,6 +24,10 @@ from megatron_cg.upstream.patch import undone_after
 class GuardedGraph:
     """Replays its graph if the guard allows it; otherwise runs the captured region eagerly.
 
+    The first replay is verified beside an eager pass, whatever the policy: its values are others
+    than those of the capture, so it finds what no row of the table foresees. A graph that a
+    verification has refuted is not replayed again.
+
     Args:
         graph: a backend's graphed callable.
         depends_on: what the graph depends on.
@@ -54,7 +58,9 @@ class GuardedGraph:
         self._unit, self._index = unit, index
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
-        self._replayed = self._returns_inputs = False
+        self._replayed = self._returns_inputs = self._gives_copies = False
+        self._refuted: Mismatch | None = None
+        """What a verification has found: the graph is wrong for good."""
         self._constant = tuple(n for n, memory in enumerate(replay.incoming) if memory is None)
         """Which outputs need no gradient."""
 
@@ -68,14 +74,15 @@ class GuardedGraph:
             return self._run_eagerly(args, kwargs)
         counters = self._mismatches.counters
         began = time.perf_counter_ns()
-        mismatch = self._guard.broken(args, kwargs)
+        mismatch = self._guard.broken(args, kwargs) or self._refuted
         counters.guard_ns += time.perf_counter_ns() - began
-        if mismatch is None and self._mismatches.verifies:
-            counters.verified += 1
+        if mismatch is None and (self._mismatches.verifies or not self._replayed):
+            counters.verified += self._mismatches.verifies
             self._mismatches.issue_held()
             mismatch = self._verify(args, kwargs)
             if self.eager_passes.collectives and not self._mismatches.numbers_hold():
                 mismatch = None
+            self._refuted = mismatch
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, fresh=not self._replayed)
             return self._run_eagerly(args, kwargs)
@@ -86,7 +93,7 @@ class GuardedGraph:
         outputs = self.graph(*args, **kwargs)
         if is_first:
             self._returns_inputs = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
-        if not self._guard_backward(outputs):
+        if not self._guard_backward(outputs) or self._gives_copies:
             return tree_map(_own, outputs)
         return self._as_captured(outputs) if self._constant else outputs
 
@@ -101,8 +108,22 @@ class GuardedGraph:
         )
 
     def out_of_order(self) -> Mismatch | None:
-        """What waits for its backward and forbids a replay now, or None."""
-        return self._in_flight.broken(self._index)
+        """What waits for its backward, or is still in use, and forbids a replay now; or None.
+
+        See Note [Outputs that outlive their pass] in ``in_flight.py``.
+        """
+        found = self._in_flight.broken(self._index)
+        if found is None and self._in_flight.is_kept(self._index) and not self._gives_copies:
+            self._gives_copies = True
+            return Mismatch(
+                "order",
+                "the outputs of earlier passes",
+                "released after their backward",
+                "still in use",
+                "A replay would overwrite them. From the next pass on the unit gives copies, which "
+                "takes time: drop the outputs before the next pass, or copy what you keep.",
+            )
+        return found
 
     def is_replay(self, node: Any) -> bool:
         """Whether a node of autograd is a replay of the session that waits for its backward."""
@@ -132,7 +153,7 @@ class GuardedGraph:
         """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
         counters = self._mismatches.counters
         gradients = self._guard.addresses.are_as_in_backward()
-        counters.gradients_verified += gradients
+        counters.gradients_verified += gradients and self._mismatches.verifies
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self._replay.replace(self._replay.function)):
             return verify(

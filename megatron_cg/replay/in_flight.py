@@ -15,7 +15,9 @@ Note [Outputs that outlive their pass]
     A pass whose backward can no longer run may still have outputs in use, such as a target that was
     detached. They lie in the memory of a graph as well, so that unit still waits until they are let
     go. torch counts who uses a storage; nothing else tells, since a detached tensor is another
-    object on the same memory.
+    object on the same memory. After the backward pass the next replay of the same unit overwrites
+    outputs that are still in use, such as activations that a loop keeps for a log. Then one pass
+    runs eagerly, and from there on the unit gives its caller copies.
 
 Relied on: torch 2.11, the node of a ``torch.autograd.Function`` is its own Python object and lives
 exactly as long as the node is in the autograd graph; ``Node.register_prehook``; the count of a
@@ -63,9 +65,12 @@ class _Replay:
     @property
     def is_over(self) -> bool:
         """Whether no backward can follow, and no output is in use."""
-        return self.node() is None and all(
-            _users()(storage._cdata) <= unused for storage, unused in self._storages.items()
-        )
+        return self.node() is None and not self.is_used
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an output is in use."""
+        return any(_users()(storage._cdata) > unused for storage, unused in self._storages.items())
 
 
 @cache  # Each replay asks.
@@ -80,6 +85,8 @@ class InFlight:
     def __init__(self) -> None:
         self._waiting: dict[int, _Replay] = {}
         """The last replay of each unit, by the unit's index, in the order of replay."""
+        self._over: dict[int, _Replay] = {}
+        """The last replay of each unit whose backward has begun."""
         self._is_asked = False
         """Whether :meth:`broken` is asked before replays; if not, outputs need not be known."""
 
@@ -90,6 +97,11 @@ class InFlight:
             if other >= index and not replay.is_over:
                 return _waits(replay)
         return None
+
+    def is_kept(self, index: int) -> bool:
+        """Whether outputs of the unit's last replay are in use after its backward."""
+        replay = self._over.pop(index, None)
+        return replay is not None and replay.is_used
 
     def has(self, node: Any) -> bool:
         """Whether a node of autograd is a replay that waits for its backward."""
@@ -135,7 +147,7 @@ class InFlight:
                 "replayed after it, and may overwrite what that one reads. Run one backward() "
                 f"over the whole pass. Or: {this.unit.leave_out(None)}"
             )
-        del self._waiting[index]
+        self._over[index] = self._waiting.pop(index)
         if torch.is_grad_enabled():
             refuse_second_derivatives(this.node(), this.unit)
         before_backward(gradients)

@@ -16,10 +16,10 @@ Note [A backward pass in the forward pass]
     is not yet unsharded for its backward pass, its gradients are not compared: its weights are then
     at another address, or are quantized and FSDP creates their transposes only before that pass.
 
-Note [Gradients that differ by themselves]
-    Without deterministic algorithms some backward kernels add in a different order each time
-    (attention, scattered tokens). So a second eager pass finds the gradients that have the same
-    bits both times, and the others are not compared. All ranks run this pass, since it may contain
+Note [Results that differ by themselves]
+    Without deterministic algorithms some kernels add in a different order each time (the backward
+    pass of attention, scattered tokens). So a second eager pass finds what has the same bits both
+    times, and the rest is not compared. All ranks run this pass, since it may contain
     collectives.
 """
 
@@ -31,6 +31,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_cg.replay.guard.mismatch import Mismatch
@@ -65,8 +66,8 @@ def verify(
         kept: returns a context that restores what a pass changes. In it, no parameter has a
             gradient or a hook.
         gradients: whether gradients of inputs and weights are compared too.
-        left_out: called with the number of gradients that are not compared; see
-            Note [Gradients that differ by themselves].
+        left_out: called with the number of results that are not compared; see
+            Note [Results that differ by themselves].
     """
 
     def eager(*inputs: Any, **keywords: Any) -> Any:
@@ -74,22 +75,21 @@ def verify(
 
     with kept():
         first = _Pass(unit, eager, args, kwargs)
-        expected, needs = first.outputs(), first.differentiable()
+        expected, needs = first.results(), first.differentiable()
         gradients = gradients and any(needs)
         if gradients:
             expected += first.gradients(needs)
-    if gradients and not torch.are_deterministic_algorithms_enabled():
+    unstable: set[str] = set()
+    if not torch.are_deterministic_algorithms_enabled():
         with kept():
             second = _Pass(unit, eager, args, kwargs)
-            again = [*second.outputs(), *second.gradients(needs)]
-        unstable = _different(expected[len(needs) :], again[len(needs) :])
+            again = second.results() + (second.gradients(needs) if gradients else [])
+        unstable = _different(expected, again)
         left_out(len(unstable))
-    else:
-        unstable = set()
     with kept():
         replay = _Pass(unit, graph, args, kwargs)
-        found = replay.outputs()
-        if gradients and len(found) == len(needs):
+        found = replay.results()
+        if gradients and replay.differentiable() == needs:
             found += replay.gradients(needs)
         # Inside this block, since gradients of inputs are in the graph's own memory.
         different = _first_difference(expected, found, unstable)
@@ -121,14 +121,17 @@ class _Pass:
         )
         self._made: list[Any] = []
 
-    def outputs(self) -> _Named:
-        """Run the forward pass; returns copies of the outputs that outlive the backward pass."""
+    def results(self) -> _Named:
+        """Run the forward pass; returns copies of all results, which outlive the backward pass.
+
+        These are its outputs, and what it leaves in buffers and in the random generators.
+        """
         with self._unit.in_forward():
             self._made, _ = tree_flatten(self._run(*self._args, **self._kwargs))
-        return [
-            (f"output {index}", None if tensor is None else tensor.detach().clone())
-            for index, tensor in enumerate(self._made)
-        ]
+        outputs = [(f"output {index}", tensor) for index, tensor in enumerate(self._made)]
+        buffers = [(f"buffer {name}", one) for name, one in self._unit.layer.named_buffers()]
+        copies = [(n, None if t is None else t.detach().clone()) for n, t in [*outputs, *buffers]]
+        return [*copies, *((f"state of {n}", one.get_state()) for n, one in _generators())]
 
     def differentiable(self) -> list[bool]:
         """For each output, whether a backward pass begins with it."""
@@ -156,7 +159,17 @@ class _Pass:
 def _detached(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().requires_grad_(value.requires_grad)
+    made = value.detach().requires_grad_(value.requires_grad)
+    vars(made).update({} if isinstance(value, nn.Parameter) else vars(value))
+    return made
+
+
+def _generators() -> list[tuple[str, torch.Generator]]:
+    found = [("the host's random generator", torch.default_generator)]
+    if torch.cuda.is_available():
+        own = torch.cuda.default_generators[torch.cuda.current_device()]
+        found.append(("the device's random generator", own))
+    return found
 
 
 def synthetic_gradient(output: torch.Tensor) -> torch.Tensor:

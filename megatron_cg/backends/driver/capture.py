@@ -28,14 +28,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from megatron_cg.backends.driver.checks import (
     Hooks,
     check_autocast,
+    check_gradients,
     check_hooks,
     check_modules,
     check_options,
+    check_outputs,
 )
 from megatron_cg.backends.driver.graphed import GraphedModule
 from megatron_cg.backends.driver.recorder import Recorded, Recorder
@@ -70,7 +72,8 @@ def capture_modules(
 
     Raises:
         CaptureError: samples and callables do not match, an option is unknown or asks for
-            FP8, an output is not a tensor, or an input that needs a gradient gets none.
+            FP8, an output or gradient is no dense tensor, or an input that needs a gradient gets
+            none.
         HookError: a module still has hooks, a buffer needs a gradient, or a capture-time
             hook has an unknown key or returns a value.
         HostSyncError: a callable reads a tensor on the host, and the recorder sees it.
@@ -132,11 +135,10 @@ class _Capture:
         for step in self._steps:
             if step.forward:
                 self._run_hooks(step, "forward_pre_hooks")
-                outputs = self._call(step)
+                alive[step.sample], _ = self._call(step)
                 if iteration == 0:
-                    self._find_reached(step, tree_flatten(outputs)[0])
+                    self._find_reached(step, alive[step.sample])
                 self._run_hooks(step, "forward_hooks")
-                alive[step.sample] = tree_flatten(outputs)[0]
                 continue
             outputs = [o for o in alive.pop(step.sample) if o is not None and o.requires_grad]
             grads = tuple(torch.zeros_like(output) for output in outputs)
@@ -153,7 +155,7 @@ class _Capture:
             return
         needing = [id(tensor) for tensor in item.inputs if tensor.requires_grad]
         for number in numbers:
-            output = tree_flatten(self._call(step))[0][number]
+            output = self._call(step)[0][number]
             found = self._gradients(step, (output,), (torch.zeros_like(output),), False)
             pairs = zip(needing, found, strict=True)
             item.reached[number] = {key for key, gradient in pairs if gradient is not None}
@@ -176,8 +178,12 @@ class _Capture:
                 raise CaptureError(f"{item.label}: the order has no forward and backward of it")
         recorder.settle(ended)
 
-    def _call(self, step: Step) -> Any:
-        return self._callables[step.layer](*self._args[step.sample], **self._kwargs[step.sample])
+    def _call(self, step: Step) -> tuple[list[Any], TreeSpec]:
+        """The outputs of a pass, and their structure."""
+        module, kwargs = self._callables[step.layer], self._kwargs[step.sample]
+        flat, spec = tree_flatten(module(*self._args[step.sample], **kwargs))
+        check_outputs(self.recorded[step.sample].label, flat)
+        return flat, spec
 
     def _run_hooks(self, step: Step, key: str) -> None:
         module = self._callables[step.layer]
@@ -193,15 +199,8 @@ class _Capture:
         item = self.recorded[step.sample]
         self._run_hooks(step, "forward_pre_hooks")
         with recorder.recording(item.module, f"forward of {item.label}") as item.forward:
-            outputs = self._call(step)
+            flat, item.output_spec = self._call(step)
         self._run_hooks(step, "forward_hooks")
-        flat, item.output_spec = tree_flatten(outputs)
-        for output in flat:
-            if output is not None and not isinstance(output, torch.Tensor):
-                raise CaptureError(
-                    f"{item.label} returned a {type(output).__name__}; a graph returns only "
-                    "tensors. Leave this module out of --cuda-graph-modules."
-                )
         item.outputs = tuple(flat)
 
     def _record_backward(self, step: Step, recorder: Recorder) -> None:
@@ -256,7 +255,9 @@ class _Capture:
             tensor.grad = None
         try:
             torch.autograd.backward(outputs, grad_tensors=grads, retain_graph=retain_graph)
-            return tuple(tensor.grad for tensor in inputs)
+            found = tuple(tensor.grad for tensor in inputs)
+            check_gradients(self.recorded[step.sample], found)
+            return found
         finally:
             for tensor, grad in zip(inputs, before, strict=True):
                 tensor.grad = grad

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.backends.driver.recorder import Recorded
 from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.transform import CAPTURE_TIME_KEYS
 from megatron_cg.hooks import HookKind
+from megatron_cg.memory.dense import is_dense
 
 Hooks = Mapping[str, Mapping[int, Callable[[nn.Module], None]]]
 
@@ -89,3 +91,30 @@ def check_autocast(device_type: str) -> None:
             "the capture runs under torch.autocast with its cache, and a graph would keep the "
             "cached casts of weights. Pass cache_enabled=False to torch.autocast."
         )
+
+
+def check_outputs(label: str, outputs: Sequence[Any]) -> None:
+    """Raise CaptureError if the callable ``label`` returns anything but dense tensors and None."""
+    for output in outputs:
+        if output is None or (isinstance(output, torch.Tensor) and is_dense(output)):
+            continue
+        kind = type(output).__name__
+        if isinstance(output, torch.Tensor):
+            kind = f"tensor that is not dense ({output.layout})"
+        raise CaptureError(
+            f"{label} returned a {kind}; a graph returns only dense tensors. Leave this module out "
+            "of --cuda-graph-modules."
+        )
+
+
+def check_gradients(item: Recorded, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise CaptureError for a sparse gradient: how many values it has is up to the inputs."""
+    names = {id(parameter): name for name, parameter in item.module.named_parameters()}
+    needing = (tensor for tensor in item.inputs if tensor.requires_grad)
+    for tensor, gradient in zip(needing, gradients, strict=True):
+        if gradient is not None and not is_dense(gradient):
+            raise CaptureError(
+                f"{item.label}: the gradient of {names.get(id(tensor), 'an input')} is sparse, and "
+                "a graph returns only dense tensors. Make the module with sparse=False, or leave "
+                "it out of --cuda-graph-modules."
+            )

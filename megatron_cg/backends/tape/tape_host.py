@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from megatron_cg.backends.host_reads import in_this_thread
 from megatron_cg.upstream.patch import set_attribute
 
 Refuse = Callable[[str], Exception]
@@ -92,7 +93,7 @@ class Host:
 
     @contextmanager
     def watched(self, read: Refuse, upload: Refuse) -> Iterator[None]:
-        """In the block, refuse copies that do not appear as an ATen operation.
+        """In the block, refuse copies of this thread that do not appear as an ATen operation.
 
         Args:
             read: makes the error for a copy to the host, given the name of the call.
@@ -103,7 +104,9 @@ class Host:
 
             def put(owner: Any, name: str, make: Callable[[Any, str], Any]) -> None:
                 label = f"{'torch' if owner is torch else 'Tensor'}.{name}"
-                undo.callback(set_attribute(owner, name, make(getattr(owner, name), label)))
+                original = getattr(owner, name)
+                changed = in_this_thread(original, make(original, label))
+                undo.callback(set_attribute(owner, name, changed))
 
             for name in _READS:
                 put(torch.Tensor, name, self._reading)

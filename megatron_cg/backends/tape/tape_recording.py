@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from megatron_cg.backends.aten import written
 from megatron_cg.backends.driver.recorder import Tensors
 from megatron_cg.backends.host_reads import HostReads
 from megatron_cg.backends.tape.tape_memory import Pool, Slot, window
+from megatron_cg.errors import CaptureError
+from megatron_cg.memory.dense import is_dense
 
 #: ATen factories that do not initialise their result: a replay has nothing to do for them.
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -104,7 +107,14 @@ def storage_keys(tensors: Tensors) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
-_recording: list[Tape] = []
+class _OfThread(threading.local):
+    """The tapes that the current thread records; its operations alone are recorded."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+
+
+_here = _OfThread()
 
 
 def recorded_action(action: Callable[[], None]) -> None:
@@ -114,13 +124,13 @@ def recorded_action(action: Callable[[], None]) -> None:
     (``CUDAGraph.register_generator_state``).
     """
     action()
-    if _recording:
-        _recording[-1].entries.append(action)
+    if _here.tapes:
+        _here.tapes[-1].entries.append(action)
 
 
 def is_recording() -> bool:
     """Return whether a tape is being recorded, as ``torch.cuda.is_current_stream_capturing``."""
-    return bool(_recording)
+    return bool(_here.tapes)
 
 
 @contextmanager
@@ -134,7 +144,7 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
     tape = Tape(pool, label)
     reads = HostReads(module, label)
     recorder = _Recorder(tape, reads)
-    _recording.append(tape)
+    _here.tapes.append(tape)
     try:
         with (
             reads.waits_refused(),
@@ -143,7 +153,7 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
         ):
             yield tape
     finally:
-        _recording.pop()
+        _here.tapes.pop()
         recorder.put_back()
 
 
@@ -167,6 +177,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _leaves([args, *kwargs.values()])
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        self._check_dense(func, tensors)
         collective = func.namespace == "c10d"
         writes = tensors if collective else written(func, args, kwargs)
         if self._is_of_host(func, tensors, writes):
@@ -179,6 +190,7 @@ class _Recorder(TorchDispatchMode):
         self._save_outside(writes)
         result = func(*args, **kwargs)
         flat = _leaves(result)
+        self._check_dense(func, flat)
         _wait_for_collectives(func, flat)
         inputs = {t.untyped_storage()._cdata for t in tensors}
         results = tuple(self._result_slot(value, inputs, func) for value in flat)
@@ -189,6 +201,15 @@ class _Recorder(TorchDispatchMode):
             operation = _Operation(func, *slots, results, collective or functional)
             self._tape.entries.append(operation)
         return result
+
+    def _check_dense(self, func: torch._ops.OpOverload, values: Sequence[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and not is_dense(value):
+                raise CaptureError(
+                    f"{func} in {self._reads.place()} uses a tensor that is not dense "
+                    f"({value.layout}), and a tape records dense memory. Keep what is sparse "
+                    "outside of the captured module, or leave the module out."
+                )
 
     def _is_of_host(
         self,

@@ -25,11 +25,13 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_cg.capture.static_inputs import positional_names
+from megatron_cg.memory.dense import is_dense
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
-from megatron_cg.replay.plain import same_value
+from megatron_cg.replay.plain import contents, same_value
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 """Types that compare by value and cannot change in place."""
@@ -62,7 +64,7 @@ class _Expanded(_Mark):
 
     def is_like(self, value: Any) -> bool:
         """Whether ``value`` is a tensor that is expanded in the same way."""
-        if not isinstance(value, torch.Tensor) or value.shape != self._shape:
+        if not _is_plain_tensor(value) or value.shape != self._shape:
             return False
         return all(value.stride(dim) == 0 for dim in self._dims)
 
@@ -117,6 +119,12 @@ class CallForm:
             {one.name: one.default for one in parameters if one.default is not one.empty},
         )
 
+    @property
+    def signature(self) -> Any:
+        """Equal for calls of one form."""
+        leaves = self._leaves(self.args, self.kwargs)
+        return [(n, str(v) if isinstance(v, _Mark) else contents(v)) for n, v, _ in leaves]
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The name of the tensor that a graph gets by position; empty if there is none."""
@@ -168,7 +176,7 @@ class CallForm:
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
         found = [
-            f"argument {name} is {described(value)}"
+            f"argument {name} is {_in_words(value)}"
             for name, value, _ in self._leaves(self.args, self.kwargs)
             if not _is_input(value) and not isinstance(value, _CONSTANTS)
         ]
@@ -210,7 +218,7 @@ def _marked(value: Any) -> Any:
         return {key: _marked(inner) for key, inner in value.items()}
     if type(value) in _CONTAINERS:
         return type(value)(_marked(inner) for inner in value)
-    if not isinstance(value, torch.Tensor) or is_odd(value):
+    if not _is_plain_tensor(value):
         return value
     if not isinstance(value, nn.Parameter) and vars(value):
         return _Attributed(value)
@@ -218,10 +226,19 @@ def _marked(value: Any) -> Any:
     return _Expanded(value, dims) if dims else _TENSOR
 
 
-def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is more than values in memory: of a subclass, or sparse."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return not plain
+def _is_plain_tensor(value: Any) -> bool:
+    """Whether a value is a tensor that is its values in memory and no more: of no subclass."""
+    plain = type(value) in (torch.Tensor, nn.Parameter)
+    return plain and is_dense(value)
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return described(value)
+    if is_dense(value):
+        return f"a {type(value).__name__}, a subclass of torch.Tensor whose methods no graph runs"
+    kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+    return f"a {kind} tensor and not dense"
 
 
 def expanded_dims(tensor: torch.Tensor) -> list[int]:
@@ -264,15 +281,13 @@ def _filled(name: str, expected: Any, tensors: Mapping[str, torch.Tensor]) -> An
 
 
 def _same(expected: Any, actual: Any) -> bool:
+    if expected is actual:  # An observed call is compared with itself.
+        return True
     if isinstance(expected, _Mark) or isinstance(actual, torch.Tensor):
         if isinstance(expected, _Expanded | _Attributed):
             return expected.is_like(actual)
-        if expected is actual:  # An observed call, of what no graph can take.
-            return True
-        has_more = type(actual) not in _TENSOR_TYPES or actual.layout is not torch.strided
-        return expected is _TENSOR and not has_more and (
-            type(actual) is nn.Parameter or not vars(actual)
-        )
+        has_more = type(actual) is not nn.Parameter and vars(actual)
+        return expected is _TENSOR and _is_plain_tensor(actual) and not has_more
     # Only containers that differ are compared as a whole. 1 == True, but a module may treat them
     # differently.
     same_type = type(expected) is type(actual) and type(expected) not in _CONTAINERS

@@ -27,7 +27,6 @@ from megatron_cg.integrations.standalone.results import tensors_of
 from megatron_cg.integrations.standalone.sums import Sums
 from megatron_cg.upstream.copies import look_after, look_before
 
-
 _REMEMBERED = 8
 """How many steps are remembered."""
 

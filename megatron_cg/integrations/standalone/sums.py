@@ -13,7 +13,7 @@ started from Python goes through ``torch.autograd._engine_run_backward``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ _NUMBER = Symbol(
 )
 RELIES_ON = (_RUN, _NUMBER)
 _Edge = tuple[Any, int]
+_CAST = "a weight that torch.autocast has cast once, for uses inside and outside"
 
 
 @dataclass
@@ -128,15 +129,22 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]]) -> str | None:
     for edge, count in borders.items():
         others = len(users[edge]) - count
         what = names.get(edge) or _leaf_name(edge[0])
+        if what is None and _is_cast(edge[0]):
+            return _CAST
         if what is None:
-            return "a tensor that an operation outside of the unit has made"
+            continue  # The capture refuses what it reads.
         if (count > 1 and others) or (edge in several and count > 2):
             return f"{what}, used {count} times inside and {others} times outside"
     given = set(call.outputs)
     for edge, by in users.items():
-        if edge[0] in inside and edge not in given and any(node not in inside for node in by):
-            return f"a result of {edge[0].name()}, used inside and outside (a cast of autocast?)"
+        is_ours = edge[0] in inside and edge not in given and _is_cast(edge[0])
+        if is_ours and any(node not in inside for node in by):
+            return _CAST
     return None
+
+
+def _is_cast(node: Any) -> bool:
+    return str(node.name()).startswith("ToCopyBackward")
 
 
 def _is_new(node: Any, call: _Call) -> bool:

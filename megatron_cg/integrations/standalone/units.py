@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from megatron_cg.arguments.rules_environment import expandable_segments
 from megatron_cg.arguments.schema import VARIABLES, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import ConfigurationError, Violation
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.observe import Seen, overlaps
+from megatron_cg.memory.dense import is_dense
 
 UnitName = str | nn.Module | type[nn.Module]
 
@@ -49,9 +52,25 @@ def find_units(
     return found
 
 
-def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None:
-    """Raise ConfigurationError if the observed calls of a unit cannot be captured."""
+def check_seen(
+    found: Mapping[str, nn.Module], seen: Mapping[str, Seen], summed: Mapping[str, str]
+) -> None:
+    """Raise ConfigurationError if the observed calls of a unit cannot be captured.
+
+    ``summed`` says what ``sums.py`` has found, by unit.
+    """
     broken = [
+        Violation(
+            "unit-shared-gradients",
+            f"unit {name}: {what}",
+            "autograd sums the gradients of all uses one by one, and a graph those of its own uses "
+            "first, so the last bits would differ",
+            "use it once in the unit (x = x.view_as(x) as the first line of forward), or take the "
+            "unit out of units",
+        )
+        for name, what in summed.items()
+    ]
+    broken += [
         Violation(
             "unit-not-called",
             f"unit {name}",
@@ -65,11 +84,12 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
         Violation(
             "unit-arguments",
             f"unit {name}: {problem}",
-            "a graph takes tensors, also in tuples, lists and dicts; other arguments must be None, "
-            "numbers, strings, dtypes or shapes",
+            "a graph takes dense tensors, also in tuples, lists and dicts; other arguments must be "
+            "None, numbers, strings, dtypes or shapes",
             "call the model with use_cache=False"
             if problem.startswith("argument past_key_value")
-            else "pass the tensors themselves, or take the unit out of units",
+            else "pass the tensors themselves, of a sparse one its indices and values, or take the "
+            "unit out of units",
         )
         for name, call in seen.items()
         for problem in [*call.form.problems(), *_overlapping(call)]
@@ -136,6 +156,13 @@ def _unit_violations(
             "an FSDP unit inside another is gathered by the outer one, and has no graph of its own",
             "name one of the two, and shard only that one (fsdp_unit_modules, fully_shard)",
         )
+    if compiled := _compiled(sharding.network, name):
+        yield Violation(
+            "compiled-unit",
+            f"unit {name}: {compiled} is compiled by torch.compile",
+            "Dynamo would trace what observes the unit and replays its graph",
+            "compile functions or modules inside the unit instead, or take it out of units",
+        )
     for child, below in module.named_modules():
         if getattr(below, "fuse_wgrad_accumulation", False):
             yield Violation(
@@ -145,6 +172,15 @@ def _unit_violations(
                 "in its buffer; a replay runs no Python",
                 "fuse_wgrad_accumulation=False",
             )
+        for key, value in {**below._parameters, **below._buffers}.items():
+            if value is not None and not is_dense(value):
+                label = ".".join(part for part in (name, child, key) if part)
+                yield Violation(
+                    "unit-not-dense",
+                    f"{label} is a {value.layout} tensor and not dense",
+                    "a graph knows memory by its address, and such a tensor has none",
+                    "keep its indices and values, or take the unit out of units",
+                )
         limited = isinstance(below, nn.Embedding | nn.EmbeddingBag) and below.max_norm is not None
         if limited and below.weight.requires_grad:
             yield Violation(
@@ -154,6 +190,20 @@ def _unit_violations(
                 "would change it",
                 "limit the norms after the optimizer's step, or take the unit out of units",
             )
+
+
+def _compiled(network: nn.Module, name: str) -> str | None:
+    """The unit or a module around it that torch.compile compiles, in words."""
+    parts = name.split(".") if name else []
+    for count in range(len(parts) + 1):
+        path = ".".join(parts[:count])
+        module: Any = network.get_submodule(path)
+        is_compiled = isinstance(module, OptimizedModule) or (
+            getattr(module, "_compiled_call_impl", None) is not None
+        )
+        if is_compiled:
+            return path or "the model"
+    return None
 
 
 def _overlapping(call: Seen) -> list[str]:

@@ -188,7 +188,7 @@ def test_advice_that_cannot_be_given_does_not_hide_the_error(
 def test_the_tape_names_the_same_place(way: str, owner: str, one_rank: None) -> None:
     error = failing_capture(way, really_read, "attn", "mlp")
     assert isinstance(error, HostSyncError)
-    captured = f"(captured as {way} of callable 1 (TransformerLayer))"
+    captured = f"(captured as {way} of layer 1 (TransformerLayer))"
     place = f" in {owner} {captured} at {at(really_read)}`tensor.sum().item()` waits"
     assert f"aten._local_scalar_dense.default{place}" in str(error)
 

@@ -30,6 +30,9 @@ _OWN: Reasons = {
     "megatron_cg/backends/native/cuda_recorder.py": {
         ("torch.cuda.synchronize()",): "around the warmup of a capture; no step is under way"
     },
+    "megatron_cg/backends/cuda_cleanup.py": {
+        ("torch.cuda.synchronize()",): "after the warmup of a capture; no step is under way"
+    },
     "megatron_cg/backends/base.py": {
         ("torch.cuda.synchronize()",): "graphs are not destroyed while they run; no step follows"
     },

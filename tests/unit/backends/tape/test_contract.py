@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -67,6 +68,33 @@ def test_a_read_on_the_host_is_refused_with_op_and_module(
         capture(Reading(read))
     assert torch.ones(2).tolist() == torch.ones(2).cpu().to("cpu").tolist() == [1.0, 1.0]
     assert torch.ones(2).numpy().sum() == 2.0
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_another_thread_reads_waits_and_copies_meanwhile(in_backward: bool) -> None:
+    def work() -> list[Any]:
+        torch.cuda.synchronize()
+        made = torch.tensor([1.0, 2.0]).to(torch.device("cpu"))
+        recorded_action(lambda: actions.append(is_recording()))
+        return [made.tolist(), made.numpy().sum(), (made * 2).cpu().sum().item(), is_recording()]
+
+    def in_a_thread(*_tensors: torch.Tensor) -> None:
+        found.append(pool.submit(work).result())
+        assert is_recording() is (len(found) == 2)
+
+    class Later(Reading):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.inner(x)
+            hidden.register_hook(in_a_thread)
+            return hidden * 1
+
+    found: list[Any] = []
+    actions: list[bool] = []
+    with cpu_fakes(), ThreadPoolExecutor(1) as pool:
+        (graph,) = capture((Later if in_backward else Reading)(in_a_thread), num_warmup_iters=1)
+        assert found == [[[1.0, 2.0], 3.0, 6.0, False]] * 2
+        graph(torch.ones(2, 4)).sum().backward()
+    assert len(found) == 2 and actions == [False] * 2
 
 
 def wait_for_all() -> None:
