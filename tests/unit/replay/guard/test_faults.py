@@ -116,6 +116,14 @@ def hook_added(trainer: Any) -> None:
     layer_of(trainer).mlp.register_forward_hook(lambda _m, _i, out: (out[0] * 2, out[1]))
 
 
+def hook_beside(trainer: Any) -> None:
+    """On a module inside the graph that has hooks of Megatron-FSDP's."""
+    inside = layer_of(trainer).modules()
+    next(inside)
+    module = next(module for module in inside if module._forward_pre_hooks)
+    module.register_forward_pre_hook(lambda _module, args: (args[0] * 2, *args[1:]))
+
+
 def metrics_replaced(_trainer: Any) -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
@@ -155,6 +163,8 @@ class Case:
     """Steps before capture; with two, the rotary table is found to be one tensor in all steps."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of Megatron's TransformerConfig."""
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    """Of Megatron-FSDP."""
 
 
 FAULTS: dict[str, Case] = {
@@ -217,6 +227,11 @@ FAULTS: dict[str, Case] = {
 }
 """By the clause that has to see it. For ``frozen`` see test_frozen.py: Megatron-FSDP fails when a
 parameter is frozen or unfrozen after wrapping."""
+BESIDE = Case(
+    hook_beside,
+    "at capture and is with 2 others now",
+    fsdp={"megatron_fsdp_enable_fine_grained_param_gather": True},
+)
 
 
 class Numeric(TapeBackend):
@@ -240,6 +255,7 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
         dropout=0.1,
         bf16=False,
         options=case.options,
+        fsdp_options=case.fsdp,
     )
     with trainer_of(model, graphs=graphs) as trainer:
         trainer.backend = Numeric()
@@ -256,11 +272,16 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
         return numbers, trainer.session and trainer.session.counters
 
 
-@pytest.mark.parametrize("clause", FAULTS)
+@pytest.mark.parametrize(
+    ("clause", "case"),
+    [
+        *(pytest.param(clause, case, id=clause) for clause, case in FAULTS.items()),
+        pytest.param("hooks", BESIDE, id="hooks beside others"),
+    ],
+)
 def test_each_fault_is_seen_and_training_stays_bit_equal(
-    clause: str, one_rank: None, caplog: pytest.LogCaptureFixture
+    clause: str, case: Case, one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    case = FAULTS[clause]
     eager, _ = train(case, graphs=False)
     with caplog.at_level(logging.WARNING, LOGGER):
         graphed, counters = train(case, graphs=True)
