@@ -286,8 +286,9 @@ def _same(expected: Any, actual: Any) -> bool:
     if isinstance(expected, _Mark) or isinstance(actual, torch.Tensor):
         if isinstance(expected, _Expanded | _Attributed):
             return expected.is_like(actual)
-        has_more = type(actual) is not nn.Parameter and vars(actual)
-        return expected is _TENSOR and _is_plain_tensor(actual) and not has_more
+        if expected is not _TENSOR or not _is_plain_tensor(actual):
+            return False
+        return type(actual) is nn.Parameter or not vars(actual)
     # Only containers that differ are compared as a whole. 1 == True, but a module may treat them
     # differently.
     same_type = type(expected) is type(actual) and type(expected) not in _CONTAINERS
