@@ -92,6 +92,18 @@ class _Attributed(_Mark):
         return isinstance(value, torch.Tensor) and contents(vars(value)) == self._contents
 
 
+class _Again(_Mark):
+    """A tensor that the call gives a second time, so that a graph sums the gradients of both.
+
+    Args:
+        name: where it is given first.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the tensor of argument {name}")
+        self.name = name
+
+
 @dataclass(frozen=True)
 class CallForm:
     """The form of one unit's calls.
@@ -112,10 +124,12 @@ class CallForm:
     ) -> CallForm:
         """The form of ``forward(*args, **kwargs)``."""
         parameters = inspect.signature(forward).parameters.values()
+        positions = tuple(positional_names(forward, len(args), kwargs))
+        seen: dict[int, str] = {}
         return cls(
-            tuple(_marked(value) for value in args),
-            {name: _marked(value) for name, value in kwargs.items()},
-            tuple(positional_names(forward, len(args), kwargs)),
+            tuple(_marked(n, value, seen) for n, value in zip(positions, args, strict=True)),
+            {name: _marked(name, value, seen) for name, value in kwargs.items()},
+            positions,
             {one.name: one.default for one in parameters if one.default is not one.empty},
         )
 
@@ -147,7 +161,10 @@ class CallForm:
             return (), {}, found
         tensors: dict[str, torch.Tensor] = {}
         for name, expected, actual in self._leaves(args, kwargs):
-            if not _same(expected, actual):
+            if isinstance(expected, _Again):
+                if tensors.get(expected.name) is not actual:
+                    return (), {}, _mismatch(name, expected, actual)
+            elif not _same(expected, actual):
                 return (), {}, _mismatch(name, expected, actual)
             if expected is _TENSOR or isinstance(expected, _Attributed):
                 tensors[name] = actual
@@ -178,7 +195,7 @@ class CallForm:
         found = [
             f"argument {name} is {_in_words(value)}"
             for name, value, _ in self._leaves(self.args, self.kwargs)
-            if not _is_input(value) and not isinstance(value, _CONSTANTS)
+            if not isinstance(value, (_Mark, *_CONSTANTS))
         ]
         if not self.names:
             found.append("no argument is a tensor")
@@ -213,11 +230,15 @@ class CallForm:
         return self.defaults.get(name, _ABSENT)
 
 
-def _marked(value: Any) -> Any:
+def _marked(name: str, value: Any, seen: dict[int, str]) -> Any:
     if type(value) is dict:
-        return {key: _marked(inner) for key, inner in value.items()}
+        return {key: _marked(f"{name}[{key!r}]", one, seen) for key, one in value.items()}
     if type(value) in _CONTAINERS:
-        return type(value)(_marked(inner) for inner in value)
+        return type(value)(_marked(f"{name}[{n}]", one, seen) for n, one in enumerate(value))
+    if id(value) in seen:
+        return _Again(seen[id(value)])
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        seen[id(value)] = name
     if not _is_plain_tensor(value):
         return value
     if not isinstance(value, nn.Parameter) and vars(value):
@@ -275,6 +296,8 @@ def _filled(name: str, expected: Any, tensors: Mapping[str, torch.Tensor]) -> An
         return type(expected)(inner)
     if isinstance(expected, _Expanded):
         return expected.expand(tensors[name])
+    if isinstance(expected, _Again):
+        return tensors[expected.name]
     if isinstance(expected, _Attributed):
         vars(tensors[name]).update(expected.attributes)
     return tensors[name] if _is_input(expected) else expected

@@ -2,9 +2,9 @@
 
 Autograd adds up the gradients of all uses of a tensor in the order in which it meets them. A
 graph's backward pass sums the uses inside the unit first, and autograd adds only that sum to the
-others. With three uses or more the order of additions is another one then, and the last bits
-differ. So the graphs of autograd of the steps before capture are looked at, and such a unit is
-refused.
+others. If uses outside of the unit come later in the forward pass, their gradients come earlier,
+and with two uses inside the order of additions is another one: the last bits differ. So the graphs
+of autograd of the steps before capture are looked at, and such a unit is refused.
 
 Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
 started from Python goes through ``torch.autograd._engine_run_backward``.
@@ -43,6 +43,8 @@ class _Call:
     """The number that the first node of the call gets."""
     inputs: Mapping[str, _Edge]
     outputs: Sequence[_Edge] = ()
+    last: int = 0
+    """The number of the first node after the call."""
 
 
 class Sums:
@@ -74,6 +76,7 @@ class Sums:
         call = next((one for one in reversed(self._calls) if one.unit == unit), None)
         if call is not None and not call.outputs:
             call.outputs = [_edge(one) for one in outputs if one.grad_fn is not None]
+            call.last = _NUMBER.find()()
 
     def _look(self, roots: Any) -> None:
         if not self._calls:
@@ -125,16 +128,16 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]]) -> str | None:
             elif edge[0] is not None:
                 borders[edge] += 1
     names = {edge: name for name, edge in call.inputs.items()}
-    several = {edge for edge, n in Counter(call.inputs.values()).items() if n > 1}
     for edge, count in borders.items():
-        others = len(users[edge]) - count
+        others = [node for node in users[edge] if node not in inside]
+        later = sum(node._sequence_nr() >= call.last for node in others)
         what = names.get(edge) or _leaf_name(edge[0])
-        if what is None and _is_cast(edge[0]):
+        if what is None and _is_cast(edge[0]) and others:
             return _CAST
-        if what is None:
-            continue  # The capture refuses what it reads.
-        if (count > 1 and others) or (edge in several and count > 2):
-            return f"{what}, used {count} times inside and {others} times outside"
+        # The capture refuses what a unit reads besides. Uses of an input that is returned get their
+        # gradient by the graph.
+        if what is not None and count > 1 and later and edge not in call.outputs:
+            return f"{what}, used {count} times inside and {later} times later outside"
     given = set(call.outputs)
     for edge, by in users.items():
         is_ours = edge[0] in inside and edge not in given and _is_cast(edge[0])
