@@ -42,7 +42,7 @@ def _loaded(run: Any, u: Any) -> None:
 
 _WAYS = {
     "fewer rows": _way(rows=3),
-    "two microbatches": _way(micro=2),
+    "another microbatch": lambda run, u: _way(micro=run.way.micro + 1)(run, u),
     "evaluation": _way(after=torch.no_grad, training=False),
     "evaluation with grad": _way(after=torch.enable_grad, training=False),
     "pass without grad": _way(after=torch.no_grad),
@@ -107,6 +107,7 @@ AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     "global read": {"mask replaced": lambda run, u: set_(WORLD, "mask", WORLD.mask * 0.9)},
     "closure read": {"closure replaced": lambda run, u: u.swap(torch.full((W,), 0.25))},
     "list attribute read": {"entry": lambda run, u: u.tensors.__setitem__(0, torch.ones(W))},
+    "dict attribute read": {"value": lambda run, u: u.named.update(scale=torch.ones(W))},
     "object read": {"object replaced": lambda run, u: set_(u.box, "inner", u.box.inner * 0.5)},
     "class attribute read": {"class changed": lambda run, u: set_(type(u), "common", u.common / 2)},
     **dict.fromkeys(HOOKS, _NO_HOOKS),

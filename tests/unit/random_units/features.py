@@ -206,6 +206,7 @@ def _tagged(run: Any) -> Any:
 
 
 def _checkpointed(u: Any, y: Tensor, rate: float = 0.0, **options: Any) -> Any:
+    options.setdefault("use_reentrant", False)
     return checkpoint(lambda z: F.dropout(u.b(z), rate) if rate else u.b(z).tanh(), y, **options)
 
 
@@ -275,9 +276,12 @@ COMPUTE = {
     "fork rng": do(lambda u, y, v: _forked(y)),
     "python random": do(lambda u, y, v: y * (2 if random.random() < 0.5 else 1)),
     "numpy random": do(lambda u, y, v: y * float(np.random.rand())),
-    "checkpoint": do(lambda u, y, v: _checkpointed(u, y, 0.2, use_reentrant=False), b=linear),
+    "checkpoint": do(lambda u, y, v: _checkpointed(u, y), b=linear),
+    "checkpointed dropout": do(
+        lambda u, y, v: _checkpointed(u, y, 0.2, use_reentrant=False), b=linear
+    ),
     "checkpoint without rng": do(
-        lambda u, y, v: _checkpointed(u, y, use_reentrant=False, preserve_rng_state=False), b=linear
+        lambda u, y, v: _checkpointed(u, y, preserve_rng_state=False), b=linear
     ),
     "reentrant checkpoint": do(lambda u, y, v: _checkpointed(u, y, use_reentrant=True), b=linear),
     "clone written": do(lambda u, y, v: first(z := y.clone(), z.mul_(2), z[:, 1].zero_())),
@@ -326,6 +330,9 @@ STATE = {
     ),
     "list attribute read": do(
         lambda u, y, v: y * u.tensors[0], tensors=lambda: [torch.full((W,), 0.5)]
+    ),
+    "dict attribute read": do(
+        lambda u, y, v: y * u.named["scale"], named=lambda: {"scale": torch.full((W,), 0.5)}
     ),
     "object read": do(
         lambda u, y, v: y * u.box.inner, box=lambda: SimpleNamespace(inner=torch.ones(W))
@@ -479,11 +486,13 @@ HOOKS = {
 }
 FEATURES: dict[str, Feature] = {**COMPUTE, **STATE, **ARGUMENTS, **RESULTS, **HOOKS}
 HARD = (
-    "from a list|gradient inside|saved elsewhere|read on the host|rows by mask|own generator"
-    "|seed inside|fork rng|python random|numpy random|reentrant checkpoint|input written"
-    "|input data written|hidden module|weight written|frozen weight written|buffer replaced"
-    "|attribute replaced|list attribute filled|dict attribute filled|list attribute read"
-    "|object read|class attribute read|global read|global filled|closure read|counter|call count"
-    "|warmup by the loop|NamedTuple given|dataclass given|argument written|list filled|dict filled"
-    "|sparse|tagged|subclass|hook inside|backward hook inside|node hook|tensor hook|global hook"
-).split("|")
+    "from a list, gradient inside, saved elsewhere, read on the host, rows by mask, "
+    "own generator, seed inside, checkpointed dropout, fork rng, python random, "
+    "numpy random, reentrant checkpoint, input written, input data written, hidden module, "
+    "weight written, frozen weight written, buffer replaced, attribute replaced, "
+    "list attribute filled, dict attribute filled, list attribute read, dict attribute read, "
+    "object read, class attribute read, global read, global filled, closure read, counter, "
+    "call count, warmup by the loop, NamedTuple given, dataclass given, argument written, "
+    "list filled, dict filled, sparse, tagged, subclass, hook inside, backward hook inside, "
+    "node hook, tensor hook, global hook"
+).split(", ")

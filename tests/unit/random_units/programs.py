@@ -39,6 +39,10 @@ class Program:
     """Around the forward pass, or around the whole step."""
     sharding: str = ""
     optimizer: str = "SGD"
+    residual: bool = True
+    """Whether units add their input to what they compute."""
+    micro: int = 1
+    """Microbatches of a step."""
     embed: bool = True
     input_grad: bool = False
     around: str = ""
@@ -60,7 +64,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
     chance = random.Random(f"{seed}/{attempt}")
     count = chance.choice((1, 1, 2, 2, 3))
     units = [chance.sample(EASY, chance.randint(1, 4)) for _ in range(count)]
-    if chance.random() < 0.35:
+    if chance.random() < 0.3:
         hard = chance.choice(units)
         hard[chance.randrange(len(hard))] = chance.choice(HARD)
     names, steps = [*EVENTS], range(STEPS)
@@ -69,10 +73,11 @@ def draw(seed: int, attempt: int = 0) -> Program:
         for _ in range(chance.choice((0, 0, 1, 1, 2, 3)))
     ]
     for number, features in enumerate(units):
-        for name in (one for one in features if one in AFTER and chance.random() < 0.4):
-            events.append((chance.choice(steps[2:]), chance.choice([*AFTER[name]]), number))
+        for name in (one for one in features if one in AFTER):
+            if chance.random() < (0.8 if name in HARD else 0.4):
+                events.append((chance.choice(steps[2:]), chance.choice([*AFTER[name]]), number))
     order = [*range(count)]
-    if chance.random() < 0.12:
+    if chance.random() < 0.1:
         order.insert(chance.randrange(count + 1), chance.randrange(count))
     rare = chance.random()
     return Program(
@@ -83,10 +88,12 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice(["nothing"] * 6 + [*BETWEEN]),
         chance.choice(SHARED) if chance.random() < 0.5 else "",
         chance.choice(FROZEN) if chance.random() < 0.5 else "",
-        chance.choice(("positions", "names", "all names") * 12 + ("forward",)),
+        chance.choice(("positions", "names", "all names") * 25 + ("forward",)),
         chance.choice(("", "", "", "forward", "step")),
         "fsdp" if rare < 0.06 else "ddp" if rare < 0.12 else "",
         chance.choice(("SGD", "AdamW")),
+        chance.random() < 0.6,
+        chance.choice((1, 1, 1, 1, 1, 2)),
         chance.random() < 0.85,
         chance.random() < 0.15,
         chance.choice(("use_reentrant", "not")) if chance.random() < 0.02 else "",
@@ -100,6 +107,7 @@ class Unit(nn.Module):
     """A linear layer with a residual; its class has its features."""
 
     features: ClassVar[tuple[Feature, ...]] = ()
+    residual = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,12 +135,18 @@ class Unit(nn.Module):
             y = y if scale is None else y * scale
         if self.one is True or str(self.zero) == "-0.0":
             y = y * 0.5
-        return self._result(x, x + y)
+        return self._result(x, x + y if self.residual else y)
 
     def _result(self, x: Any, y: Any) -> Any:
         for feature in self.features:
             y = feature.wrap(self, x, y)
         return y
+
+
+def _unit(features: tuple[Feature, ...], residual: bool) -> Unit:
+    """A unit of a class of its own."""
+    made: type[Unit] = type("Unit", (Unit,), {"features": features, "residual": residual})
+    return made()
 
 
 class Net(nn.Module):
@@ -143,7 +157,7 @@ class Net(nn.Module):
         self.program = program
         self.embed = nn.Linear(W, W) if program.embed else nn.Identity()
         self.units = nn.ModuleList(
-            type("Unit", (Unit,), {"features": tuple(FEATURES[name] for name in names)})()
+            _unit(tuple(FEATURES[name] for name in names), program.residual)
             for names in program.units
         )
         self.head = nn.Linear(W, W)
