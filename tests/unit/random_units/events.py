@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.unit.random_units.features import HOOKS, WORLD, W, counted, hook_node, linear, set_
+from tests.unit.random_units.calls import HOOKS
+from tests.unit.random_units.features import WORLD, W, counted, hook_node, linear, set_
 
 
 def _trained(run: Any, weight: nn.Parameter) -> nn.Parameter:

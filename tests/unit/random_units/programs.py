@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.unit.random_units.calls import FEATURES, HARD
 from tests.unit.random_units.events import AFTER, BETWEEN, EVENTS
-from tests.unit.random_units.features import FEATURES, HARD, Feature, W
+from tests.unit.random_units.features import Feature, W
 
 STEPS, ROWS = 8, 5
 """Steps of a program, and rows of a batch."""
