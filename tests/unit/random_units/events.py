@@ -71,7 +71,7 @@ _CHANGES = {
         u.a, "weight", _trained(run, nn.Parameter(torch.full((W, W), 0.1)))
     ),
     "module replaced": lambda run, u: set_(u, "act", nn.Sigmoid()),
-    "buffer added": lambda run, u: set_(u, "bonus", nn.Buffer(torch.full((W,), 0.5))),
+    "buffer added": lambda run, u: u.register_buffer("bonus", torch.full((W,), 0.5)),
     "gain": lambda run, u: set_(u, "gain", torch.full((W,), 0.5 + run.s / 10)),
     "no gain": lambda run, u: set_(u, "gain", None),
     "early exit": lambda run, u: set_(u, "skips", not u.skips),

@@ -251,7 +251,7 @@ STATE = {
     "hidden module": do(lambda u, y, v: u.hidden[0](y), hidden=lambda: [linear()]),
     "weight written": do(lambda u, y, v: first(y, _no_grad(lambda: u.a.weight.mul_(0.99)))),
     "frozen weight written": do(
-        lambda u, y, v: first(u.d(y), _no_grad(lambda: u.d.weight.lerp_(u.a.weight, 0.1))),
+        lambda u, y, v: (_no_grad(lambda: u.d.weight.lerp_(u.a.weight, 0.1)), u.d(y))[1],
         d=lambda: linear().requires_grad_(False),
     ),
     "batch norm": do(lambda u, y, v: u.bn(y), bn=lambda: nn.BatchNorm1d(W)),

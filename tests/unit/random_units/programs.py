@@ -115,7 +115,7 @@ class Unit(nn.Module):
         self.a, self.act, self.drop = nn.Linear(W, W), nn.Tanh(), nn.Dropout(0.0)
         self.extra = nn.ModuleList()
         self.register_parameter("late", None)
-        self.gain = self.bonus = None
+        self.gain = None
         self.scale, self.zero, self.one, self.skips = 1.0, 0.0, 1, False
         for feature in self.features:
             for name, make in feature.made.items():
@@ -132,7 +132,7 @@ class Unit(nn.Module):
         for module in self.extra:
             y = module(y)
         y = self.drop(self.act(self.a(y))) * self.scale
-        for scale in (self.gain, self.bonus, self.late):
+        for scale in (getattr(self, name, None) for name in ("gain", "bonus", "late")):
             y = y if scale is None else y * scale
         if self.one is True or str(self.zero) == "-0.0":
             y = y * 0.5
