@@ -81,6 +81,8 @@ def draw(seed: int, attempt: int = 0) -> Program:
     if chance.random() < 0.1:
         order.insert(chance.randrange(count + 1), chance.randrange(count))
     rare = chance.random()
+    # FSDP2 frees a weight after its unit, and reading it there ends the process, eagerly too.
+    is_kept = any("weight returned" in names for names in units)
     return Program(
         seed,
         tuple(map(tuple, units)),
@@ -91,7 +93,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice(FROZEN) if chance.random() < 0.5 else "",
         chance.choice(("positions", "names", "all names") * 25 + ("forward",)),
         chance.choice(("", "", "", "forward", "step")),
-        "fsdp" if rare < 0.06 else "ddp" if rare < 0.12 else "",
+        "fsdp" if rare < 0.06 and not is_kept else "ddp" if rare < 0.12 else "",
         chance.choice(("SGD", "AdamW")),
         chance.random() < 0.6,
         chance.choice((1, 1, 1, 1, 1, 2)),
