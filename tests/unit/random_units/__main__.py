@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.unit.random_units.programs import Program
-from tests.unit.random_units.search import outcomes
+from tests.unit.random_units.search import each, outcomes
 from tests.unit.random_units.training import eager_trace, tried
 
 
@@ -26,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 300), metavar=("FROM", "TO"))
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--each", action="store_true", help="try each thing alone, not seeds")
     parser.add_argument("--whole", action="store_true", help="print failing programs as drawn")
     parser.add_argument("--json", type=Path, help="write program and outcome of each seed there")
     parser.add_argument("--before", type=Path, help="such a file: name what was equal then only")
@@ -36,8 +37,10 @@ def main() -> int:
         print(tried(program, eager_trace(program) or []))
         return 0
     found, began = {}, time.monotonic()
-    shrinks = not options.whole
-    for seed, program, outcome in outcomes([*range(*options.seeds)], options.jobs, shrinks):
+    shrinks, seeds = not options.whole, [*range(*options.seeds)]
+    for seed, program, outcome in (
+        each() if options.each else outcomes(seeds, options.jobs, shrinks)
+    ):
         found[str(seed)] = {"program": str(program), **asdict(outcome)}
         if outcome.fails:
             print(f"seed {seed}: {outcome.kind}: {outcome.reason[:300]}\n    {program}", flush=True)

@@ -72,7 +72,7 @@ _CHANGES = {
     ),
     "module replaced": lambda run, u: set_(u, "act", nn.Sigmoid()),
     "buffer added": lambda run, u: u.register_buffer("bonus", torch.full((W,), 0.5)),
-    "gain": lambda run, u: set_(u, "gain", torch.full((W,), 0.5 + run.s / 10)),
+    "gain": lambda run, u: set_(u, "gain", torch.full((W,), 0.45 + run.s / 10)),
     "no gain": lambda run, u: set_(u, "gain", None),
     "early exit": lambda run, u: set_(u, "skips", not u.skips),
     "scale": lambda run, u: set_(u, "scale", u.scale * 0.5),

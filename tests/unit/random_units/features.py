@@ -248,7 +248,11 @@ STATE = {
     "weight detached": do(lambda u, y, v: y * u.a.weight.detach().mean()),
     "frozen": do(lambda u, y, v: u.c(y), c=lambda: linear().requires_grad_(False)),
     "unused weight": do(lambda u, y, v: y, unused=linear),
-    "hidden module": do(lambda u, y, v: u.hidden[0](y), hidden=lambda: [linear()]),
+    "hidden module": Feature(
+        lambda u, y, v: u.hidden[0](y),
+        unwrap=lambda run, u, out: first(out, run.see("hidden", u.hidden[0].weight.grad)),
+        made={"hidden": lambda: [linear()]},
+    ),
     "weight written": do(lambda u, y, v: first(y, _no_grad(lambda: u.a.weight.mul_(0.99)))),
     "frozen weight written": do(
         lambda u, y, v: (_no_grad(lambda: u.d.weight.lerp_(u.a.weight, 0.1)), u.d(y))[1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -104,6 +105,28 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice((0, 0, 0, 1, 2)),
         chance.choice(("eager", "eager", "eager", "recapture")),
     )
+
+
+def alone() -> Iterator[Program]:
+    """Each thing by itself: what a program of one unit can have."""
+    for autocast in ("", "forward"):
+        yield from (Program(1, ((name,),), autocast=autocast) for name in FEATURES)
+    for name, events in AFTER.items():
+        yield from (Program(1, ((name,),), ((5, event, 0),)) for event in events)
+    for step in (1, 5):
+        yield from (Program(1, events=((step, name, 0),)) for name in EVENTS)
+    yield from (Program(1, between=name, residual=False) for name in BETWEEN)
+    yield from (Program(1, frozen=name) for name in dict.fromkeys(FROZEN))
+    for autocast in ("", "forward", "step"):
+        yield Program(1, autocast=autocast)
+        yield Program(1, autocast=autocast, order=(0, 0))
+        yield Program(1, autocast=autocast, shared="head")
+        yield Program(1, (("plain",), ("plain",)), order=(0, 1), autocast=autocast, shared="units")
+    for option in ("fsdp", "ddp"):
+        yield Program(1, sharding=option, micro=2)
+    yield Program(1, between="skip")
+    yield Program(1, embed=False, input_grad=True)
+    yield Program(1, around="not")
 
 
 class Unit(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import multiprocessing
 import os
 import warnings
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.unit.random_units.programs import Program, draw
+from tests.unit.random_units.programs import Program, alone, draw
 from tests.unit.random_units.training import LIMIT, Outcome, clean, eager_trace, outcome_of, tried
 
 
@@ -69,6 +70,18 @@ def smallest(program: Program, outcome: Outcome) -> tuple[Program, Outcome]:
                 break
     clean()
     return program, outcome
+
+
+def each() -> Iterator[tuple[str, Program, Outcome]]:
+    """The outcomes of programs with one thing each."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for program in alone():
+        expected = eager_trace(program)
+        if expected is not None:
+            with redirect_stdout(io.StringIO()):
+                outcome = tried(program, expected)
+            yield str(program), program, outcome
 
 
 def _work(seeds: list[int], sent: Connection, shrinks: bool) -> None:
