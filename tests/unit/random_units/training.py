@@ -84,7 +84,10 @@ class Run:
             on_mismatch=self.program.on_mismatch,  # type: ignore[arg-type]
             verify_interval=self.program.verify_interval,
         )
-        self.train()
+        try:
+            self.train()
+        finally:
+            self.close()
         return graphs.counters.replayed
 
     def close(self) -> None:
@@ -94,8 +97,10 @@ class Run:
             self.graphs = None
 
     def train(self) -> None:
-        """All steps; a refused capture leaves the run as an eager one."""
-        for self.s in range(STEPS):
+        """All steps; a refused capture leaves the run as an eager one, and so do closed graphs."""
+        for self.s in range(STEPS + 1):
+            if self.s == STEPS:
+                self.close()
             self.way = self._new_way()
             for step, name, number in self.program.events:
                 if step == self.s:
@@ -318,8 +323,6 @@ def tried(program: Program, expected: list[Any]) -> Outcome:
         except (Exception, Hangs) as error:
             name = type(error).__name__
             return Outcome("hanging" if name == "Hangs" else "crashed", f"{name}: {error}")
-        finally:
-            run.close()
     pairs = zip(expected, run.trace, strict=False)
     first = next((one[0] for one, two in pairs if one != two), None)
     if first is None and raised is run.refused and len(expected) != len(run.trace):
@@ -343,8 +346,8 @@ def _refusal(error: MegatronCGError, where: str) -> Outcome:
         return Outcome(
             "refused", where + " + ".join(sorted({one.rule for one in error.violations}))
         )
-    text = re.sub(r"[0-9.]+", "#", str(error))
-    return Outcome("refused", f"{where}{type(error).__name__}: {text[:60]}")
+    text = re.sub(r"[0-9.]+|(?<=argument )[a-z]", "#", str(error).partition(" at /")[0])
+    return Outcome("refused", f"{where}{type(error).__name__}: {text[:100]}")
 
 
 def program_of(seed: int) -> tuple[Program, list[Any]]:
