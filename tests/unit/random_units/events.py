@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.unit.random_units.features import HOOKS, WORLD, W, counted, hook_node, linear, set_
+from tests.unit.random_units.calls import HOOKS
+from tests.unit.random_units.features import WORLD, W, counted, hook_node, linear, set_
 
 
 def _trained(run: Any, weight: nn.Parameter) -> nn.Parameter:
@@ -42,7 +43,7 @@ def _loaded(run: Any, u: Any) -> None:
 
 _WAYS = {
     "fewer rows": _way(rows=3),
-    "two microbatches": _way(micro=2),
+    "another microbatch": lambda run, u: _way(micro=run.way.micro + 1)(run, u),
     "evaluation": _way(after=torch.no_grad, training=False),
     "evaluation with grad": _way(after=torch.enable_grad, training=False),
     "pass without grad": _way(after=torch.no_grad),
@@ -70,8 +71,8 @@ _CHANGES = {
         u.a, "weight", _trained(run, nn.Parameter(torch.full((W, W), 0.1)))
     ),
     "module replaced": lambda run, u: set_(u, "act", nn.Sigmoid()),
-    "buffer added": lambda run, u: set_(u, "bonus", nn.Buffer(torch.full((W,), 0.5))),
-    "gain": lambda run, u: set_(u, "gain", torch.full((W,), 0.5 + run.s / 10)),
+    "buffer added": lambda run, u: u.register_buffer("bonus", torch.full((W,), 0.5)),
+    "gain": lambda run, u: set_(u, "gain", torch.full((W,), 0.45 + run.s / 10)),
     "no gain": lambda run, u: set_(u, "gain", None),
     "early exit": lambda run, u: set_(u, "skips", not u.skips),
     "scale": lambda run, u: set_(u, "scale", u.scale * 0.5),
@@ -107,6 +108,7 @@ AFTER: dict[str, dict[str, Callable[..., Any]]] = {
     "global read": {"mask replaced": lambda run, u: set_(WORLD, "mask", WORLD.mask * 0.9)},
     "closure read": {"closure replaced": lambda run, u: u.swap(torch.full((W,), 0.25))},
     "list attribute read": {"entry": lambda run, u: u.tensors.__setitem__(0, torch.ones(W))},
+    "dict attribute read": {"value": lambda run, u: u.named.update(scale=torch.ones(W))},
     "object read": {"object replaced": lambda run, u: set_(u.box, "inner", u.box.inner * 0.5)},
     "class attribute read": {"class changed": lambda run, u: set_(type(u), "common", u.common / 2)},
     **dict.fromkeys(HOOKS, _NO_HOOKS),

@@ -1,7 +1,6 @@
 """What random units do.
 
-A feature knows nothing of graphs. Those of :data:`HARD` may be refused by name; all others are what
-models do every day, and are replayed.
+A feature knows nothing of graphs. ``calls.py`` has those of arguments, results and hooks.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,21 +69,6 @@ class Feature:
     """Attributes of the unit."""
 
 
-class Pair(NamedTuple):
-    """Two results with names."""
-
-    main: Any
-    more: Any
-
-
-@dataclass
-class Record:
-    """The same as a dataclass."""
-
-    main: Any
-    more: Any
-
-
 class Doubled(torch.autograd.Function):
     """A function with a backward pass of its own, and one argument that is no tensor."""
 
@@ -110,10 +94,6 @@ class Clamped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
-
-
-class Tagged(Tensor):
-    """A subclass of tensors."""
 
 
 def set_(owner: Any, name: str, value: Any) -> Any:
@@ -187,29 +167,17 @@ def _saved(u: Any, y: Tensor) -> Any:
         return u.b(y).sin()
 
 
-def _hooked(y: Tensor) -> Tensor:
-    y = y * 1.0
-    if y.requires_grad:
-        y.register_hook(counted("tensor", lambda grad: grad * 0.5))
-    return y
-
-
 def _closure(u: Any) -> None:
     held = [torch.full((W,), 0.5)]
     u.closed, u.swap = lambda y: y * held[0], lambda value: held.__setitem__(0, value)
 
 
-def _tagged(run: Any) -> Any:
-    tensor: Any = run.rand(W)
-    tensor.tag = 2 + run.s // 4
-    return tensor
-
-
 def _checkpointed(u: Any, y: Tensor, rate: float = 0.0, **options: Any) -> Any:
+    options.setdefault("use_reentrant", False)
     return checkpoint(lambda z: F.dropout(u.b(z), rate) if rate else u.b(z).tanh(), y, **options)
 
 
-def _normal(u: Any, y: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
+def keep_loss(u: Any, y: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
     """Keep a loss somewhere."""
     loss(y.float().square().mean())
     return y
@@ -218,20 +186,6 @@ def _normal(u: Any, y: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
 def do(inside: Callable[..., Any], give: Any = None, **made: Any) -> Feature:
     """A feature that computes, with an argument if ``give`` makes one."""
     return Feature(inside, give or (lambda run, x: None), made=made)
-
-
-def result(wrap: Any, unwrap: Any = lambda run, u, out: out[0], loss: Any = None) -> Feature:
-    """A feature that returns more; ``loss`` takes a term of the loss out of it."""
-    if loss is None:
-        return Feature(wrap=wrap, unwrap=unwrap)
-    return Feature(
-        wrap=wrap, unwrap=lambda run, u, out: first(unwrap(run, u, out), run.add(loss(out)))
-    )
-
-
-def hooked(build: Callable[[Any], Any]) -> Feature:
-    """A feature that registers a hook."""
-    return Feature(build=lambda u: WORLD.handles.append(build(u)))
 
 
 COMPUTE = {
@@ -275,9 +229,12 @@ COMPUTE = {
     "fork rng": do(lambda u, y, v: _forked(y)),
     "python random": do(lambda u, y, v: y * (2 if random.random() < 0.5 else 1)),
     "numpy random": do(lambda u, y, v: y * float(np.random.rand())),
-    "checkpoint": do(lambda u, y, v: _checkpointed(u, y, 0.2, use_reentrant=False), b=linear),
+    "checkpoint": do(lambda u, y, v: _checkpointed(u, y), b=linear),
+    "checkpointed dropout": do(
+        lambda u, y, v: _checkpointed(u, y, 0.2, use_reentrant=False), b=linear
+    ),
     "checkpoint without rng": do(
-        lambda u, y, v: _checkpointed(u, y, use_reentrant=False, preserve_rng_state=False), b=linear
+        lambda u, y, v: _checkpointed(u, y, preserve_rng_state=False), b=linear
     ),
     "reentrant checkpoint": do(lambda u, y, v: _checkpointed(u, y, use_reentrant=True), b=linear),
     "clone written": do(lambda u, y, v: first(z := y.clone(), z.mul_(2), z[:, 1].zero_())),
@@ -291,10 +248,14 @@ STATE = {
     "weight detached": do(lambda u, y, v: y * u.a.weight.detach().mean()),
     "frozen": do(lambda u, y, v: u.c(y), c=lambda: linear().requires_grad_(False)),
     "unused weight": do(lambda u, y, v: y, unused=linear),
-    "hidden module": do(lambda u, y, v: u.hidden[0](y), hidden=lambda: [linear()]),
+    "hidden module": Feature(
+        lambda u, y, v: u.hidden[0](y),
+        unwrap=lambda run, u, out: first(out, run.see("hidden", u.hidden[0].weight.grad)),
+        made={"hidden": lambda: [linear()]},
+    ),
     "weight written": do(lambda u, y, v: first(y, _no_grad(lambda: u.a.weight.mul_(0.99)))),
     "frozen weight written": do(
-        lambda u, y, v: first(u.d(y), _no_grad(lambda: u.d.weight.lerp_(u.a.weight, 0.1))),
+        lambda u, y, v: (_no_grad(lambda: u.d.weight.lerp_(u.a.weight, 0.1)), u.d(y))[1],
         d=lambda: linear().requires_grad_(False),
     ),
     "batch norm": do(lambda u, y, v: u.bn(y), bn=lambda: nn.BatchNorm1d(W)),
@@ -313,19 +274,22 @@ STATE = {
         unwrap=lambda run, u, out: first(out, run.see("metric", u.metric)),
     ),
     "loss kept": Feature(
-        lambda u, y, v: _normal(u, y, lambda loss: set_(u, "aux", loss)),
+        lambda u, y, v: keep_loss(u, y, lambda loss: set_(u, "aux", loss)),
         unwrap=lambda run, u, out: first(out, run.add(u.aux)),
     ),
     "list attribute filled": do(
-        lambda u, y, v: _normal(u, y, u.history.append), history=lambda: []
+        lambda u, y, v: keep_loss(u, y, u.history.append), history=lambda: []
     ),
     "dict attribute filled": Feature(
-        lambda u, y, v: _normal(u, y, lambda loss: u.memo.update(loss=loss)),
+        lambda u, y, v: keep_loss(u, y, lambda loss: u.memo.update(loss=loss)),
         unwrap=lambda run, u, out: first(out, run.add(u.memo["loss"])),
         made={"memo": dict},
     ),
     "list attribute read": do(
         lambda u, y, v: y * u.tensors[0], tensors=lambda: [torch.full((W,), 0.5)]
+    ),
+    "dict attribute read": do(
+        lambda u, y, v: y * u.named["scale"], named=lambda: {"scale": torch.full((W,), 0.5)}
     ),
     "object read": do(
         lambda u, y, v: y * u.box.inner, box=lambda: SimpleNamespace(inner=torch.ones(W))
@@ -334,7 +298,7 @@ STATE = {
         lambda u, y, v: y * u.common, build=lambda u: set_(type(u), "common", torch.ones(W))
     ),
     "global read": do(lambda u, y, v: y * WORLD.mask),
-    "global filled": do(lambda u, y, v: _normal(u, y, WORLD.kept.append)),
+    "global filled": do(lambda u, y, v: keep_loss(u, y, WORLD.kept.append)),
     "closure read": Feature(lambda u, y, v: u.closed(y), build=_closure),
     "counter": do(lambda u, y, v: y * (1 + set_(u, "count", u.count + 1) % 2), count=lambda: 0),
     "call count": do(lambda u, y, v: first(y, set_(u, "n", u.n + 1)), n=lambda: 0),
@@ -350,140 +314,3 @@ STATE = {
         made={"factor": lambda: 0.0},
     ),
 }
-ARGUMENTS = {
-    "mask": do(lambda u, y, v: y.masked_fill(v, 0.0), lambda run, x: run.rand(W) > 0.8),
-    "index": do(
-        lambda u, y, v: y + u.embedding(v),
-        lambda run, x: (run.rand(len(x)) * 5).long(),
-        embedding=lambda: nn.Embedding(5, W),
-    ),
-    "nested argument": do(
-        lambda u, y, v: y * v[0][0] * v[0][1] + v[1]["k"][0],
-        lambda run, x: ((run.rand(W), 2), {"k": [run.rand(len(x), W), None]}),
-    ),
-    "constants": do(
-        lambda u, y, v: getattr(torch, v[1])(y * v[0]) if v[2] and v[3] is None else y,
-        lambda run, x: (1.5, "tanh", True, None),
-    ),
-    "number that changes": do(
-        lambda u, y, v: y + y.new_ones(W).div(v).clamp(-1, 1),
-        lambda run, x: 0.0 if run.s < 5 else -0.0,
-    ),
-    "one and True": do(
-        lambda u, y, v: y * (2 if v is True else 1), lambda run, x: 1 if run.s < 5 else True
-    ),
-    "tensor or None": do(
-        lambda u, y, v: y if v is None else y * v, lambda run, x: run.rand(W) if run.s < 5 else None
-    ),
-    "None or tensor": do(
-        lambda u, y, v: y if v is None else y * v, lambda run, x: None if run.s < 5 else run.rand(W)
-    ),
-    "input twice": do(lambda u, y, v: y * v, lambda run, x: x),
-    "view of the input": do(lambda u, y, v: y * v, lambda run, x: x[:, :1]),
-    "expanded": do(lambda u, y, v: y * v, lambda run, x: run.rand(1, W).expand(len(x), W)),
-    "transposed": do(lambda u, y, v: y * v, lambda run, x: run.rand(W, len(x)).t()),
-    "scalar and empty": do(
-        lambda u, y, v: y * v[0] + v[1].sum(), lambda run, x: (run.rand(), run.rand(0))
-    ),
-    "same table": do(lambda u, y, v: y * v, lambda run, x: run.table),
-    "leaf": do(lambda u, y, v: y * v, lambda run, x: run.leaf),
-    "weight as argument": do(lambda u, y, v: F.linear(y, v), lambda run, x: run.net.head.weight),
-    "dtype and shape": do(
-        lambda u, y, v: y.to(v[0]).view(v[1]), lambda run, x: (torch.float32, x.shape)
-    ),
-    "NamedTuple given": do(lambda u, y, v: y * v.main, lambda run, x: Pair(run.rand(W), 1)),
-    "dataclass given": do(lambda u, y, v: y * v.main, lambda run, x: Record(run.rand(W), 1)),
-    "argument written": do(lambda u, y, v: y * v.add_(1), lambda run, x: run.tally),
-    "list filled": do(lambda u, y, v: _normal(u, y, v.append), lambda run, x: run.terms),
-    "dict filled": Feature(
-        lambda u, y, v: _normal(u, y, lambda loss: v.update(loss=loss)),
-        lambda run, x: set_(run, "into", {}),
-        unwrap=lambda run, u, out: first(out, run.add(run.into["loss"])),
-    ),
-    "sparse": do(
-        lambda u, y, v: torch.sparse.mm(v, y), lambda run, x: torch.eye(len(x)).to_sparse()
-    ),
-    "tagged": do(lambda u, y, v: y * v.tag, lambda run, x: _tagged(run)),
-    "subclass": do(
-        lambda u, y, v: y * v.as_subclass(Tensor), lambda run, x: run.rand(W).as_subclass(Tagged)
-    ),
-}
-RESULTS = {
-    "tuple": result(lambda u, x, y: (y, y.square().mean()), loss=lambda out: out[1]),
-    "dict": result(
-        lambda u, x, y: {"main": y, "more": {"loss": y.abs().mean()}},
-        lambda run, u, out: out["main"],
-        lambda out: out["more"]["loss"],
-    ),
-    "NamedTuple": result(
-        lambda u, x, y: Pair(y, y.mean()), lambda run, u, out: out.main, lambda out: out.more
-    ),
-    "dataclass": result(
-        lambda u, x, y: Record(y, (y.mean(), 1)),
-        lambda run, u, out: out.main,
-        lambda out: out.more[0] * out.more[1],
-    ),
-    "unused result": result(lambda u, x, y: (y, y * 2)),
-    "metric returned": result(
-        lambda u, x, y: [y, y.detach().mean(), y.argmax(-1)],
-        lambda run, u, out: first(out[0], run.see("returned", out[1:])),
-    ),
-    "None and numbers": result(
-        lambda u, x, y: [None, y, 1, 2.5, "text", True, len(y), u.scale],
-        lambda run, u, out: first(out[1], run.see("constants", [out[0], *out[2:]])),
-    ),
-    "weight returned": result(
-        lambda u, x, y: (y, u.a.weight), loss=lambda out: out[1].square().mean()
-    ),
-    "input returned": result(lambda u, x, y: (y, x), lambda run, u, out: out[0] + out[1].sin()),
-    "view of the input returned": result(
-        lambda u, x, y: (y, x[:, :1]), lambda run, u, out: out[0] * out[1]
-    ),
-    "same twice": result(
-        lambda u, x, y: (z := y * 1.0, z), lambda run, u, out: out[0].mul_(0.5) + out[1]
-    ),
-    "two views": result(
-        lambda u, x, y: (y[:, :4], y[:, 4:]), lambda run, u, out: torch.cat(out, 1)
-    ),
-    "transposed result": result(lambda u, x, y: y.t(), lambda run, u, out: out.t()),
-    "result written": result(
-        lambda u, x, y: y * 1.0, lambda run, u, out: first(out, out[:1].mul_(0.5))
-    ),
-    "returned view written": Feature(
-        lambda u, y, v: y * 1.0,
-        wrap=lambda u, x, y: (y * 1.0, x.view_as(x)),
-        unwrap=lambda run, u, out: first(out[0] + out[1].mul_(0.5), run.see("written", out[1])),
-    ),
-}
-HOOKS = {
-    "hook": hooked(lambda u: u.register_forward_hook(counted("unit", lambda *a: a[2]))),
-    "pre-hook": hooked(
-        lambda u: u.register_forward_pre_hook(counted("pre", lambda u, a: (a[0] * 0.9, *a[1:])))
-    ),
-    "backward hook": hooked(lambda u: u.register_full_backward_hook(counted("backward"))),
-    "parameter hook": hooked(
-        lambda u: u.a.weight.register_hook(counted("weight", lambda grad: grad * 0.5))
-    ),
-    "after accumulation": hooked(
-        lambda u: u.a.bias.register_post_accumulate_grad_hook(
-            counted("bias", lambda p: first(None, p.grad.mul_(0.5)))
-        )
-    ),
-    "hook inside": hooked(
-        lambda u: u.a.register_forward_hook(counted("inside", lambda *a: a[2] * 0.9))
-    ),
-    "backward hook inside": hooked(lambda u: u.a.register_full_backward_hook(counted("inner"))),
-    "node hook": hooked(hook_node),
-    "tensor hook": do(lambda u, y, v: _hooked(y)),
-    "global hook": hooked(lambda u: nn.modules.module.register_module_forward_hook(counted("all"))),
-}
-FEATURES: dict[str, Feature] = {**COMPUTE, **STATE, **ARGUMENTS, **RESULTS, **HOOKS}
-HARD = (
-    "from a list|gradient inside|saved elsewhere|read on the host|rows by mask|own generator"
-    "|seed inside|fork rng|python random|numpy random|reentrant checkpoint|input written"
-    "|input data written|hidden module|weight written|frozen weight written|buffer replaced"
-    "|attribute replaced|list attribute filled|dict attribute filled|list attribute read"
-    "|object read|class attribute read|global read|global filled|closure read|counter|call count"
-    "|warmup by the loop|NamedTuple given|dataclass given|argument written|list filled|dict filled"
-    "|sparse|tagged|subclass|hook inside|backward hook inside|node hook|tensor hook|global hook"
-).split("|")

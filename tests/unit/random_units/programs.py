@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.unit.random_units.calls import FEATURES, HARD
 from tests.unit.random_units.events import AFTER, BETWEEN, EVENTS
-from tests.unit.random_units.features import FEATURES, HARD, Feature, W
+from tests.unit.random_units.features import Feature, W
 
 STEPS, ROWS = 8, 5
 """Steps of a program, and rows of a batch."""
@@ -39,6 +41,10 @@ class Program:
     """Around the forward pass, or around the whole step."""
     sharding: str = ""
     optimizer: str = "SGD"
+    residual: bool = True
+    """Whether units add their input to what they compute."""
+    micro: int = 1
+    """Microbatches of a step."""
     embed: bool = True
     input_grad: bool = False
     around: str = ""
@@ -60,7 +66,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
     chance = random.Random(f"{seed}/{attempt}")
     count = chance.choice((1, 1, 2, 2, 3))
     units = [chance.sample(EASY, chance.randint(1, 4)) for _ in range(count)]
-    if chance.random() < 0.35:
+    if chance.random() < 0.3:
         hard = chance.choice(units)
         hard[chance.randrange(len(hard))] = chance.choice(HARD)
     names, steps = [*EVENTS], range(STEPS)
@@ -69,24 +75,29 @@ def draw(seed: int, attempt: int = 0) -> Program:
         for _ in range(chance.choice((0, 0, 1, 1, 2, 3)))
     ]
     for number, features in enumerate(units):
-        for name in (one for one in features if one in AFTER and chance.random() < 0.4):
-            events.append((chance.choice(steps[2:]), chance.choice([*AFTER[name]]), number))
+        for name in (one for one in features if one in AFTER):
+            if chance.random() < (0.8 if name in HARD else 0.4):
+                events.append((chance.choice(steps[2:]), chance.choice([*AFTER[name]]), number))
     order = [*range(count)]
-    if chance.random() < 0.12:
+    if chance.random() < 0.1:
         order.insert(chance.randrange(count + 1), chance.randrange(count))
     rare = chance.random()
+    # FSDP2 frees a weight after its unit, and reading it there ends the process, eagerly too.
+    is_kept = any("weight returned" in names for names in units)
     return Program(
         seed,
         tuple(map(tuple, units)),
         tuple(sorted(events)),
         tuple(order),
-        chance.choice(["nothing"] * 6 + [*BETWEEN]),
-        chance.choice(SHARED) if chance.random() < 0.5 else "",
+        chance.choice(["nothing"] * 12 + [*BETWEEN]),
+        chance.choice(SHARED) if chance.random() < 0.3 else "",
         chance.choice(FROZEN) if chance.random() < 0.5 else "",
-        chance.choice(("positions", "names", "all names") * 12 + ("forward",)),
+        chance.choice(("positions", "names", "all names") * 25 + ("forward",)),
         chance.choice(("", "", "", "forward", "step")),
-        "fsdp" if rare < 0.06 else "ddp" if rare < 0.12 else "",
+        "fsdp" if rare < 0.06 and not is_kept else "ddp" if rare < 0.12 else "",
         chance.choice(("SGD", "AdamW")),
+        chance.random() < 0.6,
+        chance.choice((1, 1, 1, 1, 1, 2)),
         chance.random() < 0.85,
         chance.random() < 0.15,
         chance.choice(("use_reentrant", "not")) if chance.random() < 0.02 else "",
@@ -96,17 +107,40 @@ def draw(seed: int, attempt: int = 0) -> Program:
     )
 
 
+def alone() -> Iterator[Program]:
+    """Each thing by itself: what a program of one unit can have."""
+    for autocast in ("", "forward"):
+        yield from (Program(1, ((name,),), autocast=autocast) for name in FEATURES)
+    for name, events in AFTER.items():
+        yield from (Program(1, ((name,),), ((5, event, 0),)) for event in events)
+    for step in (1, 5):
+        yield from (Program(1, events=((step, name, 0),)) for name in EVENTS)
+    yield from (Program(1, between=name, residual=False) for name in BETWEEN)
+    yield from (Program(1, frozen=name) for name in dict.fromkeys(FROZEN))
+    for autocast in ("", "forward", "step"):
+        yield Program(1, autocast=autocast)
+        yield Program(1, autocast=autocast, order=(0, 0))
+        yield Program(1, autocast=autocast, shared="head")
+        yield Program(1, (("plain",), ("plain",)), order=(0, 1), autocast=autocast, shared="units")
+    for option in ("fsdp", "ddp"):
+        yield Program(1, sharding=option, micro=2)
+    yield Program(1, between="skip")
+    yield Program(1, embed=False, input_grad=True)
+    yield Program(1, around="not")
+
+
 class Unit(nn.Module):
     """A linear layer with a residual; its class has its features."""
 
     features: ClassVar[tuple[Feature, ...]] = ()
+    residual = True
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.act, self.drop = nn.Linear(W, W), nn.Tanh(), nn.Dropout(0.0)
         self.extra = nn.ModuleList()
         self.register_parameter("late", None)
-        self.gain = self.bonus = None
+        self.gain = None
         self.scale, self.zero, self.one, self.skips = 1.0, 0.0, 1, False
         for feature in self.features:
             for name, make in feature.made.items():
@@ -123,16 +157,22 @@ class Unit(nn.Module):
         for module in self.extra:
             y = module(y)
         y = self.drop(self.act(self.a(y))) * self.scale
-        for scale in (self.gain, self.bonus, self.late):
+        for scale in (getattr(self, name, None) for name in ("gain", "bonus", "late")):
             y = y if scale is None else y * scale
         if self.one is True or str(self.zero) == "-0.0":
             y = y * 0.5
-        return self._result(x, x + y)
+        return self._result(x, x + y if self.residual else y)
 
     def _result(self, x: Any, y: Any) -> Any:
         for feature in self.features:
             y = feature.wrap(self, x, y)
         return y
+
+
+def _unit(features: tuple[Feature, ...], residual: bool) -> Unit:
+    """A unit of a class of its own."""
+    made: type[Unit] = type("Unit", (Unit,), {"features": features, "residual": residual})
+    return made()
 
 
 class Net(nn.Module):
@@ -143,7 +183,7 @@ class Net(nn.Module):
         self.program = program
         self.embed = nn.Linear(W, W) if program.embed else nn.Identity()
         self.units = nn.ModuleList(
-            type("Unit", (Unit,), {"features": tuple(FEATURES[name] for name in names)})()
+            _unit(tuple(FEATURES[name] for name in names), program.residual)
             for names in program.units
         )
         self.head = nn.Linear(W, W)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import logging
+import faulthandler
+import io
 import multiprocessing
+import os
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.unit.random_units.programs import Program, draw
+from tests.unit.random_units.programs import Program, alone, draw
 from tests.unit.random_units.training import LIMIT, Outcome, clean, eager_trace, outcome_of, tried
 
 
@@ -68,24 +72,32 @@ def smallest(program: Program, outcome: Outcome) -> tuple[Program, Outcome]:
     return program, outcome
 
 
-def _quiet() -> None:
+def each() -> Iterator[tuple[str, Program, Outcome]]:
+    """The outcomes of programs with one thing each."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    logging.getLogger("megatron_cg").propagate = False
+    for program in alone():
+        expected = eager_trace(program)
+        if expected is not None:
+            with redirect_stdout(io.StringIO()):
+                outcome = tried(program, expected)
+            yield str(program), program, outcome
 
 
 def _work(seeds: list[int], sent: Connection, shrinks: bool) -> None:
-    """Try all seeds; a message before and after each."""
-    _quiet()
-    for seed in seeds:
-        sent.send((seed, "", None))
-        program, outcome = outcome_of(seed)
-        if outcome.fails and outcome.kind != "hanging" and shrinks:
-            program, outcome = smallest(program, outcome)
-        sent.send((seed, str(program), outcome))
+    """Try all seeds; what hangs where no signal arrives ends the process."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with Path(os.devnull).open("w") as unread, redirect_stdout(unread):  # of captures
+        for seed in seeds:
+            faulthandler.dump_traceback_later(10 * LIMIT, exit=True)
+            program, outcome = outcome_of(seed)
+            if outcome.fails and outcome.kind != "hanging" and shrinks:
+                program, outcome = smallest(program, outcome)
+            sent.send((seed, program, outcome))
 
 
-def outcomes(seeds: list[int], jobs: int, shrinks: bool) -> Iterator[tuple[int, str, Outcome]]:
+def outcomes(seeds: list[int], jobs: int, shrinks: bool) -> Iterator[tuple[int, Program, Outcome]]:
     """Seed, program and outcome of all seeds, of so many processes; a dead one is replaced."""
     context = multiprocessing.get_context("spawn")
     running: dict[Any, tuple[Any, list[int]]] = {}
@@ -97,26 +109,21 @@ def outcomes(seeds: list[int], jobs: int, shrinks: bool) -> Iterator[tuple[int, 
         theirs.close()
         running[mine] = worker, left
 
-    for job in range(jobs):
+    for job in range(min(jobs, len(seeds))):
         start(seeds[job::jobs])
     while running:
-        ready: Any = wait([*running], timeout=20 * LIMIT)
-        for pipe in ready or [*running]:
+        pipe: Any
+        for pipe in wait([*running]):
             worker, left = running[pipe]
             try:
-                if not ready:
-                    raise EOFError
-                seed, text, outcome = pipe.recv()
+                yield pipe.recv()
+                del left[0]
             except EOFError:
-                worker.kill()
-                worker.join()
                 del running[pipe]
+                worker.join()
                 if left:
-                    ended = Outcome("crashed" if ready else "hanging", f"exit {worker.exitcode}")
-                    yield left[0], str(draw(left[0])), ended
-                    if left[1:]:
-                        start(left[1:])
-                continue
-            if outcome is not None:
-                left.remove(seed)
-                yield seed, text, outcome
+                    kind = "hanging" if worker.exitcode == 1 else "crashed"
+                    ended = Outcome(kind, f"its process ended with {worker.exitcode}")
+                    yield left[0], draw(left[0]), ended
+                if left[1:]:
+                    start(left[1:])

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_cg import graph_units
 from tests.unit.random_units import training
+from tests.unit.random_units.calls import FEATURES
 from tests.unit.random_units.events import AFTER, BETWEEN, EVENTS
-from tests.unit.random_units.features import FEATURES
 from tests.unit.random_units.programs import Program, draw
 from tests.unit.random_units.search import smallest
 from tests.unit.random_units.training import Outcome, clean, eager_trace, outcome_of, tried

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cg import graph_units
 from megatron_cg.capture.session import close_all_sessions
-from megatron_cg.errors import ConfigurationError, MegatronCGError
+from megatron_cg.errors import ConfigurationError, MegatronCGError, ReplayMismatchError
 from tests.unit.random_units.features import WORLD, W
 from tests.unit.random_units.programs import HAPPENS, ROWS, STEPS, Net, Program, draw
 
@@ -84,7 +84,10 @@ class Run:
             on_mismatch=self.program.on_mismatch,  # type: ignore[arg-type]
             verify_interval=self.program.verify_interval,
         )
-        self.train()
+        try:
+            self.train()
+        finally:
+            self.close()
         return graphs.counters.replayed
 
     def close(self) -> None:
@@ -94,8 +97,10 @@ class Run:
             self.graphs = None
 
     def train(self) -> None:
-        """All steps; a refused capture leaves the run as an eager one."""
-        for self.s in range(STEPS):
+        """All steps; a refused capture leaves the run as an eager one, and so do closed graphs."""
+        for self.s in range(STEPS + 1):
+            if self.s == STEPS:
+                self.close()
             self.way = self._new_way()
             for step, name, number in self.program.events:
                 if step == self.s:
@@ -176,8 +181,8 @@ class Run:
         self.see("random numbers", torch.get_rng_state())
 
     def _new_way(self) -> Any:
-        way = SimpleNamespace(**dict.fromkeys(WAYS), rows=ROWS, micro=1, to_none=True)
-        way.style, way.training = self.program.style, True
+        way = SimpleNamespace(**dict.fromkeys(WAYS), rows=ROWS, to_none=True)
+        way.style, way.micro, way.training = self.program.style, self.program.micro, True
         return way
 
 
@@ -318,8 +323,6 @@ def tried(program: Program, expected: list[Any]) -> Outcome:
         except (Exception, Hangs) as error:
             name = type(error).__name__
             return Outcome("hanging" if name == "Hangs" else "crashed", f"{name}: {error}")
-        finally:
-            run.close()
     pairs = zip(expected, run.trace, strict=False)
     first = next((one[0] for one, two in pairs if one != two), None)
     if first is None and raised is run.refused and len(expected) != len(run.trace):
@@ -335,14 +338,16 @@ def tried(program: Program, expected: list[Any]) -> Outcome:
 
 
 def _refusal(error: MegatronCGError, where: str) -> Outcome:
+    if where and not isinstance(error, ReplayMismatchError):
+        return Outcome("crashed", f"{type(error).__name__}: {error}")
     if "capture failed with" in str(error):
         return Outcome("crashed", f"without a reason that helps: {error}")
     if isinstance(error, ConfigurationError):
         return Outcome(
             "refused", where + " + ".join(sorted({one.rule for one in error.violations}))
         )
-    text = re.sub(r"[0-9.]+", "#", str(error))
-    return Outcome("refused", f"{where}{type(error).__name__}: {text[:60]}")
+    text = re.sub(r"[0-9.]+|(?<=argument )[a-z]", "#", str(error).partition(" at /")[0])
+    return Outcome("refused", f"{where}{type(error).__name__}: {text[:100]}")
 
 
 def program_of(seed: int) -> tuple[Program, list[Any]]:
