@@ -17,7 +17,7 @@ Note [Two exchanges]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -216,15 +216,24 @@ class Agreement:
         self._require_next(Kind.CAPTURE_START)
         self._vote_on_capture(Kind.CAPTURE_START, vote or Vote())
 
-    def confirm(self) -> None:
+    def confirm(self, found: Iterable[str] = ()) -> frozenset[str]:
         """Vote that this rank's capture is complete; returns when all ranks' captures are.
 
         :meth:`ready` runs here if it was not called before. Exceptions are those of :meth:`ready`.
+
+        Args:
+            found: names that this rank has found, and others perhaps not.
+
+        Returns:
+            The names that any rank has found. Only if ranks have found different ones is there an
+            exchange after the vote.
         """
         if self._next is Kind.CAPTURE_START:
             self.ready()
         self._require_next(Kind.CAPTURE_END)
-        self._vote_on_capture(Kind.CAPTURE_END, Vote())
+        own = sorted(set(found))
+        decision = self._vote_on_capture(Kind.CAPTURE_END, Vote(size=digest(own)))
+        return frozenset().union(*([own] if decision.sizes_agree else self.gather(own)))
 
     def report_failure(self) -> None:
         """Report in the capture's next vote that it failed on this rank, so that all give up.
@@ -278,17 +287,18 @@ class Agreement:
             with suppress(ValueError):
                 dist.destroy_process_group(group)
 
-    def _vote_on_capture(self, kind: Kind, vote: Vote) -> None:
+    def _vote_on_capture(self, kind: Kind, vote: Vote) -> Decision:
         decision = self.agree(kind, vote, serial=self._captures)
         self._next = None
-        if decision.level is Level.GIVE_UP or not decision.sizes_agree:
+        other_sizes = kind is Kind.CAPTURE_START and not decision.sizes_agree
+        if decision.level is Level.GIVE_UP or other_sizes:
             self.together()
         if decision.asked:
             raise CaptureError(
                 f"capture failed on {ranks_text(decision.asked)}, whose own log has the reason. "
                 "All ranks discard their graphs; hooks and state are as before"
             )
-        if decision.minority or not decision.sizes_agree:
+        if decision.minority or other_sizes:
             raise CaptureError(
                 f"ranks would capture different graphs ({decision.reason()}), and their "
                 "collectives would not match. All ranks discard their graphs; hooks and state are "
@@ -297,6 +307,7 @@ class Agreement:
             )
         if kind is Kind.CAPTURE_START:
             self._next = Kind.CAPTURE_END
+        return decision
 
     def _require_next(self, kind: Kind) -> None:
         self._require_sound()

@@ -27,12 +27,13 @@ class EagerPasses:
     Args:
         name: the name of the unit.
         mismatches: the mismatch policy.
-        collectives: whether the unit's graphs contain collectives, as found at capture.
+        collectives: whether the unit's graphs contain collectives, as this rank found at capture
+            and all ranks agree at its end.
     """
 
     def __init__(self, name: str, mismatches: MismatchPolicy, *, collectives: bool) -> None:
-        self.collectives = collectives
-        self._name, self._mismatches = name, mismatches
+        self.name, self.collectives = name, collectives
+        self._mismatches = mismatches
         self._replays = True
 
     def for_mismatch(self, mismatch: Mismatch, *, fresh: bool = True) -> None:
@@ -46,7 +47,7 @@ class EagerPasses:
             ReplayMismatchError: see :meth:`MismatchPolicy.mismatched`.
         """
         self._mismatches.issue_held()
-        self._mismatches.mismatched(mismatch, self._name, collectives=self.collectives, fresh=fresh)
+        self._mismatches.mismatched(mismatch, self.name, collectives=self.collectives, fresh=fresh)
         self._mismatches.counters.eager += 1
 
     def for_no_replay(self, why: str) -> None:
@@ -72,6 +73,6 @@ class EagerPasses:
         if self._replays is replays:
             return
         if self.collectives:
-            text = f"{self._name} turns to {words}, on this rank."
-            self._mismatches.fall_back_together(f"{self._name}/{name}", text, agreement.TIMEOUT)
+            text = f"{self.name} turns to {words}, on this rank."
+            self._mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
         self._replays = replays
