@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.consensus.agreement_time import AgreementTime
+from megatron_cg.consensus.arrival import gloo_group
 from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
@@ -65,7 +66,7 @@ class _OneRank:
 
 
 class Agreement:
-    """The votes of all ranks of the default process group. All ranks create it together.
+    """The votes of all ranks of a process group. All of them create it together.
 
     In a process that has not called ``init_process_group``, this process is the only rank.
 
@@ -77,11 +78,27 @@ class Agreement:
 
     Args:
         timeout: how long a vote waits for a rank that does not arrive.
+        group: whose ranks vote; the default group if None.
+        arrival: how long this call waits for a rank that does not make it.
+        remedy: what a user does if only some ranks make this call, in a sentence.
+
+    Raises:
+        AgreementError: not all ranks make this call.
     """
 
-    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(
+        self,
+        timeout: timedelta = TIMEOUT,
+        *,
+        group: dist.ProcessGroup | None = None,
+        arrival: timedelta = TIMEOUT,
+        remedy: str = "",
+    ) -> None:
         self._group: dist.ProcessGroup | _OneRank | None = (
-            dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else _OneRank()
+            gloo_group(group, timeout, arrival, remedy) if dist.is_initialized() else _OneRank()
+        )
+        self._ranks = (
+            dist.get_process_group_ranks(self._group) if dist.is_initialized() else [0]
         )
         self._timeout = timeout
         self._broken = ""
@@ -268,8 +285,8 @@ class Agreement:
         Raises AgreementError when a rank found another mismatch, or does not arrive within
         ``timeout``: that rank is waiting for a collective in its replay.
         """
-        # Without groups there is no rank that could wait for this one.
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        # There may be no rank that could wait for this one.
+        if not isinstance(self._group, dist.ProcessGroup) or self._group.size() == 1:
             return
         vote = Vote(graphs=digest([name]))
         decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK)
@@ -346,7 +363,7 @@ class Agreement:
             else:
                 pending.work.wait(timeout)
         try:
-            return decide(pending.rows)
+            return decide(pending.rows, self._ranks)
         except AgreementError as error:
             self._broken = str(error)
             raise
