@@ -97,9 +97,7 @@ class Agreement:
         self._group: dist.ProcessGroup | _OneRank | None = (
             gloo_group(group, timeout, arrival, remedy) if dist.is_initialized() else _OneRank()
         )
-        self._ranks = (
-            dist.get_process_group_ranks(self._group) if dist.is_initialized() else [0]
-        )
+        self._ranks = dist.get_process_group_ranks(self._group) if dist.is_initialized() else [0]
         self._timeout = timeout
         self._broken = ""
         self._pending: _Pending | None = None

@@ -2,7 +2,8 @@
 
 All ranks go through the same stages, and vote after each: the artifact is checked, then decoded,
 then compared with eager for one step. A rank that fails at a stage still votes, so no rank waits in
-a collective of the comparison for one that has refused.
+a collective of the comparison for one that has refused. A rank that fails inside the comparison may
+leave others in a collective. They still vote, and all ranks raise (``beside.py``).
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from megatron_cg.consensus.decision import Kind, Level, Vote, digest, ranks_text
+from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
 from megatron_cg.hooks.hook_records import describe, module_hooks
 from megatron_cg.precompile import one_step, store
+from megatron_cg.precompile.beside import Outcome, beside_other_ranks
 from megatron_cg.precompile.fingerprint import (
     autocast_of,
     capability_of,
@@ -165,7 +169,8 @@ def load(
 
     Raises:
         ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
-        AgreementError: a rank is gone or does something else.
+        AgreementError: a rank is gone or does something else, or failed in the comparison while
+            others wait for it in a collective. This process must end.
     """
     regions = (region, *(replace(region, module=module) for module in also))
     loader = _Loader(Path(directory), name, regions, manifest_sha256)
@@ -175,12 +180,13 @@ def load(
         (_Stage.COMPARED, loader.compare),
     )
     for stage, run in stages:
-        own = _refusal(run)
+        meets_others = stage is _Stage.COMPARED and region.groups and dist.is_initialized()
+        own = beside_other_ranks(run) if meets_others else Outcome(_refusal(run))
         refusal = _decided(stage, own, votes, f"{on_refusal} {loader.held}")
         if refusal is None:
             continue
         if on_refusal == "error":
-            raise refusal from own
+            raise refusal from own.error
         logger.warning("megatron_cg: %s runs eagerly on all ranks: %s", name, refusal)
         return None
     return loader.done()
@@ -259,11 +265,20 @@ def _refusal(run: Callable[[], None]) -> Exception | None:
 
 
 def _decided(
-    stage: _Stage, own: Exception | None, votes: Agreement, held: str
+    stage: _Stage, outcome: Outcome, votes: Agreement, held: str
 ) -> ArtifactRefusedError | None:
     """The refusal of all ranks, or None if all go on."""
-    vote = Vote(Level.KEEP if own is None else Level.GIVE_UP, graphs=digest([held]))
+    own = outcome.error
+    level = Level.KEEP if own is None else Level.GIVE_UP
+    vote = Vote(level, size=int(outcome.waits), graphs=digest([held]))
     decision = votes.agree(Kind.PRECOMPILED, vote, serial=stage)
+    if decision.largest:
+        exit_without_waiting()
+        raise AgreementError(
+            f"{ranks_text(decision.asked)} failed while compiled code was compared with eager, for "
+            "the reason in the log there, and other ranks wait for it in a collective of the "
+            "region. So this run ends on all ranks. To train without compiled code, do not load it"
+        ) from own
     if own is not None:
         if isinstance(own, MegatronCGError):
             return ArtifactRefusedError(str(own))
