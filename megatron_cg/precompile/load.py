@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, di
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
-from megatron_cg.hooks.hook_records import describe, module_hooks
+from megatron_cg.hooks.hook_records import HookKind, describe, module_hooks
 from megatron_cg.precompile import one_step, store
 from megatron_cg.precompile.beside import Outcome, beside_other_ranks
 from megatron_cg.precompile.fingerprint import (
@@ -112,7 +113,9 @@ class Precompiled:
         """Let these modules' forward passes run the compiled code; returns the undo.
 
         In the other mode than the traced one (``eval()`` for code of ``train()``), a module's own
-        forward runs. Hooks of the modules themselves run as before.
+        forward runs. Hooks of the modules themselves run as before. Attach after the model is
+        wrapped: each call raises ReplayMismatchError if a module inside has got a hook since, which
+        would never run, or was replaced.
 
         Raises:
             ReplayMismatchError: a module has other parameters or buffers, or a module inside it has
@@ -132,11 +135,17 @@ class Precompiled:
         )
 
     def _forward_of(self, module: torch.nn.Module) -> Callable[..., Any]:
-        own = module.forward
+        own, attached = module.forward, tuple(module.modules())
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if module.training is not self._training:
                 return own(*args, **kwargs)
+            _refuse_inner_hooks(self._name, module)
+            if tuple(module.modules()) != attached:
+                raise ReplayMismatchError(
+                    f"a module inside this {type(module).__name__} was replaced after attach, and "
+                    f"{self._name} would never run the new one: attach after the model is wrapped"
+                )
             return self(module, *args, **kwargs)
 
         return forward
@@ -299,11 +308,15 @@ def _decided(
 
 
 def _refuse_inner_hooks(name: str, module: torch.nn.Module) -> None:
-    for path, inner in module.named_modules():
-        for hook in module_hooks(inner) if inner is not module else ():
+    inside = islice(module.modules(), 1, None)
+    if not any(getattr(inner, kind.value) for inner in inside for kind in HookKind):
+        return
+    for path, inner in islice(module.named_modules(), 1, None):
+        for hook in module_hooks(inner):
             raise ReplayMismatchError(
                 f"{path} has the hook {describe(hook.fn)}, which {name} would never run: register "
-                "it on the module that is attached, or leave this module out"
+                "it on the module that is attached, or leave this module out. If Megatron-FSDP put "
+                "it there, name the class of the attached module in fsdp_unit_modules"
             )
 
 
