@@ -54,8 +54,9 @@ class Boundary:
         self._steps = 0
         self._lost: int | None = None
         """``Agreement.left`` when this rank voted without graphs; else None."""
-        self._all_lost: int | None = None
-        """The same, once the votes show that no rank has graphs."""
+        self._known_lost: int | None = None
+        """The same, of the last vote that is decided. If other ranks hold graphs, all give up, and
+        undo together as well."""
         self._due: Decision | None = None
         self._closed = False
 
@@ -74,7 +75,7 @@ class Boundary:
         self._steps += 1
         self._due = self._agreement.collect()
         if self._due is not None:
-            self._all_lost = self._lost if self._due.same_graphs else None
+            self._known_lost = self._lost
         serial = self._steps if step is None else step
         vote = self._vote()
         self._lost = self._agreement.left if vote.graphs == 0 else None
@@ -85,7 +86,7 @@ class Boundary:
         due, self._due = self._due, None
         if self._closed or due is None:
             return
-        if self._all_lost == self._agreement.left:
+        if self._known_lost == self._agreement.left:
             self._agreement.together()
         if due.level is Level.KEEP:
             return
