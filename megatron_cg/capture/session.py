@@ -53,7 +53,7 @@ from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import run_before, set_attribute
+from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -310,6 +310,9 @@ class Session:
         if self._agreement is None or self._capture is None:
             return
         for unit, passes in zip(self._units, self._capture.eager_passes, strict=True):
+            if passes.one_node:
+                run: Any = partial(passes.run, unit.layer.forward)
+                self._agreement.undo_together(put_over(unit.layer, "forward", run))
             if passes.collectives:
                 vote = partial(passes.for_no_replay, "its graphs were deleted")
                 self._agreement.undo_together(run_before(unit.layer, "forward", vote))

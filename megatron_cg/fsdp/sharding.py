@@ -45,6 +45,9 @@ class Sharding:
     renews_accumulators = True
     """Whether parameters may get new gradient accumulators for a capture. Otherwise modules hold
     other leaves meanwhile; see ``capture/accumulators.py``."""
+    counts_gradients = False
+    """Whether gradients are reduced as soon as all parameters of a bucket have got theirs; see
+    ``replay/one_node.py``."""
     moved = REPLACED
     """Why a parameter may have moved after capture, and what to do instead."""
 

@@ -4,7 +4,9 @@ Note [Before anything runs eagerly]
     Two things happen first, whatever the reason for the eager pass. The all-gathers that the fast
     path defers until a launch are issued (Note [Launch first] in
     ``fastpath/params/deferred_prefetch.py``). If the unit's graphs contain collectives, all ranks
-    vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``).
+    vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``). Otherwise one rank may
+    run eagerly alone, and may have to give its gradients in the order of a replay
+    (``replay/one_node.py``).
 
 Note [Turns]
     For a mismatch, ranks vote in each pass. For evaluation and deleted graphs, ranks vote only when
@@ -16,9 +18,13 @@ Note [Turns]
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.replay.one_node import as_one_node
 
 
 class EagerPasses:
@@ -29,10 +35,18 @@ class EagerPasses:
         mismatches: the mismatch policy.
         collectives: whether the unit's graphs contain collectives, as this rank found at capture
             and all ranks agree at its end.
+        one_node: whether gradients must come as from a replay.
     """
 
-    def __init__(self, name: str, mismatches: MismatchPolicy, *, collectives: bool) -> None:
-        self.name, self.collectives = name, collectives
+    def __init__(
+        self,
+        name: str,
+        mismatches: MismatchPolicy,
+        *,
+        collectives: bool,
+        one_node: bool = False,
+    ) -> None:
+        self.name, self.collectives, self.one_node = name, collectives, one_node
         self._mismatches = mismatches
         self._replays = True
 
@@ -58,6 +72,11 @@ class EagerPasses:
         self._mismatches.issue_held()
         self._turn(f"eager passes, since {why}", "eager", replays=False)
         self._mismatches.counters.eager += 1
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a prepared pass, which is a call of ``function``."""
+        outputs = function(*args, **kwargs)
+        return as_one_node(outputs) if self.one_node else outputs
 
     def for_repeat(self) -> None:
         """Prepare this pass to run eagerly in a step that all ranks have agreed to repeat."""

@@ -64,7 +64,7 @@ class GuardedGraph:
         """
         if self._mismatches.repeats:
             self.eager_passes.for_repeat()
-            return self._unit.run(self._unit.layer, args, kwargs)
+            return self.eager_passes.run(self._unit.run, self._unit.layer, args, kwargs)
         counters = self._mismatches.counters
         began = time.perf_counter_ns()
         mismatch = self._guard.broken(args, kwargs)
@@ -77,7 +77,7 @@ class GuardedGraph:
                 mismatch = None
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, fresh=not self._replayed)
-            return self._unit.run(self._unit.layer, args, kwargs)
+            return self.eager_passes.run(self._unit.run, self._unit.layer, args, kwargs)
         is_first, self._replayed = not self._replayed, True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
         if self._returns_inputs:
