@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_cg.consensus.decision import AgreementError, digest, ranks_text
@@ -54,14 +55,26 @@ def gloo_group(
     name = f"{name}/{_met[name]}"
     _meet(name, ranks, arrival, remedy)
     _met[name.rpartition("/")[0]] += 1
+    options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
+    made: dist.ProcessGroup
     if group is None:
-        return dist.new_group(backend="gloo", timeout=timeout)
-    # torch takes the number of the groups that this process knows into the name. Ranks of one group
-    # may be in other groups too, which differ.
-    with undone_after(put_over(*_NAME.place(), lambda *_args, **_kwargs: name)):
-        return dist.new_group(
-            ranks, backend="gloo", timeout=timeout, use_local_synchronization=True
-        )
+        made = dist.new_group(**options)
+    else:
+        # torch takes the number of the groups that this process knows into the name. Ranks of one
+        # group may be in other groups too, which differ.
+        with undone_after(put_over(*_NAME.place(), lambda *_args, **_kwargs: name)):
+            made = dist.new_group(ranks, use_local_synchronization=True, **options)
+    return made
+
+
+def gloo_backend(group: dist.ProcessGroup) -> Any:
+    """The group's gloo backend, without the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+
+    The wrapper (``_ProcessGroupWrapper``, torch 2.11) has no ``set_timeout`` of its own. Its check
+    before each exchange keeps the timeout that the group was created with.
+    """
+    backend = group._get_backend(torch.device("cpu"))
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def _meet(name: str, ranks: Sequence[int], arrival: timedelta, remedy: str) -> None:

@@ -20,6 +20,7 @@ from datetime import timedelta
 
 from megatron_cg.consensus.decision import Decision, Kind, Level, Vote
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.process_exit import goes_on
 from megatron_cg.errors import MegatronCGError
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Boundary:
 
     def before_step(self) -> None:
         """Apply the decision, if any. Raises what applying it raises, and AgreementError."""
+        goes_on()
         due, self._due = self._due, None
         if self._closed or due is None:
             return
@@ -110,6 +112,7 @@ class Boundary:
         if self._closed:
             return
         self._closed = True
+        goes_on()
         try:
             self._agreement.collect(CLOSING)
         except MegatronCGError as error:

@@ -96,7 +96,7 @@ class _Count:
             self._foreign += _counted(self._group) - self._since
 
     def own(self) -> int:
-        """What is left; as it was before a call in flight, of which it is not known if it counts."""
+        """What is left; during a call in flight, which may count or not, what was left before."""
         if not self._in_flight:
             self._own = max(self._own, _counted(self._group) - self._foreign)
         return self._own
@@ -129,7 +129,7 @@ def without_other_threads() -> Iterator[None]:
     put, get, has, group = _PUT.find(), _GET.find(), _HAS.find(), _GROUP.find()
 
     def is_own() -> bool:
-        return has(_KEY) and get(_KEY)
+        return bool(has(_KEY) and get(_KEY))
 
     put(_KEY, True)
     undo = all_of(put_over(group, name, _noting(getattr(group, name), is_own)) for name in _METHODS)

@@ -65,12 +65,12 @@ def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
 
 def member_of(group: object) -> Iterator[Violation]:
     """Check an argument that is a process group of this rank, or None."""
-    if group is None:
+    if group is None or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0):
         return
     if group != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
         reason = "it is a process group of torch.distributed, or None for all ranks"
         yield Violation("argument", f"group={group!r}", reason, "group=mesh.get_group()")
-    elif not dist.is_initialized() or dist.get_rank(group) < 0:
+    else:
         reason = "this rank is not in it, and only ranks that train together call this"
         remedy = "make this call on the ranks of group only"
         yield Violation("argument", "group of other ranks", reason, remedy)

@@ -22,7 +22,10 @@ import torch.distributed as dist
 
 from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.consensus.process_exit import exit_without_waiting
+from megatron_cg.consensus.process_exit import (
+    exit_without_waiting,
+    exit_without_waiting_unless_it_goes_on,
+)
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
 from megatron_cg.hooks.hook_records import HookKind, describe, module_hooks
 from megatron_cg.precompile import one_step, store
@@ -140,13 +143,18 @@ class Precompiled:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if module.training is not self._training:
                 return own(*args, **kwargs)
-            _refuse_inner_hooks(self._name, module)
-            if tuple(module.modules()) != attached:
-                raise ReplayMismatchError(
-                    f"a module inside this {type(module).__name__} was replaced after attach, and "
-                    f"{self._name} would never run the new one: attach after the model is wrapped"
-                )
-            return self(module, *args, **kwargs)
+            try:
+                _refuse_inner_hooks(self._name, module)
+                if tuple(module.modules()) != attached:
+                    raise ReplayMismatchError(
+                        f"a module inside this {type(module).__name__} was replaced after attach, "
+                        f"and {self._name} would never run the new one: attach after the model is "
+                        "wrapped"
+                    )
+                return self(module, *args, **kwargs)
+            except ReplayMismatchError:
+                exit_without_waiting_unless_it_goes_on()
+                raise
 
         return forward
 

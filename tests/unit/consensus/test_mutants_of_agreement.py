@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cg.consensus.arrival import gloo_backend
 from megatron_cg.consensus.decision import Kind, Vote
-from megatron_cg.consensus.exchange import Agreement, _gloo
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import PhaseError
 
 
@@ -71,7 +72,7 @@ def test_a_vote_with_a_timeout_leaves_later_votes_theirs(
 ) -> None:
     own, shorter = timedelta(minutes=7), timedelta(minutes=2)
     votes = Agreement(own)
-    gloo: Any = _gloo(votes._require_sound())  # type: ignore[arg-type]
+    gloo: Any = gloo_backend(votes._require_sound())  # type: ignore[arg-type]
     votes.agree(Kind.MISMATCH, Vote(), timeout=shorter)
     assert gloo.options._timeout == shorter
     later(votes)

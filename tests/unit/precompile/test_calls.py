@@ -36,7 +36,7 @@ def test_a_parameter_that_was_frozen_must_stay_so() -> None:
         compiled(module, given)
 
 
-def attached() -> torch.nn.Module:
+def attached() -> torch.nn.Sequential:
     module, given = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
     compiled = Precompiled(torch.nn.Sequential.forward, Region(module, (given,)), MANIFEST)
     compiled.attach([module])
@@ -49,7 +49,7 @@ def test_a_hook_that_comes_after_attach_is_not_lost() -> None:
     ran: list[int] = []
     for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
         handle = getattr(module[0], f"register_{register}_hook")(lambda *_: ran.append(1))
-        with pytest.raises(ReplayMismatchError, match="0 has the hook .* fsdp_unit_modules"):
+        with pytest.raises(ReplayMismatchError, match=r"0 has the hook .* fsdp_unit_modules"):
             module(given)
         handle.remove()
     module.register_forward_hook(lambda *_: ran.append(2))

@@ -64,13 +64,13 @@ original = one_step.first_difference
 
 
 def load_on_a_rank(folder: Path) -> list[str]:
-    """In one process: rank 1 fails after the comparison's last collective, then before its first."""
+    """In one process: rank 1 fails after the last collective of a comparison, then before one."""
     beside.GRACE = timedelta(seconds=1)
     votes, rank, said = Agreement(), dist.get_rank(), []
     region = row("cpu")
     for failure in (failed_afterwards, failed):
         if rank == 1:
-            one_step.first_difference = failure  # type: ignore[assignment]
+            one_step.first_difference = failure
         try:
             said.append(str(load(folder, "row", region, votes, on_refusal="eager")))
         except AgreementError as error:

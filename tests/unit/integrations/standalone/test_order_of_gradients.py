@@ -73,7 +73,7 @@ def trained(uses: tuple[int, ...], *, graphed: bool, fast: bool, closes: bool) -
         generator = torch.Generator().manual_seed(100 * step + rank)
         x = torch.randn(2 if alone and not closes else 3, WIDTH, generator=generator)
         with graphs.step() if graphs is not None else nullcontext():
-            if graphs is not None and closes and alone:
+            if graphs is not None and graphs.session is not None and closes and alone:
                 graphs.session.close()
             optimizer.zero_grad()
             y, seconds = model(x)
