@@ -144,10 +144,19 @@ class GuardedCapture:
             if self._leaves is None:
                 self._forget_accumulators()
         self.eager_passes = tuple(
-            EagerPasses(unit.name, self._mismatches, collectives=observer.collectives)
-            for unit, observer in zip(self._units, self._observers, strict=True)
+            EagerPasses(
+                unit.name,
+                self._mismatches,
+                collectives=observer.collectives,
+                one_node=self._sharding.counts_gradients and self._has_several_outputs(graph),
+            )
+            for unit, observer, graph in zip(self._units, self._observers, graphs, strict=True)
         )
         return self._guarded_graphs(graphs, args, kwargs, borrowed=borrowed, options=options)
+
+    def _has_several_outputs(self, graph: Any) -> bool:
+        incoming = self._backend.replay_function(graph).incoming
+        return sum(memory is not None for memory in incoming) > 1
 
     def _forget_accumulators(self) -> None:
         forget_accumulators(module for unit in self._units for module in unit.graphed)

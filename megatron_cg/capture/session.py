@@ -36,6 +36,7 @@ from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.hook_order import OutOfStepError
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import capturing
+from megatron_cg.consensus.collectives import without_other_threads
 from megatron_cg.consensus.decision import AgreementError, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, EarlierWorkError, HookError, PhaseError
@@ -52,7 +53,7 @@ from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import run_before, set_attribute
+from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class Session:
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()
             if self._agreement is not None:
-                self._agreement.confirm()
+                self._agree_on_collectives(self._agreement)
         except BaseException as error:
             self.phase = Phase.EAGER
             with ExitStack() as ending:  # The vote comes last, whatever fails before it.
@@ -224,7 +225,18 @@ class Session:
             if self._agreement is not None:
                 self._agreement.ready(Vote(size=args[0][0].numel(), graphs=self.digest))
 
-        return self._capture.run(self._hooks, args, kwargs, options, begin=begin, joins=self._joins)
+        with without_other_threads():
+            return self._capture.run(
+                self._hooks, args, kwargs, options, begin=begin, joins=self._joins
+            )
+
+    def _agree_on_collectives(self, agreement: Agreement) -> None:
+        """End the capture's votes: a unit whose graphs hold collectives on one rank does on all."""
+        assert self._capture is not None
+        units = self._capture.eager_passes
+        found = agreement.confirm(unit.name for unit in units if unit.collectives)
+        for unit in units:
+            unit.collectives = unit.name in found
 
     def _install_fast_path(self) -> None:
         if not self._parts or self._sharding.megatron_fsdp is None:
@@ -298,6 +310,9 @@ class Session:
         if self._agreement is None or self._capture is None:
             return
         for unit, passes in zip(self._units, self._capture.eager_passes, strict=True):
+            if passes.one_node:
+                run: Any = partial(passes.run, unit.layer.forward)
+                self._agreement.undo_together(put_over(unit.layer, "forward", run))
             if passes.collectives:
                 vote = partial(passes.for_no_replay, "its graphs were deleted")
                 self._agreement.undo_together(run_before(unit.layer, "forward", vote))

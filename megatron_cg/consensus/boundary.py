@@ -20,6 +20,7 @@ from datetime import timedelta
 
 from megatron_cg.consensus.decision import Decision, Kind, Level, Vote
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.process_exit import goes_on
 from megatron_cg.errors import MegatronCGError
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,9 @@ class Boundary:
         self._steps = 0
         self._lost: int | None = None
         """``Agreement.left`` when this rank voted without graphs; else None."""
-        self._all_lost: int | None = None
-        """The same, once the votes show that no rank has graphs."""
+        self._known_lost: int | None = None
+        """The same, of the last vote that is decided. If other ranks hold graphs, all give up, and
+        undo together as well."""
         self._due: Decision | None = None
         self._closed = False
 
@@ -74,7 +76,7 @@ class Boundary:
         self._steps += 1
         self._due = self._agreement.collect()
         if self._due is not None:
-            self._all_lost = self._lost if self._due.same_graphs else None
+            self._known_lost = self._lost
         serial = self._steps if step is None else step
         vote = self._vote()
         self._lost = self._agreement.left if vote.graphs == 0 else None
@@ -82,10 +84,11 @@ class Boundary:
 
     def before_step(self) -> None:
         """Apply the decision, if any. Raises what applying it raises, and AgreementError."""
+        goes_on()
         due, self._due = self._due, None
         if self._closed or due is None:
             return
-        if self._all_lost == self._agreement.left:
+        if self._known_lost == self._agreement.left:
             self._agreement.together()
         if due.level is Level.KEEP:
             return
@@ -109,6 +112,7 @@ class Boundary:
         if self._closed:
             return
         self._closed = True
+        goes_on()
         try:
             self._agreement.collect(CLOSING)
         except MegatronCGError as error:

@@ -12,7 +12,7 @@ Note [One row from each rank]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
@@ -132,8 +132,10 @@ def encode(
     return torch.tensor(row, dtype=torch.int64, device="cpu")
 
 
-def decide(rows: torch.Tensor) -> Decision:
+def decide(rows: torch.Tensor, ranks: Sequence[int] | None = None) -> Decision:
     """The decision that follows from all ranks' rows, (world, 6) int64 in rank order.
+
+    ``ranks`` are the ranks of the rows, if they are not those of the default group.
 
     The highest level wins. Different sets of graphs mean GIVE_UP, whatever was requested: the
     collectives of their replays would not pair.
@@ -141,23 +143,25 @@ def decide(rows: torch.Tensor) -> Decision:
     Raises:
         AgreementError: the rows belong to different votes; names the ranks and their votes.
     """
+    ranks = range(len(rows)) if ranks is None else ranks
     heads, (levels, sizes, graphs) = rows[:, :3], rows[:, 3:].unbind(1)
     if not torch.equal(heads, heads[:1].expand_as(heads)):
-        raise AgreementError(_mixed_up(heads.tolist()))
+        raise AgreementError(_mixed_up(heads.tolist(), ranks))
     level = Level(int(levels.max()))
     asked = levels.eq(level).nonzero().flatten().tolist() if level > Level.KEEP else ()
+    asked = tuple(ranks[row] for row in asked)
     minority: tuple[int, ...] = ()
     if not torch.equal(graphs, graphs[:1].expand_as(graphs)):
         held = graphs.tolist()
         most = Counter(held).most_common(1)[0][0]
-        minority = tuple(rank for rank, own in enumerate(held) if own != most)
+        minority = tuple(rank for rank, own in zip(ranks, held, strict=True) if own != most)
         asked, level = asked if level is Level.GIVE_UP else (), Level.GIVE_UP
-    return Decision(level, tuple(asked), int(sizes.min()), int(sizes.max()), minority)
+    return Decision(level, asked, int(sizes.min()), int(sizes.max()), minority)
 
 
-def _mixed_up(heads: list[list[int]]) -> str:
+def _mixed_up(heads: list[list[int]], group: Sequence[int]) -> str:
     votes: dict[tuple[int, ...], list[int]] = {}
-    for rank, head in enumerate(heads):
+    for rank, head in zip(group, heads, strict=True):
         votes.setdefault(tuple(head), []).append(rank)
     found = ", ".join(
         f"{ranks_text(ranks)} to {name_of(Kind(kind))} {serial} ({name_of(Exchange(exchange))})"

@@ -17,7 +17,7 @@ Note [Two exchanges]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.consensus.agreement_time import AgreementTime
+from megatron_cg.consensus.arrival import gloo_backend, gloo_group
 from megatron_cg.consensus.decision import (
     AgreementError,
     Decision,
@@ -40,6 +41,7 @@ from megatron_cg.consensus.decision import (
     name_of,
     ranks_text,
 )
+from megatron_cg.consensus.process_exit import exit_without_waiting
 from megatron_cg.errors import CaptureError, PhaseError
 
 TIMEOUT = timedelta(minutes=10)
@@ -65,7 +67,7 @@ class _OneRank:
 
 
 class Agreement:
-    """The votes of all ranks of the default process group. All ranks create it together.
+    """The votes of all ranks of a process group. All of them create it together.
 
     In a process that has not called ``init_process_group``, this process is the only rank.
 
@@ -77,14 +79,29 @@ class Agreement:
 
     Args:
         timeout: how long a vote waits for a rank that does not arrive.
+        group: whose ranks vote; the default group if None.
+        arrival: how long this call waits for a rank that does not make it.
+        remedy: what a user does if only some ranks make this call, in a sentence.
+
+    Raises:
+        AgreementError: not all ranks make this call.
     """
 
-    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
-        self._group: dist.ProcessGroup | _OneRank | None = (
-            dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else _OneRank()
-        )
+    def __init__(
+        self,
+        timeout: timedelta = TIMEOUT,
+        *,
+        group: dist.ProcessGroup | None = None,
+        arrival: timedelta = TIMEOUT,
+        remedy: str = "",
+    ) -> None:
+        self._group: dist.ProcessGroup | _OneRank | None = _OneRank()
+        self._ranks = [0]
+        if dist.is_initialized():
+            self._group = gloo_group(group, timeout, arrival, remedy)
+            self._ranks = dist.get_process_group_ranks(self._group)
         self._timeout = timeout
-        self._broken = ""
+        self._broken, self._is_last = "", False
         self._pending: _Pending | None = None
         self._captures = 1
         self._next: Kind | None = Kind.CAPTURE_START
@@ -156,9 +173,9 @@ class Agreement:
         """Wait for the posted vote and return its decision; None if no vote is posted.
 
         Args:
-            timeout: the longest wait, instead of the vote's own timeout. gloo cannot cancel an
-                exchange, so a process that ends after this may wait for the rest of the vote's
-                own timeout.
+            timeout: for the last vote: the longest wait, instead of the vote's own timeout. gloo
+                cannot cancel an exchange, so a process that ends after this may wait for the rest
+                of the vote's own timeout.
 
         Raises AgreementError and PhaseError as :meth:`agree`. After an AgreementError the vote is
         no longer posted.
@@ -167,6 +184,7 @@ class Agreement:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
+        self._is_last = timeout is not None
         with self.time.measure("waiting_ms"):
             return self._finish(pending, timeout)
 
@@ -183,7 +201,7 @@ class Agreement:
         if isinstance(group, _OneRank):
             return [mine]
         found = [None] * group.size()
-        _gloo(group).set_timeout(self._timeout)
+        gloo_backend(group).set_timeout(self._timeout)
         with self._naming_lost_ranks(), self.time.measure("exchanging_ms"):
             dist.all_gather_object(found, mine, group=group)
         return found
@@ -216,15 +234,24 @@ class Agreement:
         self._require_next(Kind.CAPTURE_START)
         self._vote_on_capture(Kind.CAPTURE_START, vote or Vote())
 
-    def confirm(self) -> None:
+    def confirm(self, found: Iterable[str] = ()) -> frozenset[str]:
         """Vote that this rank's capture is complete; returns when all ranks' captures are.
 
         :meth:`ready` runs here if it was not called before. Exceptions are those of :meth:`ready`.
+
+        Args:
+            found: names that this rank has found, and others perhaps not.
+
+        Returns:
+            The names that any rank has found. Only if ranks have found different ones is there an
+            exchange after the vote.
         """
         if self._next is Kind.CAPTURE_START:
             self.ready()
         self._require_next(Kind.CAPTURE_END)
-        self._vote_on_capture(Kind.CAPTURE_END, Vote())
+        own = sorted(set(found))
+        decision = self._vote_on_capture(Kind.CAPTURE_END, Vote(size=digest(own)))
+        return frozenset().union(*([own] if decision.sizes_agree else self.gather(own)))
 
     def report_failure(self) -> None:
         """Report in the capture's next vote that it failed on this rank, so that all give up.
@@ -259,13 +286,12 @@ class Agreement:
         Raises AgreementError when a rank found another mismatch, or does not arrive within
         ``timeout``: that rank is waiting for a collective in its replay.
         """
-        # Without groups there is no rank that could wait for this one.
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if len(self._ranks) == 1:  # No rank could wait for this one.
             return
         vote = Vote(graphs=digest([name]))
         decision = self.agree(Kind.MISMATCH, vote, timeout=timeout or FALLING_BACK)
         if decision.minority:
-            self._broken = f"{ranks_text(decision.minority)} found another mismatch than {name}"
+            self._break(f"{ranks_text(decision.minority)} found another mismatch than {name}")
             raise AgreementError(self._broken)
 
     def close(self) -> None:
@@ -278,17 +304,18 @@ class Agreement:
             with suppress(ValueError):
                 dist.destroy_process_group(group)
 
-    def _vote_on_capture(self, kind: Kind, vote: Vote) -> None:
+    def _vote_on_capture(self, kind: Kind, vote: Vote) -> Decision:
         decision = self.agree(kind, vote, serial=self._captures)
         self._next = None
-        if decision.level is Level.GIVE_UP or not decision.sizes_agree:
+        other_sizes = kind is Kind.CAPTURE_START and not decision.sizes_agree
+        if decision.level is Level.GIVE_UP or other_sizes:
             self.together()
         if decision.asked:
             raise CaptureError(
                 f"capture failed on {ranks_text(decision.asked)}, whose own log has the reason. "
                 "All ranks discard their graphs; hooks and state are as before"
             )
-        if decision.minority or not decision.sizes_agree:
+        if decision.minority or other_sizes:
             raise CaptureError(
                 f"ranks would capture different graphs ({decision.reason()}), and their "
                 "collectives would not match. All ranks discard their graphs; hooks and state are "
@@ -297,6 +324,7 @@ class Agreement:
             )
         if kind is Kind.CAPTURE_START:
             self._next = Kind.CAPTURE_END
+        return decision
 
     def _require_next(self, kind: Kind) -> None:
         self._require_sound()
@@ -320,7 +348,7 @@ class Agreement:
         rows = row.new_empty(group.size() * len(row))
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
-        _gloo(group).set_timeout(timeout or self._timeout)
+        gloo_backend(group).set_timeout(timeout or self._timeout)
         with self._naming_lost_ranks():
             work = dist.all_gather_into_tensor(rows, row, group, async_op=True)
         assert work is not None
@@ -328,16 +356,12 @@ class Agreement:
 
     def _finish(self, pending: _Pending, timeout: timedelta | None = None) -> Decision:
         with self._naming_lost_ranks():
-            if pending.work is None:
-                pass
-            elif timeout is None:
-                pending.work.wait()
-            else:
-                pending.work.wait(timeout)
+            if pending.work is not None:
+                pending.work.wait(*(() if timeout is None else (timeout,)))
         try:
-            return decide(pending.rows)
+            return decide(pending.rows, self._ranks)
         except AgreementError as error:
-            self._broken = str(error)
+            self._break(str(error))
             raise
 
     @contextmanager
@@ -346,22 +370,18 @@ class Agreement:
         try:
             yield
         except RuntimeError as error:
-            self._broken = (
+            self._break(
                 f"a rank is gone, or did not join a vote in time (gloo: {error}). This rank ends: "
                 "it cannot know what the others do, and its next collective would wait forever. "
                 "The reason is in the log of the rank that ended first."
             )
             raise AgreementError(self._broken) from error
 
-
-def _gloo(group: dist.ProcessGroup) -> Any:
-    """The group's gloo backend, without the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
-
-    The wrapper (``_ProcessGroupWrapper``, torch 2.11) has no ``set_timeout`` of its own. Its check
-    before each exchange keeps the timeout that the group was created with.
-    """
-    backend = group._get_backend(torch.device("cpu"))
-    return getattr(backend, "wrapped_pg", backend)
+    def _break(self, reason: str) -> None:
+        """Vote no more; the process ends soon, unless it was about to end anyway."""
+        self._broken = reason
+        if len(self._ranks) > 1 and not self._is_last:
+            exit_without_waiting()
 
 
 def under_capture() -> bool:

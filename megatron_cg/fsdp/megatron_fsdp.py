@@ -48,6 +48,7 @@ class MegatronFsdp(Sharding):
     """
 
     name = "Megatron-FSDP"
+    counts_gradients = True
 
     def __init__(self, fsdp: Any) -> None:
         self.megatron_fsdp = fsdp

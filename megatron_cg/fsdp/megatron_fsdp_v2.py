@@ -67,6 +67,7 @@ class MegatronFsdpV2(Sharding):
     """
 
     name = "Megatron-FSDP v2"
+    counts_gradients = True
     moved = (
         "The memory of a unit under Megatron-FSDP v2 moved after capture. Either its parameters "
         "were replaced, or it was gathered while another unit still had its buffer. Call units in "

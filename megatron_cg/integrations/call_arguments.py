@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
+
 from megatron_cg.arguments.fast_path_parts import mistakes
 from megatron_cg.backends.base import Backend
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError, Violation
@@ -59,6 +61,19 @@ def at_least(name: str, value: object, least: int) -> Iterator[Violation]:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         reason = f"it is a whole number from {least} on"
         yield Violation("argument", f"{name}={value!r}", reason, f"{name}={least}")
+
+
+def member_of(group: object) -> Iterator[Violation]:
+    """Check an argument that is a process group of this rank, or None."""
+    if group is None or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0):
+        return
+    if group != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
+        reason = "it is a process group of torch.distributed, or None for all ranks"
+        yield Violation("argument", f"group={group!r}", reason, "group=mesh.get_group()")
+    else:
+        reason = "this rank is not in it, and only ranks that train together call this"
+        remedy = "make this call on the ranks of group only"
+        yield Violation("argument", "group of other ranks", reason, remedy)
 
 
 def _fast_path(value: object) -> Iterator[Violation]:

@@ -11,6 +11,9 @@ Note [Two barriers]
     them. They are kernels that wait for signals of the other GPUs. All ranks must run each of them,
     as with a collective. The graph is known to contain collectives by the gather of token counts,
     which Megatron's dispatcher runs for each exchange.
+    Outside of graphs a barrier waits :data:`LIMIT` at most. Torch then prints which rank waited for
+    which, and the GPU is in an error state. In a graph there is no limit: NCCL's watchdog limits
+    the gather before it, and a replay may wait for a rank that writes a checkpoint.
 
 Note [Memory outside of torch's allocator]
     Other GPUs map the memory, so torch's caching allocator does not have it, and its statistics
@@ -35,6 +38,7 @@ import ctypes
 import logging
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +49,9 @@ from megatron_cg.moe.slots import Places
 from megatron_cg.upstream.symbols import Symbol, changed
 
 logger = logging.getLogger(__name__)
+
+LIMIT = timedelta(minutes=10)
+"""How long an exchange outside of graphs waits for a rank, as long as NCCL's default."""
 
 _SYMMETRIC = "torch.distributed._symmetric_memory"
 _EMPTY = Symbol("torch", f"{_SYMMETRIC}:empty", "memory that other GPUs can map")
@@ -136,9 +143,11 @@ class PeerMemory:
 
         flat = rows.contiguous().view(len(rows), -1)
         slots = self._of(len(here.packed), flat.shape[1] * flat.element_size())
-        slots.handle.barrier()
+        in_graph = torch.cuda.is_current_stream_capturing()
+        limit = 0 if in_graph else round(LIMIT.total_seconds() * 1000)
+        slots.handle.barrier(timeout_ms=limit)
         write_rows(flat, here.in_slots, slots.addresses, slots.handle.rank, len(here.packed))
-        slots.handle.barrier()
+        slots.handle.barrier(timeout_ms=limit)
         received = slots.rows.view(flat.dtype).index_select(0, there.in_slots)
         return received.view(len(received), *rows.shape[1:])
 
@@ -196,7 +205,15 @@ def _at_rest() -> bool:
     """Whether the GPU has run all that is queued; False if it is in an error state."""
     try:
         torch.cuda.synchronize()
-    except RuntimeError:
+    except RuntimeError as error:
+        logger.error(
+            "megatron_cg: the GPU is in an error state (%s), so the memory that other ranks write "
+            "is left to the driver. If this log has a line about CUDASymmetricMemory::barrier, an "
+            "expert-parallel rank did not come to an exchange within %g minutes. The log of that "
+            "rank has the reason.",
+            _first_line(error),
+            LIMIT.total_seconds() / 60,
+        )
         return False
     return True
 

@@ -2,7 +2,8 @@
 
 All ranks go through the same stages, and vote after each: the artifact is checked, then decoded,
 then compared with eager for one step. A rank that fails at a stage still votes, so no rank waits in
-a collective of the comparison for one that has refused.
+a collective of the comparison for one that has refused. A rank that fails inside the comparison may
+leave others in a collective. They still vote, and all ranks raise (``beside.py``).
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from megatron_cg.consensus.decision import Kind, Level, Vote, digest, ranks_text
+from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote, digest, ranks_text
 from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.consensus.process_exit import (
+    exit_without_waiting,
+    exit_without_waiting_unless_it_goes_on,
+)
 from megatron_cg.errors import ArtifactRefusedError, MegatronCGError, ReplayMismatchError
-from megatron_cg.hooks.hook_records import describe, module_hooks
+from megatron_cg.hooks.hook_records import HookKind, describe, module_hooks
 from megatron_cg.precompile import one_step, store
+from megatron_cg.precompile.beside import Outcome, beside_other_ranks
 from megatron_cg.precompile.fingerprint import (
     autocast_of,
     capability_of,
@@ -108,7 +116,9 @@ class Precompiled:
         """Let these modules' forward passes run the compiled code; returns the undo.
 
         In the other mode than the traced one (``eval()`` for code of ``train()``), a module's own
-        forward runs. Hooks of the modules themselves run as before.
+        forward runs. Hooks of the modules themselves run as before. Attach after the model is
+        wrapped: each call raises ReplayMismatchError if a module inside has got a hook since, which
+        would never run, or was replaced.
 
         Raises:
             ReplayMismatchError: a module has other parameters or buffers, or a module inside it has
@@ -128,12 +138,23 @@ class Precompiled:
         )
 
     def _forward_of(self, module: torch.nn.Module) -> Callable[..., Any]:
-        own = module.forward
+        own, attached = module.forward, tuple(module.modules())
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if module.training is not self._training:
                 return own(*args, **kwargs)
-            return self(module, *args, **kwargs)
+            try:
+                _refuse_inner_hooks(self._name, module)
+                if tuple(module.modules()) != attached:
+                    raise ReplayMismatchError(
+                        f"a module inside this {type(module).__name__} was replaced after attach, "
+                        f"and {self._name} would never run the new one: attach after the model is "
+                        "wrapped"
+                    )
+                return self(module, *args, **kwargs)
+            except ReplayMismatchError:
+                exit_without_waiting_unless_it_goes_on()
+                raise
 
         return forward
 
@@ -165,7 +186,8 @@ def load(
 
     Raises:
         ArtifactRefusedError: a rank refused, and ``on_refusal`` is ``error``.
-        AgreementError: a rank is gone or does something else.
+        AgreementError: a rank is gone or does something else, or failed in the comparison while
+            others wait for it in a collective. This process must end.
     """
     regions = (region, *(replace(region, module=module) for module in also))
     loader = _Loader(Path(directory), name, regions, manifest_sha256)
@@ -175,12 +197,13 @@ def load(
         (_Stage.COMPARED, loader.compare),
     )
     for stage, run in stages:
-        own = _refusal(run)
+        meets_others = stage is _Stage.COMPARED and region.groups and dist.is_initialized()
+        own = beside_other_ranks(run) if meets_others else Outcome(_refusal(run))
         refusal = _decided(stage, own, votes, f"{on_refusal} {loader.held}")
         if refusal is None:
             continue
         if on_refusal == "error":
-            raise refusal from own
+            raise refusal from own.error
         logger.warning("megatron_cg: %s runs eagerly on all ranks: %s", name, refusal)
         return None
     return loader.done()
@@ -259,11 +282,20 @@ def _refusal(run: Callable[[], None]) -> Exception | None:
 
 
 def _decided(
-    stage: _Stage, own: Exception | None, votes: Agreement, held: str
+    stage: _Stage, outcome: Outcome, votes: Agreement, held: str
 ) -> ArtifactRefusedError | None:
     """The refusal of all ranks, or None if all go on."""
-    vote = Vote(Level.KEEP if own is None else Level.GIVE_UP, graphs=digest([held]))
+    own = outcome.error
+    level = Level.KEEP if own is None else Level.GIVE_UP
+    vote = Vote(level, size=int(outcome.waits), graphs=digest([held]))
     decision = votes.agree(Kind.PRECOMPILED, vote, serial=stage)
+    if decision.largest:
+        exit_without_waiting()
+        raise AgreementError(
+            f"{ranks_text(decision.asked)} failed while compiled code was compared with eager, for "
+            "the reason in the log there, and other ranks wait for it in a collective of the "
+            "region. So this run ends on all ranks. To train without compiled code, do not load it"
+        ) from own
     if own is not None:
         if isinstance(own, MegatronCGError):
             return ArtifactRefusedError(str(own))
@@ -284,11 +316,15 @@ def _decided(
 
 
 def _refuse_inner_hooks(name: str, module: torch.nn.Module) -> None:
-    for path, inner in module.named_modules():
-        for hook in module_hooks(inner) if inner is not module else ():
+    inside = islice(module.modules(), 1, None)
+    if not any(getattr(inner, kind.value) for inner in inside for kind in HookKind):
+        return
+    for path, inner in islice(module.named_modules(), 1, None):
+        for hook in module_hooks(inner):
             raise ReplayMismatchError(
                 f"{path} has the hook {describe(hook.fn)}, which {name} would never run: register "
-                "it on the module that is attached, or leave this module out"
+                "it on the module that is attached, or leave this module out. If Megatron-FSDP put "
+                "it there, name the class of the attached module in fsdp_unit_modules"
             )
 
 

@@ -117,13 +117,13 @@ def replay_instead(
             return eager(*args, **kwargs)
         if not target.cuda_graphs:
             passes.for_no_replay("its graphs were deleted")
-            return eager(*args, **kwargs)
+            return passes.run(eager, *args, **kwargs)
         prepared = prepare(args, kwargs)
         if prepared is None:
             return eager(*args, **kwargs)
         if isinstance(prepared, Mismatch):
             passes.for_mismatch(prepared)
-            return eager(*args, **kwargs)
+            return passes.run(eager, *args, **kwargs)
         passes.replay_follows()
         try:
             return prepared()

@@ -4,7 +4,9 @@ Note [Before anything runs eagerly]
     Two things happen first, whatever the reason for the eager pass. The all-gathers that the fast
     path defers until a launch are issued (Note [Launch first] in
     ``fastpath/params/deferred_prefetch.py``). If the unit's graphs contain collectives, all ranks
-    vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``).
+    vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``). Otherwise one rank may
+    run eagerly alone, and may have to give its gradients in the order of a replay
+    (``replay/one_node.py``).
 
 Note [Turns]
     For a mismatch, ranks vote in each pass. For evaluation and deleted graphs, ranks vote only when
@@ -16,9 +18,13 @@ Note [Turns]
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
+from megatron_cg.replay.one_node import as_one_node
 
 
 class EagerPasses:
@@ -27,12 +33,21 @@ class EagerPasses:
     Args:
         name: the name of the unit.
         mismatches: the mismatch policy.
-        collectives: whether the unit's graphs contain collectives, as found at capture.
+        collectives: whether the unit's graphs contain collectives, as this rank found at capture
+            and all ranks agree at its end.
+        one_node: whether gradients must come as from a replay.
     """
 
-    def __init__(self, name: str, mismatches: MismatchPolicy, *, collectives: bool) -> None:
-        self.collectives = collectives
-        self._name, self._mismatches = name, mismatches
+    def __init__(
+        self,
+        name: str,
+        mismatches: MismatchPolicy,
+        *,
+        collectives: bool,
+        one_node: bool = False,
+    ) -> None:
+        self.name, self.collectives, self.one_node = name, collectives, one_node
+        self._mismatches = mismatches
         self._replays = True
 
     def for_mismatch(self, mismatch: Mismatch, *, fresh: bool = True) -> None:
@@ -46,7 +61,7 @@ class EagerPasses:
             ReplayMismatchError: see :meth:`MismatchPolicy.mismatched`.
         """
         self._mismatches.issue_held()
-        self._mismatches.mismatched(mismatch, self._name, collectives=self.collectives, fresh=fresh)
+        self._mismatches.mismatched(mismatch, self.name, collectives=self.collectives, fresh=fresh)
         self._mismatches.counters.eager += 1
 
     def for_no_replay(self, why: str) -> None:
@@ -57,6 +72,11 @@ class EagerPasses:
         self._mismatches.issue_held()
         self._turn(f"eager passes, since {why}", "eager", replays=False)
         self._mismatches.counters.eager += 1
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a prepared pass, which is a call of ``function``."""
+        outputs = function(*args, **kwargs)
+        return as_one_node(outputs) if self.one_node else outputs
 
     def for_repeat(self) -> None:
         """Prepare this pass to run eagerly in a step that all ranks have agreed to repeat."""
@@ -72,6 +92,6 @@ class EagerPasses:
         if self._replays is replays:
             return
         if self.collectives:
-            text = f"{self._name} turns to {words}, on this rank."
-            self._mismatches.fall_back_together(f"{self._name}/{name}", text, agreement.TIMEOUT)
+            text = f"{self.name} turns to {words}, on this rank."
+            self._mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
         self._replays = replays

@@ -56,6 +56,7 @@ class GuardedGraph:
         self.eager_passes = eager_passes
         self.graph, self._guard = graph, depends_on
         self._unit, self._index = unit, index
+        self._eager = unit.eager or unit.run
         self._mismatches, self._in_flight, self._kept = mismatches, in_flight, kept
         self._replay = replay
         self._replayed = self._returns_inputs = self._gives_copies = False
@@ -71,7 +72,7 @@ class GuardedGraph:
         """
         if self._mismatches.repeats:
             self.eager_passes.for_repeat()
-            return self._run_eagerly(args, kwargs)
+            return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
         counters = self._mismatches.counters
         began = time.perf_counter_ns()
         mismatch = self._guard.broken(args, kwargs) or self._refuted
@@ -85,7 +86,7 @@ class GuardedGraph:
             self._refuted = mismatch
         if mismatch is not None:
             self.eager_passes.for_mismatch(mismatch, fresh=not self._replayed)
-            return self._run_eagerly(args, kwargs)
+            return self.eager_passes.run(self._eager, self._unit.layer, args, kwargs)
         is_first, self._replayed = not self._replayed, True
         counters.count_replay(*self._guard.inputs.copied(args, kwargs))
         if self._returns_inputs:
@@ -132,10 +133,6 @@ class GuardedGraph:
     def reset(self) -> None:
         """Release the graph."""
         self.graph.reset()
-
-    def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        run = self._unit.eager or self._unit.run
-        return run(self._unit.layer, args, kwargs)
 
     def _as_captured(self, outputs: Any) -> Any:
         """``outputs`` that needed no gradient at capture need none.

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.second_order import refuse_second_derivatives
@@ -132,6 +133,7 @@ class InFlight:
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         if self._waiting.get(index) is not this:
+            exit_without_waiting_unless_it_goes_on()
             raise ReplayMismatchError(
                 f"{this.unit.name}: its backward runs after another forward replay of the same "
                 "graph, or a second time; the graph's memory no longer holds what it reads. Run "
@@ -142,6 +144,7 @@ class InFlight:
         waiting = reversed(self._waiting.values())
         last = next(item for item in waiting if item is this or item.node() is not None)
         if last is not this:
+            exit_without_waiting_unless_it_goes_on()
             raise ReplayMismatchError(
                 f"{this.unit.name}: its backward comes before that of {last.unit.name}, which was "
                 "replayed after it, and may overwrite what that one reads. Run one backward() "

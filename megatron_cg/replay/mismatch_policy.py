@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from megatron_cg.consensus.process_exit import exit_without_waiting_unless_it_goes_on
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guard import Mismatch
@@ -91,6 +92,7 @@ class MismatchPolicy:
         """
         text = self._report(mismatch, layer)
         if self._policy.on_mismatch == "error":
+            exit_without_waiting_unless_it_goes_on()
             raise ReplayMismatchError(f"{text} (--cg-on-mismatch error)")
         if collectives:
             self.fall_back_together(f"{layer}/{mismatch.key}", text)
@@ -100,6 +102,7 @@ class MismatchPolicy:
     def mismatched_in_backward(self, mismatch: Mismatch, layer: str) -> None:
         """Raise ReplayMismatchError: the backward of a replay cannot run eagerly."""
         text = self._report(mismatch, layer)
+        exit_without_waiting_unless_it_goes_on()
         raise ReplayMismatchError(
             f"{text} The forward pass was replayed, so its backward cannot run eagerly."
         )

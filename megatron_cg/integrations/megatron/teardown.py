@@ -2,6 +2,7 @@
 
 Megatron deletes its graphs only when ``train`` returns normally; after an exception or a signal
 they remain. So closing is also tied to ``destroy_process_group`` and to the end of the process.
+Megatron-Bridge calls ``_abort_process_group`` instead after an error.
 
 Note [Graphs before process groups]
     A communicator cannot be destroyed while a graph contains its work: it waits until the graph is
@@ -37,20 +38,22 @@ from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
-_DESTROY, _DESTROY_OF_TORCH = (
-    Symbol("torch", f"{module}:destroy_process_group", expected, parameters=("group",))
-    for module, expected in (
-        ("torch.distributed", "the end of process groups"),
-        ("torch.distributed.distributed_c10d", "the same, where torch's own callers look"),
+_C10D = "torch.distributed.distributed_c10d"
+_DESTROY, _DESTROY_OF_TORCH, _ABORT_OF_TORCH = (
+    Symbol("torch", path, expected, parameters=("group",))
+    for path, expected in (
+        ("torch.distributed:destroy_process_group", "the end of process groups"),
+        (f"{_C10D}:destroy_process_group", "the same, where torch's own callers look"),
+        (f"{_C10D}:_abort_process_group", "the end of process groups after an error"),
     )
 )
 _MEMBERS = Symbol(
     "torch",
-    "torch.distributed.distributed_c10d:GroupMember",
+    f"{_C10D}:GroupMember",
     "what names the default group",
     attributes=("WORLD",),
 )
-RELIES_ON = (_DESTROY, _DESTROY_OF_TORCH, _MEMBERS)
+RELIES_ON = (_DESTROY, _DESTROY_OF_TORCH, _ABORT_OF_TORCH, _MEMBERS)
 
 _installed = ExitStack()
 _users = 0
@@ -85,21 +88,25 @@ def graphs_close_in_time() -> Callable[[], None]:
 
 
 def close_before_process_groups() -> Callable[[], None]:
-    """Close all graphs before the default process group is destroyed; returns the undo.
+    """Close all graphs before the default process group ends; returns the undo.
 
     A reference that a script imported earlier (``from torch.distributed import ...``) is not
     patched. Raises UpstreamChangedError when torch has no such function.
     """
-    old, members = _DESTROY_OF_TORCH.find(), _MEMBERS.find()
+    members = _MEMBERS.find()
 
-    @wraps(old)
-    def destroy_process_group(group: Any = None) -> None:
-        if group is None or group == members.WORLD:
-            close_for_the_end()
-        old(group)
+    def closing(end: Callable[..., None]) -> Callable[..., None]:
+        @wraps(end)
+        def end_process_group(group: Any = None) -> None:
+            if group is None or group == members.WORLD:
+                close_for_the_end()
+            end(group)
 
-    places = (_DESTROY, _DESTROY_OF_TORCH)
-    return all_of(put_over(*place.place(), destroy_process_group) for place in places)
+        return end_process_group
+
+    destroy, abort = closing(_DESTROY_OF_TORCH.find()), closing(_ABORT_OF_TORCH.find())
+    places = ((_DESTROY, destroy), (_DESTROY_OF_TORCH, destroy), (_ABORT_OF_TORCH, abort))
+    return all_of(put_over(*place.place(), function) for place, function in places)
 
 
 def close_at_exit() -> Callable[[], None]:

@@ -115,7 +115,7 @@ class Attachment:
                 named = {n: own_gradient(v, graph.is_replay) for n, v in by_name.items()}
                 made = graph(*args, **named)
                 if isinstance(made, _Eager):
-                    return made.value
+                    return results.of_eager_pass(made.value, graph.eager_passes.run)
                 return results.rebuild(made, self._form.by_name(inputs, by_name))
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay

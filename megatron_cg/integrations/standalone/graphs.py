@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, Self
 
+import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.backends.base import Backend
@@ -21,6 +23,7 @@ from megatron_cg.integrations.call_arguments import (
     at_least,
     backend_of,
     check_policy,
+    member_of,
     refuse,
     several,
 )
@@ -41,6 +44,13 @@ _NO_UNITS = Violation(
     'units=["layers.*"], with names as in model.module.named_modules()',
 )
 
+_ARRIVAL = timedelta(seconds=50)
+"""How long :func:`graph_units` waits for the other ranks."""
+_SOME_RANKS = (
+    "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
+    "GROUP = torch.distributed.new_group(RANKS), which all ranks call"
+)
+
 
 def graph_units(
     model: nn.Module,
@@ -52,6 +62,7 @@ def graph_units(
     on_mismatch: OnMismatch = "eager",
     verify_interval: int = 0,
     fast_path: bool | Collection[str] = True,
+    group: dist.ProcessGroup | None = None,
 ) -> GraphedUnits:
     """Replay CUDA graphs of ``units`` of a model while it trains.
 
@@ -61,7 +72,7 @@ def graph_units(
 
     This call captures nothing: steps inside :meth:`GraphedUnits.step` train eagerly for the first
     ``warmup_steps`` steps. The units are then captured with the arguments of those calls, so no
-    sample inputs are needed. All ranks call this together::
+    sample inputs are needed. All ranks of ``group`` call this together, within a minute::
 
         with graph_units(model, ["layers.*"]) as graphs:
             for batch in batches:
@@ -86,9 +97,12 @@ def graph_units(
         verify_interval: compare replays with eager passes once in so many steps; 0 means never.
         fast_path: False is as ``--cg-no-fsdp-fast-path``; names of parts, such as
             ``("unshard", "gradients")``, are as ``--cg-fast-path``.
+        group: the ranks that train this model together, if those are not all ranks of the default
+            process group, such as ``mesh.get_group()``. They vote on what all of them must do.
 
     Raises:
         ArgumentError: with every argument that is wrong.
+        AgreementError: not all ranks of ``group`` make this call; with those that do not.
         HookError: the model is sharded in a way that is not known, or in more than one.
         ConfigurationError: with every reason why a unit cannot be captured.
         UpstreamChangedError: TE, or a symbol of it or of Megatron-FSDP, is not there.
@@ -98,6 +112,7 @@ def graph_units(
     broken = [] if wanted else [_NO_UNITS]
     broken += at_least("warmup_steps", warmup_steps, 1)
     broken += check_policy(on_failure, on_mismatch, verify_interval, backend, fast_path)
+    broken += member_of(group)
     refuse(broken)
     return GraphedUnits(
         model,
@@ -107,6 +122,7 @@ def graph_units(
         on_failure=on_failure,
         policy=ReplayPolicy(on_mismatch, verify_interval),
         fast_path=fast_path,
+        group=group,
     )
 
 
@@ -123,6 +139,7 @@ class GraphedUnits:
         on_failure: OnFailure,
         policy: ReplayPolicy,
         fast_path: bool | Collection[str] = True,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._sharding = find_sharding(model)
         self._units = find_units(self._sharding, units, backend.name)
@@ -134,7 +151,7 @@ class GraphedUnits:
         with ExitStack() as undo:
             undo.callback(self._observer.forget)
             undo.callback(graphs_close_in_time())
-            self._agreement = Agreement()
+            self._agreement = Agreement(group=group, arrival=_ARRIVAL, remedy=_SOME_RANKS)
             self._controller = GraphController(
                 self._agreement,
                 self._capture,

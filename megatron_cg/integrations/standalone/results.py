@@ -94,6 +94,14 @@ class Results:
             holder[name] = filled(mark)
         return _mapped(filled, self.value)
 
+    def of_eager_pass(self, value: Any, run: Callable[..., Any]) -> Any:
+        """What an eager pass returned and set, given to ``run`` as one result of a function."""
+        places = [(holder, name) for holder, name, _ in self.attributes if name in holder]
+        value, attributes = run(lambda: (value, [holder[name] for holder, name in places]))
+        for (holder, name), one in zip(places, attributes, strict=True):
+            holder[name] = one
+        return value
+
     def problem(self) -> str | None:
         """Why no graph can return this form, in words; None if one can."""
         found: list[str] = []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg import compile_together
-from megatron_cg.consensus.exchange import _gloo
+from megatron_cg.consensus.arrival import gloo_backend
 from megatron_cg.upstream.patch import applied
 
 SHORT, LONG = timedelta(seconds=1), timedelta(minutes=10)
@@ -134,7 +134,7 @@ def compilers_meet_alone(rank: int) -> Any:
     group = dist.new_group(backend="gloo", timeout=LONG)
     region = Region(partial(dist.all_reduce, torch.ones(1), group=group))
     region(USUAL)
-    _gloo(group).set_timeout(SHORT)
+    gloo_backend(group).set_timeout(SHORT)
     waited = said(lambda: region(batch_of(rank)))
     dist.barrier()
     return region.shapes, waited

@@ -6,6 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+
+from megatron_cg.consensus import exchange
+from megatron_cg.consensus.boundary import Boundary
+from megatron_cg.consensus.decision import AgreementError, Kind, Vote
+from megatron_cg.consensus.exchange import Agreement
+from tests.unit.ranks import on_ranks
 
 SCRIPT = """
 import atexit, logging, threading
@@ -37,3 +44,71 @@ def test_the_error_is_out_and_nothing_at_the_end_waits() -> None:
     assert ended.returncode == 1
     assert ended.stdout == "written\n"
     assert "RuntimeError: a hook raised" in ended.stderr
+
+
+REFUSED = """
+import atexit, sys, threading
+import torch.distributed as dist
+from megatron_cg.consensus.process_exit import goes_on
+from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.counters import Counters
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
+ranks, caught, in_backward = (int(word) for word in sys.argv[1:])
+# What waits for other ranks; a single rank has none.
+atexit.register(threading.Event().wait if ranks > 1 and not caught else lambda: print("as usual"))
+dist.is_initialized, dist.get_world_size = lambda: True, lambda: ranks
+policy = MismatchPolicy(ReplayPolicy("error"), Counters())
+mismatch = Mismatch("shape", "x", "1", "2", "Cause.")
+try:
+    if in_backward:
+        policy.mismatched_in_backward(mismatch, "layer")
+    policy.mismatched(mismatch, "layer", collectives=False, fresh=False)
+except ReplayMismatchError:
+    goes_on()  # The error is under way: as when a with block of graphs ends.
+    if not caught:
+        raise
+goes_on()
+"""
+
+
+@pytest.mark.parametrize("in_backward", [0, 1])
+@pytest.mark.parametrize(
+    ("ranks", "caught", "code", "told"),
+    [(2, 0, 1, ""), (2, 1, 0, "as usual"), (1, 0, 1, "as usual")],
+)
+def test_a_refused_replay_ends_the_process_at_once_unless_it_goes_on(
+    ranks: int, caught: int, code: int, told: str, in_backward: int
+) -> None:
+    arguments = map(str, (ranks, caught, in_backward))
+    ended = subprocess.run(
+        [sys.executable, "-c", REFUSED, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (code, told)
+    assert bool(caught) is not ("ReplayMismatchError" in ended.stderr)
+
+
+def failed_votes() -> list[int]:
+    """In one process: whether it leaves after each vote that fails, also the last one."""
+    left: list[int] = []
+    vars(exchange)["exit_without_waiting"] = lambda: left.append(1)
+    rank, counts = dist.get_rank(), []
+    votes, late, last = Agreement(), Agreement(), Agreement()
+    boundary = Boundary(last, Vote, lambda: None, lambda _decision: None)
+    with pytest.raises(AgreementError):
+        votes.agree(Kind.STEP, Vote(), serial=rank)
+    counts.append(len(left))
+    with pytest.raises(AgreementError):
+        late.fall_back_together(f"layer {rank % 2}")
+    counts.append(len(left))
+    boundary.after_step(rank)
+    boundary.close()
+    return [*counts, len(left)]
+
+
+def test_a_process_leaves_after_a_failed_vote_and_not_after_the_last() -> None:
+    assert on_ranks(failed_votes, 3) == [[1, 2, 2]] * 3

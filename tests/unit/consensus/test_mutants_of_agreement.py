@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 
+from megatron_cg.consensus.arrival import gloo_backend
 from megatron_cg.consensus.decision import Kind, Vote
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import PhaseError
@@ -52,3 +57,23 @@ def test_a_capture_awaits_its_start_until_the_vote_on_it(one_rank: None) -> None
     votes.begin_capture()
     assert votes.awaits_start
     votes.close()
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda votes: votes.agree(Kind.STEP, Vote()),
+        lambda votes: votes.post(Kind.STEP, Vote()),
+        lambda votes: votes.gather(1),
+    ],
+)
+def test_a_vote_with_a_timeout_leaves_later_votes_theirs(
+    one_rank: None, later: Callable[[Agreement], Any]
+) -> None:
+    own, shorter = timedelta(minutes=7), timedelta(minutes=2)
+    votes = Agreement(own)
+    gloo: Any = gloo_backend(votes._require_sound())  # type: ignore[arg-type]
+    votes.agree(Kind.MISMATCH, Vote(), timeout=shorter)
+    assert gloo.options._timeout == shorter
+    later(votes)
+    assert gloo.options._timeout == own

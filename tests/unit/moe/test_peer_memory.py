@@ -261,9 +261,17 @@ def test_rows_are_written_between_two_barriers_and_read_after_them(
     monkeypatch.setattr(peer_kernel, "write_rows", write)
     sent = torch.arange(1.0, 1.0 + 5 * math.prod(shape)).view(5, *shape)
     here, there = (find_places(torch.tensor([[n]]), 4, rows) for n, rows in ((4, 5), (3, 6)))
-    memory._of(4, math.prod(shape) * 4).handle.barrier = lambda: done.append("barrier")
+
+    def barrier(channel: int = 0, timeout_ms: int = 0) -> None:
+        done.append(f"barrier of {timeout_ms / 60000:g} minutes")
+
+    memory._of(4, math.prod(shape) * 4).handle.barrier = barrier
     received = memory(sent.as_subclass(OnGpu), here, there)
-    assert done == ["barrier", "write", "barrier"]
+    assert done == ["barrier of 10 minutes", "write", "barrier of 10 minutes"]
+    done.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    memory(sent.as_subclass(OnGpu), here, there)
+    assert done == ["barrier of 0 minutes", "write", "barrier of 0 minutes"]
     assert torch.equal(received[:3], sent[:3]) and not received[3:].any()
 
 
@@ -280,7 +288,10 @@ def test_addresses_that_are_not_of_the_tensor_are_refused(
 
 
 def test_nothing_is_freed_on_a_gpu_in_an_error_state(
-    one_rank: None, mapped: None, monkeypatch: pytest.MonkeyPatch
+    one_rank: None,
+    mapped: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -295,3 +306,4 @@ def test_nothing_is_freed_on_a_gpu_in_an_error_state(
     leave()
     del leave
     assert memory.bytes == (5 + 7) * 8 and not collected(memory)
+    assert "rank did not come to an exchange within 10 minutes. The log of that" in caplog.text

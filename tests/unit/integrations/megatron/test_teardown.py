@@ -48,11 +48,13 @@ def destroyed(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
 
     for module in (torch.distributed, distributed_c10d):
         monkeypatch.setattr(module, "destroy_process_group", destroy)
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", destroy)
     megatron_cg.enable()
     yield seen
     megatron_cg.disable()
     assert torch.distributed.destroy_process_group is destroy
     assert distributed_c10d.destroy_process_group is destroy
+    assert distributed_c10d._abort_process_group is destroy
 
 
 def broken(*_args: Any) -> None:
@@ -65,13 +67,20 @@ def is_eager(trainer: Any) -> bool:
     return all("forward" not in vars(layer) for layer in transformer_layers(trainer.model))
 
 
-@pytest.mark.parametrize("module", [torch.distributed, distributed_c10d])
+@pytest.mark.parametrize(
+    ("module", "end"),
+    [
+        (torch.distributed, "destroy_process_group"),
+        (distributed_c10d, "destroy_process_group"),
+        (distributed_c10d, "_abort_process_group"),
+    ],
+)
 @pytest.mark.parametrize("by_name", [False, True])
 def test_graphs_are_closed_before_the_default_group(
-    module: Any, by_name: bool, trainer: Any, destroyed: list[tuple[Any, Phase]]
+    module: Any, end: str, by_name: bool, trainer: Any, destroyed: list[tuple[Any, Phase]]
 ) -> None:
     groups = (torch.distributed.group.WORLD,) if by_name else ()
-    module.destroy_process_group(*groups)
+    getattr(module, end)(*groups)
     assert [phase for _, phase in destroyed] == [Phase.CLOSED]
     assert is_eager(trainer)
 
@@ -79,7 +88,8 @@ def test_graphs_are_closed_before_the_default_group(
 def test_another_group_leaves_the_graphs(trainer: Any, destroyed: list[tuple[Any, Phase]]) -> None:
     group = torch.distributed.new_group([0])
     torch.distributed.destroy_process_group(group)
-    assert destroyed == [(group, Phase.REPLAYING)]
+    distributed_c10d._abort_process_group(group)
+    assert destroyed == [(group, Phase.REPLAYING)] * 2
     trainer.step()
     expect(trainer.session.counters, replayed=2)
 

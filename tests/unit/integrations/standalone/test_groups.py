@@ -1,0 +1,88 @@
+"""Which ranks train a model together: all that call ``graph_units``, and no others."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cg.consensus.decision import AgreementError, Kind, Level, Vote
+from megatron_cg.consensus.exchange import Agreement
+from megatron_cg.errors import ArgumentError
+from megatron_cg.integrations.standalone import graph_units, graphs
+from tests.unit.ranks import on_ranks
+
+STEPS = 4
+
+
+def units(**given: Any) -> Any:
+    return graph_units(nn.Sequential(nn.Linear(4, 4)), "*", backend="tape", **given)
+
+
+def call_on_one_rank() -> str:
+    """In one process of three: rank 0 comes alone, and later all ranks come."""
+    graphs._ARRIVAL = timedelta(seconds=1)
+    said = ""
+    if dist.get_rank() == 0:
+        try:
+            units()
+        except AgreementError as error:
+            said = str(error)
+    dist.barrier()
+    graphs._ARRIVAL = timedelta(minutes=10)
+    units().close()
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_comes_alone_learns_which_ranks_did_not() -> None:
+    said, *others = on_ranks(call_on_one_rank, 3)
+    assert said.startswith("ranks 1, 2 did not come here within 1 seconds of rank 0: ")
+    assert "graph_units(..., group=GROUP)" in said and others == ["", ""]
+
+
+def train_on_some_ranks() -> list[Any]:
+    """In one process of three: the last two train, and are in other groups as well."""
+    rank = dist.get_rank()
+    trainers, _ = dist.new_group([1, 2]), dist.new_group([0, 2])
+    if rank == 0:
+        with pytest.raises(ArgumentError, match="this rank is not in it"):
+            units(group=trainers)
+        dist.barrier()
+        return []
+    model = nn.Sequential(nn.Linear(4, 4))
+    with graph_units(model, "*", backend="tape", warmup_steps=1, group=trainers) as made:
+        for step in range(STEPS):
+            with made.step():
+                model(torch.ones(2 + (rank == 2 and step == 2), 4)).sum().backward()
+        counts = made.counters
+    votes = Agreement(group=trainers)
+    asked = votes.agree(Kind.STEP, Vote(Level(rank - 1))).asked
+    with pytest.raises(AgreementError) as mixed:
+        votes.agree(Kind.STEP, Vote(), serial=rank)
+    dist.barrier()
+    return [counts.replayed, counts.eager, asked, str(mixed.value)[:73]]
+
+
+def test_ranks_that_do_not_train_are_not_waited_for() -> None:
+    none, first, second = on_ranks(train_on_some_ranks, 3)
+    words = "ranks came to different votes: rank 1 to step 1 (arriving), rank 2 to step"
+    assert none == []
+    assert first == [3, 0, [2], words[:73]] and second == [2, 1, [2], words[:73]]
+
+
+def test_a_group_is_one_of_this_rank(one_rank: None) -> None:
+    with pytest.raises(ArgumentError, match="a process group of torch"):
+        units(group="world")
+    with pytest.raises(ArgumentError, match="this rank is not in it"):
+        units(group=dist.GroupMember.NON_GROUP_MEMBER)
+    units(group=dist.group.WORLD).close()
+
+
+def test_a_group_needs_process_groups() -> None:
+    with pytest.raises(ArgumentError, match="this rank is not in it"):
+        units(group=dist.GroupMember.NON_GROUP_MEMBER)

@@ -1,0 +1,129 @@
+"""One rank runs units of several outputs eagerly, alone: buckets are reduced as on the others."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cg.integrations.standalone import graph_units
+from megatron_cg.replay.one_node import as_one_node
+from tests.unit.ranks import on_ranks
+
+WIDTH, STEPS, ODD = 8, 6, 4
+CASES: dict[str, tuple[tuple[int, ...], bool]] = {
+    "unused in layer 0": ((1, 2), False),
+    "the same with the fast path": ((1, 2), True),
+    "used": ((0, 1, 2), False),
+}
+"""Of which layers the loss uses the second output, and whether with the fast path."""
+
+
+class Block(nn.Module):
+    """Its second output alone depends on ``gate``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + self.down(torch.tanh(self.up(x))), self.gate(x).square().mean()
+
+
+class Network(nn.Module):
+    """The embedding and the head are in another bucket, of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        x, seconds = self.embed(x), []
+        for layer in self.layers:
+            x, second = layer(x)
+            seconds.append(second)
+        return self.head(x), seconds
+
+
+def trained(uses: tuple[int, ...], *, graphed: bool, fast: bool, closes: bool) -> list[Any]:
+    """Weights at the end, and how many passes were eager; rank 1 is alone in one step."""
+    from megatron_fsdp import fully_shard_model, fully_shard_optimizer
+
+    torch.manual_seed(0)
+    model = fully_shard_model(
+        Network(),
+        fsdp_unit_modules=[Block],
+        fsdp_double_buffer=True,
+        fsdp_db_use_persist_buf_on_alloc_fail=True,
+        calculate_per_token_loss=True,
+    )
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    graphs = None
+    if graphed:
+        graphs = graph_units(model, ["layers.*"], warmup_steps=1, backend="tape", fast_path=fast)
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        alone = step == ODD and rank == 1
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(2 if alone and not closes else 3, WIDTH, generator=generator)
+        with graphs.step() if graphs is not None else nullcontext():
+            if graphs is not None and graphs.session is not None and closes and alone:
+                graphs.session.close()
+            optimizer.zero_grad()
+            y, seconds = model(x)
+            loss = y.square().mean()
+            loss = loss + sum(seconds[one] for one in (uses if step == ODD else range(3)))
+            loss.backward()
+            optimizer.step()
+    eager = 0 if graphs is None else graphs.counters.eager
+    weights = [parameter.to_local().flatten().tolist() for parameter in model.parameters()]
+    if graphs is not None:
+        graphs.close()
+    return [weights, eager]
+
+
+def differences() -> dict[str, Any]:
+    """In one process: the eager passes of each case whose weights are those of eager training."""
+    found = {}
+    for name, (uses, fast) in CASES.items():
+        expected, _ = trained(uses, graphed=False, fast=fast, closes=False)
+        got, eager = trained(uses, graphed=True, fast=fast, closes=False)
+        found[name] = eager if got == expected else "other weights"
+    expected, _ = trained((1, 2), graphed=False, fast=False, closes=True)
+    got, _ = trained((1, 2), graphed=True, fast=False, closes=True)
+    found["closed"] = got == expected
+    return found
+
+
+def test_buckets_of_a_rank_that_is_eager_alone_are_reduced_in_the_order_of_replays() -> None:
+    first, second = ({**dict.fromkeys(CASES, eager), "closed": True} for eager in (0, 3))
+    assert on_ranks(differences) == [first, second]
+
+
+def test_outputs_wait_for_each_others_gradients() -> None:
+    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    order: list[Any] = []
+    for number, weight in enumerate(weights):
+        weight.register_post_accumulate_grad_hook(
+            lambda own, number=number: order.append((number, own.grad))
+        )
+    first, second = weights[0] * 2, weights[1] * 3
+    plain = torch.ones(1)
+    tied = as_one_node({"a": (first, plain), "b": [second, first, None]})
+    assert tied["a"][1] is plain and tied["b"][1] is tied["a"][0] and tied["b"][2] is None
+    tied["a"][0].sum().backward()
+    assert sorted(order, key=lambda one: one[0]) == [(0, torch.full((1,), 2.0)), (1, None)]
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_one_output_with_a_gradient_stays_as_it_is(detached: bool) -> None:
+    one = torch.ones(1, requires_grad=True) * 2
+    other = one.detach() if detached else one
+    outputs = (one, other)
+    assert as_one_node(outputs) is outputs
