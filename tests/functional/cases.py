@@ -24,6 +24,7 @@ MOE_ACT = ("--recompute-granularity", "selective", "--recompute-modules", "moe_a
 OVERLAP = ("--moe-shared-expert-overlap", "--moe-shared-expert-gate")
 CAPACITY = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 NATIVE = ("--cg-backend", "native")
+ON_META = ("--init-model-with-meta-device",)
 VERIFIED = ("--cg-verify-interval", "2", "--cg-on-mismatch", "error")
 LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
 """As without Apex: its norm and Megatron's fused softmax are packages that need not be there."""

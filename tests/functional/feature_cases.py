@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.functional.cases import (
     CAPACITY,
+    CASES,
     EP2,
     EVALUATED,
     EXPERTS,
     FP8,
     MOE,
     NATIVE,
+    ON_META,
     PREPROCESS,
     ROUTER,
     TORCH_GEMM,
@@ -57,8 +61,23 @@ def _whole_moe_layers() -> list[Case]:
     ]
 
 
+def _made_on_meta() -> list[Case]:
+    """One of each family, whose weights get their values after the wrapping."""
+    named = {case.name: case for case in (*CASES, *_whole_moe_layers())}
+    return [
+        replace(named[name], name=f"meta-{name}", flags=(*named[name].flags, *ON_META))
+        for name in (
+            *("dense", "whole-layer", "preprocess-ep2", "native-dense", "native-local-dense"),
+            *("dropless-ep2", "dropless-ep2-rows", "peers-ep2", "overlapped-dropless-ep2"),
+            *("full-recompute-whole-layer", "latent-attention", "zero2", "dropout-router"),
+            *("fp8", "fp8-delayed-weights", "native-tp2", "hybrid-sharding", "mamba"),
+        )
+    ]
+
+
 FEATURES = [
     *_whole_moe_layers(),
+    *_made_on_meta(),
     Case("delayed-gradients", MOE, ROUTER, (*batch(8), *EP2, *_DELAYED)),
     Case("delayed-gradients-preprocess", MOE, PREPROCESS, (*batch(8), *EP2, *_DELAYED)),
     Case("saved-passes", MOE, ROUTER, (*batch(8), *_SAVED)),

@@ -11,6 +11,7 @@ from tests.functional.cases import (
     EXPANDABLE,
     EXPERTS,
     MOE,
+    ON_META,
     PEERS,
     ROUTER,
     TENSOR_PARALLEL,
@@ -34,6 +35,13 @@ LIFE = {
     ),
     "bounded": Case(
         "bounded", MOE, EXPERTS, (*batch(8), *EP2), graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1")
+    ),
+    "bounded-on-meta": Case(
+        "bounded-on-meta",
+        MOE,
+        EXPERTS,
+        (*batch(8), *EP2, *ON_META),
+        graph_flags=(*TORCH_GEMM, "--cg-moe-rows", "1"),
     ),
     "saved-experts": Case(
         "saved-experts",

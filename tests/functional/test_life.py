@@ -65,7 +65,7 @@ def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
         assert len(rank["memory"]) == 50 and rank["memory"][4] == rank["memory"][-1]
 
 
-@pytest.mark.parametrize("name", ["bounded", "bounded-peers"])
+@pytest.mark.parametrize("name", ["bounded", "bounded-on-meta", "bounded-peers"])
 def test_steps_with_more_rows_than_graphs_have_room_for_are_repeated(
     name: str, align: Align, log: Log
 ) -> None:
