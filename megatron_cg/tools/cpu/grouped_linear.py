@@ -80,7 +80,7 @@ class GroupedLinear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Give the weights their first values; Megatron-FSDP calls it for those on ``meta``."""
-        for weight in self._parameters.values():
+        for weight in self.parameters():
             self._init_method(weight)
 
     def forward(
