@@ -240,7 +240,6 @@ class Session:
                 for unit in self._units
                 for graph in _graphs(unit.layer)
             ],
-            model=self._model,
             parts=self._parts,
             together=agreement.undo_together if agreement is not None else None,
         )
