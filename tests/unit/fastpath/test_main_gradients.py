@@ -150,7 +150,9 @@ def attached(store: Any, decoupled: bool) -> dict[str, Any]:
     store.use_decoupled_grad = decoupled
     store.update_main_grads()
     for group in store.parameter_groups:
-        group.main_grad_buffer.data = group.main_grad_buffer.data.clone()
+        left = group.main_grad_buffer.data
+        group.main_grad_buffer.data = left.clone()
+        left.zero_()
     generator = torch.Generator().manual_seed(3)
     for group in store.parameter_groups:
         data = group.main_grad_buffer.data
