@@ -307,10 +307,6 @@ def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_cg.arguments.schema.installed_version", lambda name: None)
-    found = Environment.read().versions
-    # As imported from a path; Megatron may add the commit of the folder it runs in.
-    assert list(found) == ["megatron-core"] and found["megatron-core"].startswith("0.19.2")
-    monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
     assert Environment.read().versions == {}
 
 
