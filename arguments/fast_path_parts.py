@@ -11,7 +11,6 @@ from megatron_cg.nearest import did_you_mean
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "last-unit": (),
-    "swap": (),
     "gradients": ("unshard",),
     "detached-weights": ("gradients",),
     "detached-weights-of-graphs": ("gradients",),
@@ -21,7 +20,6 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "deferred-prefetch": ("detached-weights-of-graphs", "gathers"),
     "main-gradients": (),
     "main-weights": (),
-    "zero-gradients": (),
     "clipping": (),
     "optimizer": (),
 }

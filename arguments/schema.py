@@ -341,15 +341,6 @@ def _no_strings() -> Mapping[str, str]:
     return MappingProxyType({})
 
 
-def _version_on_path() -> str | None:
-    """``megatron.core.__version__`` of the importable package, or None."""
-    try:
-        from megatron.core.package_info import __version__
-    except ImportError:
-        return None
-    return str(__version__)
-
-
 @dataclass(frozen=True)
 class Environment:
     """Installed versions and environment variables; what is not set is not in the mapping.
@@ -364,10 +355,8 @@ class Environment:
 
     @classmethod
     def read(cls, backend: str = TRANSFORMER_ENGINE) -> Environment:
-        """The environment of this process, from ``importlib.metadata`` and ``os.environ``."""
+        """The environment of this process, from what it imports and ``os.environ``."""
         versions = {name: installed_version(name) for name in PACKAGES}
-        # A clone of Megatron-LM on the path is not an installed distribution.
-        versions["megatron-core"] = versions["megatron-core"] or _version_on_path()
         return cls(
             versions={name: version for name, version in versions.items() if version is not None},
             variables={name: os.environ[name] for name in VARIABLES if name in os.environ},

@@ -1,7 +1,7 @@
 """Measures what each part of the fast path is worth, in one run.
 
     python -m benchmarks.fast_path_parts qwen3-moe --out parts
-    python -m benchmarks.fast_path_parts llama --nproc 1 --parts clipping,swap --out parts
+    python -m benchmarks.fast_path_parts llama --nproc 1 --parts clipping,last-unit --out parts
 
 One run trains the preset with graphs. It trains some steps without a part, then some with all
 parts, then some without the next part: before each of them the graphs are captured again. So both

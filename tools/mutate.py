@@ -104,8 +104,7 @@ NEAR: dict[str, str] = {
     "fastpath/gradients/views.py": "fastpath/test_views.py fastpath/test_parts.py "
     "fastpath/test_fast_path.py fastpath/test_last_unit.py",
     "fastpath/optimizer/main_weights.py": "fastpath/test_main_weights.py "
-    "fastpath/test_main_gradients.py fastpath/test_fast_path.py fastpath/test_zero.py",
-    "fastpath/optimizer/zero.py": "fastpath/test_zero.py",
+    "fastpath/test_main_gradients.py fastpath/test_fast_path.py",
     "fsdp/fsdp_model.py": "fastpath/test_mutants_of_params.py capture/test_session.py "
     "runs/test_some_layers.py backends/tape/test_training.py",
     "fsdp/roles.py": _HOOKS,

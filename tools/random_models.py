@@ -63,6 +63,8 @@ class Draw:
     """Weights whose names have one of these are frozen."""
     verify_interval: int
     """As ``--cg-verify-interval``: how often each graph is compared with an eager pass."""
+    on_meta: bool
+    """Whether the layers are made on the meta device, as ``--init-model-with-meta-device``."""
 
 
 def draw(seed: int) -> Draw:
@@ -77,6 +79,7 @@ def draw(seed: int) -> Draw:
     layers = range(model.layers)
     some = chance.sample(layers, chance.randint(1, max(1, model.layers - 1)))
     is_full = "recompute_method" in model.options
+    strategy = model.fsdp_options["data_parallel_sharding_strategy"]
     return Draw(
         model=replace(model, bf16=device or chance.random() < 0.7),
         processes=processes,
@@ -89,6 +92,8 @@ def draw(seed: int) -> Draw:
         peers=device and model.expert_parallel > 1 and chance.random() < 0.4,
         frozen=_frozen(chance, model, is_full=is_full),
         verify_interval=chance.choice((0, 0, 1, 2)),
+        # Megatron-FSDP refuses it without sharding.
+        on_meta=chance.random() < 0.3 and strategy != "no_shard",
     )
 
 
@@ -209,6 +214,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
         return made
 
     destroy_moe_metrics_tracker()
+    options = {**drawn.model.options, "init_model_with_meta_device": drawn.on_meta}
     with ExitStack() as undo:
         undo.enter_context(replaced(cpu_model, "gpt_model", gpt_model))
         if drawn.torch_gemm:
@@ -218,9 +224,9 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
             undo.callback(exchange_by_peers())
         if graphs:
             undo.callback(allow_full_recompute())
-            yield drawn.model
+            yield replace(drawn.model, options=options)
         else:
-            options = {**drawn.model.options, "cuda_graph_impl": "none"}
+            options["cuda_graph_impl"] = "none"
             yield replace(drawn.model, graph_modules=(), options=options)
 
 

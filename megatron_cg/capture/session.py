@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import nn
@@ -57,9 +58,10 @@ from megatron_cg.upstream.patch import put_over, run_before, set_attribute
 
 logger = logging.getLogger(__name__)
 
-_SESSIONS: list[Session] = []
-"""Sessions with graphs. The references are strong, since the layers replay even if nobody else
-holds their session, and :func:`close_all_sessions` must find it."""
+_SESSIONS: list[ReferenceType[Session]] = []
+"""Sessions with graphs. A session lives as long as its model, which holds it: the layers replay
+even if nobody else does. So a model that is dropped takes its graphs along."""
+_HOLDS = "_megatron_cg_session"
 
 
 class Phase(Enum):
@@ -181,7 +183,12 @@ class Session:
                 ending.callback(emit, CaptureEnded(error=error))
                 ending.callback(self._undo.close)
             raise
-        _SESSIONS.append(self)
+        for unit in self._units:
+            self._undo.callback(set_attribute(unit.layer, _HOLDS, self))
+        # A graph must not be destroyed while it replays, also if nobody closes its session.
+        self._rest = finalize(self, self._backend.synchronize)
+        self._rest.atexit = False
+        _SESSIONS.append(ref(self, _SESSIONS.remove))
         self.counters.captured += sum(len(_graphs(unit.layer)) for unit in self._units)
         self.phase = Phase.REPLAYING
         with ExitStack() as failed:
@@ -252,7 +259,6 @@ class Session:
                 for unit in self._units
                 for graph in _graphs(unit.layer)
             ],
-            model=self._model,
             parts=self._parts,
             together=agreement.undo_together if agreement is not None else None,
         )
@@ -296,7 +302,8 @@ class Session:
         replaying, self.phase = self.phase is Phase.REPLAYING, Phase.CLOSED
         if not replaying:
             return
-        _SESSIONS.remove(self)
+        _SESSIONS.remove(ref(self))
+        self._rest.detach()
         with ExitStack() as votes, self._undo, ExitStack() as release:
             votes.callback(self._vote_when_eager)  # Last, and also if a graph cannot be released.
             for unit in self._units:
@@ -359,8 +366,9 @@ def open_sessions() -> int:
 def close_all_sessions() -> None:
     """Close every session that has graphs, also when closing one of them raises."""
     with ExitStack() as stack:
-        for session in _SESSIONS:
-            stack.callback(session.close)
+        for session in [one() for one in _SESSIONS]:
+            if session is not None:
+                stack.callback(session.close)
 
 
 def _megatron_fsdp(model: nn.Module) -> MegatronFsdp:

@@ -16,17 +16,15 @@ from megatron_cg.fastpath.gradients.detached_in_graphs import detach_in_graphs
 from megatron_cg.fastpath.gradients.detached_weights import DetachedWeights, install_detached
 from megatron_cg.fastpath.heuristics import install_heuristics
 from megatron_cg.fastpath.not_applicable import NotApplicableError
-from megatron_cg.fastpath.optimizer import adam, clip, zero
+from megatron_cg.fastpath.optimizer import adam, clip
 from megatron_cg.fastpath.optimizer import main_weights as weights
 from megatron_cg.fastpath.optimizer.adam import install_adam
 from megatron_cg.fastpath.optimizer.clip import install_clip
 from megatron_cg.fastpath.optimizer.main_weights import install_main_gradients, install_main_weights
-from megatron_cg.fastpath.optimizer.zero import install_zero
-from megatron_cg.fastpath.params import gather, last_unit, swap, unshard
+from megatron_cg.fastpath.params import gather, last_unit, unshard
 from megatron_cg.fastpath.params.deferred_prefetch import DeferredPrefetch
 from megatron_cg.fastpath.params.gather import install_gathers
 from megatron_cg.fastpath.params.last_unit import install_last_unit
-from megatron_cg.fastpath.params.swap import install_swap
 from megatron_cg.fastpath.params.unshard import install_unshard
 from megatron_cg.fsdp.fsdp_symbols import unknown_bodies
 from megatron_cg.memory.scratch import ScratchMemory
@@ -154,7 +152,6 @@ def install(
     graphed: Collection[nn.Module] = (),
     replays: Sequence[ReplayFunction] = (),
     *,
-    model: nn.Module | None = None,
     parts: Collection[str] = PARTS,
     together: Callable[[Undo], object] | None = None,
 ) -> FastPath:
@@ -166,7 +163,6 @@ def install(
         optimizers: the optimizers of its parameters, Megatron's or torch's.
         graphed: modules inside graphs, whose Python code no longer runs.
         replays: how autograd sees each of their graphs.
-        model: the module that contains ``fsdp``.
         parts: the parts to install. A part is left out if another one that it needs is not here.
         together: takes the undo of changes that all ranks must undo together; see Note [On all
             ranks, or on none] in ``params/last_unit.py``. If it is omitted, this process is
@@ -181,7 +177,6 @@ def install(
     path = FastPath(fsdp, parts)
     try:
         path._add("last-unit", lambda: install_last_unit(fsdp), last_unit.REPLACES, together)
-        path._add("swap", lambda: install_swap(fsdp), swap.REPLACES)
         # Without "unshard" nothing reports the end of a unit's backward pass.
         replaces = (*gradients.REPLACES, *unshard.REPLACES)
         path._add("gradients", lambda: path._gradients(fsdp), replaces)
@@ -192,7 +187,6 @@ def install(
             weights.REPLACES_ATTACHING,
         )
         path._add("main-weights", lambda: install_main_weights(fsdp), weights.REPLACES_INSTALLING)
-        path._add("zero-gradients", lambda: install_zero(fsdp, model), zero.REPLACES)
         if optimizers:
             path._add("clipping", lambda: install_clip(optimizers), clip.REPLACES)
             path._add("optimizer", lambda: install_adam(optimizers), adam.REPLACES)

@@ -12,6 +12,10 @@ Note [When the host knows]
     found after the last forward pass of a step. The host reads it after the last backward pass is
     queued, and does not wait for that pass.
 
+Note [Where the memory is]
+    Layers are made inside of ``torch.device("meta")`` with ``--init-model-with-meta-device``. The
+    bound's memory is none of the model's, so every tensor here names its device.
+
 Note [A multiple of 128]
     A grouped GEMM computes 128 rows of an expert at a time, so a slot with some rows more takes
     hardly more time.
@@ -46,15 +50,15 @@ class RowBound:
         self.bound = 0
         """Rows of a slot, in the last exchange that was captured."""
         self._average = 0.0
-        self._most = torch.empty(0)
-        self._host = torch.empty(0)
+        self._most = torch.empty(0, device="cpu")
+        self._host = torch.empty(0, device="cpu")
         self._shared: torch.cuda.Event | None = None
 
     def place(self) -> None:
         """Make the memory that graphs write to. A second call does nothing."""
         if not self._most.numel():
             self._most = torch.zeros(1, dtype=torch.int32, device="cuda")
-            self._host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self._host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def slot(self, sent: int, ranks: int, worst: int) -> int:
         """Rows of a slot if a rank sends ``sent`` to ``ranks``; ``worst`` at most."""

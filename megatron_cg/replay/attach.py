@@ -28,7 +28,7 @@ from megatron_cg.replay.eager_passes import EagerPasses
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.own_gradients import own_gradient_of_leaf
+from megatron_cg.replay.own_gradients import own_gradient
 from megatron_cg.replay.region import is_running_region
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
@@ -85,9 +85,9 @@ def attach_replay(
     def replay(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_replay = target.cuda_graphs[0].is_replay
         if args:
-            args = (own_gradient_of_leaf(args[0], is_replay), *args[1:])
+            args = (own_gradient(args[0], is_replay), *args[1:])
         elif _HIDDEN in kwargs:
-            kwargs = {**kwargs, _HIDDEN: own_gradient_of_leaf(kwargs[_HIDDEN], is_replay)}
+            kwargs = {**kwargs, _HIDDEN: own_gradient(kwargs[_HIDDEN], is_replay)}
         return target._te_cuda_graph_replay(*args, **kwargs)
 
     def changes() -> Iterator[Undo]:

@@ -4,20 +4,55 @@ Note [A gradient that a leaf takes over]
     A graph's backward replay leaves the gradient of an input in the graph's memory, and the next
     replay overwrites it. An AccumulateGrad node does not copy the first gradient of a leaf, it
     takes it over (torch 2.11, ``accumulate_grad.h``: "Case 1.2"). Many operations pass a gradient
-    on as it is: a view, an addition, a concatenation. So a parameter in front of a unit, such as
-    learned queries, would hold the gradient of the last microbatch twice, and that of the first not
-    at all. A gradient that goes to other replays alone needs no copy: they copy what they receive.
+    on as it is, or a view of it: a view, an addition, a concatenation. So a parameter in front of a
+    unit, such as learned queries or a prompt, would hold the gradient of the last microbatch twice,
+    and that of the first not at all.
+
+Note [Where a gradient ends]
+    The nodes ahead of an input are followed until each path is known to keep nothing: at a replay,
+    which copies what it receives, or at an operation that only passes on gradients that it has
+    computed. A path that reaches a leaf, code that is not known, or more than a few nodes: the
+    gradient is copied. Between two graphed layers there are only a view and a hook of
+    Megatron-FSDP, and in front of the first one an embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
 
-_FAR = 8
+_FAR = 16
 """How many nodes are looked at; a gradient that goes further is copied."""
+_COMPUTES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Bmm", "Convolution", "Div", "Embedding", "Gather", "Gelu", "Index", "IndexSelect"),
+        *("Mm", "Mul", "NativeDropout", "NativeLayerNorm", "Pow", "Relu", "Sigmoid", "Silu"),
+        *("Softmax", "Tanh"),
+    )
+)
+"""Operations of torch whose backward functions make each gradient that they pass on. Not ``Addmm``:
+it passes the gradient of a bias on."""
+_LINEAR = (
+    "megatron.core.tensor_parallel.layers",
+    "megatron_cg.moe.grouped_gemm",
+    "megatron_cg.tools.cpu.grouped_linear",
+    "transformer_engine.pytorch.module",
+)
+"""Modules whose functions do so too."""
+_KNOWN = ("megatron.core", "megatron_cg", "megatron_fsdp", "transformer_engine")
+"""Packages whose functions keep no gradient, though they may pass one on. Those of checkpoints run
+a backward pass of their own, which may end at a leaf."""
+
+
+class _Node(Enum):
+    """What a node of autograd does with a gradient that it receives."""
+
+    COMPUTES, PASSES_ON, MAY_KEEP = range(3)
 
 
 def own_gradient(value: Any, is_replay: Callable[[Any], bool]) -> Any:
@@ -27,56 +62,48 @@ def own_gradient(value: Any, is_replay: Callable[[Any], bool]) -> Any:
         value: an input of a graph.
         is_replay: whether a node of autograd is a replay that waits for its backward.
     """
-    if not value.requires_grad or _goes_to_replays(value.grad_fn, is_replay):
-        return value
-    apply: Any = _Copied.apply
-    return apply(value)
-
-
-def own_gradient_of_leaf(value: Any, is_replay: Callable[[Any], bool]) -> Any:
-    """``value`` on the same memory, whose gradient no leaf takes over from the graph.
-
-    For layers under Megatron-FSDP, which takes the gradients of its own leaves at once. Only
-    operations of one tensor are followed, so that a layer between others pays for a few questions.
-    Arguments are as in :func:`own_gradient`.
-    """
     if not value.requires_grad:
         return value
-    node = value.grad_fn
-    for _ in range(_FAR):
-        if node is None:
-            break
-        if is_replay(node):
-            return value
-        following = [one for one, _ in node.next_functions if one is not None]
-        if len(following) > 1:
-            return value
-        if not following:
-            leaf = getattr(node, "variable", None)
-            if leaf is None or leaf._post_accumulate_grad_hooks:
-                return value
-            break
-        node = following[0]
-    else:
+    if not (value.retains_grad or value._backward_hooks or _may_stay(value.grad_fn, is_replay)):
         return value
     apply: Any = _Copied.apply
     return apply(value)
 
 
-def _goes_to_replays(node: Any, is_replay: Callable[[Any], bool]) -> bool:
-    ahead = [node]
-    for _ in range(_FAR):
+def _may_stay(node: Any, is_replay: Callable[[Any], bool]) -> bool:
+    """Whether anything ahead may keep a gradient; see Note [Where a gradient ends]."""
+    if node is None:  # of a leaf
+        return True
+    # Several edges may lead to one node.
+    ahead, seen = [node], {node}
+    while ahead and len(seen) <= _FAR:
         node = ahead.pop()
-        if node is None:
-            return False
-        if not is_replay(node):
-            following = [one for one, _ in node.next_functions if one is not None]
-            if not following:
-                return False
-            ahead += following
-        if not ahead:
+        if is_replay(node):
+            continue
+        kind: Any = type(node)
+        does = _does(kind)
+        if does is _Node.MAY_KEEP:
             return True
-    return False
+        if does is _Node.PASSES_ON:
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    ahead.append(following)
+    return bool(ahead)
+
+
+@cache
+def _does(node: Any) -> _Node:
+    function = getattr(node, "_forward_cls", None)  # of a function that is written in Python
+    if function is not None:
+        if not function.__module__.startswith(_KNOWN) or "Checkpoint" in function.__name__:
+            return _Node.MAY_KEEP
+        computes = function.__module__.startswith(_LINEAR)
+        return _Node.COMPUTES if computes else _Node.PASSES_ON
+    if node.__name__ in _COMPUTES:
+        return _Node.COMPUTES
+    is_of_torch = node.__name__.rstrip("0123456789").endswith("Backward")
+    return _Node.PASSES_ON if is_of_torch else _Node.MAY_KEEP
 
 
 class _Copied(torch.autograd.Function):

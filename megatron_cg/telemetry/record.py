@@ -39,6 +39,7 @@ from megatron_cg.telemetry.memory_lines import memory
 from megatron_cg.telemetry.record_schema import CAPTURED_AFTER, FORMAT
 from megatron_cg.telemetry.record_setup import Setup, of_megatron
 from megatron_cg.telemetry.record_shards import parameter_digests
+from megatron_cg.telemetry.rows import Rows
 from megatron_cg.telemetry.warnings_heard import listening
 from megatron_cg.upstream.patch import put_over
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
@@ -76,21 +77,20 @@ def note_capture() -> None:
     """Record the number of steps before the first capture; see :func:`note`."""
     for recorder in _active:
         if CAPTURED_AFTER not in recorder.data:
-            recorder.note(CAPTURED_AFTER, len(recorder.data["steps"]))
+            recorder.note(CAPTURED_AFTER, len(recorder.steps))
 
 
 def note_step(key: str, value: Any) -> None:
     """Store ``value`` under ``key`` in the entry of the last trained step; see :func:`note`."""
     for recorder in _active:
-        if recorder.data["steps"]:
-            recorder.data["steps"][-1][key] = value
+        if recorder.steps.last is not None:
+            recorder.steps.last[key] = value
 
 
 def add_capture(capture: dict[str, Any]) -> None:
     """Add the report of one capture, and the number of steps trained before it."""
     for recorder in _active:
-        steps = len(recorder.data["steps"])
-        recorder.note("captures", [*recorder.data["captures"], {"after_step": steps, **capture}])
+        recorder.add("captures", capture)
 
 
 def follow(counters: Counters, votes: AgreementTime | None) -> None:
@@ -165,6 +165,7 @@ class Recorder:
         self._counters: list[Counters] = []
         self._votes: list[AgreementTime] = []
         self._ended = self._told = False
+        self.steps, self.intervals = Rows(), Rows()
         self.data: dict[str, Any] = {
             "format": FORMAT,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -178,11 +179,9 @@ class Recorder:
             "environment": variables(),
             "finished": False,
             "error": None,
-            "steps": [],
             "parameters": {},
             "graphs": None,
             "captures": [],
-            "intervals": [],
             "events": [],
         }
 
@@ -191,6 +190,11 @@ class Recorder:
         self.data[key] = value
         if self._ended:
             self.write()
+
+    def add(self, key: str, entry: dict[str, Any]) -> None:
+        """Add an entry to the list ``key``, with the number of steps trained before it."""
+        self.data[key].append({"after_step": len(self.steps), **entry})
+        self.note(key, self.data[key])
 
     def describe(self, setup: Setup) -> None:
         """Record the setup of the run: only this distinguishes it from a run of another model."""
@@ -204,8 +208,7 @@ class Recorder:
 
     def add_event(self, level: str, text: str) -> None:
         """Add an event for the reader, and the number of steps trained before it."""
-        event = {"after_step": len(self.data["steps"]), "level": level, "text": text}
-        self.note("events", [*self.data["events"], event])
+        self.add("events", {"level": level, "text": text})
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``train_step`` that also appends its loss, gradient norm and time to the record."""
@@ -229,9 +232,9 @@ class Recorder:
         @wraps(evaluate)
         def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
             result = evaluate(*args, **kwargs)
-            if self.data["steps"] and result[0]:
+            if self.steps.last is not None and result[0]:
                 losses = {f"evaluation {name}": exact(value) for name, value in result[0].items()}
-                self.data["steps"][-1]["losses"].update(losses)
+                self.steps.last["losses"].update(losses)
             return result
 
         return recorded_evaluate
@@ -260,7 +263,7 @@ class Recorder:
     def add_step(self, losses: dict[str, Any], grad_norm: Any, skipped: bool, start: float) -> None:
         """Append one step; ``start`` is the ``time.perf_counter()`` of its begin."""
         values = {name: exact(value) for name, value in losses.items()}
-        self.data["steps"].append(
+        self.steps.append(
             {
                 "losses": values,
                 "grad_norm": None if grad_norm is None else exact(grad_norm),
@@ -268,7 +271,7 @@ class Recorder:
                 "milliseconds": (time.perf_counter() - start) * 1e3,
             }
         )
-        if len(self.data["steps"]) % self._interval == 0:
+        if len(self.steps) % self._interval == 0:
             self._add_interval()
             self._write_when_due()
 
@@ -278,9 +281,9 @@ class Recorder:
         for counted in self._counters:
             counters.add(counted)
         spent = [votes.as_dict() for votes in self._votes]
-        self.data["intervals"].append(
+        self.intervals.append(
             {
-                "step": len(self.data["steps"]),
+                "step": len(self.steps),
                 "counters": counters.as_dict(),
                 "agreement": {
                     name: sum(votes[name] for votes in spent) for name in AgreementTime().as_dict()
@@ -305,8 +308,8 @@ class Recorder:
 
     def finish(self, model: list[Any]) -> None:
         """Record the parameter shards of every model chunk and the peak memory, and write."""
-        rows, steps = self.data["intervals"], len(self.data["steps"])
-        if steps and (not rows or rows[-1]["step"] != steps):
+        steps, row = len(self.steps), self.intervals.last
+        if steps and (row is None or row["step"] != steps):
             self._add_interval()
         for index, chunk in enumerate(model if self._digests else ()):
             for name, digest in parameter_digests(chunk).items():
@@ -330,7 +333,8 @@ class Recorder:
         """
         rank = int(os.environ.get("RANK", "0"))
         # Without indent, which is ten times as slow. A path may have bytes that are no UTF-8.
-        text = json.dumps({"rank": rank, **self.data}, ensure_ascii=False)
+        text = json.dumps({"rank": rank, **self.data}, ensure_ascii=False).removesuffix("}")
+        text += f', "steps": {self.steps.text()}, "intervals": {self.intervals.text()}}}'
         text = text.encode("utf-8", "replace").decode()
         try:
             write_text(self.directory / f"rank{rank}.json", text)

@@ -8,10 +8,13 @@ finds the modules that have this tuple and looks up each symbol, so it checks ex
 from __future__ import annotations
 
 import dis
-import importlib
+import importlib.util
 import inspect
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -21,18 +24,67 @@ from megatron_cg.upstream.fingerprints import of_function
 _INSIDE = "<locals>"
 
 
+_PACKAGES = {
+    "megatron-core": "megatron.core",
+    "megatron-fsdp": "megatron_fsdp",
+    "torch": "torch",
+    "transformer-engine": "transformer_engine",
+}
+_NUMBERS = re.compile(r"^(?:MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
+_PRE_RELEASE = re.compile(r"^PRE_RELEASE\s*=\s*[\"'](.*)[\"']", re.MULTILINE)
+_WHOLE = re.compile(r"^__version__\s*=\s*[\"'](.+)[\"']", re.MULTILINE)
+
+
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """The version of the copy of a package that is imported, or would be; None if there is none.
+
+    pip's metadata may be of another copy than the one on the path. Nothing is imported to ask.
+    """
     from importlib import metadata  # Slow to import, and not needed to print a command's help.
 
+    folder = _folder_of(_PACKAGES.get(distribution, ""))
     try:
-        return metadata.version(distribution)
+        found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
-        return None
+        return version_in(folder) if folder is not None else None
+    if folder is not None:
+        of_pip = Path(str(found.locate_file(_PACKAGES[distribution].replace(".", "/"))))
+        if of_pip.resolve() != folder.resolve():
+            return version_in(folder) or found.version
+    return found.version
+
+
+def version_in(folder: Path) -> str | None:
+    """The version that the sources of a package say, from ``package_info.py`` or ``version.py``."""
+    for name in ("package_info.py", "version.py"):
+        try:
+            text = (folder / name).read_text(encoding="utf-8")
+        except OSError:
+            continue
+        numbers, whole = _NUMBERS.findall(text), _WHOLE.search(text)
+        if len(numbers) == 3:
+            return ".".join(numbers) + "".join(_PRE_RELEASE.findall(text))
+        if whole is not None:
+            return whole[1]
+    return None
+
+
+def _folder_of(package: str) -> Path | None:
+    """Where a package was imported from, or would be; None if nowhere."""
+    if package in sys.modules:
+        places = list(getattr(sys.modules[package], "__path__", ()))
+        return Path(places[0]) if places else None
+    top, _, inner = package.partition(".")
+    spec = importlib.util.find_spec(top) if top else None
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = Path(place, inner)
+        if (folder / "__init__.py").is_file():
+            return folder
+    return None
 
 
 def changed(distribution: str, symbol: str, expected: str) -> UpstreamChangedError:
-    """The error for a symbol that is not as we rely on it, with the installed version."""
+    """The error for a symbol that is not as we rely on it, with the version that is imported."""
     version = installed_version(distribution) or "not installed"
     return UpstreamChangedError(distribution, version, symbol, expected)
 

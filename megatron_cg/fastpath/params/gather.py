@@ -71,7 +71,8 @@ RELIES_ON = (
     *fsdp_class("AllGatherPipeline", "buffer", "bucket_status", "bucket_can_be_released"),
     *fsdp_class("AllGatherPipeline", "bucket_to_bucket_group", "param_gather_event_map"),
     *fsdp_class("AllGatherPipeline", "ag_stream", "get_bucket_key", "get_fsdp_buffer"),
-    *fsdp_class("AllGatherPipeline", "recycle_unused_buckets"),
+    *fsdp_class("AllGatherPipeline", "recycle_unused_buckets", "wait_bucket_ready"),
+    *fsdp_class("DataParallelBuffer", "get_shard_from_local_buffer", "get_shard_from_bucket"),
     *fsdp_class("BucketStatus", "EMPTY", "PRESERVED", "COMMUNICATING", "READY_TO_USE"),
 )
 
@@ -149,8 +150,8 @@ class Gathers:
         """Plans of this pass's calls until one of them gathers; then None."""
         self._early: _Plan | None = None
         """The plan that was gathered as this pass began."""
-        self._unasked: dict[Key, int] = {}
-        """Buckets gathered that way and not requested yet, with the versions of their shards."""
+        self._unasked: list[Key] = []
+        """Buckets gathered that way and not requested yet."""
         self._opening: _Opening | None = None
         self._may_open = pipeline.buffer.ddp_config.outer_dp_sharding_strategy == "no_shard"
 
@@ -158,7 +159,7 @@ class Gathers:
         """Run as the model's forward pass begins; see Note [As a pass begins]."""
         self._deferred.drop()
         self._before = self._early = None
-        if any(self._version_of(key) != version for key, version in self._unasked.items()):
+        if any(map(self._has_changed, self._unasked)):
             self._free_unasked()
         if not self._may_open or not self._replays():
             return
@@ -171,7 +172,7 @@ class Gathers:
             self._early = opening.plan
             now, _ = self._now_and_later(opening.plan, absent)
             self._gather(now)
-            self._unasked = {key: self._version_of(key) for key in now}
+            self._unasked = now
 
     def kept(self) -> list[int]:
         """See :class:`.Gathered`: those that were gathered as this pass began."""
@@ -226,11 +227,18 @@ class Gathers:
         for key in self._unasked:
             if key not in wanted:
                 self._pipeline.bucket_can_be_released[key] = True
-        self._unasked = {}
+        self._unasked = []
 
-    def _version_of(self, key: Key) -> int:
-        """How many changes of the bucket's shard torch has counted."""
-        return int(self._pipeline.get_fsdp_buffer(*key).get_shard_from_local_buffer()._version)
+    def _has_changed(self, key: Key) -> bool:
+        """Whether this rank's shard of a gathered bucket has other bits now; the host waits.
+
+        Torch counts no writes through a DTensor, as scripts and optimizers write.
+        """
+        self._pipeline.wait_bucket_ready(*key)
+        weights = self._pipeline.get_fsdp_buffer(*key)
+        shard = weights.get_shard_from_local_buffer()
+        gathered = weights.get_shard_from_bucket(weights.fetch_bucket())
+        return not torch.equal(gathered.view(torch.uint8), shard.view(torch.uint8))
 
     def _absent_of(self, plan: _Plan) -> list[Key]:
         status = self._pipeline.bucket_status

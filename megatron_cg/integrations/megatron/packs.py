@@ -187,9 +187,10 @@ def _samples(
         layer.self_attention, IdentityOp
     ):
         hidden = made["hidden_states"]
-        ends = torch.full((most + 1,), _tokens(layer, hidden), dtype=torch.int32)
+        device = hidden.device
+        ends = torch.full((most + 1,), _tokens(layer, hidden), dtype=torch.int32, device=device)
         ends[0] = 0
-        made[BOUNDARIES] = ends.to(hidden.device)
+        made[BOUNDARIES] = ends
     return made
 
 

@@ -11,6 +11,8 @@ up numbers has to be as before:
 - the largest attention logits (``--qk-clip``), an attribute of the attention
 - sums for the log: MoE metrics, and losses of multi-token prediction and of the DSA indexer
 - ``RerunStateMachine``'s own counts, which the loss function changes
+
+A tensor is restored in place: graphs keep the address of what they write to.
 """
 
 from __future__ import annotations
@@ -62,13 +64,13 @@ class StepState:
     def save(self) -> None:
         """Save everything, before the step begins."""
         self._random = _random_states()
-        self._logits = [getattr(module, _LOGITS) for module in self._attention]
+        self._logits = [_Saved(getattr(module, _LOGITS)) for module in self._attention]
         _copy(self._copies, self._buffers)
         tracker = metrics_tracker()
         entries = tracker.metrics if tracker is not None else {}
         self._metrics = {name: entry.values.clone() for name, entry in entries.items()}
         self._sums = [
-            (sums, {key: _cloned(value) for key, value in sums.items()}) for sums in _sums()
+            (sums, {key: _Saved(value) for key, value in sums.items()}) for sums in _sums()
         ]
         self._machine = {key: _copied(value) for key, value in _checks_of_results().items()}
 
@@ -76,19 +78,33 @@ class StepState:
         """Put back what :meth:`save` saved; once for each call of it."""
         _set_random_states(self._random)
         for module, logits in zip(self._attention, self._logits, strict=True):
-            setattr(module, _LOGITS, logits)
+            setattr(module, _LOGITS, logits.restored())
         _copy(self._buffers, self._copies)
         tracker = metrics_tracker()
         for name, entry in list(tracker.metrics.items()) if tracker is not None else ():
             if name in self._metrics:
-                # In place, since graphs write to this tensor.
                 entry.values.copy_(self._metrics[name])
             else:
                 del tracker.metrics[name]
         for sums, saved in self._sums:
             sums.clear()
-            sums.update(saved)
+            sums.update({key: value.restored() for key, value in saved.items()})
         _checks_of_results().update(self._machine)
+
+
+class _Saved:
+    """A value, and for a tensor what it held."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._held = value.clone() if isinstance(value, torch.Tensor) else None
+
+    def restored(self) -> Any:
+        """The value itself, as it was."""
+        if self._held is not None:
+            with torch.no_grad():
+                self._value.copy_(self._held)
+        return self._value
 
 
 def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
@@ -109,10 +125,6 @@ def _checks_of_results() -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, dict | list) else value
-
-
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _random_states() -> tuple[Any, ...]:

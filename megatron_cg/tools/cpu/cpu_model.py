@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,7 +92,9 @@ def build(model: CpuModelConfig) -> FullyShardedDataParallel:
     make_groups(model, **{_OUTER: model.fsdp_options.get(_OUTER, 1)})
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     torch.manual_seed(model.seed)
-    made: Any = gpt_model(model)
+    on_meta = model.options.get("init_model_with_meta_device", False)
+    with torch.device("meta") if on_meta else nullcontext():
+        made: Any = gpt_model(model)
     config = made.config
     return FullyShardedDataParallel(config=config, ddp_config=ddp_config(model), module=made)
 

@@ -204,13 +204,13 @@ def cuda_leads_to(device: torch.device, cuda: Mapping[str, object]) -> Iterator[
     """Make everything for cuda on ``device`` instead, with ``cuda`` as the names of ``torch.cuda``.
 
     The factories themselves are wrapped: hooks that autograd calls run without TorchFunctionMode.
-    ``torch.device`` as a context knows factories by identity, from a cache that is filled once
-    (torch 2.11, ``torch/utils/_device.py``). So the cache is emptied with each change.
+    ``torch.device`` as a context knows factories by identity, from a set that is made at its first
+    use (torch 2.11, ``torch/utils/_device.py``). Made here, the set has torch's own factories,
+    which the wrappers call: the context works inside of the block and after it.
     """
     convert = functools.partial(converted, to=device)
     with ExitStack() as stack:
-        _device_constructors.cache_clear()
-        stack.callback(_device_constructors.cache_clear)
+        _device_constructors()
         for name in FACTORIES:
             stack.enter_context(replaced(torch, name, redirected(getattr(torch, name), convert)))
         for name in METHODS:

@@ -72,10 +72,16 @@ class GroupedLinear(nn.Module):
         super().__init__()
         for index in range(num_gemms):
             weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-            init_method(weight)
             # Megatron reduces its gradient over the ranks that have this expert.
             weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
+        self._init_method = init_method
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give the weights their first values; Megatron-FSDP calls it for those on ``meta``."""
+        for weight in self.parameters():
+            self._init_method(weight)
 
     def forward(
         self, rows: torch.Tensor, m_splits: list[int] | torch.Tensor

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from packaging.version import Version
-
 from megatron_cg.tools.doctor.finding import Finding, error, note, ok, warning
 from megatron_cg.tools.doctor.system import System
+from megatron_cg.upstream.symbols import version_in
 
 _WATCHED = (
     "megatron_cg megatron megatron_fsdp transformer_engine torch triton nvidia numpy yaml rich "
     "einops packaging pydantic"
 ).split()
 """Modules that a run imports; a user's file of the same name would be found first."""
-_NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
 
 def megatron_version(system: System) -> str | None:
@@ -44,13 +41,6 @@ def megatron_copies(system: System) -> Iterator[Finding]:
             f"a second megatron.core, {_version_in(other) or 'of unknown version'}, in {other}",
             f"the first one is imported ({version}); the other may be the one you mean",
             f"export PYTHONPATH={other}  # to use the second",
-        )
-    installed = system.version("megatron-core")
-    if installed is not None and Version(installed).base_version != version:
-        yield warning(
-            f"megatron.core {version} is imported, and {installed} is what pip installed",
-            "rules and messages go by the installed version, the run by the imported one",
-            f"pip install --no-deps -e {first}",
         )
     if not trainings:
         yield error(
@@ -135,12 +125,7 @@ def _holders(system: System, part: str) -> list[Path]:
 
 
 def _version_in(folder: Path) -> str | None:
-    try:
-        text = (folder / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    numbers = dict(_NUMBER.findall(text))
-    return ".".join(numbers.values()) if len(numbers) == 3 else None
+    return version_in(folder / "megatron" / "core")
 
 
 def _regular(folder: Path, name: str) -> Path | None:

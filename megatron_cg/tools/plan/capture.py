@@ -81,7 +81,7 @@ def simulate(samples: Sequence[Sample], model: torch.nn.Module, options: Any) ->
         len(samples), len(samples), options.get("_order"), options.get("_num_layers_per_chunk")
     )
     layers = [sample.layer for sample in samples]
-    with ExitStack() as stack, torch.device("meta"):
+    with ExitStack() as stack:
         # Validated once, when a layer creates it in warmup (such as jitter on a router's input).
         stack.callback(set_attribute(Distribution, "_validate_args", False))
         stack.callback(_quiet(layers))

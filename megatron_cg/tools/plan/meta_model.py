@@ -46,7 +46,6 @@ def built_model(args: Any) -> Iterator[tuple[nn.Module, Any]]:
             # RNG states from one rank to the others, which do not exist, and collects garbage.
             with (
                 contextlib.redirect_stdout(io.StringIO()),
-                torch.device("meta"),
                 replaced(FullyShardedDataParallel, "sync_rng_states_across_tp_group", _nothing),
                 replaced(gc, "collect", _nothing),
                 replaced(torch.Tensor, "is_meta", property(lambda _tensor: False)),

@@ -99,7 +99,10 @@ def fail_at(place: str) -> None:
         # Megatron-FSDP's all-gather, which only hooks call; the third one since capture began.
         wrap(helper_class(), "create_cudagraphs", with_broken_unshard(error))
     elif stage in ("publish", "install"):
-        places = {"publish": (session, "attach_replay", 2), "install": (path, "install_zero", 1)}
+        places = {
+            "publish": (session, "attach_replay", 2),
+            "install": (path, "install_main_weights", 1),
+        }
         owner, name, number = places[stage]
         wrap(owner, name, on_call(number, error))
     else:

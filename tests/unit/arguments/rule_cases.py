@@ -98,7 +98,7 @@ FAST_PATH = (
         {},
         "--cg-fast-path: 'main-gradient' (did you mean main-gradients?)",
         "no part of that name",
-        "choose from last-unit, swap, gradients, ",
+        "choose from last-unit, gradients, ",
         graph={"cg_fast_path": "unshard,main-gradient"},
     ),
     Case(
@@ -112,10 +112,10 @@ FAST_PATH = (
     Case(
         "fast-path-parts",
         {},
-        "--cg-fast-path swap with --cg-no-fsdp-fast-path",
+        "--cg-fast-path last-unit with --cg-no-fsdp-fast-path",
         "turns all of them off",
         "drop one of the two flags",
-        graph={"cg_fast_path": "swap", "cg_no_fsdp_fast_path": True},
+        graph={"cg_fast_path": "last-unit", "cg_no_fsdp_fast_path": True},
     ),
 )
 

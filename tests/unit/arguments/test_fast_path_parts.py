@@ -22,7 +22,7 @@ GRADIENTS = {"gradients", "detached-weights", "detached-weights-of-graphs", "def
     [
         (GraphArguments(), set(PARTS)),
         (GraphArguments(cg_no_fsdp_fast_path=True), set()),
-        (GraphArguments(cg_fast_path="swap"), {"swap"}),
+        (GraphArguments(cg_fast_path="last-unit"), {"last-unit"}),
         (GraphArguments(cg_fast_path="gradients,unshard"), {"gradients", "unshard"}),
     ],
     ids=["default", "none", "one", "two"],
@@ -33,13 +33,13 @@ def test_flags_become_parts(flags: GraphArguments, expected: set[str]) -> None:
 
 def test_the_python_api_chooses_all_none_or_some() -> None:
     assert chosen_parts(True) == set(PARTS) and chosen_parts(False) == set()
-    assert chosen_parts(["swap", "unshard"]) == {"swap", "unshard"}
+    assert chosen_parts(["last-unit", "unshard"]) == {"last-unit", "unshard"}
 
 
 def test_what_needs_a_part_goes_with_it() -> None:
     assert with_dependents("unshard") == {"unshard", *GRADIENTS}
     assert with_dependents("gathers") == {"gathers", "deferred-prefetch"}
-    assert with_dependents("swap") == {"swap"}
+    assert with_dependents("last-unit") == {"last-unit"}
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -19,18 +19,18 @@ def test_a_variant_leaves_out_one_part_and_those_that_need_it() -> None:
         left = set(variants[part])
         assert part not in left
         assert all(set(NEEDS[name]) <= left for name in left)
-    assert set(PARTS) - set(variants["swap"]) == {"swap"}
-    assert list(Plan("out", ("swap",), baselines=False).variants()) == ["swap"]
+    assert set(PARTS) - set(variants["last-unit"]) == {"last-unit"}
+    assert list(Plan("out", ("last-unit",), baselines=False).variants()) == ["last-unit"]
 
 
 def test_each_variant_is_compared_with_the_windows_around_it(tmp_path: Path) -> None:
     windows = [
         (ALL, [10.0, 99.0, 10.0]),
-        ("swap", [12.0]),
+        ("last-unit", [12.0]),
         (ALL, [10.0]),
         ("gradients", [15.0]),
         (ALL, [20.0]),
-        ("swap", [22.0]),
+        ("last-unit", [22.0]),
         (ALL, [20.0]),
     ]
     lines = [json.dumps({"variant": name, "step_ms": steps}) for name, steps in windows]
@@ -41,14 +41,14 @@ def test_each_variant_is_compared_with_the_windows_around_it(tmp_path: Path) -> 
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     dependents = "`detached-weights`, `detached-weights-of-graphs`, `deferred-prefetch`"
     assert rows == [
-        "| `swap` | +2.0 | +15.0 | +20.0, +10.0 |",
+        "| `last-unit` | +2.0 | +15.0 | +20.0, +10.0 |",
         f"| `gradients`, with {dependents} | +0.0 | +0.0 | +0.0 |",
     ]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("--parts swpa", "did you mean swap?"), ("--parts swap,none", "choose from")],
+    [("--parts last-unti", "did you mean last-unit?"), ("--parts last-unit,none", "choose from")],
 )
 def test_unknown_parts_are_refused_before_anything_starts(
     words: str,

@@ -29,7 +29,7 @@ CHOICES = {
     "unshard and main gradients": ("unshard", "main-gradients"),
     "no unshard": without("unshard"),
     "no deferred prefetch": without("deferred-prefetch"),
-    "some left out": without("gathers", "last-unit", "main-gradients", "swap"),
+    "some left out": without("gathers", "last-unit", "main-gradients"),
 }
 
 
@@ -75,8 +75,10 @@ def test_every_part_has_a_name_to_choose_it_by(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_part_without_one_that_it_needs_is_left_out(dense_model: Any) -> None:
-    path = install(dense_model.module, parts=("gradients", "swap"))
-    assert path.parts == ["swap"] and path.left_out["gradients"] == install_parts.NOT_CHOSEN
+    path = install(dense_model.module, parts=("gradients", "main-gradients"))
+    assert (
+        path.parts == ["main-gradients"] and path.left_out["gradients"] == install_parts.NOT_CHOSEN
+    )
     path.close()
 
 
@@ -102,7 +104,7 @@ def test_gathers_are_deferred_only_where_a_launch_issues_them(
         assert bool(session.fast_path.deferred._graphed) is defers
 
 
-@pytest.mark.parametrize("other", [False, ("unshard", "swap")], ids=["none", "fewer"])
+@pytest.mark.parametrize("other", [False, ("unshard", "last-unit")], ids=["none", "fewer"])
 def test_ranks_that_choose_otherwise_capture_nothing(other: Any) -> None:
     for found in on_ranks(partial(capture_unlike, other)):
         assert "ranks would capture different graphs" in found["error"]

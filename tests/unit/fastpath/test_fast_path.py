@@ -18,8 +18,8 @@ from tests.unit.trainers import trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS = 4, 1, 2
 PARTS = [
-    *("last-unit", "swap", "gradients", "detached-weights-of-graphs", "unshard", "gathers"),
-    *("main-gradients", "main-weights", "zero-gradients"),
+    *("last-unit", "gradients", "detached-weights-of-graphs", "unshard", "gathers"),
+    *("main-gradients", "main-weights"),
 ]
 MANY: dict[str, Any] = {
     "experts": 16,

@@ -143,9 +143,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def attached(store: Any, decoupled: bool) -> dict[str, Any]:
-    """What the optimizer is given after gradients are reduced, and again after they are scaled."""
+    """What the optimizer is given after gradients are reduced, and again after they are scaled.
+
+    Buffers are other tensors by then.
+    """
     store.use_decoupled_grad = decoupled
     store.update_main_grads()
+    for group in store.parameter_groups:
+        left = group.main_grad_buffer.data
+        group.main_grad_buffer.data = left.clone()
+        left.zero_()
     generator = torch.Generator().manual_seed(3)
     for group in store.parameter_groups:
         data = group.main_grad_buffer.data

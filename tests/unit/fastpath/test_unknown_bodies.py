@@ -36,13 +36,11 @@ PIPELINE = "param_and_grad_buffer:AllGatherPipeline"
 WITH_GRADIENTS = {"gradients", "detached-weights", "detached-weights-of-graphs"}
 CASES = [
     (f"{PIPELINE}.release_bucket", "", {"last-unit"}),
-    ("megatron_fsdp:MegatronFSDP._replace_param_with_raw_if_needed", "", {"swap"}),
     (HOOKS, "_process_post_backward_gradients", WITH_GRADIENTS),
     (HOOKS, "release_module_parameters", {"unshard", *WITH_GRADIENTS}),
     (f"{PIPELINE}.async_bucket_gather", "", {"gathers"}),
     (f"{STORE}.update_main_grads", "", {"main-gradients"}),
     (f"{STORE}.copy_main_weights_to_model_weights", "", {"main-weights"}),
-    (f"{STORE}.zero_grad", "", {"zero-gradients"}),
 ]
 
 

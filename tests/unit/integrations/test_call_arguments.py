@@ -37,14 +37,14 @@ WRONG = [
     ({"backend": "tapes"}, "backend='tapes'", "did you mean 'tape'?"),
     ({"fast_path": "no"}, "fast_path='no'", "it is True or False"),
     ({"fast_path": ()}, "fast_path=()", "or a sequence of part names"),
-    ({"fast_path": ["swap", 1]}, "fast_path=['swap', 1]", "or a sequence of part names"),
+    ({"fast_path": ["unshard", 1]}, "fast_path=['unshard', 1]", "or a sequence of part names"),
     (
-        {"fast_path": ["swop"]},
-        "fast_path: 'swop' (did you mean swap?)",
+        {"fast_path": ["unshrad"]},
+        "fast_path: 'unshrad' (did you mean unshard?)",
         "no part of that name",
     ),
     (
-        {"fast_path": {"gradients", "swap"}},
+        {"fast_path": {"gradients", "last-unit"}},
         "fast_path: 'gradients' without 'unshard'",
         "only together with unshard",
     ),

@@ -83,6 +83,7 @@ class Case:
 
 
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
+ON_META = {"init_model_with_meta_device": True}
 RECOMPUTED = {**RECOMPUTE, **SIGMOID}
 PLACES: dict[str, Exceeds] = {
     "every pass, at first": every_pass,
@@ -113,6 +114,7 @@ CASES = {
     "a real bound, all at once": Case(
         real=True, options=ALL_AT_ONCE, dropout=0.2, verify_interval=2
     ),
+    "a real bound, made on meta": Case(real=True, options=ON_META),
     "a real bound, recomputed": Case(real=True, options=RECOMPUTED),
     "recomputed, verified": Case(real=True, options=RECOMPUTED, verify_interval=1),
 }

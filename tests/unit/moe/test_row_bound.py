@@ -92,6 +92,13 @@ def test_the_memory_of_graphs_is_made_once() -> None:
     assert bound.exceeded() == 2000
 
 
+def test_the_memory_of_graphs_is_real_where_layers_are_made_on_meta() -> None:
+    with torch.device("meta"):
+        bound = placed()
+        bound.watch(MANY)
+        assert bound.exceeded() == 2000
+
+
 def test_enough_is_a_factor_that_has_room() -> None:
     bound = placed()
     assert [bound.enough(rows) for rows in (1000, 1001, 1250, 1999)] == [1.0, 1.01, 1.25, 2.0]

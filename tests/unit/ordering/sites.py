@@ -16,8 +16,9 @@ from tests.unit.ordering.trace import Site
 
 ORDERING = frozenset(
     {"wait_stream", "wait_event", "record_event", "record", "wait", "synchronize", "record_stream"}
+    | {"wait_current_stream"}
 )
-"""Methods of streams, events, tensors and works that order something."""
+"""Methods of streams, events, tensors and works that order something, and of shared experts."""
 _NOT_CALLERS = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parent / "doubles"),

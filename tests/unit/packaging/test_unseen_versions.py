@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from pathlib import Path
 
@@ -25,10 +24,8 @@ INSTALLED = {
 def newer(monkeypatch: pytest.MonkeyPatch) -> None:
     # Megatron, which asks for versions too, is to be imported with those that are there.
     megatron_parser()
-    real = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: INSTALLED.get(name) or real(name)
-    )
+    for module in ("upstream.symbols", "arguments.schema"):
+        monkeypatch.setattr(f"megatron_cg.{module}.installed_version", INSTALLED.get)
 
 
 @pytest.mark.usefixtures("newer")

@@ -24,7 +24,7 @@ def test_seeds_draw_everything_that_can_be_drawn() -> None:
     assert strategies == set(STRATEGIES)
     assert {name for one in drawn for name in one.frozen} == set(FROZEN)
     assert {one.verify_interval for one in drawn} == {0, 1, 2}
-    for name in ("processes", "fast_path", "torch_gemm", "peers"):
+    for name in ("processes", "fast_path", "torch_gemm", "peers", "on_meta"):
         assert len({getattr(one, name) for one in drawn}) == 2
     for name in ("tensor_parallel", "expert_parallel", "bf16", "grouped"):
         assert len({getattr(one.model, name) for one in drawn}) == 2

@@ -47,9 +47,7 @@ class EagerFastPath:
         """Call before each step; ``subject`` returns the model and its optimizers."""
         if self._parts and self._steps_left == 0:
             model, optimizers = subject()
-            path = install(
-                find_megatron_fsdp(model), optimizers=optimizers, model=model, parts=self._parts
-            )
+            path = install(find_megatron_fsdp(model), optimizers=optimizers, parts=self._parts)
             self._undo.callback(path.close)
         self._steps_left -= 1
 

@@ -50,7 +50,6 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "exchange of parameters": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP._replace_param_with_distributed_if_needed",
         f"{_FSDP}.megatron_fsdp:MegatronFSDP._replace_param_with_raw_if_needed",
-        f"{_FAST}.params.swap:_exchange.<locals>.exchange",
     ),
     "main gradients": (
         f"{_BUFFER}:ParamAndGradBuffer.update_main_grads",
@@ -62,7 +61,6 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     ),
     "zero gradients": (
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.zero_grad_buffer",
-        f"{_FAST}.optimizer.zero:install_zero.<locals>.zero_grad_buffer",
         f"{_DDP}.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
         f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.zero_grad",
     ),

@@ -86,6 +86,14 @@ def test_cuda_leads_to_the_cpu_also_in_a_hook_that_autograd_calls() -> None:
     assert devices == [CPU] * 4
 
 
+def test_layers_can_be_made_on_meta_beside_memory_of_the_device() -> None:
+    with cpu_fakes(), torch.device("meta"):
+        assert torch.zeros(2).is_meta and torch.nn.Linear(2, 2).weight.is_meta
+        assert torch.zeros(2, device="cuda").device == CPU
+    with torch.device("meta"):
+        assert torch.zeros(2).is_meta
+
+
 def test_a_fork_draws_from_its_own_state_and_the_outer_one_goes_on() -> None:
     with cpu_fakes():
         tracker = CudaRNGStatesTracker()

@@ -17,9 +17,21 @@ from tests.unit.counted import expect
 
 STEPS, WARMUP, PASSES, LAYERS = 4, 2, 3, 2
 Leaves = list[torch.Tensor]
+
+
+def views(leaf: torch.Tensor) -> torch.Tensor:
+    """Far from the layer."""
+    for _ in range(40):
+        leaf = leaf.view(leaf.shape)
+    return leaf
+
+
+PROMPT = "a prompt before embeddings"
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "itself": lambda leaf: leaf,
     "a view": lambda leaf: leaf.view(-1, *leaf.shape[2:]).view(leaf.shape),
+    "many views": views,
+    PROMPT: lambda leaf: torch.cat([leaf, torch.zeros_like(leaf).requires_grad_()]),
 }
 
 
@@ -42,7 +54,7 @@ def trained(way: Callable[[torch.Tensor], torch.Tensor], *, shared: bool, graphs
     for step in range(STEPS):
         if graphs and step == WARMUP:
             trainer.capture(TapeBackend())
-        leaves = [_leaf(model) for _ in range(1 if shared else PASSES)]
+        leaves = [_leaf(model, way) for _ in range(1 if shared else PASSES)]
         for number in range(PASSES):
             hidden = way(leaves[number % len(leaves)])
             with (
@@ -61,8 +73,9 @@ def trained(way: Callable[[torch.Tensor], torch.Tensor], *, shared: bool, graphs
     return found
 
 
-def _leaf(model: CpuModelConfig) -> torch.Tensor:
-    shape = (model.sequence_length, 2, model.hidden_size)
+def _leaf(model: CpuModelConfig, way: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    length = model.sequence_length // (2 if way is WAYS[PROMPT] else 1)
+    shape = (length, 2, model.hidden_size)
     return torch.randn(shape).to(torch.bfloat16).requires_grad_()
 
 

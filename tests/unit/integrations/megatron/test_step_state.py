@@ -164,10 +164,19 @@ def test_sums_of_losses_for_the_log(
     assert tracker == {} and helper.tracker is tracker
     tracker.update(values=torch.ones(2), reduce_group=None)
 
+    values = tracker["values"]
+
     def seen() -> Any:
         return tracker["values"].tolist()
 
     restored(state, seen, lambda: tracker["values"].add_(1))
+    # A graph writes to this tensor, even if the step puts another one there.
+    assert tracker["values"] is values
+    state.save()
+    held = values.tolist()
+    tracker["values"] = values.add_(1) * 2
+    state.restore()
+    assert tracker["values"] is values and values.tolist() == held
     state.save()
     tracker["reduce_group"] = "a group"
     state.restore()

@@ -63,11 +63,11 @@ def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_it
     monkeypatch.setattr(eager_fast_path, "install", installed)
     monkeypatch.setattr(eager_fast_path, "find_megatron_fsdp", lambda model: f"fsdp of {model}")
     model: Any = "model"
-    fast_path = EagerFastPath(("swap", "gathers"), warmup_steps=2)
+    fast_path = EagerFastPath(("last-unit", "gathers"), warmup_steps=2)
     for step in range(4):
         fast_path.before_step(lambda: (model, ["optimizer"]))
         assert len(done) == (step >= 2)
-    given = {"optimizers": ["optimizer"], "model": "model", "parts": ("swap", "gathers")}
+    given = {"optimizers": ["optimizer"], "parts": ("last-unit", "gathers")}
     assert done == [("fsdp of model", given)]
     fast_path.close()
     fast_path.close()
@@ -75,5 +75,5 @@ def test_an_eager_run_gets_its_parts_after_the_warmup_steps_and_loses_them_at_it
 
 
 def test_the_parts_go_by_the_environment() -> None:
-    assert given_parts(variable(("swap", "gathers"))) == ("swap", "gathers")
+    assert given_parts(variable(("last-unit", "gathers"))) == ("last-unit", "gathers")
     assert given_parts(variable(())) == given_parts({}) == ()

@@ -70,12 +70,12 @@ def test_changes_and_the_machine_come_from_the_code_that_makes_and_collects_them
     validate = ("megatron", "megatron.training.arguments.validate_args", "enabled")
     helper = ("megatron", "megatron.training.training.TECudaGraphHelper", "enabled")
     assert rows[validate] == rows[helper] == f"{ours}.patches"
-    zero = [
+    gathers = [
         by
         for (_, place, when), by in rows.items()
-        if place.endswith("MegatronFSDP.zero_grad_buffer") and when == "graphs live"
+        if place.endswith("AllGatherPipeline.all_gather_params") and when == "graphs live"
     ]
-    assert set(zero) == {"megatron_cg.fastpath.optimizer.zero"}
+    assert set(gathers) == {"megatron_cg.fastpath.params.gather"}
     assert {package for package, _, _ in rows} <= {
         "megatron",
         "megatron_fsdp",
