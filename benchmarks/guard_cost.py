@@ -1,4 +1,4 @@
-"""What each clause of a guard costs, on a real layer on the CPU.
+"""What the rows of a table of dependencies cost, on a real layer on the CPU.
 
 The guards of a small dense and a small MoE layer, asked many times inside a forward pass and once
 more inside a backward pass: the least of some repeats, in nanoseconds. The tape replaces the
@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_cg.replay.counters import counts_text
-from megatron_cg.replay.guard import Guard, Mismatch
+from megatron_cg.replay.depends_on import DependsOn
+from megatron_cg.replay.guard import Mismatch
 from megatron_cg.tools.bench import BenchError
 from megatron_cg.tools.cli.options import positive
 from megatron_cg.tools.cpu.launch import run_processes
@@ -40,32 +41,30 @@ class TimedGuard:
         calls: how often each clause is asked for one timing.
     """
 
-    def __init__(self, guard: Guard, calls: int) -> None:
+    def __init__(self, guard: DependsOn, calls: int) -> None:
         self._guard, self._calls = guard, calls
         self.inputs = guard.inputs
         self.costs: Costs = {}
 
     def broken(self, args: Sequence[Any], kwargs: Any) -> Mismatch | None:
-        """See :meth:`Guard.broken`."""
+        """See :meth:`DependsOn.broken`."""
         if not self.costs:
-            inputs: Any = self.inputs
-            tensors = inputs._flat(args, kwargs)
+            guard: Any = self._guard
             clauses: dict[str, Callable[[], Any]] = {
-                "structure of inputs": partial(inputs._structure, args, kwargs),
-                "shape, dtype, stride, device": partial(inputs._metadata, tensors),
-                "requires_grad": partial(inputs._gradients, tensors),
-                "static input": partial(inputs._borrowed, tensors),
-                **{_name(clause): clause.broken for clause in self._guard._unit},
-                "addresses, forward": partial(self._guard.addresses.broken, forward=True),
-                "all, forward": partial(self._guard.broken, args, kwargs),
-                "counting inputs (no clause)": partial(inputs.copied, args, kwargs),
+                "inputs": partial(guard.inputs.broken, args, kwargs),
+                "modes": guard._read_modes,
+                "objects, key sets, frozen": guard._broken_object,
+                "hooks": guard._hooks.broken,
+                "memory, forward": partial(guard.addresses.broken, forward=True),
+                "all, forward": partial(guard.broken, args, kwargs),
+                "counting inputs (no row)": partial(guard.inputs.copied, args, kwargs),
             }
             self.costs = {name: self._timed(ask) for name, ask in clauses.items()}
         return self._guard.broken(args, kwargs)
 
     def broken_in_backward(self) -> Mismatch | None:
-        """See :meth:`Guard.broken_in_backward`."""
-        name = "addresses, backward"
+        """See :meth:`DependsOn.broken_in_backward`."""
+        name = "memory, backward"
         if name not in self.costs:
             self.costs[name] = self._timed(self._guard.broken_in_backward)
         return self._guard.broken_in_backward()
@@ -74,10 +73,6 @@ class TimedGuard:
         if (found := ask()) is not None and not isinstance(found, tuple):
             raise BenchError(f"a clause is broken, so its time means nothing: {found}")
         return min(timeit.repeat(ask, number=self._calls, repeat=REPEATS)) / self._calls * 1e9
-
-
-def _name(clause: object) -> str:
-    return type(clause).__name__.lower()
 
 
 def measure(experts: int, calls: int) -> Costs:
@@ -122,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = Path(folder) / "costs.json"
         run_processes(partial(_measure_all, path, args.calls), 1)
         costs: dict[str, Costs] = json.loads(path.read_text(encoding="utf-8"))
-    table = Table("clause", title="A guard's clauses, ns, least of 5")
+    table = Table("clause", title="Rows of a table, ns, least of 5")
     for name in MODELS:
         table.add_column(name, justify="right")
     for clause in costs[MODELS[0]]:

@@ -117,7 +117,7 @@ class HookOrder:
     @property
     def is_warmup(self) -> bool:
         """Whether passes are those of the warmup."""
-        return self._position < len(self._entries) * self.warmup_passes // self.passes
+        return bool(self._position < len(self._entries) * self.warmup_passes // self.passes)
 
     def check_finished(self) -> None:
         """Raise UpstreamChangedError if capture ended before all hooks had run."""

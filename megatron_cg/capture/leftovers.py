@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from megatron_cg.capture.operations import key_of
+from megatron_cg.capture.python_state import is_known
 
 
 def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     """What holds a tensor on one of these storages, in words; None if no Python object does.
 
     Frames do not count, nor what only frames hold: those are the variables of a backend that runs
-    the passes.
+    the passes. Nor do objects of packages that are known.
     """
     keys = {storage._cdata for storage in memory}
     if not keys:
@@ -34,7 +35,7 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
 
 
 def _counts(holder: Any) -> bool:
-    if isinstance(holder, FrameType):
+    if isinstance(holder, FrameType) or is_known(holder):
         return False
     if isinstance(holder, list | tuple | dict | set):
         return not any(isinstance(one, FrameType) for one in gc.get_referrers(holder))

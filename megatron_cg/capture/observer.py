@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +89,12 @@ class Observer:
         self.entries: list[Entry] = []
         """The rows for all that the code of strange modules reads."""
         self._writes: list[torch.UntypedStorage] = []
+        self._attributes = [
+            (Entry(vars(owner), name, "attribute", f"attribute {_dotted(path)}{name}"), value)
+            for owner, path in self._paths.items()
+            for name, value in vars(owner).items()
+            if isinstance(value, torch.Tensor) and is_known(owner) and owner in unit.graphed
+        ]
         if is_strange(unit):
             graphed = {self._paths.get(module, "?"): module for module in unit.graphed}
             self._state = PythonState(graphed)
@@ -149,6 +156,9 @@ class Observer:
 
     def let_go(self) -> None:
         """Hold samples and notes no longer: the unit is captured."""
+        # What the passes have replaced is a result, such as a module's last loss.
+        self.entries += [row for row, one in self._attributes if row.holder.get(row.key) is one]
+        self._attributes = []
         self._samples, self._inputs, self._changes = {}, {}, []
         self._operations = Operations(self._unit.layer)
 
@@ -185,8 +195,7 @@ class Observer:
         replaced = {(id(one.holder), one.key) for one in self._changes}
         self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
         for use in self._foreign():
-            key = key_of(use.tensor)
-            ways = list(state.ways(lambda tensor, key=key: key_of(tensor) == key))
+            ways = list(state.ways(partial(_holds, key=key_of(use.tensor))))
             if not ways and use.package in KNOWN:
                 continue
             self._refuse_foreign(use, reached=bool(ways))
@@ -212,7 +221,7 @@ class Observer:
 
     def _refuse_foreign(self, use: Use, *, reached: bool) -> None:
         where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
-        replaced = [c for c in self._changes if _holds(c.before, key_of(use.tensor))]
+        replaced = [c for c in self._changes if _holds(c.before, key=key_of(use.tensor))]
         if replaced:
             raise self._error(
                 f"keeps state in {replaced[0].what}: it reads what an earlier pass has set there",
@@ -334,7 +343,7 @@ def is_strange(unit: Unit) -> bool:
     return any(not is_known(module, packages) for module in unit.graphed)
 
 
-def _holds(value: Any, key: int | None) -> bool:
+def _holds(value: Any, *, key: int | None) -> bool:
     return isinstance(value, torch.Tensor) and key_of(value) == key
 
 

@@ -93,7 +93,7 @@ class Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(kind.__torch_dispatch__ not in _PLAIN for kind in types):
+        if any(getattr(kind, "__torch_dispatch__", None) not in _PLAIN for kind in types):
             return NotImplemented  # The subclass calls operations on its own tensors, seen here.
         kwargs = kwargs or {}
         given = list(tensors_in([args, *kwargs.values()]))

@@ -94,5 +94,5 @@ def _python_generators(unit: Unit) -> list[tuple[str, Callable[[], Any], Callabl
             elif numpy is not None and isinstance(value, numpy.random.Generator):
                 bits = value.bit_generator
                 write = partial(setattr, bits, "state")
-                found.append((label, lambda bits=bits: bits.state, write))
+                found.append((label, partial(getattr, bits, "state"), write))
     return found

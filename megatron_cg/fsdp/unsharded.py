@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -39,8 +40,15 @@ def accumulators_are_held(modules: Iterable[nn.Module]) -> bool:
     for parameter in {p: None for module in modules for p in module.parameters()}:
         if parameter.requires_grad and parameter.is_leaf:
             mark = object()
-            get_gradient_edge(parameter).node.metadata["megatron_cg"] = mark
+            _notes_of(parameter)["megatron_cg"] = mark
             # The node is new, and without the mark, if nobody else had it.
-            if get_gradient_edge(parameter).node.metadata.pop("megatron_cg", None) is mark:
+            if _notes_of(parameter).pop("megatron_cg", None) is mark:
                 return True
     return False
+
+
+def _notes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """The metadata of its AccumulateGrad node, which lives as long as the node."""
+    node: Any = get_gradient_edge(parameter).node
+    notes: dict[str, Any] = node.metadata
+    return notes

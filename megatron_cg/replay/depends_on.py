@@ -199,7 +199,7 @@ class DependsOn:
         """What forbids the backward replay that is about to begin, or None."""
         now = autocast_of(self._device_type)
         if now != self._autocast:
-            subject = "torch.autocast in the backward pass"
+            subject = f"torch.autocast for {self._device_type} in the backward pass"
             return _mismatch("autocast", subject, _switch(self._autocast), _switch(now))
         return self.addresses.broken(forward=False)
 
@@ -221,7 +221,8 @@ class DependsOn:
     def _other_mode(self, now: tuple[Any, ...]) -> Mismatch | None:
         for name, before, after in zip(_MODES, self._modes, now, strict=True):
             if before != after:
-                subject = {"autocast": "torch.autocast", "fp8": "the FP8 state"}.get(name, name)
+                autocast = f"torch.autocast for {self._device_type}"
+                subject = {"autocast": autocast, "fp8": "the FP8 state"}.get(name, name)
                 return _mismatch(name, subject, _switch(before), _switch(after))
         return None
 

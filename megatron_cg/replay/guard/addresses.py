@@ -40,6 +40,8 @@ class Addresses:
     def __init__(self, watched: Sequence[Watched]) -> None:
         self._watched: list[Watched] = []
         self._tensors: list[torch.Tensor] = []
+        self._plain: list[torch.Tensor] = []
+        """Those whose own memory has a meaning."""
         self._read: list[Callable[[], object]] = []
         self._at: dict[bool, list[object]] = {True: [], False: []}
         """The addresses in the forward pass, and in the backward pass."""
@@ -53,6 +55,7 @@ class Addresses:
         new = [item for item in watched if id(item.tensor) not in known]
         self._watched += new
         self._tensors += [item.tensor for item in new]
+        self._plain = [item.tensor for item in self._watched if not is_quantized(item.tensor)]
         on_device = any(tensor.device.type != "cpu" for tensor in self._tensors)
         self._read = [_reader(tensor, on_device=on_device) for tensor in self._tensors]
 
@@ -94,7 +97,8 @@ class Addresses:
         now = self._layout_now()
         if now == self._layout:
             return None
-        pairs = zip(self._watched * 2, self._layout, now, strict=True)
+        plain = [item for item in self._watched if not is_quantized(item.tensor)]
+        pairs = zip(plain * 2, self._layout, now, strict=True)
         item, before, after = next((w, a, b) for w, a, b in pairs if a != b)
         return Mismatch(
             "address", f"the layout of {item.name}", str(before), str(after), item.cause
@@ -104,7 +108,7 @@ class Addresses:
         return [read() for read in self._read]
 
     def _layout_now(self) -> list[object]:
-        return [*map(torch.Tensor.stride, self._tensors), *map(torch.Tensor.size, self._tensors)]
+        return [*map(torch.Tensor.stride, self._plain), *map(torch.Tensor.size, self._plain)]
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

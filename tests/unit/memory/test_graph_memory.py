@@ -114,8 +114,8 @@ def test_memory_is_read_right_before_and_after_a_forward_pass() -> None:
         1,
         [hooks],
         {"num_warmup_iters": 1},
-        begun=lambda _unit, forward: emit(PassBegan("layer 0", forward)),
-        ended=lambda _unit, forward: emit(PassEnded("layer 0", forward)),
+        begun=lambda _unit, forward, _: emit(PassBegan("layer 0", forward)),
+        ended=lambda _unit, forward, _: emit(PassEnded("layer 0", forward)),
     )
     meter = HeldByForward(lambda: allocated[0])
     unsubscribe = subscribe(meter.hear)

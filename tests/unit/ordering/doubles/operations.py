@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cg.backends.host_reads import _reads as _reads_on_host
 from megatron_cg.backends.tape import tape_memory
 from megatron_cg.backends.tape.tape_memory import Pool
-from megatron_cg.backends.tape.tape_recording import Tape, _written
+from megatron_cg.backends.tape.tape_recording import Tape
 from megatron_cg.tools.cpu.fakes import replaced
 from tests.unit.ordering.doubles.collectives import Collectives, tensors_in
 from tests.unit.ordering.doubles.notes import Notes
@@ -95,7 +95,7 @@ class Operations(TorchDispatchMode):
         given = tensors_in([args, *kwargs.values()] if kwargs else args)
         known = {tensor.untyped_storage()._cdata for tensor in given}
         reads_on_host = _reads_on_host(func, args, kwargs)
-        writes = self._spans(_written(func, args, kwargs)) if facts.writes else []
+        writes = self._spans(written(func, args, kwargs)) if facts.writes else []
         reads = [span for span in self._spans(given) if span not in writes]
         result = func(*args, **kwargs)
         for value in tensors_in([result]):

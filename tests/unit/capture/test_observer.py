@@ -1,12 +1,12 @@
-"""What a unit's guard notes in its capture: memory that is in other tensors, and collectives."""
+"""What an observer notes in a capture: memory that is in other tensors, and collectives."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from megatron_cg.capture.unit_guard import UnitGuard
 from torch import nn
 
+from megatron_cg.capture.observer import Observer
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 
@@ -45,15 +45,16 @@ def test_collectives_of_a_capture_are_counted_in_each_of_its_passes(
     monkeypatch: pytest.MonkeyPatch, in_forward: int, in_backward: int, known: bool, held: bool
 ) -> None:
     so_far = 5
-    monkeypatch.setattr("megatron_cg.capture.unit_guard.collectives_so_far", lambda: so_far)
+    monkeypatch.setattr("megatron_cg.capture.observer.collectives_so_far", lambda: so_far)
     layer = nn.Linear(1, 1)
-    guard = UnitGuard(Unit("layer 0", layer, (layer,), collectives=known))
+    unit = Unit("layer 0", layer, (layer,), collectives=known)
+    observer = Observer(unit, (torch.zeros(1),), {}, ())
     so_far += 1  # before the capture, as FSDP's gathers are
-    guard.pass_begins(forward=True)
+    observer.begun(forward=True, warmup=False)
     so_far += in_forward
-    guard.pass_ended()
+    observer.ended(forward=True)
     so_far += 1  # between the passes
-    guard.pass_begins(forward=False)
+    observer.begun(forward=False, warmup=False)
     so_far += in_backward
-    guard.pass_ended()
-    assert guard.collectives is held
+    observer.ended(forward=False)
+    assert observer.collectives is held
