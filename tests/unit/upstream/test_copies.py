@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES, HookKind
 from megatron_cg.memory.storage_reference import StorageReference
-from megatron_cg.upstream.copies import look_before
+from megatron_cg.upstream.copies import look_after, look_before
 from megatron_cg.upstream.patch import set_attribute
 from tests.unit.counted import expect
 
@@ -55,11 +55,13 @@ def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
         set_attribute(module, "forward", never),
         set_attribute(module, "graphs", ["a graph"]),
         look_before(module, never),
+        look_after(module, never),
     ]
     theirs = module.register_forward_pre_hook(of_the_user)
     made = WAYS[way](module)
     assert vars(made).keys() == own.keys() and type(made) is Inner
     assert made.graphs == [] and list(made._forward_pre_hooks) == [theirs.id]
+    assert not made._forward_hooks and len(module._forward_hooks) == 1
     made._forward_pre_hooks.clear()
     x = torch.ones(2, 4)
     assert torch.equal(made(x), nn.functional.linear(x, module.weight, module.bias))
@@ -67,7 +69,8 @@ def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
     for one in reversed(undo):
         one()
     theirs.remove()
-    assert vars(module).keys() == own.keys() and not module._forward_pre_hooks
+    assert vars(module).keys() == own.keys()
+    assert not module._forward_pre_hooks and not module._forward_hooks
     assert vars(WAYS[way](module)).keys() == own.keys()
 
 

@@ -186,3 +186,15 @@ def test_backward_passes_under_different_autocast_are_refused() -> None:
         words = r"backward passes .* different torch.autocast: 0 off, 1 torch.bfloat16.*outside of"
         with pytest.raises(ConfigurationError, match=words), graphs.step():
             raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_verification_needs_no_step_around_it(place: str) -> None:
+    training = Training(Twice, place)
+    with training.graphs() as graphs:
+        list(training.run(graphs))
+        graph: Any = training.layers[0].cuda_graphs
+        x = torch.randn(4, WIDTH)
+        with training.at(PLACES[0]):
+            assert graph[0]._verify([x], {}) is None
+        expect(graphs.counters, gradients_verified=1)
