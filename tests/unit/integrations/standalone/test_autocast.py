@@ -94,8 +94,9 @@ class Training:
     def at(self, place: str) -> AbstractContextManager[Any]:
         return autocast() if place in self.places else nullcontext()
 
-    def run(self, graphs: Any, steps: int = STEPS) -> Iterator[torch.Tensor]:
-        for number in range(steps):
+    def run(self, graphs: Any, *, only_forward: int = 0) -> Iterator[torch.Tensor]:
+        """Losses and weights; the first steps may do no backward pass."""
+        for number in range(STEPS):
             self.optimizer.zero_grad()
             torch.manual_seed(number)
             with self.at(PLACES[0]), graphs.step() if graphs else nullcontext(), self.at(PLACES[1]):
@@ -104,9 +105,10 @@ class Training:
                     for layer in self.layers:
                         x = layer(x)
                 loss = x.float().square().mean()
-                with self.at("backward"):
-                    loss.backward()
-                self.optimizer.step()
+                if number >= only_forward:
+                    with self.at("backward"):
+                        loss.backward()
+                    self.optimizer.step()
             yield loss.detach()
         yield from (parameter.detach().clone() for parameter in self.layers.parameters())
 
@@ -129,6 +131,15 @@ def test_a_pass_is_captured_under_its_own_autocast(
         found = list(graphed.run(graphs))
         expect(graphs.counters, replayed=(STEPS - WARMUP) * UNITS, mismatched=0)
     assert same(Training(kind, place).run(None), found)
+
+
+@pytest.mark.parametrize("place", [PLACES[0], "forward"])
+def test_without_a_backward_pass_before_the_capture_it_is_as_the_step(place: str) -> None:
+    graphed = Training(Island, place)
+    with graphed.graphs() as graphs:
+        found = list(graphed.run(graphs, only_forward=WARMUP))
+        expect(graphs.counters, replayed=(STEPS - WARMUP) * UNITS, mismatched=0)
+    assert same(Training(Island, place).run(None, only_forward=WARMUP), found)
 
 
 @pytest.mark.parametrize("place", PLACES)
