@@ -100,12 +100,16 @@ class Autocast:
 
     def __init__(self, device_type: str, where: str = "") -> None:
         self._device_type, self._where = device_type, where
-        self._state = self._now()
+        self._state: torch.dtype | None = None
+        if torch.is_autocast_enabled(device_type):
+            self._state = torch.get_autocast_dtype(device_type)
 
     def broken(self) -> Mismatch | None:
         """A mismatch if autocast was entered, exited, or set to another dtype."""
-        now = self._now()
-        if now == self._state:
+        now = None
+        if torch.is_autocast_enabled(self._device_type):
+            now = torch.get_autocast_dtype(self._device_type)
+        if now is self._state:  # There is one object of each dtype.
             return None
         return Mismatch(
             "autocast",
@@ -115,11 +119,6 @@ class Autocast:
             "The graph computes in the precision of capture. Keep one torch.autocast around the "
             "same passes in all steps (with Megatron: none, but --bf16), or train without graphs.",
         )
-
-    def _now(self) -> torch.dtype | None:
-        if not torch.is_autocast_enabled(self._device_type):
-            return None
-        return torch.get_autocast_dtype(self._device_type)
 
 
 class Numerics:
