@@ -192,7 +192,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _in_words(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or is_dense(value):
         return described(value)
     kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
     return f"a {kind} tensor and not dense"
@@ -253,6 +253,6 @@ def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
         "structure",
         f"argument {name}",
         repr(expected) if isinstance(expected, _Mark) else described(expected),
-        described(actual),
+        _in_words(actual),
         "Only tensors go into a graph; all else is in it as it was at capture.",
     )
