@@ -4,14 +4,18 @@ Note [Casts that autocast caches]
     With its cache, autocast casts a weight once in a forward pass, so gradients of all its uses are
     summed in the lower precision. A unit is captured with the cache that it was seen with, since
     without one they would be summed in the weight's own. No pass may find the casts of another: a
-    graph would read them at the address that they had at capture.
+    graph would read them at the address that they had at capture. So a cast that two calls of units
+    share is refused.
+
+Relied on: torch 2.11, the names of autograd's nodes, and ``variable`` of those of leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,3 +49,22 @@ class AutocastState:
 
     def __str__(self) -> str:
         return str(self.dtype or "off")
+
+
+def casts_between(
+    inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The nodes of autograd between these tensors that cast a leaf, with the leaf."""
+    seen = {tensor.grad_fn for tensor in inputs}
+    waiting = [tensor.grad_fn for tensor in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for below, _ in node.next_functions:
+            leaf = getattr(below, "variable", None)
+            if leaf is None:
+                waiting.append(below)
+            elif node.name() == "ToCopyBackward0":
+                yield node, leaf

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.integrations.standalone.autocast import AutocastState
+from megatron_cg.integrations.standalone.autocast import AutocastState, casts_between
 from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
 from megatron_cg.integrations.standalone.recompute import recompute_around
 from megatron_cg.upstream.copies import look_after, look_before
@@ -39,6 +39,8 @@ class Seen:
     """Where a call of the step was made, if activation checkpointing may have made it."""
     autocast_in_backward: AutocastState | None = None
     """Around its backward pass; None if no backward pass reached it."""
+    shared_cast: str | None = None
+    """A weight whose cast by autocast another call of a unit in the step uses too."""
 
 
 class Observer:
@@ -53,6 +55,10 @@ class Observer:
         self._units, self._sharding = dict(units), sharding
         self._seen: dict[str, Seen] = {}
         self._now: dict[str, Seen] = {}
+        self._inputs: list[torch.Tensor] = []
+        """Of the call that runs now."""
+        self._casts: set[Any] = set()
+        """Nodes of autograd: the casts of weights that calls of this step use."""
         self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
 
@@ -61,6 +67,8 @@ class Observer:
         """Observe every call inside the block; a step that raises is forgotten."""
         self._now = {}
         with ExitStack() as stack:
+            stack.callback(self._casts.clear)  # They keep the accumulators of weights.
+            stack.callback(self._inputs.clear)
             stack.callback(self._sharding.observe_step(self._units.values()))
             for name, module in self._units.items():
 
@@ -86,6 +94,7 @@ class Observer:
     def _look(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
+        self._inputs[:] = _tensors((args, kwargs))
         form = CallForm.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
         before = self._now.get(name)
@@ -95,6 +104,7 @@ class Observer:
             {key: _sample(tensor) for key, tensor in by_name.items()},
             AutocastState.now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
+            shared_cast=before.shared_cast if before else None,
         )
 
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> None:
@@ -108,9 +118,19 @@ class Observer:
                 now = AutocastState.now(seen.autocast.device_type)
                 self._now[name] = replace(seen, autocast_in_backward=now)
 
-        for value in tree_leaves(outputs):
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        for value in _tensors(outputs):
+            if value.grad_fn is not None:
                 value.grad_fn.register_prehook(look)
+        casts = dict(casts_between(self._inputs, _tensors(outputs)))
+        self._inputs.clear()
+        for weight in (casts[node] for node in casts.keys() & self._casts):
+            names = (key for key, one in module.named_parameters() if one is weight)
+            self._now[name] = replace(self._now[name], shared_cast=next(names, "a weight"))
+        self._casts.update(casts)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -87,6 +87,17 @@ def check_seen(found: Mapping[str, nn.Module], seen: Mapping[str, Seen]) -> None
         for name, call in seen.items()
         if call.recompute is not None
     ]
+    broken += [
+        Violation(
+            "unit-shared-cast",
+            f"unit {name} uses {call.shared_cast} as another call of a unit in the same pass does",
+            "eager training under torch.autocast casts it once for both and adds the gradients in "
+            "the lower precision; each graph would cast it for itself",
+            "enter torch.autocast with cache_enabled=False, or leave the unit out of units",
+        )
+        for name, call in seen.items()
+        if call.shared_cast is not None
+    ]
     around = {name: call.autocast_in_backward for name, call in seen.items()}
     if len({str(state) for state in around.values() if state is not None}) > 1:
         dtypes = ", ".join(f"{name} {state}" for name, state in around.items() if state)

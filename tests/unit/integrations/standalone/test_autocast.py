@@ -209,3 +209,41 @@ def test_a_verification_needs_no_step_around_it(place: str) -> None:
         with training.at(PLACES[0]):
             assert graph[0]._verify([x], {}) is None
         expect(graphs.counters, gradients_verified=1)
+
+
+class Sharing(Training):
+    """Two units with one weight, or one unit that is called twice."""
+
+    def __init__(self, *places: str, twice: bool, cache: bool = True) -> None:
+        super().__init__(Unit, *places)
+        first, second = (vars(layer)["_modules"]["linear"] for layer in self.layers)
+        self.cache = cache
+        if not twice:
+            second.weight = first.weight
+        else:
+            self.layers = nn.ModuleList(list(self.layers)[:1] * 2)
+
+    def at(self, place: str) -> AbstractContextManager[Any]:
+        on = torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cache)
+        return on if place in self.places else nullcontext()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_cast_that_two_calls_share_is_refused(twice: bool) -> None:
+    training = Sharing("forward", twice=twice)
+    words = r"unit-shared-cast\] unit [01] uses linear\.(weight|bias) as .*cache_enabled=False"
+    with (
+        graph_units(training.layers, "*", backend="tape", warmup_steps=WARMUP) as graphs,
+        pytest.raises(ConfigurationError, match=words),
+    ):
+        list(training.run(graphs))
+
+
+@pytest.mark.parametrize("places", [(), ("forward",), ("inside the step",)])
+@pytest.mark.parametrize("twice", [False, True])
+def test_weights_may_be_shared_without_shared_casts(twice: bool, places: tuple[str, ...]) -> None:
+    graphed = Sharing(*places, twice=twice, cache=False)
+    with graphed.graphs() as graphs:
+        found = list(graphed.run(graphs))
+        assert graphs.counters.replayed > 0
+    assert same(Sharing(*places, twice=twice, cache=False).run(None), found)
