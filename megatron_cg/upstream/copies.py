@@ -8,13 +8,15 @@ Note [Where a copy comes from]
     ``copy.copy``, ``copy.deepcopy`` and ``pickle`` create an object from its state. They get the
     state by looking up ``__reduce_ex__`` on the object itself, so an entry in the object's own
     dictionary comes first (CPython 3.12, ``copy.py`` and ``_pickle.c``). If a class has its own
-    ``__deepcopy__`` or ``__copy__``, they use that instead; no module of Megatron or Transformer
-    Engine has one.
+    ``__deepcopy__``, as ``torch.fx.GraphModule`` has, that is looked up instead, on the object too.
+    Such a method, and a ``__reduce__`` that returns no state, read the object's dictionary
+    themselves. So they get a stand-in whose dictionary is without our changes. A ``__copy__`` is
+    looked up on the class alone; a shallow copy shares its weights with the original.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,7 +25,20 @@ from torch.utils.hooks import RemovableHandle
 ABSENT: Any = object()
 """Stands for an attribute that an object's own dictionary does not have."""
 _REDUCE = "__reduce_ex__"
+_DEEPCOPY = "__deepcopy__"
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
+
+
+class _Memo(dict[int, Any]):
+    """What ``deepcopy`` has copied; the copy of a stand-in is that of its module too."""
+
+    def __init__(self, known: dict[int, Any], stand_in: nn.Module, module: nn.Module) -> None:
+        super().__init__(known)
+        self._same = {id(stand_in): id(module)}
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        super().__setitem__(self._same.get(key, key), value)
+        super().__setitem__(key, value)
 
 
 class _Reduce:
@@ -31,6 +46,9 @@ class _Reduce:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        own = {_REDUCE: self, _DEEPCOPY: self._deepcopy}
+        self.own = {name: own[name] for name in own if hasattr(type(module), name)}
+        """What the module's dictionary has for methods of its class."""
         self.before: dict[str, list[Any]] = {}
         """By attribute: the values before each of our changes; the first is the module's."""
         self.hooks: set[int] = set()
@@ -39,8 +57,26 @@ class _Reduce:
     def __call__(self, protocol: Any) -> Any:
         reduced: Any = type(self._module).__reduce_ex__(self._module, protocol)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-            return reduced
-        state = {name: value for name, value in reduced[2].items() if name != _REDUCE}
+            return type(self._module).__reduce_ex__(self._stand_in(), protocol)
+        return (*reduced[:2], self._as_before(reduced[2]), *reduced[3:])
+
+    def _deepcopy(self, memo: dict[int, Any]) -> Any:
+        stand_in, kind = self._stand_in(), type(self._module)
+        both = _Memo(memo, stand_in, self._module)
+        made = getattr(kind, _DEEPCOPY)(stand_in, both)
+        # A memo keeps what was copied, so that no other object gets an id in it.
+        kept = [stand_in, *both.pop(id(both), [])]
+        memo.update(both)
+        memo.setdefault(id(memo), []).extend(kept)
+        return made
+
+    def _stand_in(self) -> nn.Module:
+        made: nn.Module = object.__new__(type(self._module))
+        vars(made).update(self._as_before(vars(self._module)))
+        return made
+
+    def _as_before(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        state = {name: value for name, value in state.items() if name not in self.own}
         for name, values in self.before.items():
             if values[0] is ABSENT:
                 state.pop(name, None)
@@ -49,7 +85,7 @@ class _Reduce:
         for name in (name for name in _HOOKS if name in state):  # A module may leave them out.
             kept = [(key, hook) for key, hook in state[name].items() if key not in self.hooks]
             state[name] = type(state[name])(kept)
-        return (*reduced[:2], state, *reduced[3:])
+        return state
 
 
 def leave_out(owner: Any, name: str, before: Any) -> Callable[[], None]:
@@ -103,10 +139,12 @@ def _left_out(module: nn.Module, handle: RemovableHandle) -> Callable[[], None]:
 def _reduce_of(module: nn.Module) -> _Reduce:
     found = vars(module).get(_REDUCE)
     if not isinstance(found, _Reduce):
-        found = vars(module)[_REDUCE] = _Reduce(module)
+        found = _Reduce(module)
+        vars(module).update(found.own)
     return found
 
 
 def _drop(module: nn.Module, reduce: _Reduce) -> None:
     if not reduce.before and not reduce.hooks:
-        vars(module).pop(_REDUCE, None)
+        for name in reduce.own:
+            vars(module).pop(name, None)

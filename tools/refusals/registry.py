@@ -19,7 +19,13 @@ OWN_LOOP = frozenset(
         *("fsdp2-cpu-offload", "fsdp2-extension", "fsdp2-group-of-modules", "fsdp2-no-parameters"),
         *("fsdp2-tensor-parallel", "fsdp-v2-order", "fsdp-v2-symmetric-memory", "no-fsdp-unit"),
         *("old-weights", "unit-arguments", "unit-autocast", "unit-not-called"),
-        *("unit-not-dense", "unit-recomputed", "unit-writes-parameter"),
+        *(
+            "unit-not-dense",
+            "unit-recomputed",
+            "unit-shared-gradients",
+            "compiled-unit",
+            "unit-writes-parameter",
+        ),
     }
 )
 """What ``graph_units`` refuses of a unit; ``docs/standalone.md`` lists them."""

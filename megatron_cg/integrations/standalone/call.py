@@ -254,7 +254,7 @@ def _is_plain_tensor(value: Any) -> bool:
 
 
 def _in_words(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or is_dense(value):
         return described(value)
     if is_dense(value):
         return f"a {type(value).__name__}, a subclass of torch.Tensor whose methods no graph runs"
@@ -323,6 +323,6 @@ def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
         "structure",
         f"argument {name}",
         repr(expected) if isinstance(expected, _Mark) else described(expected),
-        described(actual),
+        _in_words(actual),
         "Only tensors go into a graph; all else is in it as it was at capture.",
     )

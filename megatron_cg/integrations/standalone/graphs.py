@@ -254,6 +254,6 @@ class GraphedUnits:
 
 
 def _autocast_in_backward(seen: Sequence[Seen]) -> AutocastState:
-    """The autocast around all backward passes; off if none was seen."""
+    """The autocast around all backward passes; if none was seen, what is around this call."""
     known = [call.autocast_in_backward for call in seen if call.autocast_in_backward is not None]
-    return known[0] if known else AutocastState(seen[0].autocast.device_type, None, False)
+    return known[0] if known else AutocastState.now(seen[0].autocast.device_type)

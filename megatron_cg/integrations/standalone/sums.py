@@ -31,7 +31,10 @@ _NUMBER = Symbol(
 )
 RELIES_ON = (_RUN, _NUMBER)
 _Edge = tuple[Any, int]
-_CAST = "a weight that torch.autocast has cast once, for uses inside and outside"
+_CAST = (
+    "a weight that torch.autocast has cast once, for uses inside and outside (cache_enabled=False "
+    "makes it cast for each use)"
+)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_cg.backends.tape.tape_backend import TapeBackend
 from megatron_cg.hooks.hook_records import FLAG_REGISTRIES, HookKind
 from megatron_cg.memory.storage_reference import StorageReference
-from megatron_cg.upstream.copies import look_before
+from megatron_cg.upstream.copies import look_after, look_before
 from megatron_cg.upstream.patch import set_attribute
 from tests.unit.counted import expect
 
@@ -55,11 +55,13 @@ def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
         set_attribute(module, "forward", never),
         set_attribute(module, "graphs", ["a graph"]),
         look_before(module, never),
+        look_after(module, never),
     ]
     theirs = module.register_forward_pre_hook(of_the_user)
     made = WAYS[way](module)
     assert vars(made).keys() == own.keys() and type(made) is Inner
     assert made.graphs == [] and list(made._forward_pre_hooks) == [theirs.id]
+    assert not made._forward_hooks and len(module._forward_hooks) == 1
     made._forward_pre_hooks.clear()
     x = torch.ones(2, 4)
     assert torch.equal(made(x), nn.functional.linear(x, module.weight, module.bias))
@@ -67,7 +69,8 @@ def test_a_copy_has_what_was_there_before_our_changes(way: str) -> None:
     for one in reversed(undo):
         one()
     theirs.remove()
-    assert vars(module).keys() == own.keys() and not module._forward_pre_hooks
+    assert vars(module).keys() == own.keys()
+    assert not module._forward_pre_hooks and not module._forward_hooks
     assert vars(WAYS[way](module)).keys() == own.keys()
 
 
@@ -105,6 +108,76 @@ def test_a_copy_of_a_module_that_is_a_list_has_its_items(way: str) -> None:
     undo = set_attribute(module, "forward", never)
     made = WAYS[way](module)
     assert list(made) == ["one", "two"] and "forward" not in vars(made)
+    undo()
+
+
+class OwnCopies(Inner):
+    """Makes its copies itself, of all that it has, and refers to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.me = [self]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopies:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+class OwnReduce(Inner):
+    """Has its state among the arguments of a function, as generated modules have."""
+
+    def __reduce__(self) -> Any:
+        return _with_state, (type(self), dict(vars(self)))
+
+
+def _with_state(kind: type[Inner], state: dict[str, Any]) -> Inner:
+    made = kind.__new__(kind)
+    vars(made).update(state)
+    return made
+
+
+def generated() -> Any:
+    made: Any = torch.fx.symbolic_trace(Inner())
+    made.graphs = []
+    return made
+
+
+@pytest.mark.parametrize("make", [OwnCopies, OwnReduce, generated])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_with_a_way_of_its_own_makes_plain_copies_too(
+    way: str, make: Callable[[], Any]
+) -> None:
+    module = make()
+    own, expected = dict(vars(module)), WAYS[way](module)
+    x = torch.ones(2, 4)
+    out = expected(x)
+    undo = [
+        set_attribute(module, "forward", never),
+        set_attribute(module, "graphs", ["a graph"]),
+        look_before(module, never),
+    ]
+    made = WAYS[way](module)
+    assert vars(made).keys() == vars(expected).keys()
+    assert not made._forward_pre_hooks and getattr(made, "graphs", []) == []
+    assert torch.equal(made(x), out)
+    for one in reversed(undo):
+        one()
+    assert vars(module) == own
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_copy_refers_to_copies_alone(changed: bool) -> None:
+    module = OwnCopies()
+    undo = set_attribute(module, "forward", never) if changed else lambda: None
+    memo: dict[int, Any] = {}
+    pair: Any = copy.deepcopy([module, module, nn.Sequential(module)], memo)
+    made = pair[0]
+    assert made is pair[1] is pair[2][0] is made.me[0] is not module
+    assert made.weight is not module.weight
+    # An id in it is that of an object that lives, so that no other one can get it.
+    assert memo.keys() - {id(memo)} <= {id(kept) for kept in memo[id(memo)]}
     undo()
 
 

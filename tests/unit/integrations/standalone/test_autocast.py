@@ -94,8 +94,9 @@ class Training:
     def at(self, place: str) -> AbstractContextManager[Any]:
         return autocast() if place in self.places else nullcontext()
 
-    def run(self, graphs: Any, steps: int = STEPS) -> Iterator[torch.Tensor]:
-        for number in range(steps):
+    def run(self, graphs: Any, *, only_forward: int = 0) -> Iterator[torch.Tensor]:
+        """Losses and weights; the first steps may do no backward pass."""
+        for number in range(STEPS):
             self.optimizer.zero_grad()
             torch.manual_seed(number)
             with self.at(PLACES[0]), graphs.step() if graphs else nullcontext(), self.at(PLACES[1]):
@@ -104,9 +105,10 @@ class Training:
                     for layer in self.layers:
                         x = layer(x)
                 loss = x.float().square().mean()
-                with self.at("backward"):
-                    loss.backward()
-                self.optimizer.step()
+                if number >= only_forward:
+                    with self.at("backward"):
+                        loss.backward()
+                    self.optimizer.step()
             yield loss.detach()
         yield from (parameter.detach().clone() for parameter in self.layers.parameters())
 
@@ -129,6 +131,15 @@ def test_a_pass_is_captured_under_its_own_autocast(
         found = list(graphed.run(graphs))
         expect(graphs.counters, replayed=(STEPS - WARMUP) * UNITS, mismatched=0)
     assert same(Training(kind, place).run(None), found)
+
+
+@pytest.mark.parametrize("place", [PLACES[0], "forward"])
+def test_without_a_backward_pass_before_the_capture_it_is_as_the_step(place: str) -> None:
+    graphed = Training(Island, place)
+    with graphed.graphs() as graphs:
+        found = list(graphed.run(graphs, only_forward=WARMUP))
+        expect(graphs.counters, replayed=(STEPS - WARMUP) * UNITS, mismatched=0)
+    assert same(Training(Island, place).run(None, only_forward=WARMUP), found)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -186,3 +197,53 @@ def test_backward_passes_under_different_autocast_are_refused() -> None:
         words = r"backward passes .* different torch.autocast: 0 off, 1 torch.bfloat16.*outside of"
         with pytest.raises(ConfigurationError, match=words), graphs.step():
             raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_verification_needs_no_step_around_it(place: str) -> None:
+    training = Training(Twice, place)
+    with training.graphs() as graphs:
+        list(training.run(graphs))
+        graph: Any = training.layers[0].cuda_graphs
+        x = torch.randn(4, WIDTH)
+        with training.at(PLACES[0]):
+            assert graph[0]._verify([x], {}) is None
+        expect(graphs.counters, gradients_verified=1)
+
+
+class Sharing(Training):
+    """Two units with one weight, or one unit that is called twice."""
+
+    def __init__(self, *places: str, twice: bool, cache: bool = True) -> None:
+        super().__init__(Unit, *places)
+        first, second = (vars(layer)["_modules"]["linear"] for layer in self.layers)
+        self.cache = cache
+        if not twice:
+            second.weight = first.weight
+        else:
+            self.layers = nn.ModuleList(list(self.layers)[:1] * 2)
+
+    def at(self, place: str) -> AbstractContextManager[Any]:
+        on = torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cache)
+        return on if place in self.places else nullcontext()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_cast_that_two_calls_share_is_refused(twice: bool) -> None:
+    training = Sharing("forward", twice=twice)
+    words = r"unit-shared-gradients\] unit [01]: a weight that .*cache_enabled=False"
+    with (
+        graph_units(training.layers, "*", backend="tape", warmup_steps=WARMUP) as graphs,
+        pytest.raises(ConfigurationError, match=words),
+    ):
+        list(training.run(graphs))
+
+
+@pytest.mark.parametrize("places", [(), ("forward",), ("inside the step",)])
+@pytest.mark.parametrize("twice", [False, True])
+def test_weights_may_be_shared_without_shared_casts(twice: bool, places: tuple[str, ...]) -> None:
+    graphed = Sharing(*places, twice=twice, cache=False)
+    with graphed.graphs() as graphs:
+        found = list(graphed.run(graphs))
+        assert graphs.counters.replayed > 0
+    assert same(Sharing(*places, twice=twice, cache=False).run(None), found)

@@ -73,9 +73,13 @@ def test_an_argument_that_is_not_dense_is_refused_by_name(kind: str, inside: boo
 
 
 @pytest.mark.parametrize("expanded", [False, True])
-def test_a_call_with_a_sparse_tensor_in_place_of_a_dense_one_runs_eagerly(expanded: bool) -> None:
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_a_call_with_such_a_tensor_in_place_of_a_dense_one_runs_eagerly(
+    kind: str, expanded: bool
+) -> None:
     dense = torch.ones(1, WIDTH).expand(WIDTH, WIDTH) if expanded else torch.ones(WIDTH, WIDTH)
-    expect(train(Unit(), (dense, dense, coo(), dense)), replayed=1, mismatched=1)
+    calls = (dense, dense, NOT_DENSE[kind](), dense)
+    expect(train(Ignoring(), calls), replayed=1, mismatched=1)
 
 
 @pytest.mark.parametrize("register", [False, True])
@@ -97,6 +101,15 @@ def test_a_tensor_of_the_unit_that_is_not_dense_is_refused_if_it_is_read(registe
     unit.register_buffer("kept", coo())
     with pytest.raises(ConfigurationError, match=r"\] 0\.kept is a torch.sparse_coo .*values"):
         train(unit)
+
+
+def test_a_sparse_tensor_of_the_pass_itself_is_refused_by_its_operation() -> None:
+    class Makes(Unit):
+        def forward(self, x: torch.Tensor, other: Any = None) -> Any:
+            return super().forward(x) + x.detach().to_sparse().to_dense()
+
+    with pytest.raises(CaptureError, match=r"^aten\._?to_sparse\S* in .*0 \(Makes\).* not dense"):
+        train(Makes())
 
 
 def test_a_sparse_output_is_refused() -> None:
