@@ -129,7 +129,7 @@ class Ablation:
         controller.delete()
         if parts := BASELINES[name]:
             fsdp, optimizers = find_megatron_fsdp(self._model), [self._optimizer]
-            path = install(fsdp, optimizers=optimizers, model=self._model, parts=parts)
+            path = install(fsdp, optimizers=optimizers, parts=parts)
             self._eager_parts.callback(path.close)
 
 
