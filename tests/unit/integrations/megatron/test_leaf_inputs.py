@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -50,11 +51,12 @@ def trained(way: Callable[[torch.Tensor], torch.Tensor], *, shared: bool, graphs
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"))
     trainer: Any = Trainer(TrainingPlan(model, graphs=graphs))
     torch.manual_seed(3)
+    make = _prompt if way is WAYS[PROMPT] else _leaf
     found: Leaves = []
     for step in range(STEPS):
         if graphs and step == WARMUP:
             trainer.capture(TapeBackend())
-        leaves = [_leaf(model, way) for _ in range(1 if shared else PASSES)]
+        leaves = [make(model) for _ in range(1 if shared else PASSES)]
         for number in range(PASSES):
             hidden = way(leaves[number % len(leaves)])
             with (
@@ -73,10 +75,14 @@ def trained(way: Callable[[torch.Tensor], torch.Tensor], *, shared: bool, graphs
     return found
 
 
-def _leaf(model: CpuModelConfig, way: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    length = model.sequence_length // (2 if way is WAYS[PROMPT] else 1)
-    shape = (length, 2, model.hidden_size)
+def _leaf(model: CpuModelConfig) -> torch.Tensor:
+    shape = (model.sequence_length, 2, model.hidden_size)
     return torch.randn(shape).to(torch.bfloat16).requires_grad_()
+
+
+def _prompt(model: CpuModelConfig) -> torch.Tensor:
+    """The first half of a sequence."""
+    return _leaf(replace(model, sequence_length=model.sequence_length // 2))
 
 
 @pytest.mark.parametrize("shared", [False, True])
