@@ -97,10 +97,11 @@ def _meet(name: str, ranks: Sequence[int], arrival: timedelta, remedy: str) -> N
             store.delete_key(own)  # Else a rank that comes later would take this one for present.
         absent = [rank for rank in ranks if rank not in here]
         missing = [rank for rank in absent if rank not in left] or absent or ranks
+        seconds = f"{arrival.total_seconds():g} seconds"
         raise AgreementError(
-            f"{ranks_text(missing)} did not come here within {arrival.total_seconds():g} seconds "
-            f"of rank {dist.get_rank()}: each rank of the group votes, so all of them make this call, "
-            f"together. {remedy}"
+            f"{ranks_text(missing)} did not come here within {seconds} of rank {dist.get_rank()}: "
+            "each rank of the group votes, so all of them make this call, together. "
+            f"{remedy}"
         ) from error
 
 
