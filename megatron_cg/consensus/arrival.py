@@ -96,12 +96,15 @@ def _meet(name: str, ranks: Sequence[int], arrival: timedelta, remedy: str) -> N
             store.set(f"{own}/left", "")
             store.delete_key(own)  # Else a rank that comes later would take this one for present.
         absent = [rank for rank in ranks if rank not in here]
-        missing = [rank for rank in absent if rank not in left] or absent or ranks
-        seconds = f"{arrival.total_seconds():g} seconds"
+        kinds = (
+            ("did not come here", [rank for rank in absent if rank not in left]),
+            ("came and left", [rank for rank in absent if rank in left]),
+        )
+        found = " and ".join(f"{ranks_text(those)} {what}" for what, those in kinds if those)
         raise AgreementError(
-            f"{ranks_text(missing)} did not come here within {seconds} of rank {dist.get_rank()}: "
-            "each rank of the group votes, so all of them make this call, together. "
-            f"{remedy}"
+            f"{found or 'the store of the default group ended'} within "
+            f"{arrival.total_seconds():g} seconds of rank {dist.get_rank()}: each rank of the group "
+            f"votes, so all of them make this call, together. {remedy}"
         ) from error
 
 
