@@ -103,8 +103,8 @@ def _meet(name: str, ranks: Sequence[int], arrival: timedelta, remedy: str) -> N
         found = " and ".join(f"{ranks_text(those)} {what}" for what, those in kinds if those)
         raise AgreementError(
             f"{found or 'the store of the default group ended'} within "
-            f"{arrival.total_seconds():g} seconds of rank {dist.get_rank()}: each rank of the group "
-            f"votes, so all of them make this call, together. {remedy}"
+            f"{arrival.total_seconds():g} seconds of rank {dist.get_rank()}: each rank of the "
+            f"group votes, so all of them make this call, together. {remedy}"
         ) from error
 
 
