@@ -89,20 +89,27 @@ def _meet(name: str, ranks: Sequence[int], arrival: timedelta, remedy: str) -> N
         else:
             store.wait([met], arrival)
     except RuntimeError as error:
-        came = _those_that_came(store, keys)
+        here, left = _found(store, keys), _found(store, {r: f"{k}/left" for r, k in keys.items()})
+        if len(here) == len(ranks) and store.check([met]):
+            return  # The last one came just in time.
         with suppress(RuntimeError):  # The rank that holds the store may be gone.
-            store.set(f"{own}/left", "here")
+            store.set(f"{own}/left", "")
             store.delete_key(own)  # Else a rank that comes later would take this one for present.
-        missing = [rank for rank in ranks if rank not in came]
+        absent = [rank for rank in ranks if rank not in here]
+        kinds = (
+            ("did not come here", [rank for rank in absent if rank not in left]),
+            ("came and left", [rank for rank in absent if rank in left]),
+        )
+        found = " and ".join(f"{ranks_text(those)} {what}" for what, those in kinds if those)
         raise AgreementError(
-            f"{ranks_text(missing or ranks)} did not come here within "
-            f"{arrival.total_seconds():g} seconds of {ranks_text(came or [dist.get_rank()])}: each "
-            f"rank of the group votes, so all of them make this call, together. {remedy}"
+            f"{found or 'the store of the default group ended'} within "
+            f"{arrival.total_seconds():g} seconds of rank {dist.get_rank()}: each rank of the "
+            f"group votes, so all of them make this call, together. {remedy}"
         ) from error
 
 
-def _those_that_came(store: Any, keys: dict[int, str]) -> list[int]:
-    """The ranks that are here or were here and have left."""
+def _found(store: Any, keys: dict[int, str]) -> list[int]:
+    """The ranks whose keys are set; none if the store is gone."""
     with suppress(RuntimeError):
-        return [r for r, key in keys.items() if store.check([key]) or store.check([f"{key}/left"])]
+        return [rank for rank, key in keys.items() if store.check([key])]
     return []

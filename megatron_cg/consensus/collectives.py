@@ -32,7 +32,7 @@ import torch.distributed as dist
 from megatron_cg.upstream.patch import all_of, put_over, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
-_METHODS = (
+_METHODS = (  # Of torch 2.11; one that is missing counts for the capturing thread.
     "broadcast",
     "allreduce",
     "allreduce_coalesced",
@@ -54,7 +54,7 @@ _GROUP = Symbol(
     "torch",
     "torch.distributed:ProcessGroup",
     "a group whose methods are its collectives, and which counts them",
-    attributes=("_get_sequence_number_for_group", *_METHODS),
+    attributes=("_get_sequence_number_for_group", "allreduce"),
 )
 _PUT, _GET, _HAS = (
     Symbol("torch", f"torch._C:{name}", "state of a thread that autograd hands to its own threads")
@@ -132,7 +132,8 @@ def without_other_threads() -> Iterator[None]:
         return bool(has(_KEY) and get(_KEY))
 
     put(_KEY, True)
-    undo = all_of(put_over(group, name, _noting(getattr(group, name), is_own)) for name in _METHODS)
+    methods = {name: getattr(group, name) for name in _METHODS if hasattr(group, name)}
+    undo = all_of(put_over(group, name, _noting(old, is_own)) for name, old in methods.items())
     with undone_after(lambda: put(_KEY, False)), undone_after(_counts.clear), undone_after(undo):
         yield
 

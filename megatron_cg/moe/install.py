@@ -13,12 +13,13 @@ from torch import nn
 
 from megatron_cg.arguments.rules_experts import router_violation
 from megatron_cg.errors import ArgumentError
+from megatron_cg.events import CaptureEnded, Event, subscribe
 from megatron_cg.moe import dispatcher
 from megatron_cg.moe.grouped_gemm import GroupedGemm
-from megatron_cg.moe.peer_memory import PeerMemory
+from megatron_cg.moe.peer_memory import PeerMemory, explain
 from megatron_cg.moe.row_bound import RowBound
 from megatron_cg.upstream.config_rules import relax_rules
-from megatron_cg.upstream.patch import put_over, set_attribute
+from megatron_cg.upstream.patch import all_of, put_over, set_attribute
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _TE = "transformer_engine.pytorch.module.grouped_linear"
@@ -106,7 +107,12 @@ def exchange_by_peers() -> Callable[[], None]:
         if made.ep_size > 1:
             made.transport = of_group(made.ep_group)
 
-    return _after_making(connect)
+    def hear(event: Event) -> None:
+        error = event.error if isinstance(event, CaptureEnded) else None
+        if error is not None and "CUDA error" in str(error):
+            explain(error)
+
+    return all_of((_after_making(connect), subscribe(hear)))
 
 
 def _after_making(change: Callable[[dispatcher.DeviceDispatcher], None]) -> Callable[[], None]:

@@ -201,19 +201,23 @@ class PeerMemory:
         return _Slots(rows, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
 
 
+def explain(error: BaseException) -> None:
+    """Log what an error of the GPU may have to do with exchanges."""
+    logger.error(
+        "megatron_cg: the GPU is in an error state (%s). If this log has a line about "
+        "CUDASymmetricMemory::barrier, an expert-parallel rank did not come to an exchange within "
+        "%g minutes. The log of that rank has the reason.",
+        _first_line(error),
+        LIMIT.total_seconds() / 60,
+    )
+
+
 def _at_rest() -> bool:
     """Whether the GPU has run all that is queued; False if it is in an error state."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        logger.error(
-            "megatron_cg: the GPU is in an error state (%s), so the memory that other ranks write "
-            "is left to the driver. If this log has a line about CUDASymmetricMemory::barrier, an "
-            "expert-parallel rank did not come to an exchange within %g minutes. The log of that "
-            "rank has the reason.",
-            _first_line(error),
-            LIMIT.total_seconds() / 60,
-        )
+        explain(error)
         return False
     return True
 
@@ -233,7 +237,7 @@ def _refusal(ranks: int) -> str:
     return f"the {ranks} expert-parallel ranks cannot map each other's GPU memory"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 

@@ -116,9 +116,9 @@ class Precompiled:
         """Let these modules' forward passes run the compiled code; returns the undo.
 
         In the other mode than the traced one (``eval()`` for code of ``train()``), a module's own
-        forward runs. Hooks of the modules themselves run as before. Attach after the model is
-        wrapped: each call raises ReplayMismatchError if a module inside has got a hook since, which
-        would never run, or was replaced.
+        forward runs. Hooks of the modules themselves run as before. A call raises
+        ReplayMismatchError if a module inside has got a hook since, which would never run, or was
+        replaced, as a wrapper of the model may do.
 
         Raises:
             ReplayMismatchError: a module has other parameters or buffers, or a module inside it has
@@ -148,8 +148,8 @@ class Precompiled:
                 if tuple(module.modules()) != attached:
                     raise ReplayMismatchError(
                         f"a module inside this {type(module).__name__} was replaced after attach, "
-                        f"and {self._name} would never run the new one: attach after the model is "
-                        "wrapped"
+                        f"and {self._name} would never run the new one: replace it before attach, "
+                        "or leave this module out"
                     )
                 return self(module, *args, **kwargs)
             except ReplayMismatchError:

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 import megatron_cg
 from megatron_cg.arguments.schema import GraphArguments
 from megatron_cg.errors import ArgumentError, ConfigurationError, UpstreamChangedError
+from megatron_cg.events import CaptureEnded, emit
 from megatron_cg.moe.grouped_gemm import GroupedGemm
 from megatron_cg.moe.install import bound_rows, exchange_by_peers, use_device_counts
 from megatron_cg.moe.peer_memory import PeerMemory
@@ -302,3 +303,16 @@ def test_the_rules_of_a_bound_hold_in_a_loop_of_ones_own(one_rank: None, used: N
     rules = [violation.rule for violation in error.value.violations]
     assert rules == ["rows-without-expert-parallel"]
     assert "drop --cg-moe-rows" in str(error.value)
+
+
+@pytest.mark.parametrize("words", ["CUDA error: unspecified launch failure", "out of memory"])
+def test_a_capture_that_ends_with_the_gpu_tells_of_exchanges(
+    words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    undo = exchange_by_peers()
+    emit(CaptureEnded(error=RuntimeError(words)))
+    undo()
+    emit(CaptureEnded(error=RuntimeError("CUDA error: after it")))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == words.startswith("CUDA error") == sum(words in text for text in told)
+    assert all("CUDASymmetricMemory::barrier" in text for text in told)
