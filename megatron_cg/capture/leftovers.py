@@ -37,9 +37,13 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
 def _counts(holder: Any) -> bool:
     if isinstance(holder, FrameType) or is_known(holder):
         return False
-    if isinstance(holder, list | tuple | dict | set):
-        return not any(isinstance(one, FrameType) for one in gc.get_referrers(holder))
-    return True
+    if not isinstance(holder, list | tuple | dict | set):
+        return True
+    owners = gc.get_referrers(holder)
+    of_frame = any(isinstance(one, FrameType) for one in owners)
+    return not of_frame and not any(
+        is_known(one) for one in owners if getattr(one, "__dict__", None) is holder
+    )
 
 
 def _named(holder: Any) -> str:

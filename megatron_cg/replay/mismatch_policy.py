@@ -59,6 +59,8 @@ class MismatchPolicy:
         self.numbers_hold: Callable[[], bool] = lambda: True
         """Whether the numbers of graphs with collectives hold in this step so far. A call of all
         ranks; see ``integrations/megatron/repeat.py``."""
+        self.numbers_hold_here: Callable[[], bool] = lambda: True
+        """The same for a graph without collectives, which depends on this rank alone."""
         self._policy = policy
         self._all_fall_back = all_fall_back
         self._reported: set[tuple[str, tuple[str, str]]] = set()

@@ -167,7 +167,10 @@ class _Steps:
         options[_DATA] = batches = _readable_again(options[_DATA])
         state.save()
         self._bound.begin_step()
-        with _set(session.mismatches, "numbers_hold", self._bound.holds):
+        with (
+            _set(session.mismatches, "numbers_hold", self._bound.holds),
+            _set(session.mismatches, "numbers_hold_here", self._bound.holds_here),
+        ):
             result = passes(**options | {_FORWARD: self._sharing(options)})
         self._seen[session] = session.counters.replayed
         iterators = [one for one in (batches if isinstance(batches, list) else [batches]) if one]

@@ -16,7 +16,7 @@ class Quantized:
 
     def __init__(self) -> None:
         self._data, self._transpose = torch.zeros(4), torch.zeros(4)
-        self._scale_inv = None
+        self._scale_inv, self.device = None, torch.device("cpu")
 
     def data_ptr(self) -> int:
         return 0

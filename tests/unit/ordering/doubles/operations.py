@@ -95,7 +95,7 @@ class Operations(TorchDispatchMode):
         given = tensors_in([args, *kwargs.values()] if kwargs else args)
         known = {tensor.untyped_storage()._cdata for tensor in given}
         reads_on_host = _reads_on_host(func, args, kwargs)
-        writes = self._spans(written(func, args, kwargs)) if facts.writes else []
+        writes = self._spans(aten.written(func, args, kwargs)) if facts.writes else []
         reads = [span for span in self._spans(given) if span not in writes]
         result = func(*args, **kwargs)
         for value in tensors_in([result]):
