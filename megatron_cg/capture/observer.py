@@ -203,7 +203,9 @@ class Observer:
             names = [(way[-1].holder.get(way[-1].key), way[-1].what) for way in ways]
             self.addresses.add(Watched(tensor, what, REPLACED) for tensor, what in names)
         self.addresses.note(forward=True)
-        written = {key_of(use.tensor): use.tensor for use in self._operations.writes}
+        # What known code writes elsewhere is its own affair, such as how many rows it had.
+        uses = (use for use in self._operations.writes if use.package not in KNOWN)
+        written = {key_of(use.tensor): use.tensor for use in uses}
         reached = {key_of(tensor) for tensor in self._reached()}
         self._writes = [
             tensor.untyped_storage() for key, tensor in written.items() if key not in reached

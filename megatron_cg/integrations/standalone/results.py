@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,8 +92,18 @@ class Results:
             return arguments[leaf.name] if isinstance(leaf, _Argument) else leaf
 
         for holder, name, mark in self.attributes:
-            holder[name] = filled(mark)
+            made = filled(mark)
+            # A copy: the attribute, and what a loop collects from it, outlive the pass.
+            holder[name] = made.clone() if mark in self._only_set else made
         return _mapped(filled, self.value)
+
+    @cached_property
+    def _only_set(self) -> set[_Output]:
+        """The outputs of the graph that are set and not returned."""
+        returned: list[Any] = []
+        _mapped(returned.append, self.value)
+        marks = {mark for _, _, mark in self.attributes if isinstance(mark, _Output)}
+        return marks - {one for one in returned if isinstance(one, _Output)}
 
     def of_eager_pass(self, value: Any, run: Callable[..., Any]) -> Any:
         """What an eager pass returned and set, given to ``run`` as one result of a function."""
