@@ -36,6 +36,7 @@ from megatron_cg.capture.operations import Operations, Use, key_of, overlap, wri
 from megatron_cg.capture.python_state import KNOWN, Change, PythonState, is_known
 from megatron_cg.capture.seeds import seeds_refused
 from megatron_cg.capture.static_inputs import version_of
+from megatron_cg.capture.tensor_hooks import tensor_hooks_observed
 from megatron_cg.capture.transaction import frozen_kept
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError
@@ -81,6 +82,7 @@ class Observer:
         self._pass, self._undo = ExitStack(), ExitStack()
         self._before = 0
         self._changes: list[Change] = []
+        self._of_hooks: list[Change] = []
         self._state: PythonState | None = None
         self._operations = Operations(unit.layer)
         self.addresses = Addresses(())
@@ -167,14 +169,16 @@ class Observer:
         """See Note [Which warmup pass counts]: each pass replaces what the last one showed."""
         is_first = not state.names
         if is_first:
-            # Restored after each pass: their memory may hold other parameters by the next.
             parameters = {key_of(one) for one in self._unit.layer.parameters()}
             self._operations = Operations(self._unit.layer, parameters)
             self._undo.callback(self._operations.restore)
         with ExitStack() as stack:
+            stack.callback(self._operations.restore_parameters)
             if forward:
                 self._operations.forget()
                 stack.enter_context(seeds_refused(self._unit, self._device_type))
+                self._of_hooks.clear()
+                stack.enter_context(tensor_hooks_observed(self._of_hooks.append))
             self._operations.notes_reads = forward
             stack.enter_context(self._operations)
             state.begin()
@@ -247,6 +251,12 @@ class Observer:
             )
 
     def _refuse_changes(self) -> None:
+        if self._of_hooks:
+            raise self._error(
+                f"registers a hook on a tensor in its forward pass that changes "
+                f"{self._of_hooks[0].what}",
+                "A replay does not call it. Let hooks on tensors compute gradients and no more.",
+            )
         owners = {id(vars(module)) for module in self._unit.graphed}
         for one in self._changes:
             if not isinstance(one.after, torch.Tensor) or id(one.holder) not in owners:

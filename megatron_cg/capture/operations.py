@@ -50,12 +50,12 @@ class Operations(TorchDispatchMode):
 
     Args:
         root: the module whose passes run, for the places of calls.
-        elsewhere: the keys of memory that others restore.
+        parameters: the keys of memory that may hold something else after the pass.
     """
 
-    def __init__(self, root: nn.Module, elsewhere: Collection[int | None] = ()) -> None:
+    def __init__(self, root: nn.Module, parameters: Collection[int | None] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._root, self._elsewhere = root, frozenset(elsewhere)
+        self._root, self._parameters = root, frozenset(parameters)
         self.made: dict[int, StorageReference] = {}
         """Memory that operations have made, by its key."""
         self.reads: dict[int, Use] = {}
@@ -64,6 +64,7 @@ class Operations(TorchDispatchMode):
         """Other memory that operations wrote to, one item for each tensor."""
         self.notes_reads = True
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_pass: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -80,6 +81,13 @@ class Operations(TorchDispatchMode):
             for memory, before in self._saved.values():
                 memory.copy_(before)
         self._saved.clear()
+
+    def restore_parameters(self) -> None:
+        """Restore what the pass that ends has written into parameters."""
+        with torch.no_grad():
+            for memory, before in reversed(self._of_pass):
+                memory.copy_(before)
+        self._of_pass.clear()
 
     def left(self) -> list[torch.UntypedStorage]:
         """The memory made in the block that is still in use."""
@@ -121,7 +129,9 @@ class Operations(TorchDispatchMode):
         if key is None or key in self.made:
             return
         self.writes.append(self._use(tensor, func))
-        if key not in self._saved and key not in self._elsewhere:
+        if key in self._parameters:
+            self._of_pass.append((tensor.data, tensor.detach().clone()))
+        elif key not in self._saved:
             memory = bytes_in(tensor.untyped_storage())
             self._saved[key] = memory, memory.clone()
 

@@ -32,6 +32,7 @@ _INTERNAL = frozenset(vars(nn.Module())) | {
     *("__reduce_ex__", "_is_full_backward_hook"),
 }
 """Attributes of modules that have rows of their own, or that this package sets."""
+_BY_TEXT = {"getattr", "vars", "__dict__"}
 _DEPTH = 4
 _Way = list[Entry]
 
@@ -92,6 +93,9 @@ class PythonState:
         self._modules = dict(modules)
         self.names: set[str] = set()
         """All names in the code that was called."""
+        self._any_name = False
+        """Whether code may read attributes by names that it computes."""
+        self._functions: list[Callable[..., Any]] = []
         self._codes: dict[int, CodeType] = {}
         self._globals: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._copies: dict[int, tuple[Any, Any, str]] = {}
@@ -99,6 +103,12 @@ class PythonState:
         self._values: list[tuple[Any, Any, str, Any]] = []
         """Holder, key and value of what lies elsewhere than in a module."""
         self._profile: Any = None
+
+    def add(self, function: Callable[..., Any]) -> None:
+        """Observe a function too that is called from elsewhere, such as a hook."""
+        self._functions.append(function)
+        for one in _functions_in(function):
+            self._note(one.__code__, one.__globals__)
 
     def begin(self) -> None:
         """A pass begins: copy what it may change, and note what it calls."""
@@ -121,6 +131,8 @@ class PythonState:
         self._values = [(h, k, what, h.get(k)) for h, k, what in self._elsewhere()]
         for _, _, what, value in self._values:
             self._copy(value, what)
+        for function in self._functions:
+            self._copy(getattr(function, "__self__", None), "attribute")
         for path, module in self._modules.items():
             if not is_known(module):
                 self._copies[id(vars(module))] = vars(module), dict(vars(module)), _dotted(path)
@@ -179,7 +191,7 @@ class PythonState:
             yield from _ways(holder.get(key), way, matches, _DEPTH)
 
     def _is_read(self, name: str) -> bool:
-        return name in self.names and name not in _INTERNAL
+        return (self._any_name or name in self.names) and name not in _INTERNAL
 
     def _roots(self) -> Iterator[tuple[Any, Any, str]]:
         """Holder, key and description of all values that the code names."""
@@ -194,6 +206,7 @@ class PythonState:
         """Those that are no attributes of a module: of classes, globals, and free variables."""
         yield from self._globals.values()
         functions = [holder.get(name) for holder, name, _ in self._globals.values()]
+        functions += self._functions
         for kind in {kind: None for m in self._modules.values() for kind in type(m).__mro__}:
             if is_known(kind, _LIBRARIES):
                 continue
@@ -249,26 +262,38 @@ class PythonState:
                 self._copy(inner, what, depth - 1)
 
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
-        code = frame.f_code
-        if event != "call" or id(code) in self._codes:
-            return
+        if event == "call" and id(frame.f_code) not in self._codes:
+            self._note(frame.f_code, frame.f_globals)
+
+    def _note(self, code: CodeType, names: dict[str, Any]) -> None:
+        """Note what code may read that has these globals."""
         self._codes[id(code)] = code
-        self.names.update(code.co_names, (t for t in code.co_consts if isinstance(t, str)))
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        self.names.update(code.co_names, _texts(code.co_consts))
+        package = str(names.get("__name__")).partition(".")[0]
         if package in _LIBRARIES:
             return
+        self._any_name = self._any_name or not _BY_TEXT.isdisjoint(code.co_names)
         for name in code.co_names:
-            value = frame.f_globals.get(name, self)
-            key = id(frame.f_globals), name
+            value = names.get(name, self)
+            key = id(names), name
             if (
                 value is not self
                 and not isinstance(value, ModuleType | type)
                 and (key not in self._globals)
             ):
-                what = f"global {name} of {frame.f_globals.get('__name__')}"
-                self._globals[key] = frame.f_globals, name, what
+                what = f"global {name} of {names.get('__name__')}"
+                self._globals[key] = names, name, what
                 self._values.append((*self._globals[key], value))
                 self._copy(value, what)
+
+
+def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
+    """The strings among the constants of some code, at any depth."""
+    for one in constants:
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, tuple | frozenset):
+            yield from _texts(tuple(one))
 
 
 def _dotted(path: str) -> str:

@@ -32,6 +32,8 @@ _REASON = (
     "condition on a tensor, printing one) cannot be in it, nor can a copy from memory that is not "
     "pinned or a kernel that is compiled or loaded at its first call"
 )
+_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
+"""torch's error for that: samples are leaves."""
 _AS_BEFORE = "Model, hooks, gradients, RNG and FP8 state are as before."
 
 
@@ -47,6 +49,12 @@ def refusal(error: BaseException, unit: Unit, in_backward: bool) -> CaptureError
         in_backward: whether it was the backward pass.
     """
     errors = list(chain(error))
+    if any(_LEAF in str(one) for one in errors):
+        return CaptureError(
+            f"{unit.name} writes into an argument that needs a gradient, but a graph would write "
+            "into its own copy. Return the new values instead, or write into a clone. Or: "
+            f"{unit.leave_out(None)}"
+        )
     if isinstance(error, MegatronCGError) or not any(map(_is_refusal, errors)):
         return None
     first, place = _first(errors, unit.layer)

@@ -80,16 +80,24 @@ class _Expanded(_Mark):
 
 
 class _Attributed(_Mark):
-    """An input of the graph that has Python attributes, which the unit may read."""
+    """An input of the graph with a class or Python attributes of its own, which units may use."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.attributes = dict(vars(tensor))
-        super().__init__(f"a tensor with {', '.join(map(str, self.attributes))}")
-        self._contents = contents(self.attributes)
+        self._kind, self._attributes = type(tensor), dict(vars(tensor))
+        names = ", ".join(map(str, self._attributes)) or "no attributes"
+        super().__init__(f"a {self._kind.__name__} with {names}")
+        self._contents = contents(self._attributes)
 
     def is_like(self, value: Any) -> bool:
-        """Whether ``value`` is a tensor with the same attributes."""
-        return isinstance(value, torch.Tensor) and contents(vars(value)) == self._contents
+        """Whether ``value`` is a tensor of the same class with the same attributes."""
+        return type(value) is self._kind and contents(vars(value)) == self._contents
+
+    def give(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` with that class and these attributes."""
+        if type(tensor) is not self._kind:
+            tensor = tensor.as_subclass(self._kind)
+        vars(tensor).update(self._attributes)
+        return tensor
 
 
 class _Again(_Mark):
@@ -166,8 +174,10 @@ class CallForm:
                     return (), {}, _mismatch(name, expected, actual)
             elif not _same(expected, actual):
                 return (), {}, _mismatch(name, expected, actual)
-            if expected is _TENSOR or isinstance(expected, _Attributed):
+            if expected is _TENSOR:
                 tensors[name] = actual
+            elif isinstance(expected, _Attributed):
+                tensors[name] = actual.as_subclass(torch.Tensor)
             elif isinstance(expected, _Expanded):
                 tensors[name] = expected.reduce(actual)
         return tuple(tensors.pop(name) for name in self.names), tensors, None
@@ -239,10 +249,11 @@ def _marked(name: str, value: Any, seen: dict[int, str]) -> Any:
         return _Again(seen[id(value)])
     if isinstance(value, torch.Tensor) and value.requires_grad:
         seen[id(value)] = name
-    if not _is_plain_tensor(value):
+    if not isinstance(value, torch.Tensor) or not is_dense(value):
         return value
-    if not isinstance(value, nn.Parameter) and vars(value):
-        return _Attributed(value)
+    if type(value) is not nn.Parameter and (type(value) is not torch.Tensor or vars(value)):
+        is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        return value if is_wrapper else _Attributed(value)
     dims = [] if value.requires_grad else expanded_dims(value)
     return _Expanded(value, dims) if dims else _TENSOR
 
@@ -299,7 +310,7 @@ def _filled(name: str, expected: Any, tensors: Mapping[str, torch.Tensor]) -> An
     if isinstance(expected, _Again):
         return tensors[expected.name]
     if isinstance(expected, _Attributed):
-        vars(tensors[name]).update(expected.attributes)
+        return expected.give(tensors[name])
     return tensors[name] if _is_input(expected) else expected
 
 

@@ -73,7 +73,7 @@ class Results:
         }
 
         def marked(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
+            if type(leaf) not in (torch.Tensor, nn.Parameter):
                 return leaf
             if id(leaf) not in marks:
                 marks[id(leaf)] = _Output(len(tensors))
