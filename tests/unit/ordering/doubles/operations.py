@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cg.backends import aten
 from megatron_cg.backends.host_reads import _reads as _reads_on_host
 from megatron_cg.backends.tape import tape_memory
 from megatron_cg.backends.tape.tape_memory import Pool
