@@ -112,17 +112,16 @@ NEAR: dict[str, str] = {
     "replay/guarded_graph.py": f"{_REPLAY} upstream/test_copies.py "
     "integrations/standalone/test_graphs.py runs/test_moved_buffers.py",
     "replay/in_flight.py": "replay/test_in_flight.py replay/test_order_of_passes.py",
-    "replay/guard/addresses.py": "replay/guard capture/test_unit_guard.py "
+    "replay/guard/addresses.py": "replay/guard capture/test_observer.py "
     "runs/test_moved_buffers.py",
-    "replay/guard/guard.py": "replay/guard",
     "replay/guard/inputs.py": "replay/guard",
     "replay/guard/mismatch.py": "replay/guard",
-    "replay/guard/modes.py": "replay/guard",
-    "replay/guard/objects.py": "replay/guard",
+    "replay/depends_on.py": "replay/guard capture/test_observer.py",
     "capture/guarded_capture.py": "capture/test_session.py capture/test_broken_captures.py "
     "runs/test_one_rank_failures.py replay/guard integrations/standalone/test_graphs.py "
     "fsdp/test_accumulation_fusion.py",
-    "capture/in_place.py": "capture/test_in_place.py",
+    "capture/observer.py": "capture/test_session.py capture/test_observer.py "
+    "capture/test_in_place.py fsdp/test_accumulation_fusion.py replay/guard",
     "capture/hook_order.py": "hooks capture/test_hook_order.py",
     "hooks/snapshot.py": _HOOKS,
     "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",
@@ -135,7 +134,6 @@ NEAR: dict[str, str] = {
     "capture/test_session.py replay/guard backends/tape/test_training.py",
     "upstream/patch.py": "upstream/test_undo.py integrations/megatron/test_patches.py "
     "capture/test_session.py",
-    "capture/unit_guard.py": "capture/test_session.py capture/test_unit_guard.py replay/guard",
     "consensus/decision.py": "consensus/test_decision.py consensus/test_mutants_of_pure_modules.py",
     "integrations/megatron/optimizer_graph.py": "integrations/megatron/test_optimizer_graph.py",
     "replay/verify.py": "replay/test_verify.py",

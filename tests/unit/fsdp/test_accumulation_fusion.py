@@ -21,7 +21,7 @@ from tests.unit.trainers import trainer_of
 STEPS, CAPTURED = 3, 1
 SHARDED, UNSHARDED = ("optim_grads_params", "optim_grads"), ("optim", "no_shard")
 OURS = "megatron_cg.tools.cpu.train.weight_gradients_returned"
-REFUSED = "megatron_cg.capture.guarded_capture.refuse_marked_weights"
+REFUSED = "megatron_cg.capture.observer.Observer._refuse_marked_weights"
 FUSED_WEIGHTS = (
     "linear_qkv.weight",
     "linear_proj.weight",
