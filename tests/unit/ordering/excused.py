@@ -8,8 +8,13 @@ from __future__ import annotations
 Reasons = dict[str, dict[tuple[str, ...], str]]
 _OWN: Reasons = {
     "megatron_cg/consensus/exchange.py": {
-        ("pending.work.wait()", "pending.work.wait(timeout)"): (
+        ("pending.work.wait(*(() if timeout is None else (timeout,)))",): (
             "the host waits for a vote, in a gloo group on CPU tensors"
+        )
+    },
+    "megatron_cg/consensus/arrival.py": {
+        ("store.wait(list(keys.values()), arrival)", "store.wait([met], arrival)"): (
+            "the host waits for other ranks, in the store of the default group"
         )
     },
     "megatron_cg/tools/align/processes.py": {
