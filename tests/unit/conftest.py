@@ -199,6 +199,12 @@ def one_rank(imported: None, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replay is verified, the first included: what graphs do by themselves is seen."""
+    monkeypatch.setattr("megatron_cg.replay.guarded_graph.verify", lambda *_args, **_named: None)
+
+
+@pytest.fixture
 def dense_model(one_rank: None) -> Any:
     """A real GPTModel under megatron-core's FSDP, with attention and MLP as graph scopes."""
     from megatron_cg.tools.cpu.cpu_model import build

@@ -49,7 +49,7 @@ class AsMegatronCaptures(TapeBackend):
 
 
 @pytest.fixture
-def offloading(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def offloading(one_rank: None, replays_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's offloading on a CPU: a tensor there counts as one on the GPU.
 
     Host buffers do not belong to the tape, as pinned memory does not belong to a graph. Freed

@@ -70,6 +70,7 @@ def test_beside_a_graph_of_a_part_the_rest_of_the_layer_keeps_its_activations(
     with training(("attn",)) as trainer:
         assert passes(trainer, "_forward_mlp") == {"no grad": LAYERS, "grad": LAYERS}
         trainer.capture(TapeBackend())
+        trainer.step()  # The first replays are verified beside eager passes.
         assert passes(trainer, "_forward_attention") == {}
         # Once, and not again in the backward pass: it has kept what that reads.
         assert passes(trainer, "_forward_mlp") == {"grad": LAYERS}
@@ -84,8 +85,9 @@ def test_a_graph_inside_of_megatrons_checkpoint_is_not_replayed_in_the_first_pas
         training(()) as trainer,
     ):
         session = trainer.capture(TapeBackend(), policy=ReplayPolicy("eager"))
+        trainer.step()  # The first replays are verified beside eager passes.
         assert passes(trainer, "_forward_mlp") == {"no grad": LAYERS}
-        assert session.counters.mismatched == LAYERS
+        assert session.counters.mismatched == 2 * LAYERS
 
 
 def recompute_of_te() -> dict[str, Any]:
