@@ -21,7 +21,6 @@ from megatron_fsdp.experimental import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
@@ -106,17 +105,12 @@ def run_in_reverse(network: Network) -> None:
 
 
 class Spy(nn.Linear):
-    """Keeps the weight of each of its Python calls: eager ones, and those of captures.
+    """Keeps the weight of each of its Python calls: eager ones, and those of captures."""
 
-    A capture would refuse that of a class that this package does not know.
-    """
-
-    __module__ = "megatron_cg"
     seen: list[torch.Tensor]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with _disable_current_modes():
-            self.seen.append(self.weight.detach().clone())
+        self.seen.append(self.weight.detach().clone())
         return super().forward(x)
 
 
