@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -194,3 +195,26 @@ def test_fsdp2_units_are_named_in_the_module_around_all_that_is_sharded(
 def test_capture_needs_a_step_to_look_at(one_rank: None) -> None:
     with pytest.raises(ValueError, match="warmup_steps=0"):
         Run().with_graphs(warmup_steps=0)
+
+
+@pytest.mark.parametrize("compiled", ["unit", "in place", "model"])
+def test_a_unit_that_torch_compiles_is_refused(compiled: str) -> None:
+    """Nothing is compiled here: Dynamo waits for the first call."""
+    unit: Any = nn.Sequential(nn.Linear(2, 2))
+    if compiled == "in place":
+        unit.compile()
+    model: Any = nn.Sequential(torch.compile(unit) if compiled == "unit" else unit)
+    if compiled == "model":
+        model.compile()
+    with pytest.raises(ConfigurationError) as error:
+        graph_units(model, ["0"], backend="tape")
+    (found,) = error.value.violations
+    what = "the model" if compiled == "model" else "0"
+    assert found.rule == "compiled-unit"
+    assert found.found == f"unit 0: {what} is compiled by torch.compile"
+
+
+def test_modules_inside_a_unit_may_be_compiled() -> None:
+    unit: Any = nn.Sequential(nn.Linear(2, 2))
+    unit[0].compile()
+    assert list(find_units(Unsharded(nn.Sequential(unit)), ["*"], "tape")) == ["0"]
