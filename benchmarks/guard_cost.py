@@ -43,7 +43,7 @@ class TimedGuard:
 
     def __init__(self, guard: DependsOn, calls: int) -> None:
         self._guard, self._calls = guard, calls
-        self.inputs = guard.inputs
+        self.inputs, self.addresses = guard.inputs, guard.addresses
         self.costs: Costs = {}
 
     def broken(self, args: Sequence[Any], kwargs: Any) -> Mismatch | None:

@@ -96,8 +96,8 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "replay": ("megatron.core.transformer.module:GraphableMegatronModule._te_cuda_graph_replay",),
     "replay: launch": ("torch.cuda.graphs:CUDAGraph.replay",),
     "guard": (
-        "megatron_cg.replay.guard:Guard.broken",
-        "megatron_cg.replay.guard:Guard.broken_in_backward",
+        "megatron_cg.replay.depends_on:DependsOn.broken",
+        "megatron_cg.replay.depends_on:DependsOn.broken_in_backward",
     ),
     "guard: around a replay": (
         "megatron_cg.replay.guard.inputs:Inputs.copied",
