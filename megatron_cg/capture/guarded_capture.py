@@ -307,7 +307,7 @@ class GuardedCapture:
             stack.enter_context(unit.kept())
             stack.enter_context(observer.kept())
             if self._leaves is not None:
-                stack.enter_context(self._leaves.held())
+                stack.enter_context(self._leaves.held(moves_refused=False))
             stack.enter_context(without_gradients(list(unit.layer.parameters())))
             stack.enter_context(self._backend.preserved([unit.layer]))
             stack.enter_context(self._backend.without_updates())

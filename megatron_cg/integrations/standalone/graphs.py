@@ -217,7 +217,7 @@ class GraphedUnits:
 
     def _capture(self) -> Session:
         seen = self._observer.in_order()
-        check_seen(self._units, seen, self._observer.summed())
+        check_seen(self._units, seen, self._observer.summed(), self._observer.written())
         backward = _autocast_in_backward(list(seen.values()))
         attachments = [
             Attachment(name, self._units[name], call, backward) for name, call in seen.items()

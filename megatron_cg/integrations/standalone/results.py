@@ -65,12 +65,10 @@ class Results:
         Args:
             value: what the pass returned.
             attributes: holder and name of the tensors that it set.
-            arguments: the tensors that it was given, by name.
+            arguments: the tensors without a gradient that it was given, by name.
         """
         tensors: list[torch.Tensor] = []
-        marks: dict[int, Any] = {
-            id(one): _Argument(name) for name, one in arguments.items() if not one.requires_grad
-        }
+        marks: dict[int, Any] = {id(one): _Argument(name) for name, one in arguments.items()}
 
         def marked(leaf: Any) -> Any:
             if type(leaf) not in (torch.Tensor, nn.Parameter):
