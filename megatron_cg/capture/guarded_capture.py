@@ -184,6 +184,8 @@ class GuardedCapture:
             finally:
                 torch.clear_autocast_cache()
                 for observer in self._observers:
+                    observer.stop()
+                for observer in self._observers:
                     observer.restore()
         if self._leaves is not None:
             for graph in graphs:

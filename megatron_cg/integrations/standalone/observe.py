@@ -21,6 +21,7 @@ from torch import nn
 from megatron_cg.capture.operations import key_of
 from megatron_cg.capture.static_inputs import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
+from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.standalone.autocast import AutocastState
 from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
 from megatron_cg.integrations.standalone.recompute import recompute_around
@@ -64,7 +65,7 @@ class Observer:
         self._units, self._sharding = dict(units), sharding
         self._steps: deque[dict[str, Seen]] = deque(maxlen=_REMEMBERED)
         self._now: dict[str, Seen] = {}
-        self._sums = Sums()
+        self._sums = Sums(gathers=not isinstance(sharding, Unsharded))
         self._views: list[tuple[str, torch.Tensor, int]] = []
         """Outputs of this step on the memory of an input, with their version when returned."""
         self._written: set[str] = set()
