@@ -78,7 +78,7 @@ class Attachment:
     def _run(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, as its graph returns it: see ``results.py``."""
         positional, by_name = self._form.join(args, kwargs)
-        containers = containers_of((positional, by_name))
+        containers = list(containers_of((positional, by_name)))
         with attributes_set(self._modules) as found:
             value = self._eager(*positional, **by_name)
         leave_out = f"Leave the unit {self._name} out of units."

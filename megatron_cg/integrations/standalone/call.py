@@ -180,8 +180,8 @@ class CallForm:
                 tensors[name] = actual.as_subclass(torch.Tensor)
             elif isinstance(expected, _Expanded):
                 tensors[name] = expected.reduce(actual)
-        if (name := _given_twice(tensors)) is not None:
-            return (), {}, _mismatch(name, _TENSOR, _Again("before it"))
+        if (twice := _given_twice(tensors)) is not None:
+            return (), {}, _mismatch(twice, _TENSOR, _Again("before it"))
         return tuple(tensors.pop(name) for name in self.names), tensors, None
 
     def join(

@@ -21,7 +21,6 @@ from torch import nn
 from megatron_cg.capture.operations import key_of
 from megatron_cg.capture.static_inputs import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
-from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.standalone.autocast import AutocastState
 from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
 from megatron_cg.integrations.standalone.recompute import recompute_around
@@ -48,6 +47,13 @@ class Seen:
     """Around its backward pass; None if no backward pass reached it."""
 
     @property
+    def keeps_casts(self) -> bool:
+        """Whether autocast keeps casts of weights from the forward pass over the backward pass."""
+        backward = self.autocast_in_backward
+        is_on = self.autocast.dtype is not None and backward is not None
+        return is_on and self.autocast.has_cache and backward == self.autocast
+
+    @property
     def signature(self) -> Any:
         """Equal for calls that one graph can replay."""
         return self.form.signature, [_layout(t) for t in (*self.args, *self.kwargs.values())]
@@ -65,7 +71,7 @@ class Observer:
         self._units, self._sharding = dict(units), sharding
         self._steps: deque[dict[str, Seen]] = deque(maxlen=_REMEMBERED)
         self._now: dict[str, Seen] = {}
-        self._sums = Sums(gathers=not isinstance(sharding, Unsharded))
+        self._sums = Sums()
         self._views: list[tuple[str, torch.Tensor, int]] = []
         """Outputs of this step on the memory of an input, with their version when returned."""
         self._written: set[str] = set()

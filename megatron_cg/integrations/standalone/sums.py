@@ -51,15 +51,9 @@ class _Call:
 
 
 class Sums:
-    """Looks at the backward passes of steps, for sums across the borders of units.
+    """Looks at the backward passes of steps, for sums across the borders of units."""
 
-    Args:
-        gathers: whether weights are gathered for each pass. Then the casts that autocast keeps from
-            one microbatch to the next matter too.
-    """
-
-    def __init__(self, *, gathers: bool = False) -> None:
-        self._gathers = gathers
+    def __init__(self) -> None:
         self._calls: list[_Call] = []
         self.found: dict[str, str] = {}
         """By unit: what is summed across its border, in words."""
@@ -93,7 +87,7 @@ class Sums:
         roots = [roots] if isinstance(roots, torch.Tensor) else roots
         users = _users([root for root in map(_root, roots) if root is not None])
         for call in self._calls:
-            what = _crossing(call, users, gathers=self._gathers)
+            what = _crossing(call, users)
             if what is not None:
                 self.found.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
@@ -121,7 +115,7 @@ def _users(roots: Sequence[_Edge]) -> dict[_Edge, list[Any]]:
     return users
 
 
-def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], *, gathers: bool) -> str | None:
+def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]]) -> str | None:
     """What is summed over uses inside and outside of a call, or None."""
     inside: set[Any] = set()
     borders: Counter[_Edge] = Counter()
@@ -141,7 +135,7 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]], *, gathers: boo
         others = [node for node in users[edge] if node not in inside]
         later = sum(node._sequence_nr() >= call.last for node in others)
         what = names.get(edge) or _leaf_name(edge[0])
-        if what is None and _is_cast(edge[0]) and (others or gathers):
+        if what is None and _is_cast(edge[0]) and others:
             return _CAST
         # One use of an input or weight that the unit returns gets its gradient by the graph. What
         # it reads besides, the capture refuses.

@@ -57,11 +57,14 @@ def check_seen(
     seen: Mapping[str, Seen],
     summed: Mapping[str, str],
     written: Collection[str],
+    *,
+    gathers: bool,
 ) -> None:
     """Raise ConfigurationError if the observed calls of a unit cannot be captured.
 
     ``summed`` says what ``sums.py`` has found, by unit. ``written`` are the units whose callers
-    write into a returned view of an argument.
+    write into a returned view of an argument. ``gathers`` says whether weights are gathered for
+    each pass.
     """
     broken = [
         Violation(
@@ -117,6 +120,17 @@ def check_seen(
         )
         for name, call in seen.items()
         if call.recompute is not None
+    ]
+    broken += [
+        Violation(
+            "unit-kept-casts",
+            f"unit {name} and its backward pass run under one torch.autocast, which keeps casts of "
+            "its weights, while its weights are gathered for each pass",
+            "a later microbatch of eager training would use the casts of an earlier one",
+            "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
+        )
+        for name, call in seen.items()
+        if gathers and call.keeps_casts
     ]
     around = {name: call.autocast_in_backward for name, call in seen.items()}
     if len({str(state) for state in around.values() if state is not None}) > 1:
