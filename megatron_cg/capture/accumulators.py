@@ -83,14 +83,16 @@ class OtherLeaves:
         self._held = False
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *, moves_refused: bool = True) -> Iterator[None]:
         """Modules hold the leaves inside the block.
 
         Raises CaptureError if a pass in the block uses a parameter itself, or moves a leaf to other
-        memory.
+        memory. The latter is not asked if ``moves_refused`` is False: others may have moved it.
         """
         with ExitStack() as undo:
             for owner, name, parameter in self._places:
+                if owner._parameters.get(name) is not parameter:
+                    continue  # Replaced since, and not the graph's.
                 undo.callback(setattr, owner, name, parameter)
                 setattr(owner, name, self._leaves[parameter])
                 if parameter.requires_grad:  # It may have been frozen since.
@@ -102,7 +104,7 @@ class OtherLeaves:
             self._held = True
             undo.callback(setattr, self, "_held", False)
             yield
-            for owner, name, parameter in self._places:
+            for owner, name, parameter in self._places if moves_refused else ():
                 if self._leaves[parameter].data_ptr() != parameter.data_ptr():
                     raise CaptureError(
                         f"{type(owner).__name__} moves {name} to other memory in its forward pass, "

@@ -184,6 +184,8 @@ class GuardedCapture:
             finally:
                 torch.clear_autocast_cache()
                 for observer in self._observers:
+                    observer.stop()
+                for observer in self._observers:
                     observer.restore()
         if self._leaves is not None:
             for graph in graphs:
@@ -307,7 +309,7 @@ class GuardedCapture:
             stack.enter_context(unit.kept())
             stack.enter_context(observer.kept())
             if self._leaves is not None:
-                stack.enter_context(self._leaves.held())
+                stack.enter_context(self._leaves.held(moves_refused=False))
             stack.enter_context(without_gradients(list(unit.layer.parameters())))
             stack.enter_context(self._backend.preserved([unit.layer]))
             stack.enter_context(self._backend.without_updates())

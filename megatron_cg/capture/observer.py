@@ -24,7 +24,7 @@ Note [Which warmup pass counts]
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -142,10 +142,14 @@ class Observer:
         else:
             self._refuse_marked_weights()
 
-    def restore(self) -> None:
-        """Restore what passes have changed. Safe to call twice, and after a pass that failed."""
-        with self._undo:
+    def stop(self) -> None:
+        """Stop observing a pass that failed. Safe to call twice."""
+        with suppress(CaptureError):  # Another error is under way.
             self._pass.close()
+
+    def restore(self) -> None:
+        """Restore what passes have changed; nobody observes any more. Safe to call twice."""
+        self._undo.close()
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -94,9 +94,10 @@ class GuardedGraph:
         outputs = self.graph(*args, **kwargs)
         if is_first:
             self._returns_inputs = self._guard.inputs.are_returned(tree_flatten(outputs)[0])
-        if not self._guard_backward(outputs) or self._gives_copies:
-            return tree_map(_own, outputs)
-        return self._as_captured(outputs) if self._constant else outputs
+        has_backward = self._guard_backward(outputs)
+        if self._constant:
+            outputs = self._as_captured(outputs)
+        return outputs if has_backward and not self._gives_copies else tree_map(_own, outputs)
 
     def __getattr__(self, name: str) -> Any:
         # For backward_dw: Megatron checks with hasattr whether the backend's callable has it.

@@ -78,6 +78,18 @@ def _reached(recorded: Recorded, grads: Sequence[torch.Tensor | None]) -> Tensor
     return tuple(grad if id(one) in reached else None for one, grad in pairs)
 
 
+def _without_gradient(recorded: Recorded, inputs: Sequence[Any]) -> list[int]:
+    """The outputs that depend on no input that needs a gradient now; all did at capture."""
+    if not recorded.reached or all(
+        value.requires_grad or not static.requires_grad
+        for static, value in zip(recorded.inputs, inputs, strict=False)
+    ):
+        return []
+    given = zip(recorded.inputs, (*inputs, *recorded.parameters), strict=True)
+    needing = {id(static) for static, value in given if value.requires_grad}
+    return [number for number, keys in recorded.reached.items() if keys.isdisjoint(needing)]
+
+
 def _live_passes(recorded: Recorded) -> tuple[Recording, Recording]:
     if recorded.forward is None or recorded.backward is None:
         raise GraphResetError(
@@ -113,8 +125,10 @@ class GraphedModule:
             )
         flat, _ = tree_flatten((args, [kwargs[name] for name in recorded.kwarg_names]))
         self._check(flat)
-        outputs = self._function.apply(recorded, *flat, *recorded.parameters)
-        return tree_unflatten(list(outputs), recorded.output_spec)
+        outputs = list(self._function.apply(recorded, *flat, *recorded.parameters))
+        for number in _without_gradient(recorded, flat):
+            outputs[number] = outputs[number].detach()
+        return tree_unflatten(outputs, recorded.output_spec)
 
     def _check(self, flat: Sequence[Any]) -> None:
         expected = self._recorded.inputs[: self._recorded.user_args]

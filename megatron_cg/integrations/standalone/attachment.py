@@ -43,6 +43,8 @@ class Attachment:
         self._modules = tuple(module.modules())
         self._results: Results | None = None
         """The form of the passes of the capture."""
+        self._without_gradient: set[str] | None = None
+        """The arguments that needed no gradient in the capture."""
 
     def unit(self) -> Unit:
         """The unit of a capture; its graph covers the whole module."""
@@ -76,12 +78,16 @@ class Attachment:
     def _run(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, as its graph returns it: see ``results.py``."""
         positional, by_name = self._form.join(args, kwargs)
-        containers = containers_of((positional, by_name))
+        containers = list(containers_of((positional, by_name)))
         with attributes_set(self._modules) as found:
             value = self._eager(*positional, **by_name)
         leave_out = f"Leave the unit {self._name} out of units."
         refuse_filled(self._name, containers, leave_out)
-        results, tensors = Results.of(value, found(), self._form.by_name(args, kwargs))
+        arguments = self._form.by_name(args, kwargs)
+        if self._without_gradient is None:
+            self._without_gradient = {n for n, one in arguments.items() if not one.requires_grad}
+        known = {name: arguments[name] for name in arguments.keys() & self._without_gradient}
+        results, tensors = Results.of(value, found(), known)
         problem = results.problem()
         if problem is None and self._results is not None and not results.is_like(self._results):
             problem = "returns, or sets as attributes, something else in each pass"

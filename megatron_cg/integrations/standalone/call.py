@@ -180,6 +180,8 @@ class CallForm:
                 tensors[name] = actual.as_subclass(torch.Tensor)
             elif isinstance(expected, _Expanded):
                 tensors[name] = expected.reduce(actual)
+        if (twice := _given_twice(tensors)) is not None:
+            return (), {}, _mismatch(twice, _TENSOR, _Again("before it"))
         return tuple(tensors.pop(name) for name in self.names), tensors, None
 
     def join(
@@ -256,6 +258,17 @@ def _marked(name: str, value: Any, seen: dict[int, str]) -> Any:
         return value if is_wrapper else _Attributed(value)
     dims = [] if value.requires_grad else expanded_dims(value)
     return _Expanded(value, dims) if dims else _TENSOR
+
+
+def _given_twice(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of an argument whose gradient would be summed with that of another, outside."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            if id(tensor) in seen:
+                return name
+            seen.add(id(tensor))
+    return None
 
 
 def _is_plain_tensor(value: Any) -> bool:

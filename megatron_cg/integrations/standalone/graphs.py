@@ -16,6 +16,7 @@ from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import Violation
 from megatron_cg.fsdp.find_sharding import find_sharding
+from megatron_cg.fsdp.unsharded import Unsharded
 from megatron_cg.integrations.call_arguments import (
     BackendName,
     OnFailure,
@@ -217,7 +218,10 @@ class GraphedUnits:
 
     def _capture(self) -> Session:
         seen = self._observer.in_order()
-        check_seen(self._units, seen, self._observer.summed())
+        gathers = not isinstance(self._sharding, Unsharded)
+        check_seen(
+            self._units, seen, self._observer.summed(), self._observer.written(), gathers=gathers
+        )
         backward = _autocast_in_backward(list(seen.values()))
         attachments = [
             Attachment(name, self._units[name], call, backward) for name, call in seen.items()

@@ -9,7 +9,7 @@ Sample inputs are made from this, so users need not know the shapes of inner mod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.capture.static_inputs import StaticInputs
+from megatron_cg.capture.operations import key_of
+from megatron_cg.capture.static_inputs import StaticInputs, version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations.standalone.autocast import AutocastState
 from megatron_cg.integrations.standalone.call import CallForm, expanded_dims
@@ -46,6 +47,13 @@ class Seen:
     """Around its backward pass; None if no backward pass reached it."""
 
     @property
+    def keeps_casts(self) -> bool:
+        """Whether autocast keeps casts of weights from the forward pass over the backward pass."""
+        backward = self.autocast_in_backward
+        is_on = self.autocast.dtype is not None and backward is not None
+        return is_on and self.autocast.has_cache and backward == self.autocast
+
+    @property
     def signature(self) -> Any:
         """Equal for calls that one graph can replay."""
         return self.form.signature, [_layout(t) for t in (*self.args, *self.kwargs.values())]
@@ -64,6 +72,11 @@ class Observer:
         self._steps: deque[dict[str, Seen]] = deque(maxlen=_REMEMBERED)
         self._now: dict[str, Seen] = {}
         self._sums = Sums()
+        self._views: list[tuple[str, torch.Tensor, int]] = []
+        """Outputs of this step on the memory of an input, with their version when returned."""
+        self._written: set[str] = set()
+        self._given: list[torch.Tensor] = []
+        """The tensors of the call that runs now."""
         self.static_inputs = StaticInputs(self._units.values())
         self.steps = 0
 
@@ -71,6 +84,7 @@ class Observer:
     def observe_step(self) -> Iterator[None]:
         """Observe every call inside the block; a step that raises is forgotten."""
         self._now = {}
+        self._views.clear()
         with ExitStack() as stack:
             stack.callback(self._sharding.observe_step(self._units.values()))
             stack.callback(self._sums.observe_step())
@@ -84,6 +98,10 @@ class Observer:
             if self.steps:
                 stack.callback(self.static_inputs.observe_step())
             yield
+        for name, output, version in self._views:
+            if version_of(output) != version:
+                self._written.add(name)
+        self._views.clear()
         self.steps += 1
         self._steps.append(self._now)
 
@@ -99,6 +117,10 @@ class Observer:
         found = self._steps[chosen] if signatures else {}
         return {name: _with_memory(one) for name, one in found.items()}
 
+    def written(self) -> Collection[str]:
+        """The units whose callers write into a returned view of an argument."""
+        return self._written
+
     def summed(self) -> Mapping[str, str]:
         """By unit: a gradient that is summed over its border; see ``sums.py``."""
         return self._sums.found
@@ -113,6 +135,7 @@ class Observer:
             return
         form = CallForm.of(module.forward, args, kwargs)
         tensors, by_name, _ = form.split(args, kwargs)
+        self._given = [*tensors, *by_name.values()]
         before = self._now.get(name)
         self._now[name] = Seen(
             form,
@@ -140,6 +163,11 @@ class Observer:
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(look)
         self._sums.ended(name, set_or_returned)
+        given = {key_of(one) for one in self._given}
+        self._given = []
+        self._views += [
+            (name, one, version_of(one)) for one in tensors_of(outputs) if key_of(one) in given
+        ]
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

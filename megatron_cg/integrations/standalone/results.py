@@ -65,12 +65,10 @@ class Results:
         Args:
             value: what the pass returned.
             attributes: holder and name of the tensors that it set.
-            arguments: the tensors that it was given, by name.
+            arguments: the tensors without a gradient that it was given, by name.
         """
         tensors: list[torch.Tensor] = []
-        marks: dict[int, Any] = {
-            id(one): _Argument(name) for name, one in arguments.items() if not one.requires_grad
-        }
+        marks: dict[int, Any] = {id(one): _Argument(name) for name, one in arguments.items()}
 
         def marked(leaf: Any) -> Any:
             if type(leaf) not in (torch.Tensor, nn.Parameter):
@@ -164,20 +162,15 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def containers_of(arguments: Any) -> list[tuple[Any, Any]]:
+def containers_of(arguments: Any) -> Iterator[tuple[Any, Any]]:
     """The lists and dicts in some arguments, each with its elements."""
-    found: list[tuple[Any, Any]] = []
-
-    def look(value: Any) -> None:
-        inner = list(value.values()) if isinstance(value, dict) else value
-        if isinstance(value, list | dict):
-            found.append((value, [*value.items()] if isinstance(value, dict) else [*value]))
-        if isinstance(value, list | tuple | dict):
-            for one in inner:
-                look(one)
-
-    look(arguments)
-    return found
+    if isinstance(arguments, list | dict):
+        is_dict = isinstance(arguments, dict)
+        yield arguments, [*arguments.items()] if is_dict else [*arguments]
+    if isinstance(arguments, list | tuple | dict):
+        inner = arguments.values() if isinstance(arguments, dict) else arguments
+        for one in [*inner]:
+            yield from containers_of(one)
 
 
 def refuse_filled(name: str, before: Sequence[tuple[Any, Any]], leave_out: str) -> None:

@@ -60,7 +60,7 @@ class Sums:
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
-        self._calls, self.found = [], {}
+        self._calls = []
         original = _RUN.find()
 
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class Sums:
         """It has returned or set these tensors."""
         call = next((one for one in reversed(self._calls) if one.unit == unit), None)
         if call is not None and not call.outputs:
-            call.outputs = [_edge(one) for one in outputs if one.grad_fn is not None]
+            call.outputs = [_edge(one) for one in outputs if one.requires_grad]
             call.last = _NUMBER.find()()
 
     def _look(self, roots: Any) -> None:
@@ -137,9 +137,10 @@ def _crossing(call: _Call, users: Mapping[_Edge, Sequence[Any]]) -> str | None:
         what = names.get(edge) or _leaf_name(edge[0])
         if what is None and _is_cast(edge[0]) and others:
             return _CAST
-        # The capture refuses what a unit reads besides. Uses of an input that is returned get their
-        # gradient by the graph.
-        if what is not None and count > 1 and later and edge not in call.outputs:
+        # One use of an input or weight that the unit returns gets its gradient by the graph. What
+        # it reads besides, the capture refuses.
+        returned = edge in call.outputs
+        if what is not None and count + returned > 1 and later > returned:
             return f"{what}, used {count} times inside and {later} times later outside"
     given = set(call.outputs)
     for edge, by in users.items():

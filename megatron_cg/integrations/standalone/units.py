@@ -6,7 +6,7 @@ Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -53,13 +53,29 @@ def find_units(
 
 
 def check_seen(
-    found: Mapping[str, nn.Module], seen: Mapping[str, Seen], summed: Mapping[str, str]
+    found: Mapping[str, nn.Module],
+    seen: Mapping[str, Seen],
+    summed: Mapping[str, str],
+    written: Collection[str],
+    *,
+    gathers: bool,
 ) -> None:
     """Raise ConfigurationError if the observed calls of a unit cannot be captured.
 
-    ``summed`` says what ``sums.py`` has found, by unit.
+    ``summed`` says what ``sums.py`` has found, by unit. ``written`` are the units whose callers
+    write into a returned view of an argument. ``gathers`` says whether weights are gathered for
+    each pass.
     """
     broken = [
+        Violation(
+            "unit-view-written",
+            f"unit {name} returns its argument, or a view of it, and its caller writes into that",
+            "a replay returns a copy, so the argument itself would not change",
+            "write into a clone, or take the unit out of units",
+        )
+        for name in written
+    ]
+    broken += [
         Violation(
             "unit-shared-gradients",
             f"unit {name}: {what}",
@@ -104,6 +120,17 @@ def check_seen(
         )
         for name, call in seen.items()
         if call.recompute is not None
+    ]
+    broken += [
+        Violation(
+            "unit-kept-casts",
+            f"unit {name} and its backward pass run under one torch.autocast, which keeps casts of "
+            "its weights, while its weights are gathered for each pass",
+            "a later microbatch of eager training would use the casts of an earlier one",
+            "enter torch.autocast with cache_enabled=False, or around the forward pass alone",
+        )
+        for name, call in seen.items()
+        if gathers and call.keeps_casts
     ]
     around = {name: call.autocast_in_backward for name, call in seen.items()}
     if len({str(state) for state in around.values() if state is not None}) > 1:

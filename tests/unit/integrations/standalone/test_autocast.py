@@ -151,7 +151,7 @@ def test_a_step_in_another_precision_is_no_step_of_these_graphs(place: str) -> N
         list(eager.run(None))
         eager.places = graphed.places = (place,)
         if place == "backward":
-            with pytest.raises(ReplayMismatchError, match="cpu in its backward pass was off"):
+            with pytest.raises(ReplayMismatchError, match="cpu in the backward pass was off"):
                 list(graphed.run(graphs))
             return
         found = list(graphed.run(graphs))
@@ -208,7 +208,6 @@ def test_a_verification_needs_no_step_around_it(place: str) -> None:
         x = torch.randn(4, WIDTH)
         with training.at(PLACES[0]):
             assert graph[0]._verify([x], {}) is None
-        expect(graphs.counters, gradients_verified=1)
 
 
 class Sharing(Training):

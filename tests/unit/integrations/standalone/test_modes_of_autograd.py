@@ -156,7 +156,8 @@ def test_gradients_may_have_a_graph_that_nobody_uses() -> None:
     with graphed.graphs() as graphs:
         found = graphed.run(with_graph_of_its_own, graphs)
         assert same(Training(Unit).run(with_graph_of_its_own), found)
-        expect(graphs.counters, replayed=REPLAYED, mismatched=0)
+        # A graph of gradients keeps what each unit returned: one eager pass, then copies.
+        expect(graphs.counters, replayed=REPLAYED - 2, mismatched=2)
 
 
 @pytest.mark.parametrize("twice", [penalty, of_weights])

@@ -63,7 +63,8 @@ def losses(*, graphed: bool) -> Iterator[torch.Tensor]:
         optimizer.step()
     if graphs is not None:
         graphs.close()
-        expect(graphs.counters, replayed=(STEPS - WARMUP) * PASSES, mismatched=0)
+        # The state outlives its pass: one eager pass, and copies from then on.
+        expect(graphs.counters, replayed=(STEPS - WARMUP) * PASSES - 1, mismatched=1)
 
 
 def test_an_input_that_comes_back_is_read_before_it_is_overwritten(
