@@ -105,6 +105,9 @@ class Operations(TorchDispatchMode):
             return NotImplemented  # The subclass calls operations on its own tensors, seen here.
         kwargs = kwargs or {}
         given = list(tensors_in([args, *kwargs.values()]))
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) has just made it.
+            for tensor in given:
+                self._note_made(tensor)
         writes = given if func.namespace == "c10d" else written(func, args, kwargs)
         for tensor in writes:
             self._note_write(tensor, func)
@@ -114,10 +117,14 @@ class Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         keys = {key_of(tensor) for tensor in given}
         for tensor in tensors_in(result):
-            key = key_of(tensor)
-            if key is not None and key not in keys and key not in self.made:
-                self.made[key] = StorageReference(tensor.untyped_storage())
+            if key_of(tensor) not in keys:
+                self._note_made(tensor)
         return result
+
+    def _note_made(self, tensor: torch.Tensor) -> None:
+        key = key_of(tensor)
+        if key is not None and key not in self.made:
+            self.made[key] = StorageReference(tensor.untyped_storage())
 
     def _note_read(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> None:
         key = key_of(tensor)

@@ -146,6 +146,20 @@ def test_training_goes_on_without_such_a_graph_where_asked_for() -> None:
     assert all(map(torch.equal, train(Following(written=False)), found))
 
 
+def test_a_number_that_becomes_a_tensor_in_the_pass_is_no_state() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.linear(rows) * torch.tensor(0.5)
+            return made
+
+    found = train(Scaled(), backend="tape", warmup_steps=WARMUP)
+    assert all(map(torch.equal, train(Scaled()), found))
+
+
 def test_an_input_that_is_written_is_refused() -> None:
     with pytest.raises(CaptureError, match="writes into its argument state"):
         train(Counting(), torch.zeros(WIDTH), backend="tape", warmup_steps=WARMUP)
