@@ -151,7 +151,7 @@ def test_a_step_whose_routers_run_eagerly_has_the_same_gradients() -> None:
     assert train(delays=True, scopes=("attn", "moe_router"), short=WARMUP) == plain
 
 
-def test_a_replay_reads_a_gradient_that_was_freed() -> None:
+def test_a_replay_reads_a_gradient_that_was_freed(replays_alone: None) -> None:
     """Of experts in a graph: it computed and stored it outside of what autograd returns."""
     with pytest.raises(FreedStorageError):
         train(delays=True, scopes=("attn", "moe"))

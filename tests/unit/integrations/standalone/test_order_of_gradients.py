@@ -81,6 +81,7 @@ def trained(uses: tuple[int, ...], *, graphed: bool, fast: bool, closes: bool) -
             loss = loss + sum(seconds[one] for one in (uses if step == ODD else range(3)))
             loss.backward()
             optimizer.step()
+        del seconds  # Outputs that are kept would make the next passes eager.
     eager = 0 if graphs is None else graphs.counters.eager
     weights = [parameter.to_local().flatten().tolist() for parameter in model.parameters()]
     if graphs is not None:
