@@ -23,7 +23,12 @@ from megatron_cg.capture.other_parameters import other_parameters_refused
 from megatron_cg.capture.recomputed_draws import RecomputedDraws
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
-from megatron_cg.capture.transaction import buffers_kept, frozen_kept, without_gradients
+from megatron_cg.capture.transaction import (
+    buffers_kept,
+    frozen_kept,
+    quiet_modules,
+    without_gradients,
+)
 from megatron_cg.errors import CaptureError
 from megatron_cg.events import PassBegan, PassEnded, PassesBegin, PassesDone, emit
 from megatron_cg.fsdp.sharding import Sharding
@@ -303,6 +308,8 @@ class GuardedCapture:
         """Restore everything that one pass through ``unit`` changes."""
         modules = list(unit.layer.modules())
         with ExitStack() as stack:
+            # As in the capture. Megatron-FSDP's may end a backward pass of the whole model.
+            stack.callback(quiet_modules((), modules, self._sharding.made))
             stack.enter_context(self._sharding.states_kept(modules))
             stack.enter_context(buffers_kept(modules))
             stack.enter_context(frozen_kept(unit.graphed))

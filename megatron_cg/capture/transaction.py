@@ -57,12 +57,12 @@ def capturing(
         always.enter_context(gradients_kept(parameters))
         always.enter_context(buffers_kept(modules))
         always.callback(_quiet_parameters(parameters))
-        always.callback(_quiet_modules(layers, modules, sharding.made))
+        always.callback(quiet_modules(layers, modules, sharding.made))
         always.enter_context(backend.preserved(layers))
         yield hooks, lasting
 
 
-def _quiet_modules(
+def quiet_modules(
     layers: Sequence[nn.Module],
     modules: Sequence[nn.Module],
     made_by_sharding: Callable[[Callable[..., Any]], bool],
