@@ -112,8 +112,7 @@ NEAR: dict[str, str] = {
     "replay/guarded_graph.py": f"{_REPLAY} upstream/test_copies.py "
     "integrations/standalone/test_graphs.py runs/test_moved_buffers.py",
     "replay/in_flight.py": "replay/test_in_flight.py replay/test_order_of_passes.py",
-    "replay/guard/addresses.py": "replay/guard capture/test_observer.py "
-    "runs/test_moved_buffers.py",
+    "replay/guard/addresses.py": "replay/guard capture/test_observer.py runs/test_moved_buffers.py",
     "replay/guard/inputs.py": "replay/guard",
     "replay/guard/mismatch.py": "replay/guard",
     "replay/depends_on.py": "replay/guard capture/test_observer.py",

@@ -45,6 +45,6 @@ def refuse_second_derivatives(node: Any, unit: Unit) -> None:
 
 def _as_last(unit: Unit, gradients: tuple[torch.Tensor | None, ...], _incoming: Any) -> Any:
     given = [gradient for gradient in gradients if gradient is not None]
-    needs = torch.zeros((), requires_grad=True)
+    needs = torch.zeros((), device="cpu", requires_grad=True)
     passed = iter(_Once.apply(unit, needs, *given) if given else ())  # type: ignore[no-untyped-call]
     return tuple(None if gradient is None else next(passed) for gradient in gradients)

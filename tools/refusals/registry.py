@@ -24,6 +24,8 @@ OWN_LOOP = frozenset(
             "unit-recomputed",
             "unit-shared-gradients",
             "compiled-unit",
+            "unit-kept-casts",
+            "unit-view-written",
             "unit-writes-parameter",
         ),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -218,3 +219,19 @@ def test_modules_inside_a_unit_may_be_compiled() -> None:
     unit: Any = nn.Sequential(nn.Linear(2, 2))
     unit[0].compile()
     assert list(find_units(Unsharded(nn.Sequential(unit)), ["*"], "tape")) == ["0"]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_casts_that_outlive_gathered_weights_are_refused(cached: bool, one_rank: None) -> None:
+    """Without the cache of autocast, each pass casts its own weights."""
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    sharded(model[0], model)
+    autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=cached)
+    refused = pytest.raises(ConfigurationError) if cached else nullcontext()
+    with graph_units(model, ["0"], backend="tape", warmup_steps=1) as graphs, refused as error:
+        for _ in range(2):
+            with graphs.step(), autocast:
+                model(torch.ones(3, 2)).sum().backward()
+        assert graphs.counters.replayed == 1
+    rules = [found.rule for found in error.value.violations] if error is not None else []
+    assert rules == ["unit-kept-casts"] * cached
