@@ -115,7 +115,7 @@ NEAR: dict[str, str] = {
     "replay/guard/addresses.py": "replay/guard capture/test_observer.py runs/test_moved_buffers.py",
     "replay/guard/inputs.py": "replay/guard",
     "replay/guard/mismatch.py": "replay/guard",
-    "replay/depends_on.py": "replay/guard capture/test_observer.py",
+    "replay/depends_on.py": "replay/test_depends_on.py replay/guard capture/test_observer.py",
     "capture/guarded_capture.py": "capture/test_session.py capture/test_broken_captures.py "
     "runs/test_one_rank_failures.py replay/guard integrations/standalone/test_graphs.py "
     "fsdp/test_accumulation_fusion.py",
