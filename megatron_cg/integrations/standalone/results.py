@@ -165,8 +165,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def containers_of(arguments: Any) -> Iterator[tuple[Any, Any]]:
     """The lists and dicts in some arguments, each with its elements."""
     if isinstance(arguments, list | dict):
-        is_dict = isinstance(arguments, dict)
-        yield arguments, [*arguments.items()] if is_dict else [*arguments]
+        yield arguments, [*arguments.items()] if isinstance(arguments, dict) else [*arguments]
     if isinstance(arguments, list | tuple | dict):
         inner = arguments.values() if isinstance(arguments, dict) else arguments
         for one in [*inner]:

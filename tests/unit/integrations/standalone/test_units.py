@@ -204,7 +204,8 @@ def test_a_unit_that_torch_compiles_is_refused(compiled: str) -> None:
     unit: Any = nn.Sequential(nn.Linear(2, 2))
     if compiled == "in place":
         unit.compile()
-    model: Any = nn.Sequential(torch.compile(unit) if compiled == "unit" else unit)
+    inner: Any = torch.compile(unit) if compiled == "unit" else unit
+    model: Any = nn.Sequential(inner)
     if compiled == "model":
         model.compile()
     with pytest.raises(ConfigurationError) as error:
