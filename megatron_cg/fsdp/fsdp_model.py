@@ -22,7 +22,7 @@ _NEEDED = (
     "all_gather_pipeline",
 )
 RELIES_ON = (
-    *fsdp_class("MegatronFSDP", *_NEEDED, "_training_state", "_root_pre_backward_hook_issued"),
+    *fsdp_class("MegatronFSDP", *_NEEDED, "_training_state"),
     *fsdp_class("AllGatherPipeline", "all_gather_params", "bucket_status", "buffer"),
     *fsdp_class("AllGatherPipeline", "param_gather_event_map", "wait_bucket_ready"),
     *fsdp_class("ParamAndGradBuffer", "double_buf_units", "param_to_param_group"),
@@ -114,18 +114,3 @@ def training_states(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, state in saved:
             module._training_state = state
-
-
-@contextmanager
-def without_root_hook(fsdp: Any) -> Iterator[None]:
-    """A backward pass in the block is not one of the whole model, and begins and ends none.
-
-    The hook that begins one is on the root, and also on the last of all modules, which may be
-    inside a unit (``_root_pre_backward``, megatron-fsdp 0.6.1 and megatron-core 0.19.2).
-    """
-    before = fsdp._root_pre_backward_hook_issued
-    fsdp._root_pre_backward_hook_issued = True
-    try:
-        yield
-    finally:
-        fsdp._root_pre_backward_hook_issued = before

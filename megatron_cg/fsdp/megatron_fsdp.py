@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from megatron_cg.errors import Violation
-from megatron_cg.fsdp.fsdp_model import (
-    gather_alone,
-    raw_parameters,
-    training_states,
-    without_root_hook,
-)
+from megatron_cg.fsdp.fsdp_model import gather_alone, raw_parameters, training_states
 from megatron_cg.fsdp.roles import fsdp_package_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks, transform
@@ -116,8 +111,6 @@ class MegatronFsdp(Sharding):
         """One parameter of each bucket, and all buffers."""
         return watched_memory(self.megatron_fsdp, layer, graphed)
 
-    @contextmanager
-    def states_kept(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """See :func:`training_states` and :func:`without_root_hook`."""
-        with training_states(modules), without_root_hook(self.megatron_fsdp):
-            yield
+    def states_kept(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """See :func:`training_states`."""
+        return training_states(modules)
