@@ -162,7 +162,9 @@ class Observer:
         for value in set_or_returned:
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(look)
-        self._sums.ended(name, set_or_returned)
+        # A sharded parameter may have no memory here, and no node of autograd.
+        others = [one for one in set_or_returned if not isinstance(one, nn.Parameter)]
+        self._sums.ended(name, others)
         given = {key_of(one) for one in self._given}
         self._given = []
         self._views += [
