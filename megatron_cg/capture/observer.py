@@ -202,11 +202,11 @@ class Observer:
         self.entries = list(state.entries())
         replaced = {(id(one.holder), one.key) for one in self._changes}
         self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
-        for use in self._foreign():
-            ways = list(state.ways(partial(_holds, key=key_of(use.tensor))))
+        for key, use in self._foreign():
+            ways = list(state.ways(partial(_holds, key=key)))
             if not ways and use.package in KNOWN:
                 continue
-            self._refuse_foreign(use, reached=bool(ways))
+            self._refuse_foreign(key, use, reached=bool(ways))
             self.entries += [entry for way in ways for entry in way]
             names = [(way[-1].holder.get(way[-1].key), way[-1].what) for way in ways]
             self.addresses.add(Watched(tensor, what, REPLACED) for tensor, what in names)
@@ -219,19 +219,22 @@ class Observer:
             tensor.untyped_storage() for key, tensor in written.items() if key not in reached
         ]
 
-    def _foreign(self) -> list[Use]:
+    def _foreign(self) -> list[tuple[int, Use]]:
         """What the last forward pass read that is no sample, parameter or buffer."""
         known = {key_of(tensor) for tensor in self._reached()}
-        return [use for key, use in self._operations.reads.items() if key not in known]
+        reads = self._operations.reads.items()
+        return [
+            (key, use) for key, (memory, use) in reads if key not in known and not memory.expired()
+        ]
 
     def _reached(self) -> Iterator[torch.Tensor]:
         yield from self._samples.values()
         yield from self._unit.layer.parameters()
         yield from self._unit.layer.buffers()
 
-    def _refuse_foreign(self, use: Use, *, reached: bool) -> None:
+    def _refuse_foreign(self, key: int, use: Use, *, reached: bool) -> None:
         where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
-        replaced = [c for c in self._changes if _holds(c.before, key=key_of(use.tensor))]
+        replaced = [c for c in self._changes if _holds(c.before, key=key)]
         if replaced:
             raise self._error(
                 f"keeps state in {replaced[0].what}: it reads what an earlier pass has set there",
@@ -244,7 +247,7 @@ class Observer:
                 "A graph returns no gradient for it. Pass it as an argument, or make it a "
                 "parameter of the unit.",
             )
-        on_host = use.tensor.device.type == "cpu" and self._device_type != "cpu"
+        on_host = use.device_type == "cpu" and self._device_type != "cpu"
         if on_host and use.tensor.dim():
             raise self._error(f"reads a tensor of the host {where}", "Keep it on the device.")
         if not reached:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,13 +28,14 @@ class Use:
     """The first operation that used some memory."""
 
     tensor: torch.Tensor
-    """What it got, on memory that no operation of the pass has made."""
+    """What it got, on memory that no operation of the pass has made; of a read, without values."""
     operation: str
     place: str
     """The module, file and line of the call."""
     package: str
     """Whose code called it."""
     requires_grad: bool
+    device_type: str
 
 
 _BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
@@ -58,7 +59,7 @@ class Operations(TorchDispatchMode):
         self._root, self._parameters = root, frozenset(parameters)
         self.made: dict[int, StorageReference] = {}
         """Memory that operations have made, by its key."""
-        self.reads: dict[int, Use] = {}
+        self.reads: dict[int, tuple[StorageReference, Use]] = {}
         """Other memory that operations of a forward pass got, by its key."""
         self.writes: list[Use] = []
         """Other memory that operations wrote to, one item for each tensor."""
@@ -129,7 +130,9 @@ class Operations(TorchDispatchMode):
     def _note_read(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> None:
         key = key_of(tensor)
         if key is not None and key not in self.made and key not in self.reads:
-            self.reads[key] = self._use(tensor, func)
+            # Not the tensor: compiled code makes memory unseen, which nobody has after the pass.
+            use = replace(self._use(tensor, func), tensor=torch.empty_like(tensor, device="meta"))
+            self.reads[key] = StorageReference(tensor.untyped_storage()), use
 
     def _note_write(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> None:
         key = key_of(tensor)
@@ -148,7 +151,7 @@ class Operations(TorchDispatchMode):
         packages = (str(f.f_globals.get("__name__")).partition(".")[0] for f, _ in frames)
         package = next((name for name in packages if name not in _BETWEEN), "")
         at = str(place) if place is not None else ""
-        return Use(tensor, str(func), at, package, tensor.requires_grad)
+        return Use(tensor, str(func), at, package, tensor.requires_grad, tensor.device.type)
 
 
 def key_of(tensor: torch.Tensor) -> int | None:
