@@ -287,7 +287,7 @@ class GuardedCapture:
         layer, graphed = unit.layer, unit.graphed
         numerics = self._backend.captured_numerics(index, options)
         more = [*unit.entries(graphed), *self._backend.entries(graphed)]
-        observer.let_go()
+        observer.forget_passes()
         # The code of known classes reads nothing that somebody adds.
         strange = [module for module in graphed if not is_known(module)]
         device_type = args[0].device.type

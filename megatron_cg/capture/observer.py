@@ -32,12 +32,12 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from megatron_cg.capture.leftovers import holder_of
-from megatron_cg.capture.operations import Operations, Use, key_of, overlap, writes_restored
+from megatron_cg.capture.operations import Operations, Use, bytes_in, key_of, overlap
 from megatron_cg.capture.python_state import KNOWN, Change, PythonState, is_known
 from megatron_cg.capture.seeds import seeds_refused
 from megatron_cg.capture.static_inputs import version_of
 from megatron_cg.capture.tensor_hooks import tensor_hooks_observed
-from megatron_cg.capture.transaction import frozen_kept
+from megatron_cg.capture.transaction import frozen_kept, values_kept
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED, Sharding
@@ -157,10 +157,10 @@ class Observer:
         with ExitStack() as stack:
             if self._state is not None:
                 stack.enter_context(self._state.kept())
-                stack.enter_context(writes_restored(self._writes))
+                stack.enter_context(values_kept([*map(bytes_in, self._writes)]))
             yield
 
-    def let_go(self) -> None:
+    def forget_passes(self) -> None:
         """Hold samples and notes no longer: the unit is captured."""
         # What the passes have replaced is a result, such as a module's last loss.
         self.entries += [row for row, one in self._attributes if row.holder.get(row.key) is one]

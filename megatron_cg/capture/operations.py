@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,15 +176,3 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + span * tensor.element_size() * (tensor.numel() > 0)
-
-
-@contextmanager
-def writes_restored(memory: Sequence[torch.UntypedStorage]) -> Iterator[None]:
-    """Restore all bytes of some storages on exit."""
-    saved = [(one, one.clone()) for one in map(bytes_in, memory)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in saved:
-                tensor.copy_(before)

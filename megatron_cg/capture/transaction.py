@@ -123,7 +123,7 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    with _values_kept(_unique(buffer for _, _, buffer in held)):
+    with values_kept(_unique(buffer for _, _, buffer in held)):
         try:
             yield
         finally:
@@ -138,11 +138,12 @@ def frozen_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """
     parameters = _unique(p for module in modules for p in module.parameters(recurse=False))
     plain = (p for p in parameters if type(p.data) is torch.Tensor)
-    return _values_kept([p for p in plain if not p.requires_grad])
+    return values_kept([p for p in plain if not p.requires_grad])
 
 
 @contextmanager
-def _values_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def values_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restore the values of ``tensors`` on exit."""
     saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield

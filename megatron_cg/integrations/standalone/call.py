@@ -200,7 +200,7 @@ class CallForm:
     ) -> dict[str, torch.Tensor]:
         """The tensors of :meth:`split` under their names, but for those that are expanded."""
         named = {**dict(zip(self.names, args, strict=True)), **kwargs}
-        return {name: one for name, one in named.items() if not self._is_expanded(name)}
+        return {name: one for name, one in named.items() if name not in self._expanded}
 
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""
@@ -228,9 +228,6 @@ class CallForm:
                 yield from _inside(name, old, value)
             else:
                 yield name, old, value
-
-    def _is_expanded(self, name: str) -> bool:
-        return name in self._expanded
 
     @cached_property
     def _expanded(self) -> frozenset[str]:

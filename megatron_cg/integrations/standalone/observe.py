@@ -126,7 +126,7 @@ class Observer:
         return self._sums.found
 
     def forget(self) -> None:
-        """Let go of what was seen, when no capture follows."""
+        """Forget what was seen, when no capture follows."""
         self._steps.clear()
         self._now = {}
 

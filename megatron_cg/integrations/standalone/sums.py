@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_cg.upstream.patch import Undo, put_over
 from megatron_cg.upstream.symbols import Symbol
@@ -92,11 +91,6 @@ class Sums:
                 self.found.setdefault(call.unit, what)
         # Passes without a backward pass so far may have a later one, together with others.
         self._calls = [c for c in self._calls if not any(e in users for e in c.outputs)]
-
-
-def name_of(leaf: torch.Tensor, module: nn.Module) -> str | None:
-    """The name of a parameter below ``module``."""
-    return next((name for name, one in module.named_parameters() if one is leaf), None)
 
 
 def _users(roots: Sequence[_Edge]) -> dict[_Edge, list[Any]]:
