@@ -20,7 +20,6 @@ from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observer import Observer
 from megatron_cg.capture.other_parameters import other_parameters_refused
-from megatron_cg.capture.python_state import is_known
 from megatron_cg.capture.recomputed_draws import RecomputedDraws
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
@@ -40,7 +39,6 @@ from megatron_cg.replay.depends_on import (
     autocast_of,
     entries_of,
     frozen_of,
-    key_sets_of,
     modes_of,
 )
 from megatron_cg.replay.eager_passes import EagerPasses
@@ -288,8 +286,6 @@ class GuardedCapture:
         numerics = self._backend.captured_numerics(index, options)
         more = [*unit.entries(graphed), *self._backend.entries(graphed)]
         observer.forget_passes()
-        # The code of known classes reads nothing that somebody adds.
-        strange = [module for module in graphed if not is_known(module)]
         device_type = args[0].device.type
         with unit.in_backward():
             in_backward = autocast_of(device_type)
@@ -298,7 +294,7 @@ class GuardedCapture:
                 Inputs(args, kwargs, borrowed, unit.inputs),
                 observer.addresses,
                 objects=[*entries_of(layer, graphed), *observer.entries, *more],
-                key_sets=[*key_sets_of(layer, strange), *observer.key_sets()],
+                key_sets=observer.key_sets(),
                 hooks=self._hooks[index],
                 frozen=frozen_of(layer, graphed),
                 modes=modes_of(device_type, numerics, self._backend.numerics),

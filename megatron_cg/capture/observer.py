@@ -41,7 +41,7 @@ from megatron_cg.capture.transaction import frozen_kept, values_kept
 from megatron_cg.consensus.collectives import collectives_so_far
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED, Sharding
-from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet
+from megatron_cg.replay.depends_on import GLOBAL_HOOKS, Entry, KeySet, key_sets_of
 from megatron_cg.replay.guard.addresses import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 
@@ -112,13 +112,16 @@ class Observer:
             self._refuse_global_hooks()
 
     def key_sets(self) -> list[KeySet]:
-        """The attributes that strange modules may not get later."""
+        """What strange modules may not get later; known code reads nothing that somebody adds."""
         if self._state is None:
             return []
+        strange = [m for m in self._unit.graphed if m in self._paths and not is_known(m)]
         return [
-            KeySet(vars(one), "attribute", f"attribute {_dotted(self._paths[one])}", names)
-            for one, names in ((m, self._state.names) for m in self._unit.graphed)
-            if one in self._paths and not is_known(one)
+            *key_sets_of(self._unit.layer, strange),
+            *(
+                KeySet(vars(m), "attribute", f"attribute {_dotted(self._paths[m])}", reads)
+                for m, reads in ((m, self._state.names) for m in strange)
+            ),
         ]
 
     def begun(self, *, forward: bool, warmup: bool) -> None:

@@ -197,8 +197,7 @@ class DependsOn:
 
     def broken_in_backward(self) -> Mismatch | None:
         """What forbids the backward replay that is about to begin, or None."""
-        now = autocast_of(self._device_type)
-        if now != self._autocast:
+        if (now := autocast_of(self._device_type)) != self._autocast:
             subject = f"torch.autocast for {self._device_type} in the backward pass"
             return _mismatch("autocast", subject, _switch(self._autocast), _switch(now))
         return self.addresses.broken(forward=False)

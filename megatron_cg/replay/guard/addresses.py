@@ -40,8 +40,9 @@ class Addresses:
     def __init__(self, watched: Sequence[Watched]) -> None:
         self._watched: list[Watched] = []
         self._tensors: list[torch.Tensor] = []
-        self._plain: list[torch.Tensor] = []
+        self._plain: list[Watched] = []
         """Those whose own memory has a meaning."""
+        self._read_layout: list[Callable[[], object]] = []
         self._read: list[Callable[[], object]] = []
         self._at: dict[bool, list[object]] = {True: [], False: []}
         """The addresses in the forward pass, and in the backward pass."""
@@ -55,7 +56,9 @@ class Addresses:
         new = [item for item in watched if id(item.tensor) not in known]
         self._watched += new
         self._tensors += [item.tensor for item in new]
-        self._plain = [item.tensor for item in self._watched if not is_quantized(item.tensor)]
+        self._plain = [item for item in self._watched if not is_quantized(item.tensor)]
+        both = [(item.tensor.stride, item.tensor.size) for item in self._plain]
+        self._read_layout = [read for pair in both for read in pair]
         on_device = any(tensor.device.type != "cpu" for tensor in self._tensors)
         self._read = [_reader(tensor, on_device=on_device) for tensor in self._tensors]
 
@@ -97,9 +100,9 @@ class Addresses:
         now = self._layout_now()
         if now == self._layout:
             return None
-        plain = [item for item in self._watched if not is_quantized(item.tensor)]
-        pairs = zip(plain * 2, self._layout, now, strict=True)
-        item, before, after = next((w, a, b) for w, a, b in pairs if a != b)
+        pairs = enumerate(zip(self._layout, now, strict=True))
+        number, before, after = next((n, a, b) for n, (a, b) in pairs if a != b)
+        item = self._plain[number // 2]
         return Mismatch(
             "address", f"the layout of {item.name}", str(before), str(after), item.cause
         )
@@ -108,7 +111,7 @@ class Addresses:
         return [read() for read in self._read]
 
     def _layout_now(self) -> list[object]:
-        return [*map(torch.Tensor.stride, self._plain), *map(torch.Tensor.size, self._plain)]
+        return [read() for read in self._read_layout]
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

@@ -21,11 +21,6 @@ FIELDS = ("shape", "dtype", "stride", "device")
 """Properties of a tensor that must be equal, by the name of the clause."""
 
 
-def fields(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The values of :data:`FIELDS`, read at once: this runs for every input of every replay."""
-    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
-
-
 STATIC_INPUT = "static input"
 """The clause about inputs that never changed before capture; see ``static_inputs.py``."""
 
@@ -49,7 +44,6 @@ class _Spec:
     requires_grad: bool
     address: int
     nbytes: int
-    borrowed: bool
 
 
 class Inputs:
@@ -75,45 +69,47 @@ class Inputs:
         self._memory = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
         self._positional = len(args)
         self._keywords = tuple(kwargs)
+        self._given: list[str] = []
+        """The keywords of the last call that was as at capture."""
         self._specs = tuple(
-            _Spec(
-                name,
-                fields(tensor),
-                tensor.requires_grad,
-                tensor.data_ptr(),
-                tensor.nbytes,
-                id(tensor) in own,
-            )
+            _Spec(name, _fields(tensor), tensor.requires_grad, tensor.data_ptr(), tensor.nbytes)
             for name, tensor in [*zip(labels, args, strict=False), *kwargs.items()]
         )
+        self._captured = tuple((*spec.fields, spec.requires_grad) for spec in self._specs)
+        self._borrowed = [
+            (number, tensor.data_ptr())
+            for number, tensor in enumerate((*args, *kwargs.values()))
+            if id(tensor) in own
+        ]
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """The first input that is not as it was at capture."""
-        found = self._structure(args, kwargs)
-        if found is not None:
-            return found
-        for tensor, spec in zip(self._flat(args, kwargs), self._specs, strict=True):
-            if not isinstance(tensor, torch.Tensor):
-                return Mismatch(
-                    "structure",
-                    f"argument {spec.name}",
-                    "a tensor",
-                    described(tensor),
-                    "A graph takes only tensors.",
-                )
-            now = fields(tensor)
-            if now != spec.fields:
-                triples = zip(FIELDS, spec.fields, now, strict=True)
-                return next(_field(name, spec, a, b) for name, a, b in triples if a != b)
-            # The opposite case is correct; it only computes a gradient that nobody reads.
-            if not spec.requires_grad and tensor.requires_grad:
-                return _field("requires_grad", spec, False, True)
-            if spec.borrowed and tensor.data_ptr() != spec.address:
+        given = [name for name, value in kwargs.items() if value is not None]
+        if given != self._given or len(args) != self._positional:
+            found = self._structure(args, kwargs)
+            if found is not None:
+                return found
+            self._given = given
+        flat = self._flat(args, kwargs)
+        for tensor, spec, captured in zip(flat, self._specs, self._captured, strict=True):
+            # One comparison for the usual case: this runs for every input of every replay.
+            if not isinstance(tensor, torch.Tensor) or captured != (
+                tensor.shape,
+                tensor.dtype,
+                tensor.stride(),
+                tensor.device,
+                tensor.requires_grad,
+            ):
+                found = _other_kind(tensor, spec)
+                if found is not None:
+                    return found
+        for number, address in self._borrowed:
+            if flat[number].data_ptr() != address:
                 return Mismatch(
                     STATIC_INPUT,
-                    f"the memory of argument {spec.name}",
-                    hex(spec.address),
-                    hex(tensor.data_ptr()),
+                    f"the memory of argument {self._specs[number].name}",
+                    hex(address),
+                    hex(flat[number].data_ptr()),
                     "It was one tensor in all steps before capture, so the graph reads it in "
                     "place. Copying another tensor there would overwrite the model's own.",
                 )
@@ -198,6 +194,23 @@ def described(value: Any) -> str:
     # The values of an object's tensors would be read on the host.
     text = "" if is_dataclass(value) else repr(value)
     return text if 0 < len(text) < 60 else f"a {type(value).__name__}"
+
+
+def _fields(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+
+
+def _other_kind(tensor: Any, spec: _Spec) -> Mismatch | None:
+    if not isinstance(tensor, torch.Tensor):
+        subject, cause = f"argument {spec.name}", "A graph takes only tensors."
+        return Mismatch("structure", subject, "a tensor", described(tensor), cause)
+    for name, before, now in zip(FIELDS, spec.fields, _fields(tensor), strict=True):
+        if before != now:
+            return _field(name, spec, before, now)
+    # The opposite case is correct; it only computes a gradient that nobody reads.
+    if tensor.requires_grad and not spec.requires_grad:
+        return _field("requires_grad", spec, False, True)
+    return None
 
 
 def _field(clause: str, spec: _Spec, expected: Any, actual: Any) -> Mismatch:
