@@ -135,9 +135,10 @@ class _Capture:
         for step in self._steps:
             if step.forward:
                 self._run_hooks(step, "forward_pre_hooks")
-                alive[step.sample], _ = self._call(step)
                 if iteration == 0:
-                    self._find_reached(step, alive[step.sample])
+                    # Before the pass, since it may write what the pass saves for its backward.
+                    self._find_reached(step)
+                alive[step.sample], _ = self._call(step)
                 self._run_hooks(step, "forward_hooks")
                 continue
             outputs = [o for o in alive.pop(step.sample) if o is not None and o.requires_grad]
@@ -147,9 +148,10 @@ class _Capture:
             self._run_hooks(step, "backward_hooks")
             self._keep_used_parameters(step, found, iteration)
 
-    def _find_reached(self, step: Step, outputs: Sequence[Any]) -> None:
+    def _find_reached(self, step: Step) -> None:
         """See Note [Gradients of one output]."""
         item = self.recorded[step.sample]
+        outputs, _ = self._call(step)
         numbers = [n for n, o in enumerate(outputs) if o is not None and o.requires_grad]
         if len(numbers) < 2:
             return

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_cg.capture.operations import key_of
 from megatron_cg.capture.static_inputs import StaticInputs, version_of
@@ -162,9 +163,7 @@ class Observer:
         for value in set_or_returned:
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(look)
-        # A sharded parameter may have no memory here, and no node of autograd.
-        others = [one for one in set_or_returned if not isinstance(one, nn.Parameter)]
-        self._sums.ended(name, others)
+        self._sums.ended(name, list(filter(_has_node, set_or_returned)))
         given = {key_of(one) for one in self._given}
         self._given = []
         self._views += [
@@ -208,3 +207,10 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _has_node(value: torch.Tensor) -> bool:
+    """Whether autograd has a node for ``value``: a sharded parameter may have no memory here."""
+    if not isinstance(value, nn.Parameter):
+        return True
+    return not isinstance(value, DTensor) and value.untyped_storage().nbytes() >= value.nbytes

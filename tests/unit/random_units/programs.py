@@ -84,6 +84,9 @@ def draw(seed: int, attempt: int = 0) -> Program:
     rare = chance.random()
     # FSDP2 frees a weight after its unit, and reading it there ends the process, eagerly too.
     is_kept = any("weight returned" in names for names in units)
+    # Recomputed with gradient, it would bring the graph of the step before into each backward.
+    is_chained = any("attribute in place" in names for names in units)
+    around = ("not",) if is_chained else ("use_reentrant", "not")
     return Program(
         seed,
         tuple(map(tuple, units)),
@@ -100,7 +103,7 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice((1, 1, 1, 1, 1, 2)),
         chance.random() < 0.85,
         chance.random() < 0.15,
-        chance.choice(("use_reentrant", "not")) if chance.random() < 0.02 else "",
+        chance.choice(around) if chance.random() < 0.02 else "",
         chance.choice((2, 2, 3)),
         chance.choice((0, 0, 0, 1, 2)),
         chance.choice(("eager", "eager", "eager", "recapture")),
