@@ -108,18 +108,18 @@ class GuardedCapture:
             CaptureError: samples, units and the order in ``options`` do not fit.
             OutOfStepError: capture failed in a way that leaves other ranks waiting.
         """
+        if len(args) != len(self._units):
+            raise CaptureError(
+                f"{len(args)} sample_args for {len(self._units)} units: a unit has one graph"
+            )
+        layers = [unit.layer for unit in self._units]
         order = HookOrder(
-            [unit.layer for unit in self._units],
-            len(args),
+            layers,
             [unit.capture_time for unit in hooks],
             options,
             begun=self._pass_begun,
             ended=self._pass_ended,
         )
-        if len(args) != len(self._units):
-            raise CaptureError(
-                f"{len(args)} sample_args for {len(self._units)} units: a unit has one graph"
-            )
         borrowed = self._borrow(kwargs)
         self._observers = tuple(
             Observer(unit, own, named, borrowed)
@@ -128,7 +128,6 @@ class GuardedCapture:
         self._draws = RecomputedDraws(self._units, args[0][0].device.type)
         for observer in self._observers:
             observer.prepare(self._sharding)
-        layers = [unit.layer for unit in self._units]
         if self._sharding.may_renew_accumulators(layers):
             self._forget_accumulators()
         else:
