@@ -125,7 +125,7 @@ NEAR: dict[str, str] = {
     "hooks/snapshot.py": _HOOKS,
     "consensus/process_exit.py": "consensus/test_leaving.py runs/test_one_rank_failures.py",
     "replay/attach.py": f"{_REPLAY} upstream/test_copies.py",
-    "hooks/capture_schedule.py": "capture/test_hook_order.py "
+    "backends/driver/schedule.py": "backends/tape/test_contract.py "
     "consensus/test_mutants_of_pure_modules.py",
     "capture/session.py": "capture/test_session.py runs/test_life.py "
     "capture/test_broken_captures.py runs/test_one_rank_failures.py",
