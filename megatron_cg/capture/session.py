@@ -49,7 +49,6 @@ from megatron_cg.fsdp.fsdp_model import find_megatron_fsdp
 from megatron_cg.fsdp.megatron_fsdp import MegatronFsdp
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.fsdp.transform import UnitHooks
-from megatron_cg.replay.attach import attach_replay
 from megatron_cg.replay.counters import Counters
 from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
@@ -169,8 +168,8 @@ class Session:
                     yield
                 self._check_whole()
                 for unit, unit_hooks in zip(self._units, hooks, strict=True):
-                    attach = unit.attach or attach_replay
-                    lasting.callback(attach(unit, unit_hooks.before_replay, self.mismatches))
+                    assert unit.attach is not None
+                    lasting.callback(unit.attach(unit, unit_hooks.before_replay, self.mismatches))
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()

@@ -18,13 +18,20 @@ Note [Turns]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.one_node import as_one_node
+from megatron_cg.upstream.patch import put_over
+
+Prepared = Callable[[], Any] | Mismatch | None
+"""What a call does: the replay, or an eager pass because of a mismatch. None: an eager pass that is
+a part of a verification."""
 
 
 class EagerPasses:
@@ -95,3 +102,39 @@ class EagerPasses:
             text = f"{self.name} turns to {words}, on this rank."
             self._mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
         self._replays = replays
+
+
+def replay_instead(
+    layer: nn.Module,
+    prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
+    mismatches: MismatchPolicy,
+) -> Callable[[], None]:
+    """Replace the forward of ``layer``, whose ``cuda_graphs`` are set; returns the undo.
+
+    ``prepare`` takes the arguments of a call in training.
+    """
+    target: Any = layer
+    eager = target.forward
+    passes: EagerPasses = target.cuda_graphs[0].eager_passes
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not target.training:
+            passes.for_no_replay("it is in evaluation mode")
+            return eager(*args, **kwargs)
+        if not target.cuda_graphs:
+            passes.for_no_replay("its graphs were deleted")
+            return passes.run(eager, *args, **kwargs)
+        prepared = prepare(args, kwargs)
+        if prepared is None:
+            return eager(*args, **kwargs)
+        if isinstance(prepared, Mismatch):
+            passes.for_mismatch(prepared)
+            return passes.run(eager, *args, **kwargs)
+        passes.replay_follows()
+        try:
+            return prepared()
+        except Exception:
+            mismatches.issue_held()
+            raise
+
+    return put_over(target, "forward", forward)

@@ -19,10 +19,10 @@ from megatron_cg.integrations.standalone.results import (
     containers_of,
     refuse_filled,
 )
-from megatron_cg.replay.attach import ManualHook, Prepared, replay_instead
+from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.own_gradients import own_gradient
-from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.patch import put_over, undone_after
 
 
