@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_cg.backends.base import Backend
 from megatron_cg.capture.accumulators import OtherLeaves, forget_accumulators
 from megatron_cg.capture.hook_order import HookOrder
 from megatron_cg.capture.observer import Observer
-from megatron_cg.capture.other_parameters import other_parameters_refused
 from megatron_cg.capture.python_state import is_known
-from megatron_cg.capture.recomputed_draws import RecomputedDraws
 from megatron_cg.capture.refusals import clear_frames, refusal
 from megatron_cg.capture.static_inputs import StaticInputs
 from megatron_cg.capture.transaction import (
@@ -80,7 +79,6 @@ class GuardedCapture:
         self._hooks = tuple(Hooks(unit.layer, unit.graphed) for unit in self._units)
         self._observers: tuple[Observer, ...] = ()
         self._leaves: OtherLeaves | None = None
-        self._draws = RecomputedDraws(self._units, "cpu")
         self.eager_passes: tuple[EagerPasses, ...] = ()
         """One for each unit, once its graphs are captured."""
 
@@ -125,7 +123,6 @@ class GuardedCapture:
             Observer(unit, own, named, borrowed)
             for unit, own, named in zip(self._units, args, kwargs, strict=True)
         )
-        self._draws = RecomputedDraws(self._units, args[0][0].device.type)
         for observer in self._observers:
             observer.prepare(self._sharding)
         if self._sharding.may_renew_accumulators(layers):
@@ -177,10 +174,9 @@ class GuardedCapture:
         emit(PassesBegin(order.warmup_passes, order.passes))
         with (
             self._leaves.held() if self._leaves is not None else nullcontext(),
-            self._draws.watched(),
             # It reads on the host. At a replay, autograd looks at what the graph returns.
             torch.autograd.set_detect_anomaly(False),
-            other_parameters_refused(self._sharding.wrapped, self._units, lambda: order.under_way),
+            self._other_parameters_refused(order),
         ):
             try:
                 graphs = self._backend.capture(
@@ -199,17 +195,36 @@ class GuardedCapture:
         emit(PassesDone())
         return graphs
 
+    @contextmanager
+    def _other_parameters_refused(self, order: HookOrder) -> Iterator[None]:
+        """Refuse a unit whose backward pass reaches a parameter of a module outside of it.
+
+        A graph returns gradients of its unit's own parameters. Those of others would be lost.
+        """
+        own = [set(unit.layer.parameters()) for unit in self._units]
+
+        def look(parameter: nn.Parameter, name: str, _gradient: torch.Tensor) -> None:
+            now = order.under_way
+            if now is not None and parameter not in own[now[0]]:
+                raise CaptureError(
+                    f"{self._units[now[0]].name} uses {name}, a parameter of a module outside of "
+                    "it. A graph returns no gradient for it. Pass the values as an input, make the "
+                    "parameter an attribute of the unit too, or leave the unit out of the graphs."
+                )
+
+        with ExitStack() as undo:
+            for name, parameter in self._sharding.wrapped.named_parameters():
+                if parameter.requires_grad:
+                    undo.callback(parameter.register_hook(partial(look, parameter, name)).remove)
+            yield
+
     def _pass_begun(self, index: int, forward: bool, warmup: bool) -> None:
-        if not forward:
-            self._draws.begun(index)
         torch.clear_autocast_cache()  # No graph may read the casts of another pass.
         emit(PassBegan(self._units[index].name, forward))
         self._observers[index].begun(forward=forward, warmup=warmup)
 
     def _pass_ended(self, index: int, forward: bool, _warmup: bool) -> None:
         self._observers[index].ended(forward=forward)
-        if not forward:
-            self._draws.ended(index)
         emit(PassEnded(self._units[index].name, forward))
 
     def _name_units_in(self, error: Exception) -> None:
