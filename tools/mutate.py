@@ -65,7 +65,7 @@ NEAR: dict[str, str] = {
     "backends/tape/tape_backend.py": _TAPE,
     "backends/tape/tape_recorder.py": _TAPE,
     "backends/te/te_if_loaded.py": f"{_NATIVE} backends/test_te_backend.py",
-    "replay/static_memory.py": f"{_NATIVE} backends/test_te_replay.py",
+    "replay/replay_function.py": f"{_NATIVE} backends/test_te_replay.py",
     "backends/tape/tape_host.py": "backends/tape/test_contract.py backends/tape/test_training.py",
     "backends/tape/tape_memory.py": _TAPE,
     "backends/tape/tape_recording.py": f"{_TAPE} backends/tape/test_collectives.py",

@@ -6,7 +6,7 @@ Note [Before anything runs eagerly]
     ``fastpath/params/deferred_prefetch.py``). If the unit's graphs contain collectives, all ranks
     vote (Note [A graph with collectives] in ``replay/mismatch_policy.py``). Otherwise one rank may
     run eagerly alone, and may have to give its gradients in the order of a replay
-    (``replay/one_node.py``).
+    (Note [When gradients are counted]).
 
 Note [Turns]
     For a mismatch, ranks vote in each pass. For evaluation and deleted graphs, ranks vote only when
@@ -14,6 +14,15 @@ Note [Turns]
     vote fails, in either direction. A vote on a turn has the long timeout: before the first pass
     after a turn, ranks may fetch data or write a checkpoint, and one rank may take minutes longer
     than another.
+
+Note [When gradients are counted]
+    Megatron-FSDP reduces a bucket once all its parameters have got a gradient. A replay is one
+    node: it waits for the gradients of all its outputs, and then reaches all weights, those of an
+    output that the loss does not use with no gradient. In an eager pass each weight gets its
+    gradient as soon as the outputs that it needs have theirs, and the weights of an unused output
+    are not reached. So if one rank falls back to eager alone, its buckets become ready in another
+    order, and its collectives do not match those of the other ranks. Therefore a node ties the
+    outputs of such a pass together. Autograd passes what is undefined on to the weights.
 """
 
 from __future__ import annotations
@@ -21,12 +30,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.replay.guard.mismatch import Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.one_node import as_one_node
 from megatron_cg.upstream.patch import put_over
 
 Prepared = Callable[[], Any] | Mismatch | None
@@ -138,3 +148,27 @@ def replay_instead(
             raise
 
     return put_over(target, "forward", forward)
+
+
+class _Tie(torch.autograd.Function):
+    """Passes tensors and their gradients on, all at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return gradients
+
+
+def as_one_node(outputs: Any) -> Any:
+    """``outputs``, whose gradients all arrive before any goes on; see the last note above."""
+    flat, spec = tree_flatten(outputs)
+    tensors = {id(one): one for one in flat if isinstance(one, torch.Tensor) and one.requires_grad}
+    if len(tensors) < 2:
+        return outputs
+    apply: Any = _Tie.apply
+    tied = dict(zip(tensors, apply(*tensors.values()), strict=True))
+    return tree_unflatten([tied.get(id(one), one) for one in flat], spec)
