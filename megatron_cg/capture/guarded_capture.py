@@ -92,19 +92,10 @@ class GuardedCapture:
         begin: Callable[[], None],
         joins: bool,
     ) -> tuple[GuardedGraph, ...]:
-        """Capture; returns a guarded graph for each unit.
+        """Capture as :meth:`megatron_cg.capture.session.Session.capture` says.
 
-        Args:
-            hooks: the hooks of each unit.
-            args: positional static inputs of each unit.
-            kwargs: keyword static inputs of each unit.
-            options: other arguments of TE's ``make_graphed_callables``.
-            begin: called when all is ready and before the first hook runs; may raise.
-            joins: whether to run the hooks that other ranks wait for after a failure.
-
-        Raises:
-            CaptureError: samples, units and the order in ``options`` do not fit.
-            OutOfStepError: capture failed in a way that leaves other ranks waiting.
+        ``begin`` is called when all is ready and before the first hook runs, and may raise.
+        ``joins`` says whether to run the hooks that other ranks wait for after a failure.
         """
         if len(args) != len(self._units):
             raise CaptureError(
@@ -125,8 +116,9 @@ class GuardedCapture:
         )
         for observer in self._observers:
             observer.prepare(self._sharding)
+        graphed = [module for unit in self._units for module in unit.graphed]
         if self._sharding.may_renew_accumulators(layers):
-            self._forget_accumulators()
+            forget_accumulators(graphed)
         else:
             self._leaves = OtherLeaves(layers)
         begin()
@@ -144,24 +136,18 @@ class GuardedCapture:
             raise refused from error
         finally:
             if self._leaves is None:
-                self._forget_accumulators()
+                forget_accumulators(graphed)
         self.eager_passes = tuple(
             EagerPasses(
                 unit.name,
                 self._mismatches,
                 collectives=observer.collectives,
-                one_node=self._sharding.counts_gradients and self._has_several_outputs(graph),
+                one_node=self._sharding.counts_gradients
+                and self._backend.replay_function(graph).has_several_gradients,
             )
             for unit, observer, graph in zip(self._units, self._observers, graphs, strict=True)
         )
-        return self._guarded_graphs(graphs, args, kwargs, borrowed=borrowed, options=options)
-
-    def _has_several_outputs(self, graph: Any) -> bool:
-        incoming = self._backend.replay_function(graph).incoming
-        return sum(memory is not None for memory in incoming) > 1
-
-    def _forget_accumulators(self) -> None:
-        forget_accumulators(module for unit in self._units for module in unit.graphed)
+        return self._guarded_graphs(graphs, args, kwargs, borrowed, options)
 
     def _capture(
         self,
@@ -266,28 +252,24 @@ class GuardedCapture:
         graphs: Sequence[Any],
         args: Args,
         kwargs: Kwargs,
-        *,
         borrowed: Sequence[torch.Tensor],
         options: Mapping[str, Any],
     ) -> tuple[GuardedGraph, ...]:
         in_flight = InFlight()
-        made = []
-        for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
-            table = self._table(index, args[index], kwargs[index], borrowed, options)
-            made.append(
-                GuardedGraph(
-                    graph,
-                    table,
-                    unit,
-                    self._mismatches,
-                    index=index,
-                    in_flight=in_flight,
-                    eager_passes=self.eager_passes[index],
-                    replay=self._backend.replay_function(graph),
-                    kept=partial(self._kept, unit, self._observers[index]),
-                )
+        return tuple(
+            GuardedGraph(
+                graph,
+                self._table(index, args[index], kwargs[index], borrowed, options),
+                unit,
+                self._mismatches,
+                index=index,
+                in_flight=in_flight,
+                eager_passes=self.eager_passes[index],
+                replay=self._backend.replay_function(graph),
+                kept=partial(self._kept, unit, self._observers[index]),
             )
-        return tuple(made)
+            for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True))
+        )
 
     def _table(
         self,

@@ -136,9 +136,9 @@ class Session:
     def capturing(self) -> Iterator[None]:
         """The transaction in which the caller captures the units and sets their graphs.
 
-        In the body the caller calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit.
-        If the body ends normally, the units replay from then on. If it raises, everything is
-        restored and the session can try again.
+        The body calls :meth:`capture` and sets ``layer.cuda_graphs`` of every unit. If it ends
+        normally, the units replay from then on. If it raises, everything is restored and the
+        session can try again.
 
         Raises:
             PhaseError: graphs exist already, also of another session, or the session is closed.
@@ -205,18 +205,13 @@ class Session:
     ) -> tuple[GuardedGraph, ...]:
         """Capture the units by the backend, with FSDP's hooks outside of the graphs.
 
-        Args:
-            callables: the units' layers, in order.
-            sample_args: positional static inputs of each graph, tensors on the device.
-            sample_kwargs: keyword static inputs of each graph.
-            **options: other arguments of TE's ``make_graphed_callables``.
-
-        Returns:
-            A guarded graph for each sample.
+        The arguments are those of TE's ``make_graphed_callables``: the units' layers, in order, and
+        the static inputs of each, tensors on the device. Returns a guarded graph for each unit.
 
         Raises:
             PhaseError: called outside of :meth:`capturing`, or with layers of other units.
-            CaptureError: another rank cannot capture, or would capture something else.
+            CaptureError: another rank cannot capture or would capture something else, or samples,
+                units and the order in ``options`` do not fit.
             OutOfStepError: this rank failed in a way that leaves the others waiting.
         """
         self._require(Phase.CAPTURING)

@@ -70,12 +70,7 @@ class EagerPasses:
     def for_mismatch(self, mismatch: Mismatch, *, fresh: bool = True) -> None:
         """Prepare this pass to run eagerly because of ``mismatch``.
 
-        Args:
-            mismatch: what forbids the replay.
-            fresh: whether another capture would not help.
-
-        Raises:
-            ReplayMismatchError: see :meth:`MismatchPolicy.mismatched`.
+        See :meth:`MismatchPolicy.mismatched` for ``fresh`` and the error that it raises.
         """
         self._mismatches.issue_held()
         self._mismatches.mismatched(mismatch, self.name, collectives=self.collectives, fresh=fresh)

@@ -60,6 +60,11 @@ class ReplayFunction:
     """Where a backward replay reads the gradient of each output; None for one without a gradient.
     A gradient that lies elsewhere is copied there first."""
 
+    @property
+    def has_several_gradients(self) -> bool:
+        """Whether more than one output needs a gradient."""
+        return len(self.incoming) - self.incoming.count(None) > 1
+
 
 def copies(memories: Sequence[StaticMemory | None], values: Sequence[Any]) -> tuple[int, int]:
     """How many of ``values`` are copied into their static memory, and the bytes of these.
