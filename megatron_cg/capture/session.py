@@ -20,7 +20,6 @@ Note [Graphs that one rank deletes]
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
@@ -54,8 +53,6 @@ from megatron_cg.replay.guarded_graph import GuardedGraph
 from megatron_cg.replay.mismatch_policy import MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import put_over, run_before, set_attribute
-
-logger = logging.getLogger(__name__)
 
 _SESSIONS: list[ReferenceType[Session]] = []
 """Sessions with graphs. A session lives as long as its model, which holds it: the layers replay

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_cg.integrations.own_gradients import own_gradient
 from megatron_cg.replay.eager_passes import Prepared, replay_instead
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guard.inputs import NOT_INPUTS, described
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.own_gradients import own_gradient
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.capturing_flag import capturing_flag, is_running_region, not_capturing
 from megatron_cg.upstream.patch import Undo, all_of, put_over, set_attribute
